@@ -1,0 +1,61 @@
+"""Every failure a user can meet: one class a failure, each with its exit code.
+
+A message says what is wrong, where (file, rank, parameter, byte range), and what to do next.
+Anything that is not a `UcpError` is a bug of ours and shows its traceback.
+"""
+
+from __future__ import annotations
+
+
+class UcpError(Exception):
+    """Base class: a failure that is explained to the user without a traceback."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, hint: str | None = None) -> None:
+        """`what` names file, rank and parameter; `hint` says what to do next."""
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  → {self.hint}" if self.hint else self.what
+
+
+class InconsistentError(UcpError):
+    """The shards do not fit together: a missing rank, a gap, replicas that differ, mixed steps."""
+
+    exit_code = 1
+
+
+class UsageError(UcpError):
+    """The request itself cannot be carried out as given."""
+
+    exit_code = 2
+
+
+class NotUnderstoodError(UcpError):
+    """Not a checkpoint, or one in a form that this version does not know."""
+
+    exit_code = 3
+
+
+class IntegrityError(UcpError):
+    """Bytes are damaged: a truncated archive, a wrong checksum, a header that lies."""
+
+    exit_code = 4
+
+
+class StorageError(UcpError):
+    """The operating system refused: no space, no permission, an I/O error."""
+
+    exit_code = 5
+
+
+class UnsafeError(UcpError):
+    """The input tries something that a checkpoint must not do."""
+
+    exit_code = 6
+
+
+INTERRUPTED_EXIT_CODE = 130

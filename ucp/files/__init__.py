@@ -1,0 +1,1 @@
+"""Containers and bytes: torch zip archives read without executing anything, safetensors, local storage."""

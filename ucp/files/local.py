@@ -1,0 +1,103 @@
+"""Positional reads and writes on local files, with a bounded set of open descriptors shared by all threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from types import TracebackType
+
+from ucp import tunables
+from ucp.errors import IntegrityError, StorageError
+
+
+class SourceFiles:
+    """Read-only access to the files below a checkpoint's root. Thread-safe; closes descriptors it has not used lately."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        """Fill `target` (bytes) from `file` at byte `offset`; a file that ends too early is an integrity error."""
+        handle = self._acquire(file)
+        try:
+            done = 0
+            while done < len(target):
+                got = os.preadv(handle.fd, [target[done:]], offset + done)
+                if got == 0:
+                    raise IntegrityError(
+                        f"{self.root / file}: ends at byte {offset + done}, but bytes [{offset}, {offset + len(target)}) are needed",
+                        hint="the file is truncated or was changed while it was read; restore it and try again",
+                    )
+                done += got
+        except OSError as error:
+            raise StorageError(f"{self.root / file}: cannot read bytes at {offset}: {error.strerror}") from error
+        finally:
+            self._release(handle)
+
+    def read(self, file: str, offset: int, size: int) -> bytes:
+        """`size` bytes of `file` from byte `offset`."""
+        data = bytearray(size)
+        self.read_into(file, offset, memoryview(data))
+        return bytes(data)
+
+    def close(self) -> None:
+        with self._lock:
+            for handle in self._open.values():
+                os.close(handle.fd)
+            self._open.clear()
+
+    def __enter__(self) -> SourceFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _acquire(self, file: str) -> _Descriptor:
+        with self._lock:
+            handle = self._open.get(file)
+            if handle is None:
+                handle = _Descriptor(_open_for_reading(self.root / file))
+                self._open[file] = handle
+                self._evict()
+            else:
+                self._open.move_to_end(file)
+            handle.users += 1
+            return handle
+
+    def _release(self, handle: _Descriptor) -> None:
+        with self._lock:
+            handle.users -= 1
+
+    def _evict(self) -> None:
+        excess = len(self._open) - tunables.OPEN_FILES
+        if excess <= 0:
+            return
+        for file in [f for f, handle in self._open.items() if handle.users == 0][:excess]:
+            os.close(self._open.pop(file).fd)
+
+
+class _Descriptor:
+    __slots__ = ("fd", "users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0
+
+
+def _open_for_reading(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:
+    """Write all of `data` at byte `offset`, however many calls that takes."""
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        done += os.pwritev(fd, [view[done:]], offset + done)

@@ -1,0 +1,52 @@
+"""The formats that can be read, one line each, tried in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from ucp.errors import NotUnderstoodError, StorageError
+from ucp.model.checkpoint import Checkpoint
+from ucp.model.rules import RuleBook
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a user may say about how a source is to be read."""
+
+    tag: str | None = None  # step folder below the save folder; default: what `latest` names
+    rules: RuleBook | None = None  # the user's own rules (--rules, then --preset); they win over the checkpoint's
+
+
+class Reader(Protocol):
+    """The reading side of a format: a module with these two functions."""
+
+    def recognises(self, path: Path) -> bool:
+        """Cheap look (names and at most one small file): is this path a checkpoint of this format?"""
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        """Index the checkpoint. Reads no tensor bytes beyond what inference of missing rules needs."""
+
+
+# name → module with the reader. Imported only when tried, so that `ucp --help` loads none of them.
+READERS: dict[str, str] = {
+    "atoms": "ucp.formats.atoms.reader",
+    "deepspeed-universal": "ucp.formats.deepspeed.universal",
+    "deepspeed": "ucp.formats.deepspeed.reader",
+}
+
+
+def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
+    """Index the checkpoint at `path` with the first format that recognises it."""
+    if not path.exists():
+        raise StorageError(f"{path}: no such file or folder")
+    for module in READERS.values():
+        reader = cast(Reader, import_module(module))
+        if reader.recognises(path):
+            return reader.read(path, options)
+    raise NotUnderstoodError(
+        f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
+        hint="give the save folder (with `latest`), the step folder inside it, or a folder of atoms (with `ucp.json`)",
+    )

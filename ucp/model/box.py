@@ -1,0 +1,106 @@
+"""Boxes: axis-aligned n-dimensional blocks. The geometry of the house; it knows integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of an atom: along dimension `d` the half-open range `[start[d], start[d] + shape[d])`, in elements.
+
+    Inside a box elements are counted row-major. A box of no dimensions is the single element of a scalar.
+    """
+
+    start: Shape
+    shape: Shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> Shape:
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+    def shift(self, by: Shape) -> Box:
+        """The same block with its corner moved by `by`."""
+        return Box(tuple(a + d for a, d in zip(self.start, by, strict=True)), self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
+
+
+def whole(shape: Shape) -> Box:
+    """The box that is all of a tensor of this shape."""
+    return Box((0,) * len(shape), shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common block of two boxes of the same rank, or None where they share no element."""
+    start: list[int] = []
+    shape: list[int] = []
+    for a0, an, b0, bn in zip(a.start, a.shape, b.start, b.shape, strict=True):
+        lo = a0 if a0 > b0 else b0
+        hi = a0 + an if a0 + an < b0 + bn else b0 + bn
+        if hi <= lo:
+            return None
+        start.append(lo)
+        shape.append(hi - lo)
+    return Box(tuple(start), tuple(shape))
+
+
+def strides_of(shape: Shape) -> Shape:
+    """Row-major strides in elements."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def flat_index(index: Shape, shape: Shape) -> int:
+    """Row-major position of the element at `index` in a tensor of `shape`."""
+    flat = 0
+    for i, n in zip(index, shape, strict=True):
+        flat = flat * n + i
+    return flat
+
+
+def interval_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Cut the flat row-major interval `[start, stop)` of a tensor of `shape` into boxes, in order.
+
+    At most `2 * ndim - 1` boxes come out; each is contiguous in row-major order, and laid end to end they are the interval.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head and first == last:
+        yield from _in_row(shape, first, head, tail)
+        return
+    if head:
+        yield from _in_row(shape, first, head, row)
+        first += 1
+    if last > first:
+        yield Box((first, *([0] * (len(shape) - 1))), (last - first, *shape[1:]))
+    if tail:
+        yield from _in_row(shape, last, 0, tail)
+
+
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in interval_boxes(shape[1:], start, stop):
+        yield Box((row, *box.start), (1, *box.shape))

@@ -1,0 +1,161 @@
+"""The checkpoint index: which bytes of which file are which part of which atom.
+
+Every reader produces a `Checkpoint`, every command, writer and check consumes one. It never holds tensor bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from ucp.model.box import Shape
+from ucp.model.dtypes import DType
+from ucp.model.layout import Mesh, Rank
+from ucp.model.region import Region
+from ucp.model.rules import REPLICATED, Rule
+
+Role = Literal["trained", "frozen", "buffer"]
+
+# Kinds with a meaning of their own. Every other kind is an optimizer state under the optimizer's own name.
+WEIGHT = "weight"  # as the module holds it
+MASTER = "master"  # the optimizer's high-precision copy
+STEP = "step"  # scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A region of an atom and where its bytes are.
+
+    `offset` is the byte offset of the region's first element in `file` (a path relative to the checkpoint's root);
+    from there the region is contiguous, unless `strides` (in elements, one per dimension of the region's only box)
+    says otherwise. A scalar that the file keeps as a plain number has its bytes in `inline` instead. The stored
+    value is the logical value times `scale`.
+    """
+
+    region: Region
+    file: str
+    offset: int
+    dtype: DType
+    rank: Rank = Rank()
+    strides: Shape | None = None
+    inline: bytes | None = None
+    scale: float = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One state of one parameter, whole and free of any parallel layout.
+
+    `fragments` cover it exactly once. Each entry of `replicas` is a further set of fragments that must hold the same
+    bytes wherever it covers (tensor-parallel copies, tied copies on other stages). With `combine="average"` the atom
+    is the mean of `fragments` and every replica instead. Where a fragment's dtype is not the atom's, reading casts.
+    """
+
+    name: str
+    kind: str
+    shape: Shape
+    dtype: DType
+    fragments: Sequence[Fragment]
+    replicas: Sequence[Sequence[Fragment]] = ()
+    combine: Literal["copy", "average"] = "copy"
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name}|{self.kind}"
+
+
+@dataclass(slots=True)
+class Parameter:
+    """A parameter (or buffer) of the model with all its states."""
+
+    name: str
+    shape: Shape
+    role: Role = "trained"
+    atoms: dict[str, Atom] = field(default_factory=dict)
+    rule: Rule = REPLICATED
+    rule_origin: str = "one tensor-parallel rank"
+    padded_shape: Shape | None = None  # of the source's whole, where padding was removed
+    group: int | None = None  # index into Checkpoint.groups
+    aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
+    stages: tuple[int, ...] = (0,)  # pipeline stages that hold it
+    expert: int | None = None  # global expert number
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(atom.nbytes for atom in self.atoms.values())
+
+
+@dataclass(slots=True)
+class ParamGroup:
+    """An optimizer parameter group: its hyper-parameters as stored, and its parameters in the source's order."""
+
+    hyper: dict[str, Any]
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something a person should know about how the source was read. Never silent, never fatal."""
+
+    id: str  # stable, for scripts: "rule-inferred", "slice-mappings-wrong", …
+    text: str
+
+
+@dataclass(slots=True)
+class Extras:
+    """Everything that is not a parameter state, as inert values; carried through unchanged, never executed.
+
+    `trees` maps a source file to its inert tree (tensors stand in it as `ucp.files.inert.TensorRef`);
+    `files` lists neighbours that are carried as bytes. Paths are relative to the checkpoint's root.
+    """
+
+    trees: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """An index of where the bytes of each parameter lie."""
+
+    format: str  # name in the format registry: "deepspeed", "atoms", …
+    root: Path
+    mesh: Mesh
+    parameters: dict[str, Parameter]  # in the model's own order
+    framework: str = ""  # "DeepSpeed 0.19.8"
+    step: int | None = None  # optimizer steps taken
+    groups: list[ParamGroup] = field(default_factory=list)
+    extras: Extras = field(default_factory=Extras)
+    notes: list[Note] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)  # every file of the checkpoint, relative path → bytes
+    details: dict[str, Any] = field(default_factory=dict)  # format-specific facts worth showing, JSON values only
+
+    def atoms(self) -> Iterator[Atom]:
+        """Every atom, parameter by parameter."""
+        for parameter in self.parameters.values():
+            yield from parameter.atoms.values()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(atom.nbytes for atom in self.atoms())
+
+    def aliases(self) -> Mapping[str, str]:
+        """Alias name → name of the parameter that owns the tensor."""
+        return {alias: p.name for p in self.parameters.values() for alias in p.aliases}

@@ -1,0 +1,73 @@
+"""Element types, by the names that torch uses, with their size and their safetensors tag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Family = Literal["float", "int", "bool", "complex"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type. `itemsize` is in bytes; `tag` is the safetensors name, None where that format has none."""
+
+    name: str
+    itemsize: int
+    family: Family
+    tag: str | None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_TABLE: Final = (
+    DType("float64", 8, "float", "F64"),
+    DType("float32", 4, "float", "F32"),
+    DType("float16", 2, "float", "F16"),
+    DType("bfloat16", 2, "float", "BF16"),
+    DType("float8_e4m3fn", 1, "float", "F8_E4M3"),
+    DType("float8_e5m2", 1, "float", "F8_E5M2"),
+    DType("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 1, "float", "F8_E8M0"),
+    DType("int64", 8, "int", "I64"),
+    DType("int32", 4, "int", "I32"),
+    DType("int16", 2, "int", "I16"),
+    DType("int8", 1, "int", "I8"),
+    DType("uint64", 8, "int", "U64"),
+    DType("uint32", 4, "int", "U32"),
+    DType("uint16", 2, "int", "U16"),
+    DType("uint8", 1, "int", "U8"),
+    DType("bool", 1, "bool", "BOOL"),
+    DType("complex64", 8, "complex", "C64"),
+    DType("complex128", 16, "complex", None),
+)
+
+BY_NAME: Final = {dtype.name: dtype for dtype in _TABLE}
+BY_TAG: Final = {dtype.tag: dtype for dtype in _TABLE if dtype.tag is not None}
+
+FLOAT64 = BY_NAME["float64"]
+FLOAT32 = BY_NAME["float32"]
+FLOAT16 = BY_NAME["float16"]
+BFLOAT16 = BY_NAME["bfloat16"]
+INT64 = BY_NAME["int64"]
+UINT8 = BY_NAME["uint8"]
+BOOL = BY_NAME["bool"]
+
+# What a person types after --dtype.
+ALIASES: Final = {
+    "fp64": FLOAT64,
+    "fp32": FLOAT32,
+    "fp16": FLOAT16,
+    "bf16": BFLOAT16,
+    "double": FLOAT64,
+    "float": FLOAT32,
+    "half": FLOAT16,
+}
+
+
+def parse_dtype(text: str) -> DType | None:
+    """The dtype that a person means by `text` (`bf16`, `bfloat16`, `torch.bfloat16`, `BF16`), or None."""
+    word = text.strip().removeprefix("torch.").lower()
+    return BY_NAME.get(word) or ALIASES.get(word) or BY_TAG.get(text.strip().upper())

@@ -1,0 +1,42 @@
+"""Layouts: the mesh of ranks that a checkpoint is cut for, and the coordinates of one rank in it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Degrees of tensor, pipeline, data and expert parallelism, and the ZeRO stage (0 when state is not sharded)."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    zero: int = 0
+
+    @property
+    def world(self) -> int:
+        """Number of ranks; expert parallelism re-uses data-parallel ranks."""
+        return self.tp * self.pp * self.dp
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = f"tp {self.tp} × pp {self.pp} × dp {self.dp}"
+        return (text + f", ep {self.ep}" if self.ep > 1 else text) + f", ZeRO {self.zero}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """Coordinates of the rank that wrote a fragment; None where that axis does not apply to the file."""
+
+    pp: int = 0
+    tp: int = 0
+    dp: int = 0
+    ep: int | None = None
+
+    def __str__(self) -> str:
+        text = f"pp {self.pp} tp {self.tp} dp {self.dp}"
+        return text if self.ep is None else text + f" ep {self.ep}"

@@ -1,0 +1,34 @@
+"""Every tunable number in one place. Tests turn them down so that tiny fixtures walk the large-file path."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# A slab should stay in the CPU's cache between read, scatter, checksum and write.
+SLAB_BYTES = 1 * MIB
+
+# A part is what one thread writes, digests and journals at a time: large enough that its bookkeeping costs
+# nothing, small enough that threads balance and that a killed run loses little.
+PART_BYTES = 64 * MIB
+
+# Payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
+DATA_ALIGNMENT = 4096
+
+# Open descriptors kept for reading; the rest are closed in least-recently-used order.
+OPEN_FILES = 256
+
+# Longest file-name component that we write; longer parameter names are shortened reversibly (see atoms/paths).
+NAME_BYTES = 200
+
+# Hard limits against hostile input. Real files stay far below them.
+MAX_PICKLE_BYTES = 1 * GIB
+MAX_ZIP_DIRECTORY_BYTES = 256 * MIB
+MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 32
+
+# Free space that must remain on the target file system after a conversion.
+SPACE_RESERVE_BYTES = 64 * MIB
