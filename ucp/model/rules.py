@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 from typing import Literal
 
 from ucp.errors import InconsistentError, UsageError
@@ -33,8 +34,10 @@ class Rule:
 
     * `replicated`: every rank holds the whole; copies must be bit-equal.
     * `split`: cut along `dim`. With `parts`, the dimension is several sub-parameters side by side (fused q, k, v;
-      gate and up), each cut over the ranks on its own. `parts` are whole sizes; `widths[part][rank]` are the slices'
-      sizes where they are uneven.
+      gate and up), each cut over the ranks on its own. `parts` are whole sizes; `ratio` stands for them where only
+      their proportions are known (`(4, 1, 1)`: four query heads a key head); `widths[part][rank]` are the slices' sizes
+      where they are uneven. A negative `dim` counts from the last. `resolve` turns a rule that leaves sizes open into
+      one that names them.
     * `vocab`: `split` whose whole was padded to come out even; only `true_size` entries of `dim` are real.
     * `average`: every rank holds its own version; the atom is their mean.
     * `pieces`: the checkpoint spells out, rank by rank, which block of the whole lies where (`slices`).
@@ -43,6 +46,7 @@ class Rule:
     cut: Cut
     dim: int = 0
     parts: tuple[int, ...] | None = None
+    ratio: tuple[int, ...] | None = None  # proportions of the parts; never together with `parts`
     widths: tuple[tuple[int, ...], ...] | None = None
     true_size: int | None = None
     logical_shape: Shape | None = None  # `pieces` only
@@ -50,13 +54,103 @@ class Rule:
 
     def __str__(self) -> str:
         if self.cut == "split":
-            return f"split(dim={self.dim}" + (f", parts={list(self.parts)})" if self.parts else ")")
+            parts = f", parts={list(self.parts)}" if self.parts else ""
+            ratio = f", ratio={list(self.ratio)}" if self.ratio else ""
+            return f"split(dim={self.dim}{parts}{ratio})"
         if self.cut == "vocab":
             return f"vocab(dim={self.dim}, true_size={self.true_size})"
         return self.cut
 
 
 REPLICATED = Rule("replicated")
+
+
+def resolve(rule: Rule, local: Sequence[Shape], name: str) -> Rule:
+    """`rule` with every size named, from the shapes of the slices of every tp rank.
+
+    Proportions become sizes, a negative dimension becomes a positive one, slices of uneven size get their widths. A rule
+    that cannot hold for these slices is refused.
+    """
+    if rule.cut == "pieces":
+        _check_pieces(rule, local, name)
+        return rule
+    if rule.cut in ("replicated", "average"):
+        whole_shape(rule, local, name)
+        return rule
+    if rule.dim < 0:
+        rule = replace(rule, dim=_positive(rule, local[0], name))
+    total = whole_shape(rule, local, name)[rule.dim]
+    parts = sizes_of_parts(rule, total, name)
+    held = tuple(shape[rule.dim] for shape in local)
+    widths = rule.widths
+    if widths is None and len(set(held)) > 1:
+        widths = _uneven_widths(rule, parts, held, name)
+    if widths is not None:
+        _check_widths(rule, parts, widths, held, name)
+    return replace(rule, parts=parts if rule.parts or rule.ratio else None, ratio=None, widths=widths)
+
+
+def sizes_of_parts(rule: Rule, total: int, name: str) -> tuple[int, ...]:
+    """Whole sizes of the sub-parameters along the cut dimension, which has `total` entries; one part where nothing is fused."""
+    if rule.ratio is None:
+        return rule.parts or (total,)
+    unit, rest = divmod(total, sum(rule.ratio))
+    if rest:
+        raise UsageError(
+            f"parameter {name}: rule '{rule}' wants dimension {rule.dim} in {sum(rule.ratio)} equal shares, but it has {total} entries",
+            hint="correct the ratio in the rule, or name the sizes with parts",
+        )
+    return tuple(share * unit for share in rule.ratio)
+
+
+def _positive(rule: Rule, shape: Shape, name: str) -> int:
+    if len(shape) + rule.dim < 0:
+        raise UsageError(f"parameter {name}: rule '{rule}' names dimension {rule.dim}, but its slices have shape {list(shape)}")
+    return len(shape) + rule.dim
+
+
+def _uneven_widths(rule: Rule, parts: tuple[int, ...], held: tuple[int, ...], name: str) -> tuple[tuple[int, ...], ...]:
+    """Widths of the parts on each rank, where ranks hold different amounts: in the same proportions on every rank."""
+    total = sum(held)
+    if any(size * part % total for size in held for part in parts):
+        raise UsageError(
+            f"parameter {name}: the slices along dimension {rule.dim} are uneven, {list(held)}, and rule '{rule}' does not say how"
+            " its parts are spread over them",
+        )
+    return tuple(tuple(size * part // total for size in held) for part in parts)
+
+
+def _check_widths(
+    rule: Rule, parts: tuple[int, ...], widths: tuple[tuple[int, ...], ...], held: tuple[int, ...], name: str
+) -> None:
+    fits = (
+        len(widths) == len(parts)
+        and all(len(shares) == len(held) for shares in widths)
+        and all(sum(shares) == part for shares, part in zip(widths, parts, strict=True))
+        and tuple(map(sum, zip(*widths, strict=True))) == held
+    )
+    if not fits:
+        raise InconsistentError(
+            f"parameter {name}: rule '{rule}' spreads parts {list(parts)} over the ranks as {[list(w) for w in widths]}, but the"
+            f" slices along dimension {rule.dim} are {list(held)}",
+            hint="correct the rule with --rules or --preset, or look for a rank file of another run",
+        )
+
+
+def _check_pieces(rule: Rule, local: Sequence[Shape], name: str) -> None:
+    assert rule.slices is not None
+    if len(rule.slices) != len(local):
+        raise InconsistentError(
+            f"parameter {name}: its rule describes the slices of {len(rule.slices)} tensor-parallel ranks, found {len(local)}"
+        )
+    for rank, (pieces, shape) in enumerate(zip(rule.slices, local, strict=True)):
+        described = sum(piece.box.numel for piece in pieces)
+        if described != prod(shape):
+            raise InconsistentError(
+                f"parameter {name}: its rule describes {described} elements on tensor-parallel rank {rank}, but the slice there has"
+                f" shape {list(shape)}",
+                hint="look for a rank file of another run",
+            )
 
 
 def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
@@ -114,7 +208,7 @@ def slice_pieces(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> tu
 
 def _split_boxes(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> Iterator[Box]:
     dim = rule.dim
-    parts = rule.parts or (padded[dim],)
+    parts = sizes_of_parts(rule, padded[dim], name)
     ranges: list[tuple[int, int]] = []  # (start, width) of this rank's share of each part, along dim
     at = 0
     for i, part in enumerate(parts):
