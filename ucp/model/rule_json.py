@@ -45,7 +45,7 @@ def rule_from_json(data: Mapping[str, Any]) -> Rule:
         widths=_rows(data.get("widths")),
         true_size=None if data.get("true_size") is None else _int(data["true_size"]),
         logical_shape=_sizes(data.get("logical_shape")),
-        slices=None if slices is None else tuple(tuple(map(_piece_from_json, _list(pieces))) for pieces in _list(slices)),
+        slices=None if slices is None else tuple(tuple(map(_piece_from_json, _list(held))) for held in _list(slices)),
     )
 
 
@@ -86,4 +86,6 @@ def _int(value: Any) -> int:
 
 
 def _bad(value: Any) -> IntegrityError:
-    return IntegrityError(f"not a rule: {str(value)[:200]}", hint="the manifest was damaged or written by a newer version of ucp")
+    return IntegrityError(
+        f"not a rule: {str(value)[:200]}", hint="the manifest was damaged or written by a newer version of ucp"
+    )

@@ -68,8 +68,8 @@ REPLICATED = Rule("replicated")
 def resolve(rule: Rule, local: Sequence[Shape], name: str) -> Rule:
     """`rule` with every size named, from the shapes of the slices of every tp rank.
 
-    Proportions become sizes, a negative dimension becomes a positive one, slices of uneven size get their widths. A rule
-    that cannot hold for these slices is refused.
+    Proportions become sizes, a negative dimension becomes a positive one, slices of uneven size get their widths. A
+    rule that cannot hold for these slices is refused.
     """
     if rule.cut == "pieces":
         _check_pieces(rule, local, name)
@@ -91,13 +91,14 @@ def resolve(rule: Rule, local: Sequence[Shape], name: str) -> Rule:
 
 
 def sizes_of_parts(rule: Rule, total: int, name: str) -> tuple[int, ...]:
-    """Whole sizes of the sub-parameters along the cut dimension, which has `total` entries; one part where nothing is fused."""
+    """Whole sizes of the sub-parameters along the cut dimension of `total` entries; one part where nothing is fused."""
     if rule.ratio is None:
         return rule.parts or (total,)
     unit, rest = divmod(total, sum(rule.ratio))
     if rest:
         raise UsageError(
-            f"parameter {name}: rule '{rule}' wants dimension {rule.dim} in {sum(rule.ratio)} equal shares, but it has {total} entries",
+            f"parameter {name}: rule '{rule}' wants dimension {rule.dim} in {sum(rule.ratio)} equal shares,"
+            f" but it has {total} entries",
             hint="correct the ratio in the rule, or name the sizes with parts",
         )
     return tuple(share * unit for share in rule.ratio)
@@ -105,8 +106,12 @@ def sizes_of_parts(rule: Rule, total: int, name: str) -> tuple[int, ...]:
 
 def _positive(rule: Rule, shape: Shape, name: str) -> int:
     if len(shape) + rule.dim < 0:
-        raise UsageError(f"parameter {name}: rule '{rule}' names dimension {rule.dim}, but its slices have shape {list(shape)}")
+        raise _no_such_dimension(rule, shape, name)
     return len(shape) + rule.dim
+
+
+def _no_such_dimension(rule: Rule, shape: Shape, name: str) -> UsageError:
+    return UsageError(f"parameter {name}: rule '{rule}' does not fit slices of shape {list(shape)}")
 
 
 def _uneven_widths(rule: Rule, parts: tuple[int, ...], held: tuple[int, ...], name: str) -> tuple[tuple[int, ...], ...]:
@@ -114,8 +119,9 @@ def _uneven_widths(rule: Rule, parts: tuple[int, ...], held: tuple[int, ...], na
     total = sum(held)
     if any(size * part % total for size in held for part in parts):
         raise UsageError(
-            f"parameter {name}: the slices along dimension {rule.dim} are uneven, {list(held)}, and rule '{rule}' does not say how"
-            " its parts are spread over them",
+            f"parameter {name}: the slices along dimension {rule.dim} are uneven, {list(held)}, and rule '{rule}'"
+            " does not say how its parts are spread over them",
+            hint="give widths beside parts in a rule file",
         )
     return tuple(tuple(size * part // total for size in held) for part in parts)
 
@@ -131,8 +137,8 @@ def _check_widths(
     )
     if not fits:
         raise InconsistentError(
-            f"parameter {name}: rule '{rule}' spreads parts {list(parts)} over the ranks as {[list(w) for w in widths]}, but the"
-            f" slices along dimension {rule.dim} are {list(held)}",
+            f"parameter {name}: rule '{rule}' spreads parts {list(parts)} over the ranks as"
+            f" {[list(shares) for shares in widths]}, but the slices along dimension {rule.dim} are {list(held)}",
             hint="correct the rule with --rules or --preset, or look for a rank file of another run",
         )
 
@@ -141,14 +147,15 @@ def _check_pieces(rule: Rule, local: Sequence[Shape], name: str) -> None:
     assert rule.slices is not None
     if len(rule.slices) != len(local):
         raise InconsistentError(
-            f"parameter {name}: its rule describes the slices of {len(rule.slices)} tensor-parallel ranks, found {len(local)}"
+            f"parameter {name}: its rule describes the slices of {len(rule.slices)} tensor-parallel ranks,"
+            f" found {len(local)}"
         )
     for rank, (pieces, shape) in enumerate(zip(rule.slices, local, strict=True)):
         described = sum(piece.box.numel for piece in pieces)
         if described != prod(shape):
             raise InconsistentError(
-                f"parameter {name}: its rule describes {described} elements on tensor-parallel rank {rank}, but the slice there has"
-                f" shape {list(shape)}",
+                f"parameter {name}: its rule describes {described} elements on tensor-parallel rank {rank},"
+                f" but the slice there has shape {list(shape)}",
                 hint="look for a rank file of another run",
             )
 
@@ -162,23 +169,25 @@ def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
     if rule.cut in ("replicated", "average"):
         if any(shape != first for shape in local):
             raise InconsistentError(
-                f"parameter {name}: rule '{rule}' needs the same shape on every tensor-parallel rank, found {_list(local)}",
+                f"parameter {name}: rule '{rule}' needs the same shape on every tensor-parallel rank,"
+                f" found {_list(local)}",
                 hint="correct the rule with --rules or --preset, or look for a rank file of another run",
             )
         return first
     dim = rule.dim
     if dim >= len(first):
-        raise UsageError(f"parameter {name}: rule '{rule}' names dimension {dim}, but its slices have shape {list(first)}")
+        raise _no_such_dimension(rule, first, name)
     if any(len(s) != len(first) or s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in local):
         raise InconsistentError(
-            f"parameter {name}: rule '{rule}' needs slices that differ along dimension {dim} only, found {_list(local)}",
+            f"parameter {name}: rule '{rule}' needs slices that differ along dimension {dim} only,"
+            f" found {_list(local)}",
             hint="correct the rule with --rules or --preset, or look for a rank file of another run",
         )
     total = sum(shape[dim] for shape in local)
     if rule.parts is not None and sum(rule.parts) != total:
         raise InconsistentError(
-            f"parameter {name}: rule '{rule}' names parts of {sum(rule.parts)} in all, but the slices along dimension {dim}"
-            f" have {total}",
+            f"parameter {name}: rule '{rule}' names parts of {sum(rule.parts)} in all,"
+            f" but the slices along dimension {dim} have {total}",
             hint="correct the parts in the rule",
         )
     return (*first[:dim], total, *first[dim + 1 :])
