@@ -38,7 +38,8 @@ class Rule:
       their proportions are known (`(4, 1, 1)`: four query heads a key head); `widths[part][rank]` are the slices' sizes
       where they are uneven. A negative `dim` counts from the last. `resolve` turns a rule that leaves sizes open into
       one that names them.
-    * `vocab`: `split` whose whole was padded to come out even; only `true_size` entries of `dim` are real.
+    * `vocab`: `split` whose whole was padded to come out even; only `true_size` entries of `dim` are real. (A padded
+      table may be replicated or averaged too: `true_size` then counts along `dim` all the same.)
     * `average`: every rank holds its own version; the atom is their mean.
     * `pieces`: the checkpoint spells out, rank by rank, which block of the whole lies where (`slices`).
     """
@@ -195,7 +196,7 @@ def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
 
 def logical_shape(rule: Rule, padded: Shape) -> Shape:
     """The shape of the atom: the whole without its vocabulary padding."""
-    if rule.cut == "vocab" and rule.true_size is not None and rule.true_size < padded[rule.dim]:
+    if rule.true_size is not None and rule.true_size < padded[rule.dim]:
         return (*padded[: rule.dim], rule.true_size, *padded[rule.dim + 1 :])
     return padded
 
