@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 Family = Literal["float", "int", "bool", "complex"]
 
@@ -19,6 +19,13 @@ class DType:
 
     def __str__(self) -> str:
         return self.name
+
+    # Dtypes are shared by everything and reachable from a pickle: the setter that slots bring must not work.
+    def __setstate__(self, state: object) -> NoReturn:
+        raise TypeError("a dtype cannot be changed")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DType, (self.name, self.itemsize, self.family, self.tag)
 
 
 _TABLE: Final = (
@@ -40,6 +47,7 @@ _TABLE: Final = (
     DType("uint16", 2, "int", "U16"),
     DType("uint8", 1, "int", "U8"),
     DType("bool", 1, "bool", "BOOL"),
+    DType("complex32", 4, "complex", None),
     DType("complex64", 8, "complex", "C64"),
     DType("complex128", 16, "complex", None),
 )
