@@ -1,4 +1,4 @@
-"""The formats that can be read, one line each, tried in order."""
+"""The formats that can be read and written, one line each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from ucp.errors import NotUnderstoodError, StorageError
+from ucp.errors import NotUnderstoodError, StorageError, UsageError
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.rules import RuleBook
+from ucp.model.target import Digests, OutputFile, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,33 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
         f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
         hint="give the save folder (with `latest`), the step folder inside it, or a folder of atoms (with `ucp.json`)",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """What a user may say about the target."""
+
+    link: bool = False  # point at the source's bytes instead of copying them, where the format can
+
+
+class Writer(Protocol):
+    """The writing side of a format: lays out a checkpoint as files with holes. Module attribute `Writer` makes one."""
+
+    def target(self) -> Target:
+        """Every file but the last."""
+
+    def last(self, target: Target, digests: Digests) -> OutputFile | None:
+        """The file that is written last, once everything else is on disk (a manifest), if the format has one."""
+
+
+# name → module with a class `Writer(source, options)`.
+WRITERS: dict[str, str] = {
+    "atoms": "ucp.formats.atoms.writer",
+}
+
+
+def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
+    """The writer of the named format for this source."""
+    if name not in WRITERS:
+        raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
+    return cast(Writer, import_module(WRITERS[name]).Writer(source, options))

@@ -79,7 +79,7 @@ def flat_index(index: Shape, shape: Shape) -> int:
 def interval_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Cut the flat row-major interval `[start, stop)` of a tensor of `shape` into boxes, in order.
 
-    At most `2 * ndim - 1` boxes come out; each is contiguous in row-major order, and laid end to end they are the interval.
+    At most `2 * ndim - 1` boxes come out, each contiguous in row-major order; laid end to end they are the interval.
     """
     if start >= stop:
         return

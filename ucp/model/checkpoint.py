@@ -123,12 +123,12 @@ class Note:
 class Extras:
     """Everything that is not a parameter state, as inert values; carried through unchanged, never executed.
 
-    `trees` maps a source file to its inert tree (tensors stand in it as `ucp.files.inert.TensorRef`);
-    `files` lists neighbours that are carried as bytes. Paths are relative to the checkpoint's root.
+    `trees` maps a source file's name to its inert tree; tensors stand in it as atoms of kind `extra`. `files` maps the
+    name of a neighbour that is carried as bytes to where it lies, relative to the checkpoint's root.
     """
 
     trees: dict[str, Any] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class Region:
         return self.stop - self.start
 
     def cut(self, start: int, stop: int) -> Region:
-        """The sub-interval `[start, stop)` of this region, counted from this region's first element and clipped to it."""
+        """The sub-interval `[start, stop)` of this region, counted from its first element and clipped to it."""
         lo = min(max(self.start + start, self.start), self.stop)
         hi = min(max(self.start + stop, lo), self.stop)
         return Region(self.boxes, lo, hi)

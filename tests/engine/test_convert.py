@@ -1,0 +1,242 @@
+"""A conversion moves every element from any cut to any other cut, survives kills, and appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values_of, write_shards
+from ucp import tunables
+from ucp.engine.convert import Progress, RunOptions, run
+from ucp.engine.staging import staging_folder
+from ucp.engine.stream import Budget
+from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.model.checkpoint import Atom, Checkpoint, Parameter
+from ucp.model.dtypes import FLOAT32
+from ucp.model.layout import Mesh
+from ucp.model.rules import Rule
+from ucp.model.target import Digests, Hole, Literal, OutputFile, Target
+
+
+def checkpoint(root: Path, atoms: list[Atom]) -> Checkpoint:
+    parameters = {atom.name: Parameter(atom.name, atom.shape, atoms={atom.kind: atom}) for atom in atoms}
+    sizes = {f.file: (root / f.file).stat().st_size for atom in atoms for f in atom.fragments}
+    return Checkpoint("test", root, Mesh(), parameters, sizes=sizes)
+
+
+def one_file_a_rank(atom: Atom, cut: Cut) -> Target:
+    files = []
+    for number, region in enumerate(regions(cut, atom.shape)):
+        head = f"rank {number}:".encode()
+        hole = Hole(atom, region, len(head))
+        files.append(OutputFile(f"{number}/shard", len(head) + hole.nbytes, (Literal(0, head),), (hole,)))
+    return Target(tuple(files))
+
+
+def nothing_last(_: Digests) -> None:
+    return None
+
+
+def options(jobs: int = 1, **more: bool) -> RunOptions:
+    return RunOptions(Budget(jobs, 1 << 20), **more)
+
+
+@given(data=st.data())
+def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    dtype = data.draw(st.sampled_from(DTYPES))
+    source, wanted = data.draw(cuts(shape)), data.draw(cuts(shape))
+    values = values_of(shape, dtype)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
+        patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 128)))
+        patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 512)))
+        patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
+        folder = Path(name)
+        atom = write_shards(folder, values, dtype, source)
+        digests: list[Digests] = []
+        run(
+            one_file_a_rank(atom, wanted),
+            checkpoint(folder, [atom]),
+            folder / "out",
+            options(data.draw(st.integers(1, 3))),
+            lambda d: digests.append(d),
+            Progress(),
+        )
+        for number, region in enumerate(regions(wanted, shape)):
+            written = (folder / "out" / f"{number}/shard").read_bytes()
+            assert written == f"rank {number}:".encode() + pick(values, region).tobytes()
+            position = 0
+            for offset, nbytes, digest in digests[0][number]:
+                assert offset == position, "digested ranges tile the file"
+                assert digest == xxhash.xxh3_128_hexdigest(written[offset : offset + nbytes])
+                position += nbytes
+            assert position == len(written)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Target, Checkpoint, Path]:
+    monkeypatch.setattr(tunables, "PART_BYTES", 256)
+    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)
+    values = values_of((64, 16), FLOAT32)
+    atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, (500,)))
+    return one_file_a_rank(atom, Cut(Rule("split", dim=0), 2, ())), checkpoint(tmp_path, [atom]), tmp_path / "out"
+
+
+class StopAfter(Progress):
+    """Ends the run with an exception after so many bytes."""
+
+    def __init__(self, nbytes: int, error: BaseException) -> None:
+        self.left, self.error = nbytes, error
+
+    def advance(self, nbytes: int) -> None:
+        self.left -= nbytes
+        if self.left < 0:
+            raise self.error
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_resume_writes_only_what_is_missing(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    with pytest.raises(KeyboardInterrupt):
+        run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
+    assert not path.exists()
+    with pytest.raises(UsageError, match="half-done"):
+        run(target, source, path, options(), nothing_last, Progress())
+    journal = staging_folder(path) / "journal.jsonl"
+    done = len(journal.read_bytes().splitlines()) - 1
+    assert done > 3
+    journal.write_bytes(journal.read_bytes() + b'{"written": [[0, 0,')  # torn by a kill
+    seen = Counting()
+    run(target, source, path, options(resume=True), nothing_last, seen)
+    assert seen.calls < seen.total // 64, "finished parts are not written again"
+    assert not staging_folder(path).exists()
+    run(target, source, path.with_name("fresh"), options(), nothing_last, Progress())
+    assert contents(path) == contents(path.with_name("fresh"))
+
+
+class Counting(Progress):
+    def __init__(self) -> None:
+        self.total = self.calls = 0
+
+    def start(self, total: int) -> None:
+        self.total = total
+
+    def advance(self, nbytes: int) -> None:
+        del nbytes
+        self.calls += 1
+
+
+def test_resume_does_not_believe_a_damaged_part(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    with pytest.raises(KeyboardInterrupt):
+        run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
+    half = staging_folder(path) / "output" / "0/shard"
+    damaged = bytearray(half.read_bytes())
+    damaged[20] ^= 1
+    half.write_bytes(damaged)
+    run(target, source, path, options(resume=True), nothing_last, Progress())
+    run(target, source, path.with_name("fresh"), options(), nothing_last, Progress())
+    assert contents(path) == contents(path.with_name("fresh"))
+
+
+def test_resume_refuses_a_changed_source(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    with pytest.raises(KeyboardInterrupt):
+        run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
+    os.utime(source.root / next(iter(source.sizes)), ns=(1, 1))
+    with pytest.raises(UsageError, match="another source"):
+        run(target, source, path, options(resume=True), nothing_last, Progress())
+    run(target, source, path, options(restart=True), nothing_last, Progress())
+    assert path.exists()
+    assert not staging_folder(path).exists()
+
+
+def test_a_bad_source_leaves_nothing_behind(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    last = source.root / list(source.sizes)[-1]
+    last.write_bytes(last.read_bytes()[:40])
+    before = set(os.listdir(path.parent))
+    for jobs in (1, 2):
+        with pytest.raises(IntegrityError):
+            run(target, source, path, options(jobs), nothing_last, Progress())
+        assert set(os.listdir(path.parent)) == before
+
+
+def test_a_full_disk_keeps_what_was_done(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    error = StorageError("no space left")
+    with pytest.raises(StorageError, match="--resume"):
+        run(target, source, path, options(), nothing_last, StopAfter(2000, error))
+    run(target, source, path, options(resume=True), nothing_last, Progress())
+    assert path.exists()
+
+
+def test_no_space_is_said_before_any_work(
+    job: tuple[Target, Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, source, path = job
+    monkeypatch.setattr(tunables, "SPACE_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(StorageError, match="bytes are needed"):
+        run(target, source, path, options(), nothing_last, Progress())
+    assert not path.exists()
+    assert not staging_folder(path).exists()
+
+
+def test_an_existing_target_is_never_touched(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    path.mkdir()
+    (path / "precious").write_text("x")
+    with pytest.raises(UsageError, match="exists already"):
+        run(target, source, path, options(restart=True), nothing_last, Progress())
+    assert contents(path) == {"precious": b"x"}
+
+
+def test_two_runs_of_one_target(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    refused: list[str] = []
+
+    class Meanwhile(Progress):
+        def advance(self, nbytes: int) -> None:
+            if not refused and nbytes:
+                with pytest.raises(UsageError) as caught:
+                    run(target, source, path, options(resume=True), nothing_last, Progress())
+                refused.append(str(caught.value))
+
+    run(target, source, path, options(), nothing_last, Meanwhile())
+    assert "another process is writing it now" in refused[0]
+    assert path.exists()
+
+
+def test_the_last_file_sees_every_digest(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+
+    def last(digests: Digests) -> OutputFile:
+        data = json.dumps([list(d) for d in digests]).encode()
+        return OutputFile("manifest.json", len(data), (Literal(0, data),))
+
+    run(target, source, path, options(2, durable=True), last, Progress())
+    assert len(json.loads((path / "manifest.json").read_bytes())) == len(target.files)
+
+
+def test_slabs_shrink_to_the_memory_budget() -> None:
+    assert Budget(4, 12_000).slab_bytes == 1000
+    assert Budget(1, 1 << 40).slab_bytes == tunables.SLAB_BYTES
+
+
+def test_threads_and_slabs_do_not_change_a_byte(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    run(target, source, path, options(3), nothing_last, Progress())
+    run(target, source, path.with_name("again"), RunOptions(Budget(1, 30)), nothing_last, Progress())
+    assert contents(path) == contents(path.with_name("again"))
+    assert np.frombuffer((path / "0/shard").read_bytes()[7:], np.float32).size == 512

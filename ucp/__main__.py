@@ -1,0 +1,5 @@
+"""`python -m ucp` is `ucp`."""
+
+from ucp.cli.main import main
+
+main()

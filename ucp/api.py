@@ -1,0 +1,215 @@
+"""The library: what the command line does, under the same names.
+
+import ucp
+ckpt = ucp.open("run/checkpoints")
+ckpt.parameters                                     # name → parameter
+ckpt["lm_head.weight"].read("exp_avg")              # numpy
+ckpt["lm_head.weight"].read("weight", rows=slice(0, 8), as_torch=True)
+ucp.convert("run/checkpoints", "atoms", dtype="bf16")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucp.errors import UsageError
+from ucp.formats.registry import ReadOptions, WriteOptions, Writer, make_writer
+from ucp.formats.registry import open_checkpoint as index_checkpoint
+from ucp.model.checkpoint import Checkpoint, Extras, Parameter
+from ucp.model.dtypes import DType, parse_dtype
+from ucp.model.rules import RuleBook
+from ucp.model.selection import Only, Selection, select
+from ucp.model.target import Target
+from ucp.tunables import MIB
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ucp.engine.convert import Progress
+
+DEFAULT_MEMORY = 256 * MIB
+
+
+def default_jobs() -> int:
+    """Threads to use unless told: the cores that this process may run on, at most 8."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def read_options(tag: str | None = None, rules: str | Path | None = None, preset: str | None = None) -> ReadOptions:
+    """Options for reading from what a user says: a rule file wins over a preset, both over the checkpoint."""
+    if rules is None and preset is None:
+        return ReadOptions(tag)
+    from ucp.formats.rulefiles import load_preset, load_rules
+
+    book = RuleBook()
+    if rules is not None:
+        book.rules.extend(load_rules(Path(rules)).rules)
+    if preset is not None:
+        book.rules.extend(load_preset(preset).rules)
+    return ReadOptions(tag, book)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    preset: str | None = None,
+) -> OpenCheckpoint:
+    """Index the checkpoint at `path`, whatever its format. No tensor is loaded and nothing in it is executed."""
+    return OpenCheckpoint(index_checkpoint(Path(path), read_options(tag, rules, preset)))
+
+
+class OpenCheckpoint(Mapping[str, "ParameterView"]):
+    """A checkpoint to read from: a mapping from parameter name (or alias) to its states."""
+
+    def __init__(self, index: Checkpoint) -> None:
+        self.index = index
+        self._aliases = index.aliases()
+
+    @property
+    def parameters(self) -> dict[str, ParameterView]:
+        """Every parameter and buffer in the model's order, without aliases."""
+        return {name: ParameterView(self.index, parameter) for name, parameter in self.index.parameters.items()}
+
+    @property
+    def extras(self) -> Extras:
+        """Everything that is not a parameter state, as inert values."""
+        return self.index.extras
+
+    def __getitem__(self, name: str) -> ParameterView:
+        return ParameterView(self.index, self.index.parameters[self._aliases.get(name, name)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.parameters)
+
+    def __len__(self) -> int:
+        return len(self.index.parameters)
+
+    def __repr__(self) -> str:
+        return f"<{self.index.format} checkpoint of {len(self)} parameters, {self.index.mesh}>"
+
+
+class ParameterView:
+    """One parameter of an open checkpoint."""
+
+    def __init__(self, index: Checkpoint, parameter: Parameter) -> None:
+        self._index = index
+        self.parameter = parameter
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter.shape
+
+    @property
+    def kinds(self) -> list[str]:
+        """The states that are stored: `weight`, `master`, `exp_avg`, …"""
+        return list(self.parameter.atoms)
+
+    def read(
+        self, kind: str = "weight", rows: slice | None = None, *, as_torch: bool = False
+    ) -> np.ndarray[Any, Any] | torch.Tensor:
+        """One state, whole or some rows of its first dimension.
+
+        As numpy, bfloat16 comes widened to float32 (exactly); other types that numpy lacks need `as_torch`.
+        """
+        from ucp.engine.arrays import read_array, read_tensor
+
+        atom = self.parameter.atoms.get(kind)
+        if atom is None:
+            raise UsageError(f"parameter {self.name} has no {kind!r}", hint=f"it has: {', '.join(self.kinds)}")
+        return (read_tensor if as_torch else read_array)(self._index.root, atom, rows)
+
+    def __repr__(self) -> str:
+        return f"<parameter {self.name} {list(self.shape)}: {', '.join(self.kinds)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion that is planned and not yet run."""
+
+    source: Checkpoint
+    writer: Writer
+    target: Target
+    path: Path
+
+    def run(
+        self,
+        *,
+        jobs: int | None = None,
+        memory: int = DEFAULT_MEMORY,
+        resume: bool = False,
+        restart: bool = False,
+        durable: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write the target. It appears whole, or not at all."""
+        from ucp.engine.convert import Progress, RunOptions, run
+        from ucp.engine.stream import Budget
+
+        options = RunOptions(Budget(jobs or default_jobs(), memory), resume, restart, durable)
+        run(
+            self.target,
+            self.source,
+            self.path,
+            options,
+            lambda digests: self.writer.last(self.target, digests),
+            progress or Progress(),
+        )
+
+
+def plan(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str = "atoms",
+    link: bool = False,
+    only: Only | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: str | DType | None = None,
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    preset: str | None = None,
+) -> Conversion:
+    """Index the source and lay out the target, without writing anything."""
+    selection = Selection(only, tuple(include), tuple(exclude), _dtype(dtype))
+    source = select(index_checkpoint(Path(src), read_options(tag, rules, preset)), selection)
+    writer = make_writer(to, source, WriteOptions(link=link))
+    return Conversion(source, writer, writer.target(), Path(dst))
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    jobs: int | None = None,
+    memory: int = DEFAULT_MEMORY,
+    resume: bool = False,
+    restart: bool = False,
+    durable: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Checkpoint:
+    """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index."""
+    conversion = plan(src, dst, **options)
+    conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=progress)
+    return conversion.source
+
+
+def _dtype(dtype: str | DType | None) -> DType | None:
+    if dtype is None or isinstance(dtype, DType):
+        return dtype
+    parsed = parse_dtype(dtype)
+    if parsed is None or parsed.family != "float":
+        raise UsageError(f"{dtype!r} is no floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
+    return parsed

@@ -1,0 +1,122 @@
+"""`ucp convert`: one checkpoint in, another out, in one pass."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ucp import api
+from ucp.cli.options import Bytes, human_bytes, reading_options, source_argument, table
+from ucp.formats.registry import WRITERS
+from ucp.model.checkpoint import Checkpoint
+
+
+@click.command("convert", short_help="Turn a checkpoint into atoms.")
+@source_argument
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option(
+    "--to", type=click.Choice(list(WRITERS)), default="atoms", show_default=True, help="Format of the target."
+)
+@click.option("--link", is_flag=True, help="Copy nothing: write a manifest that points at byte ranges of the source.")
+@click.option("--only", type=click.Choice(["weights", "optimizer"]), help="Take only these states.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Take only parameters that match (shell pattern).")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out parameters that match (shell pattern).")
+@click.option(
+    "--dtype", help="Cast `weight` to this dtype (fp32, bf16, fp16), from the master copy where there is one."
+)
+@reading_options
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
+@click.option("--memory", type=Bytes(), default="256M", show_default=True, help="Most memory for slabs in flight.")
+@click.option("--resume", is_flag=True, help="Go on with a half-done output.")
+@click.option("--restart", is_flag=True, help="Throw a half-done output away and begin again.")
+@click.option("--durable", is_flag=True, help="Flush everything to the disk before the output appears.")
+@click.option("--dry-run", is_flag=True, help="Print the plan (files, bytes, reads, writes, memory) and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was planned or done as JSON.")
+def command(
+    src: Path,
+    dst: Path,
+    dry_run: bool,
+    as_json: bool,
+    jobs: int | None,
+    memory: int,
+    resume: bool,
+    restart: bool,
+    durable: bool,
+    **options: Any,
+) -> None:
+    """Turn the checkpoint SRC into the new folder DST.
+
+    \b
+    SRC may be a save folder (with `latest`), one step folder, a folder of a
+    Hugging Face Trainer, Accelerate or Lightning run, a universal folder, or
+    atoms. Examples:
+      ucp convert run/checkpoints atoms
+      ucp convert run/checkpoints atoms --dry-run
+      ucp convert run/checkpoints weights --only weights --dtype bf16
+      ucp convert run/checkpoints view --link
+
+    The output appears whole or not at all. A run that was killed goes on with --resume.
+    """
+    from ucp.cli.progress import Bar
+
+    conversion = api.plan(src, dst, **options)
+    for note in conversion.source.notes:
+        click.echo(f"note: {note.text}", err=True)
+    if dry_run:
+        _print_plan(conversion, jobs or api.default_jobs(), memory, as_json)
+        return
+    begin = time.perf_counter()
+    conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=Bar())
+    seconds = time.perf_counter() - begin
+    target = conversion.target
+    summary = {
+        "schema": 1,
+        "target": str(dst),
+        "files": len(target.files) + 1,
+        "bytes": target.nbytes,
+        "seconds": seconds,
+    }
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    rate = f"{human_bytes(target.nbytes / seconds)}/s" if seconds > 0 else ""
+    click.echo(
+        f"{dst}: {len(conversion.source.parameters)} parameters, {summary['files']} files,"
+        f" {human_bytes(target.nbytes)} in {seconds:.2f} s ({rate})",
+        err=True,
+    )
+
+
+def _print_plan(conversion: api.Conversion, jobs: int, memory: int, as_json: bool) -> None:
+    from ucp.engine.stream import Budget
+
+    target = conversion.target
+    slab = Budget(jobs, memory).slab_bytes
+    totals = {
+        "reads": _bytes_read(conversion.source) if any(file.holes for file in target.files) else 0,
+        "writes": target.nbytes,
+        "memory": 3 * jobs * slab,
+        "jobs": jobs,
+    }
+    if as_json:
+        click.echo(json.dumps({**target.to_json(), **totals}))
+        return
+    rows = [[file.path, human_bytes(file.size), str(len(file.holes))] for file in target.files]
+    click.echo(table(rows, ["file", "bytes", "tensors"]))
+    click.echo(
+        f"\n{len(target.files)} files and a manifest: reads {human_bytes(totals['reads'])},"
+        f" writes {human_bytes(totals['writes'])}, holds {human_bytes(totals['memory'])} in {jobs} threads"
+    )
+
+
+def _bytes_read(source: Checkpoint) -> int:
+    covers = (
+        cover
+        for atom in source.atoms()
+        for cover in ([atom.fragments, *atom.replicas] if atom.combine == "average" else [atom.fragments])
+    )
+    return sum(fragment.nbytes for cover in covers for fragment in cover)

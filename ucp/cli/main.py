@@ -1,0 +1,82 @@
+"""The `ucp` command: finds the subcommand, turns failures into messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+import ucp
+from ucp.errors import INTERRUPTED_EXIT_CODE, UcpError, UsageError
+
+# Commands are imported when they are called, so that `ucp --help` is instant.
+COMMANDS = {
+    "inspect": "Show what a checkpoint holds, and where each byte of a parameter lies.",
+    "convert": "Turn a checkpoint into atoms, in one pass and constant memory.",
+    "verify": "Say whether the shards of a checkpoint are consistent, and if not, which rank and parameter.",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"ucp.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 ok · 1 inconsistent · 2 usage · 3 not understood · 4 integrity · 5 I/O or space"
+    " · 6 refused as unsafe · 130 interrupted. UCP_DEBUG=1 shows tracebacks.",
+)
+@click.version_option(ucp.__version__, prog_name="ucp")
+def cli() -> None:
+    """The universal checkpoint converter for DeepSpeed and Megatron.
+
+    Takes the per-rank shards of a training run apart into atoms (one whole state of one parameter, free of any
+    parallel layout). Start with `ucp inspect CHECKPOINT`.
+    """
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and give its exit code. A user's mistake shows no traceback, a bug always does."""
+    try:
+        result = cli.main(list(arguments), prog_name="ucp", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("ucp: interrupted", err=True)
+        return INTERRUPTED_EXIT_CODE
+    except click.ClickException as error:
+        error.show()
+        return UsageError.exit_code
+    except UcpError as error:
+        if os.environ.get("UCP_DEBUG"):
+            raise
+        click.echo(f"ucp: {error}", err=True)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output (`head`, `less`) has left. Nothing is wrong.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))

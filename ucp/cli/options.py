@@ -1,0 +1,69 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+
+
+class Bytes(click.ParamType[int]):
+    """A number of bytes: `512M`, `2G`, `1048576`."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 512M, 2G or a number of bytes", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2]])
+
+
+def source_argument(function: F) -> F:
+    """SRC: any checkpoint that ucp reads."""
+    return click.argument("src", type=click.Path(path_type=Path))(function)
+
+
+def reading_options(function: F) -> F:
+    """How the source is to be read: --tag, --rules, --preset."""
+    for option in reversed(
+        (
+            click.option("--tag", help="Step folder inside the save folder. [default: what `latest` names]"),
+            click.option(
+                "--rules",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="TOML file of rules that say how parameters are cut over tensor-parallel ranks.",
+            ),
+            click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def human_bytes(count: float) -> str:
+    """A size for people, in powers of 1,024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def table(rows: list[list[str]], header: list[str]) -> str:
+    """Columns of text, each as wide as its widest cell; the last one is not padded."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,234 @@
+"""Reading atoms slab by slab: every read is one contiguous range of one file."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+
+from ucp import tunables
+from ucp.engine.casting import RawArray, cast, mean, raw_dtype, unscale
+from ucp.errors import InconsistentError
+from ucp.files.local import SourceFiles
+from ucp.model.box import Box, Shape, flat_index, intersect
+from ucp.model.checkpoint import Atom, Fragment
+from ucp.model.region import Piece
+from ucp.model.slabs import slabs
+
+
+def is_contiguous_in(box: Box, shape: Shape) -> bool:
+    """Do the elements of `box` lie side by side in a row-major tensor of `shape`?"""
+    seen = False
+    for n, extent in zip(box.shape, shape, strict=True):
+        if seen and n != extent:
+            return False
+        seen = seen or n > 1
+    return True
+
+
+def is_flat(pieces: Iterable[Piece], shape: Shape) -> bool:
+    """Does every piece occupy one interval of the flattened tensor, so that dimensions do not matter?"""
+    return all(is_contiguous_in(piece.box, shape) and _inside(piece.box, shape) for piece in pieces)
+
+
+def flatten(box: Box, shape: Shape) -> Box:
+    """A box that is contiguous in `shape`, as a box of the flattened tensor."""
+    return Box((flat_index(box.start, shape),), (box.numel,))
+
+
+def _inside(box: Box, shape: Shape) -> bool:
+    return all(stop <= extent for stop, extent in zip(box.stop, shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """A contiguous block of the atom in a file: `box` starts at byte `offset`."""
+
+    box: Box
+    offset: int
+    fragment: Fragment
+
+
+class Cover:
+    """One exact cover of an atom by fragments, searchable by slab.
+
+    With `flat`, slabs and blocks are those of the flattened atom, which makes the arithmetic one-dimensional.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], shape: Shape, flat: bool) -> None:
+        self.shape = (prod(shape),) if flat else shape
+        extents: list[tuple[int, int, _Extent]] = []
+        for fragment in fragments:
+            for piece in fragment.region.pieces():
+                box = flatten(piece.box, shape) if flat else _clip(piece.box, shape)
+                if box is not None:
+                    offset = fragment.offset + piece.offset * fragment.dtype.itemsize
+                    if not flat and box.start != piece.box.start:
+                        raise AssertionError("padding lies after the real rows, never before")
+                    first = flat_index(box.start, self.shape)
+                    last = flat_index(tuple(stop - 1 for stop in box.stop), self.shape)
+                    # The block keeps its stored box: rows beyond the shape are stepped over, not forgotten.
+                    stored = box if flat else piece.box
+                    extents.append((first, last, _Extent(stored, offset, fragment)))
+        extents.sort(key=lambda e: e[0])
+        self._extents = [extent for _, _, extent in extents]
+        self._first = [first for first, _, _ in extents]
+        self._last_so_far = list(accumulate((last for _, last, _ in extents), max))
+
+    def overlapping(self, slab: Box) -> Iterator[tuple[Box, _Extent]]:
+        """Every stored block that shares elements with the slab, with the shared box."""
+        first = flat_index(slab.start, self.shape)
+        last = first + slab.numel - 1  # slabs are contiguous
+        for extent in self._extents[bisect_left(self._last_so_far, first) : bisect_right(self._first, last)]:
+            common = intersect(extent.box, slab)
+            if common is not None:
+                yield common, extent
+
+
+def _clip(box: Box, shape: Shape) -> Box | None:
+    return intersect(box, Box((0,) * len(shape), shape))
+
+
+class AtomReader:
+    """Reads slabs of one atom. Not thread-safe: each worker has its own, because of the scratch block."""
+
+    def __init__(self, files: SourceFiles, atom: Atom, *, flat: bool | None = None) -> None:
+        """`flat` says whether slabs are boxes of the flattened atom; by default it is so wherever that is possible."""
+        self.files = files
+        self.atom = atom
+        covers: list[Sequence[Fragment]] = [atom.fragments]
+        if atom.combine == "average":
+            covers.extend(atom.replicas)
+        self.flat = can_flatten(atom) if flat is None else flat
+        self.shape: Shape = (atom.numel,) if self.flat else atom.shape
+        self._covers = [Cover(cover, atom.shape, self.flat) for cover in covers]
+        self._scratch = np.empty(0, np.uint8)
+
+    def read(self, slab: Box, out: RawArray) -> None:
+        """Fill `out` (raw, C-contiguous, of the slab's shape and the atom's dtype) with the slab's elements."""
+        if self.atom.combine == "average":
+            raws = []
+            for cover in self._covers:
+                part = np.empty_like(out)
+                self._read_whole(cover, slab, part)
+                raws.append(part)
+            out[...] = mean(raws, self.atom.dtype)
+        else:
+            self._read_whole(self._covers[0], slab, out)
+
+    def overlay(self, slab: Box, out: RawArray) -> int:
+        """Like `read`, but elements that no fragment holds stay as they are; gives the number of filled ones."""
+        return self._read_cover(self._covers[0], slab, out)
+
+    def _read_whole(self, cover: Cover, slab: Box, out: RawArray) -> None:
+        filled = self._read_cover(cover, slab, out)
+        if filled != slab.numel:
+            raise InconsistentError(
+                f"parameter {self.atom.name}, {self.atom.kind}: {filled} of {slab.numel} elements of {slab} are there",
+                hint="run `ucp verify` on the source to see which ranks are missing",
+            )
+
+    def _read_cover(self, cover: Cover, slab: Box, out: RawArray) -> int:
+        """Fill what the cover holds of the slab; gives the number of elements."""
+        filled = 0
+        itemsize = self.atom.dtype.itemsize
+        for common, extent in cover.overlapping(slab):
+            fragment = extent.fragment
+            filled += common.numel
+            inner = common.shift(tuple(-a for a in slab.start))
+            plain = (
+                fragment.dtype == self.atom.dtype
+                and fragment.strides is None
+                and fragment.inline is None
+                and fragment.scale == 1.0
+            )
+            if plain and is_contiguous_in(inner, slab.shape):
+                at = flat_index(inner.start, slab.shape) * itemsize
+                target = out.reshape(-1).view(np.uint8).data[at : at + common.numel * itemsize]
+                self.files.read_into(fragment.file, _position(extent, common), target)
+                continue
+            where = tuple(slice(a, a + n) for a, n in zip(inner.start, inner.shape, strict=True))
+            values = cast(self._stored(extent, common), fragment.dtype, self.atom.dtype)
+            out[where] = values if fragment.scale == 1.0 else unscale(values, self.atom.dtype, fragment.scale)
+        return filled
+
+    def _stored(self, extent: _Extent, common: Box) -> RawArray:
+        """The elements of `common` as stored, in its shape."""
+        fragment = extent.fragment
+        kind = raw_dtype(fragment.dtype)
+        if fragment.inline is not None:
+            return np.frombuffer(fragment.inline, kind).reshape(common.shape)
+        if fragment.strides is not None:
+            return self._strided(fragment, extent, common)
+        nbytes = common.numel * fragment.dtype.itemsize
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        block = self._scratch[:nbytes]
+        self.files.read_into(fragment.file, _position(extent, common), block.data)
+        return block.view(kind).reshape(common.shape)
+
+    def _strided(self, fragment: Fragment, extent: _Extent, common: Box) -> RawArray:
+        """Elements that do not lie row-major in the file: read spans that fit memory and pick from them."""
+        strides = fragment.strides
+        assert strides is not None
+        itemsize = fragment.dtype.itemsize
+        out = np.empty(common.shape, raw_dtype(fragment.dtype))
+        for box in _fitting(common, strides, max(1, tunables.SLAB_BYTES // itemsize)):
+            local = tuple(a - b for a, b in zip(box.start, extent.box.start, strict=True))
+            first = sum(i * s for i, s in zip(local, strides, strict=True))
+            span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
+            raw = np.frombuffer(
+                self.files.read(fragment.file, extent.offset + first * itemsize, span * itemsize), out.dtype
+            )
+            view = np.lib.stride_tricks.as_strided(raw, box.shape, tuple(s * itemsize for s in strides))
+            out[tuple(slice(a - c, a - c + n) for a, c, n in zip(box.start, common.start, box.shape, strict=True))] = (
+                view
+            )
+        return out
+
+
+def can_flatten(atom: Atom) -> bool:
+    """May this atom be read as if it had one dimension?"""
+    covers: list[Sequence[Fragment]] = [atom.fragments]
+    if atom.combine == "average":
+        covers.extend(atom.replicas)
+    return all(f.strides is None and is_flat(f.region.pieces(), atom.shape) for cover in covers for f in cover)
+
+
+def _position(extent: _Extent, common: Box) -> int:
+    """Byte offset in the file of the first element of `common`, a block that is contiguous in the stored box."""
+    local = tuple(a - b for a, b in zip(common.start, extent.box.start, strict=True))
+    return extent.offset + flat_index(local, extent.box.shape) * extent.fragment.dtype.itemsize
+
+
+def _fitting(box: Box, strides: Shape, limit: int) -> Iterator[Box]:
+    """Cut `box` until the span of each part in the file is at most `limit` elements: along the longest stride first."""
+    span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
+    if span <= limit or box.numel == 1:
+        yield box
+        return
+    dim = max(range(box.ndim), key=lambda d: (box.shape[d] - 1) * strides[d])
+    half = box.shape[dim] // 2
+    for start, n in ((box.start[dim], half), (box.start[dim] + half, box.shape[dim] - half)):
+        yield from _fitting(
+            Box((*box.start[:dim], start, *box.start[dim + 1 :]), (*box.shape[:dim], n, *box.shape[dim + 1 :])),
+            strides,
+            limit,
+        )
+
+
+def read_rows(files: SourceFiles, atom: Atom, start: int, stop: int, out: RawArray) -> None:
+    """Rows `[start, stop)` of the first dimension into `out`, slab by slab."""
+    if out.size == 0:
+        return
+    reader = AtomReader(files, atom, flat=False)
+    shape: Shape = (stop - start, *atom.shape[1:]) if atom.shape else ()
+    corner = (start, *(0,) * (len(shape) - 1)) if shape else ()
+    for slab in slabs(shape, max(1, tunables.SLAB_BYTES // atom.dtype.itemsize)):
+        at = flat_index(slab.start, shape)
+        target = out.reshape(-1)[at : at + slab.numel].reshape(slab.shape)
+        reader.read(slab.shift(corner), target)

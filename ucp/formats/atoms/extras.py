@@ -1,0 +1,84 @@
+"""Extras in a folder of atoms: one JSON file, one safetensors file for the tensors in it, carried files as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.errors import IntegrityError
+from ucp.files.safetensors import build_header, read_safetensors
+from ucp.formats.inert_json import Encoder, decode
+from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment
+from ucp.model.dtypes import UINT8
+from ucp.model.region import Region
+from ucp.model.target import Hole, Literal, OutputFile
+
+TREES: Final = "extras/extras.json"
+TENSORS: Final = "extras/tensors.safetensors"
+CARRIED: Final = "extras/files"
+
+
+def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
+    """The output files that hold a checkpoint's extras."""
+    encoder = Encoder()
+    trees = {file: encoder.encode(tree) for file, tree in source.extras.trees.items()}
+    data = json.dumps(_share(trees), indent=1).encode() + b"\n"
+    yield OutputFile(TREES, len(data), (Literal(0, data),))
+    if encoder.tensors:
+        yield safetensors_file(TENSORS, list(encoder.tensors.items()), {})
+    for name, file in source.extras.files.items():
+        size = source.sizes[file]
+        atom = Atom(file, "file", (size,), UINT8, (Fragment(Region.all_of((size,)), file, 0, UINT8),))
+        yield OutputFile(f"{CARRIED}/{name}", size, (), (Hole(atom, Region.all_of((size,)), 0),))
+
+
+def safetensors_file(
+    path: str, tensors: list[tuple[str, Atom]], metadata: dict[str, str], alignment: int = 8
+) -> OutputFile:
+    """A safetensors file of whole atoms: the header known, the data holes."""
+    layout = build_header([(key, atom.dtype, atom.shape) for key, atom in tensors], metadata, alignment)
+    holes = tuple(Hole(atom, Region.all_of(atom.shape), layout.offsets[key]) for key, atom in tensors)
+    return OutputFile(path, layout.size, (Literal(0, layout.header),), holes)
+
+
+def read_extras(folder: Path, carried: list[str]) -> Extras:
+    """What `plan_extras` wrote."""
+    path = folder / TREES
+    try:
+        shared = json.loads(path.read_bytes())
+        trees = {
+            file: {**shared["common"][own["common"]], **own["own"]} if "common" in own else own["own"]
+            for file, own in shared["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path}: cannot be read: {error!r}", hint="convert again, or restore the file") from None
+    tensors: dict[str, Atom] = {}
+    if (folder / TENSORS).exists():
+        for key, entry in read_safetensors(folder / TENSORS).entries.items():
+            fragment = Fragment(Region.all_of(entry.shape), TENSORS, entry.start, entry.dtype)
+            tensors[key] = Atom(key, "extra", entry.shape, entry.dtype, (fragment,))
+    return Extras(
+        {file: decode(tree, tensors) for file, tree in trees.items()}, {name: f"{CARRIED}/{name}" for name in carried}
+    )
+
+
+def _share(trees: dict[str, Any]) -> dict[str, Any]:
+    """Rank files repeat each other: what all dictionaries with the same keys agree on is written once, as `common`."""
+    families: dict[tuple[str, ...], list[str]] = {}
+    for file, tree in trees.items():
+        if isinstance(tree, dict) and not any(key.startswith("$") for key in tree):
+            families.setdefault(tuple(tree), []).append(file)
+    common: list[dict[str, Any]] = []
+    files: dict[str, Any] = {file: {"own": tree} for file, tree in trees.items()}
+    for keys, members in families.items():
+        if len(members) < 2:
+            continue
+        first = trees[members[0]]
+        same = [key for key in keys if all(trees[file][key] == first[key] for file in members[1:])]
+        common.append({key: first[key] for key in same})
+        for file in members:
+            own = {key: value for key, value in trees[file].items() if key not in same}
+            files[file] = {"common": len(common) - 1, "own": own}
+    return {"version": 1, "common": common, "files": files}

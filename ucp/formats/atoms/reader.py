@@ -1,0 +1,82 @@
+"""Reading atoms, real and virtual: the manifest alone is the index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ucp.errors import IntegrityError
+from ucp.formats.atoms import manifest as manifests
+from ucp.formats.atoms.extras import read_extras
+from ucp.formats.atoms.links import Links
+from ucp.formats.inert_json import decode
+from ucp.formats.registry import ReadOptions
+from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
+from ucp.model.dtypes import BY_NAME
+from ucp.model.layout import Mesh
+from ucp.model.region import Region
+from ucp.model.rule_json import rule_from_json
+
+
+def recognises(path: Path) -> bool:
+    """A folder with our manifest in it."""
+    return (path / manifests.MANIFEST).is_file()
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """Index a folder of atoms. Rules and tags do not apply: atoms are whole."""
+    del options
+    content = manifests.load(path)
+    try:
+        return _checkpoint(path, content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"{path / manifests.MANIFEST}: an entry cannot be understood: {error!r}", hint="convert again"
+        ) from None
+
+
+def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
+    links = Links(content["links"], folder / manifests.MANIFEST) if "links" in content else None
+    if links is not None:
+        links.check_unchanged()
+    parameters = {entry["name"]: _parameter(entry, links) for entry in content["parameters"]}
+    source = content["source"]
+    sizes = {file: entry["bytes"] for file, entry in content["files"].items()}
+    return Checkpoint(
+        format="atoms",
+        root=folder,
+        mesh=Mesh(**source["mesh"]),
+        parameters=parameters,
+        framework=source["framework"],
+        step=content["step"],
+        groups=[ParamGroup(decode(group["hyper"], {}), group["names"]) for group in content["groups"]],
+        extras=read_extras(folder, content["carried"]),
+        notes=[Note(note["id"], note["text"]) for note in content["notes"]],
+        sizes={**sizes, manifests.MANIFEST: (folder / manifests.MANIFEST).stat().st_size},
+        details={**decode(source["details"], {}), "virtual": links is not None, "source_format": source["format"]},
+    )
+
+
+def _parameter(entry: dict[str, Any], links: Links | None) -> Parameter:
+    name = entry["name"]
+    return Parameter(
+        name=name,
+        shape=tuple(entry["shape"]),
+        role=entry["role"],
+        atoms={
+            kind: links.atom(name, kind, state) if links else _atom(name, kind, entry["file"], state)
+            for kind, state in entry["states"].items()
+        },
+        rule=rule_from_json(entry["rule"]),
+        rule_origin=entry["rule_origin"],
+        padded_shape=None if entry["padded_shape"] is None else tuple(entry["padded_shape"]),
+        group=entry["group"],
+        aliases=tuple(entry["aliases"]),
+        stages=tuple(entry["stages"]),
+        expert=entry["expert"],
+    )
+
+
+def _atom(name: str, kind: str, file: str, state: dict[str, Any]) -> Atom:
+    shape, dtype = tuple(state["shape"]), BY_NAME[state["dtype"]]
+    return Atom(name, kind, shape, dtype, (Fragment(Region.all_of(shape), file, state["offset"], dtype),))
