@@ -359,7 +359,7 @@ def test_real_pipelines_without_their_rules(corpus: Path, folder: str, variant: 
         layer = int(path.name.split("-")[0].removeprefix("layer_"))
         files = [path.name, path.name.replace("model_00", "model_01")]
         held |= {f"{layer}.{name}": slices for name, slices in from_module(step, files).items()}
-    # The lists do not speak of buffers, and Megatron-DeepSpeed's own misses its position table: it would concatenate them.
+    # The lists do not speak of buffers, and Megatron-DeepSpeed's misses its position table: it would concatenate them.
     wrong = [name for name in held if name.endswith((".mask", "1.position_embeddings.weight"))]
     assert wrong
     compare_with_info(step, "mp_rank_00_model_states.pt", held, wrong)
