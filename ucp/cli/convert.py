@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import Bytes, human_bytes, reading_options, source_argument, table
+from ucp.cli.options import human_bytes, parse_bytes, reading_options, source_argument, table
 from ucp.formats.registry import WRITERS
 from ucp.model.checkpoint import Checkpoint
 
@@ -30,7 +30,14 @@ from ucp.model.checkpoint import Checkpoint
 )
 @reading_options
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
-@click.option("--memory", type=Bytes(), default="256M", show_default=True, help="Most memory for slabs in flight.")
+@click.option(
+    "--memory",
+    type=parse_bytes,
+    metavar="BYTES",
+    default="256M",
+    show_default=True,
+    help="Most memory for slabs.",
+)
 @click.option("--resume", is_flag=True, help="Go on with a half-done output.")
 @click.option("--restart", is_flag=True, help="Throw a half-done output away and begin again.")
 @click.option("--durable", is_flag=True, help="Flush everything to the disk before the output appears.")

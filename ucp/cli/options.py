@@ -14,18 +14,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
-class Bytes(click.ParamType[int]):
+def parse_bytes(text: str | int) -> int:
     """A number of bytes: `512M`, `2G`, `1048576`."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
-        if match is None:
-            self.fail(f"{value!r} is not a size; write 512M, 2G or a number of bytes", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(text).strip().lower())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size; write 512M, 2G or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def source_argument(function: F) -> F:
