@@ -30,5 +30,9 @@ MAX_ZIP_DIRECTORY_BYTES = 256 * MIB
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 32
 
+# A few shared lists inside each other can stand for more values than anyone could write down: extras have a limit.
+MAX_EXTRAS_NODES = 5_000_000
+MAX_EXTRAS_DEPTH = 200
+
 # Free space that must remain on the target file system after a conversion.
 SPACE_RESERVE_BYTES = 64 * MIB

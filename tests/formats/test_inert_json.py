@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ucp import tunables
 from ucp.errors import IntegrityError, UnsafeError
 from ucp.files.inert import InertOrderedDict, NumpyArray, NumpyScalar, Size, class_path, new_class
 from ucp.formats.inert_json import Encoder, decode
@@ -100,7 +101,8 @@ def test_tensors_go_to_the_tensor_file() -> None:
         decode(node, {})
 
 
-def test_sharing_cannot_blow_up() -> None:
+def test_sharing_cannot_blow_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "MAX_EXTRAS_NODES", 10_000)
     tree: list[Any] = [0]
     for _ in range(100):
         tree = [tree, tree]

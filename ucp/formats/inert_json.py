@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from ucp import tunables
 from ucp.errors import IntegrityError, UnsafeError
 from ucp.files.inert import (
     Inert,
@@ -30,10 +31,6 @@ from ucp.files.inert import (
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import BY_NAME, DType
 
-# A few shared lists inside each other can stand for more values than there are atoms in the universe.
-MAX_NODES: Final = 20_000_000
-MAX_DEPTH: Final = 200
-
 
 class Encoder:
     """Turns inert values into JSON values. Tensors met on the way are kept in `tensors` under the key they got."""
@@ -45,7 +42,7 @@ class Encoder:
     def encode(self, value: Any, depth: int = 0) -> Any:
         """`value` as something that `json.dumps` takes."""
         self._nodes += 1
-        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
+        if self._nodes > tunables.MAX_EXTRAS_NODES or depth > tunables.MAX_EXTRAS_DEPTH:
             raise UnsafeError(
                 "extras are nested or shared beyond any honest use", hint="inspect the file that holds them"
             )
