@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 from ucp.errors import NotUnderstoodError, StorageError, UsageError
 from ucp.model.checkpoint import Checkpoint
+from ucp.model.dtypes import DType
 from ucp.model.rules import RuleBook
 from ucp.model.target import Digests, OutputFile, Target
 
@@ -55,9 +56,17 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """What a user may say about the target."""
+    """What a user may say about the target. None keeps what the source has."""
 
     link: bool = False  # point at the source's bytes instead of copying them, where the format can
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    dtype: DType | None = None  # of the module's weights
+    like: Checkpoint | None = None  # copy this checkpoint's layout
+    max_shard_size: int | None = None  # bytes of one file, for formats that choose their own cuts
 
 
 class Writer(Protocol):
