@@ -139,7 +139,7 @@ def build(spec: Spec, world: int, rank: int, universal: bool) -> tuple[Any, dict
         module = PipelineModule(
             layers=gpt.pipeline_layers(spec, tp),
             loss_fn=gpt.cross_entropy,
-            partition_method="parameters",
+            partition_method="uniform",
             **({"topology": topology} if spec.tp > 1 else {"num_stages": spec.pp}),
         )
         coordinates = {"dp_rank": place.data, "tp_rank": place.model, "pp_rank": place.pipe}

@@ -20,7 +20,7 @@ os.environ |= {
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/ucp-torch-extensions")),
 }
-TIMEOUT = 180  # seconds a job may take
+TIMEOUT = 120  # seconds a job may take
 GRACE = 3  # seconds the others may go on when a rank has failed: most wait for it forever
 # What a rank would import on its own, at a second or more each.
 PRELOAD = (
