@@ -69,6 +69,7 @@ def command(
     The output appears whole or not at all. A run that was killed goes on with --resume.
     """
     from ucp.cli.progress import Bar
+    from ucp.engine.staging import staging_folder
 
     conversion = api.plan(src, dst, **options)
     for note in conversion.source.notes:
@@ -77,7 +78,12 @@ def command(
         _print_plan(conversion, jobs or api.default_jobs(), memory, as_json)
         return
     begin = time.perf_counter()
-    conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=Bar())
+    try:
+        conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=Bar())
+    except KeyboardInterrupt:
+        if (kept := staging_folder(dst)).exists():
+            click.echo(f"\nwhat was done is kept in {kept}: repeat the command with --resume to go on", err=True)
+        raise
     seconds = time.perf_counter() - begin
     target = conversion.target
     summary = {

@@ -1,0 +1,101 @@
+"""SIGKILL at many points of a conversion, then --resume: the same bytes, nothing left over."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.formats.atoms.synthetic import write_atoms
+
+# Small slabs and parts, and a process that kills itself for good when so many slabs have been written.
+DRIVER = """
+import os, signal, sys
+from ucp import tunables
+tunables.SLAB_BYTES, tunables.PART_BYTES = 1024, 4096
+from ucp.cli import progress
+left = int(sys.argv[1])
+class Killer(progress.Bar):
+    def advance(self, nbytes):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+progress.Bar = Killer
+from ucp.cli.main import run
+sys.exit(run(sys.argv[2:]))
+"""
+
+
+def convert(kill_after: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", DRIVER, str(kill_after), "convert", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kill") / "source"
+    random = np.random.default_rng(0)
+    write_atoms(
+        folder, {f"layer.{i}.weight": random.standard_normal((37 + i, 19)).astype(np.float32) for i in range(12)}
+    )
+    return folder
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_killed_runs_resume_to_the_same_bytes(source: Path, tmp_path: Path, jobs: str) -> None:
+    whole = tmp_path / "whole"
+    assert convert(0, str(source), str(whole), "-j", jobs).returncode == 0
+    expected = contents(whole)
+    for point in (1, 2, 3, 5, 8, 13, 21, 34, 40):
+        target = tmp_path / f"killed-{point}"
+        killed = convert(point, str(source), str(target), "-j", jobs)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert not target.exists(), "a killed run has no output that looks finished"
+        refused = convert(0, str(source), str(target), "-j", jobs)
+        assert refused.returncode == 2
+        assert "--resume" in refused.stderr
+        resumed = convert(0, str(source), str(target), "-j", jobs, "--resume")
+        assert resumed.returncode == 0, resumed.stderr
+        assert contents(target) == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["whole", *(f"killed-{p}" for p in (1, 2, 3, 5, 8, 13, 21, 34, 40))]
+    )
+
+
+def test_a_run_killed_again_and_again_gets_there(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    for _ in range(60):
+        run = convert(12, str(source), str(target), "--resume")
+        if run.returncode == 0:
+            break
+        assert run.returncode == -signal.SIGKILL, run.stderr
+    assert run.returncode == 0
+    assert convert(0, str(source), str(tmp_path / "whole")).returncode == 0
+    assert contents(target) == contents(tmp_path / "whole")
+
+
+def test_interrupt_keeps_what_was_done_and_says_so(source: Path, tmp_path: Path) -> None:
+    driver = DRIVER.replace("signal.SIGKILL)", "signal.SIGINT)")
+    command = [sys.executable, "-c", driver, "9", "convert", str(source), str(tmp_path / "out")]
+    stopped = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert stopped.returncode == 130
+    assert "Traceback" not in stopped.stderr
+    assert "--resume" in stopped.stderr
+    assert convert(0, str(source), str(tmp_path / "out"), "--resume").returncode == 0
+
+
+def test_real_safetensors_are_not_mistaken_for_atoms(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    run = convert(0, str(tmp_path), str(tmp_path.with_name("never")))
+    assert run.returncode in (2, 3)
+    assert "Traceback" not in run.stderr
