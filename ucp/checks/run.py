@@ -1,0 +1,121 @@
+"""Runs the checks: opens the checkpoint, asks every check, carries out the reading, collects one report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from ucp.checks.findings import Finding, Level, Report
+from ucp.checks.registry import checks_of
+from ucp.checks.tasks import Context, Meter, Task, run_tasks
+from ucp.errors import UcpError, UsageError
+from ucp.files.local import SourceFiles
+from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.model.checkpoint import Checkpoint
+
+
+class Progress(Protocol):
+    """Where a run reports bytes to."""
+
+    def start(self, total: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class _Silent:
+    def start(self, total: int) -> None:
+        del total
+
+    def advance(self, nbytes: int) -> None:
+        del nbytes
+
+    def finish(self) -> None:
+        pass
+
+
+def verify(
+    source: str | os.PathLike[str] | Checkpoint,
+    level: Level | str = Level.DEFAULT,
+    *,
+    options: ReadOptions | None = None,
+    jobs: int = 2,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a checkpoint, by path or already indexed. What is wrong with it is in the report, not raised.
+
+    `level` is `quick` (the index alone), `default` (also copies, steps, masters) or `deep` (every byte once).
+    Raises `UsageError` only: a request that cannot be carried out says nothing about the checkpoint.
+    """
+    level = _level(level)
+    checks = checks_of(level)
+    options = options or ReadOptions()
+    path = source.root if isinstance(source, Checkpoint) else Path(source)
+    report = Report(str(path), level, [check.id for check in checks])
+    meter_to = progress or _Silent()
+    try:
+        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(path, options)
+    except UsageError:
+        raise
+    except UcpError as error:
+        from ucp.checks.unreadable import diagnose
+
+        report.add(_unreadable(error))
+        with SourceFiles(path if path.is_dir() else path.parent) as files:
+            _carry_out(report, diagnose(path, options, level, files), jobs, meter_to)
+        return report
+    report.format = checkpoint.format
+    report.parameters = len(checkpoint.parameters)
+    report.atoms = sum(len(parameter.atoms) for parameter in checkpoint.parameters.values())
+    report.files = len(checkpoint.sizes)
+    with SourceFiles(checkpoint.root) as files:
+        context = Context(checkpoint, files)
+        modules = dict.fromkeys(check.module for check in checks if check.module)
+        _carry_out(report, (item for module in modules for item in _look(module, context)), jobs, meter_to)
+    return report
+
+
+def _level(level: Level | str) -> Level:
+    if isinstance(level, Level):
+        return level
+    try:
+        return Level[level.upper()]
+    except KeyError:
+        known = ", ".join(known.title for known in Level)
+        raise UsageError(f"{level!r} is no level of verification", hint=f"choose one of: {known}") from None
+
+
+def _look(module: str, context: Context) -> Iterator[Finding | Task]:
+    """A check's module has one function `look(context)` that gives findings and tasks."""
+    return cast("Iterator[Finding | Task]", import_module(f"ucp.checks.{module}").look(context))
+
+
+def _carry_out(report: Report, items: Iterable[Finding | Task], jobs: int, progress: Progress) -> None:
+    wanted = set(report.checks)
+    findings: list[Finding] = []
+    tasks: list[Task] = []
+    for item in items:
+        if isinstance(item, Task):
+            tasks.append(item)
+        else:
+            findings.append(item)
+    meter = Meter(progress.advance)
+    progress.start(sum(task.nbytes for task in tasks))
+    try:
+        findings += run_tasks(tasks, jobs, meter)
+    finally:
+        progress.finish()
+    report.add(finding for finding in findings if finding.check in wanted)
+    report.bytes_read = meter.bytes_read
+    report.sort()
+
+
+def _unreadable(error: UcpError) -> Iterator[Finding]:
+    """Why there is no index. An error that lists several problems becomes as many findings."""
+    head, *lines = error.what.split("\n    ")
+    for what in lines or [head]:
+        yield Finding("readable", "error", what, hint=error.hint, exit_code=error.exit_code)

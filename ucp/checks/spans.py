@@ -1,0 +1,121 @@
+"""Spans: what one recorded checksum covers. A member of a torch file, or a part of a file of atoms."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from ucp.checks.filemap import FileMap, Held
+from ucp.checks.findings import Finding
+from ucp.errors import NotUnderstoodError
+from ucp.files.torchzip import TorchFile
+from ucp.formats.atoms import manifest as manifests
+
+
+class Digest(Protocol):
+    """A running checksum."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class Crc:
+    """CRC-32, as zip archives have it."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return crc_text(self._value)
+
+
+def crc_text(crc: int) -> str:
+    """A CRC-32 for messages and comparison."""
+    return f"{crc:08x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes `[start, stop)` of a file under one checksum; `expected` is None where the writer recorded none."""
+
+    check: str
+    file: str
+    start: int
+    stop: int
+    title: str
+    expected: str | None
+    digest: Callable[[], Digest]
+    held: Sequence[Held] = ()  # which parameters lie in it
+    storage: bool = False  # a tensor's storage: bytes between what parameters hold of it are padding
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def manifest_spans(root: Path, held: FileMap) -> Iterator[Span]:
+    """What a manifest has checksums of. Files that are missing or too short are another check's finding."""
+    for file, entry in manifests.load(root)["files"].items():
+        path = root / file
+        size = path.stat().st_size if path.is_file() else -1
+        for start, nbytes, digest in entry["parts"]:
+            stop = start + nbytes
+            if stop <= size:
+                title = f"bytes [{start}, {stop})"
+                inside = held.between(file, start, stop)
+                yield Span("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, inside)
+
+
+def torch_spans(root: Path, file: str, held: FileMap) -> Iterator[Finding | Span]:
+    """Every member of a torch file that holds bytes; nothing where the file is of another kind.
+
+    With `torch.serialization.set_crc32_options(False)` torch writes 0 for every CRC of the archive. A single 0 among
+    others is no such file, and has to fit its bytes like any other.
+    """
+    if not _is_zip(root / file):
+        return
+    try:
+        archive = TorchFile(root / file)
+    except NotUnderstoodError:
+        return  # a zip archive of someone else's
+    filled = [entry for entry in archive.entries.values() if entry.size and entry.stored]
+    recorded = any(entry.crc for entry in filled)
+    if not recorded:
+        yield Finding(
+            "zip-crc",
+            "note",
+            f"{file}: was saved without CRCs, so damage to its bytes cannot be seen",
+            file,
+            hint="torch.serialization.set_crc32_options(True) before torch.save records them",
+        )
+    for entry in filled:
+        start = archive.payload(entry)
+        stop = start + entry.size
+        yield Span(
+            "zip-crc",
+            file,
+            start,
+            stop,
+            f"member {entry.name}",
+            crc_text(entry.crc) if recorded else None,
+            Crc,
+            held.between(file, start, stop),
+            storage="/data/" in entry.name,
+        )
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return file.read(4) == b"PK\x03\x04"
+    except OSError:
+        return False

@@ -1,0 +1,129 @@
+"""States, shapes and dtypes: what the index alone says about parameters that belong together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ucp.checks.findings import Finding, Severity, place
+from ucp.checks.tasks import Context
+from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
+
+
+def look(context: Context) -> Iterator[Finding]:
+    """Compare the parameters of each group with each other, and each parameter with itself."""
+    checkpoint = context.checkpoint
+    for parameter in checkpoint.parameters.values():
+        yield from _own_shapes(parameter)
+        for atom in parameter.atoms.values():
+            yield from _one_dtype(atom)
+    for siblings in _groups(checkpoint):
+        yield from _states(siblings, "error" if checkpoint.mesh.zero else "warning")
+        yield from _state_shapes(siblings)
+        yield from _state_dtypes(siblings)
+
+
+def _groups(checkpoint: Checkpoint) -> list[list[Parameter]]:
+    """Trained parameters by optimizer group; those that say no group are one of their own."""
+    groups: dict[int | None, list[Parameter]] = {}
+    for parameter in checkpoint.parameters.values():
+        if parameter.role == "trained":
+            groups.setdefault(parameter.group, []).append(parameter)
+    return list(groups.values())
+
+
+def _optimizer_kinds(parameter: Parameter) -> list[str]:
+    return [kind for kind in parameter.atoms if kind != WEIGHT]
+
+
+def _states(siblings: Sequence[Parameter], severity: Severity) -> Iterator[Finding]:
+    """Without ZeRO an optimizer keeps no state of a parameter that never got a gradient: then it is only a warning."""
+    common = Counter(kind for parameter in siblings for kind in parameter.atoms)
+    for parameter in siblings:
+        missing = [kind for kind in common if kind not in parameter.atoms]
+        if not missing:
+            continue
+        owner = next(p for p in siblings if missing[0] in p.atoms)
+        yield Finding(
+            "states",
+            severity,
+            f"parameter {parameter.name} has no {', '.join(missing)}, which {common[missing[0]]} of {len(siblings)}"
+            f" parameters of its group have ({owner.name}, …)",
+            parameter=parameter.name,
+            kind=missing[0],
+            hint="its optimizer starts without them when training goes on; was a file of another save mixed in?",
+        )
+
+
+def _own_shapes(parameter: Parameter) -> Iterator[Finding]:
+    for kind in (WEIGHT, MASTER):
+        atom = parameter.atoms.get(kind)
+        if atom is not None and atom.shape != parameter.shape:
+            yield Finding(
+                "shapes",
+                "error",
+                f"parameter {parameter.name} has shape {list(parameter.shape)}, but its {kind} {list(atom.shape)}",
+                parameter=parameter.name,
+                kind=kind,
+                hint="the file that holds it is from another model or another layout",
+            )
+
+
+def _state_shapes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
+    """A kind that most siblings keep in the parameter's shape is kept so by all (factored states are in no one's)."""
+    for kind in dict.fromkeys(kind for parameter in siblings for kind in _optimizer_kinds(parameter)):
+        holders = [parameter for parameter in siblings if kind in parameter.atoms and parameter.shape]
+        odd = [parameter for parameter in holders if parameter.atoms[kind].shape != parameter.shape]
+        if not odd or kind == MASTER or 2 * len(odd) >= len(holders):
+            continue
+        for parameter in odd:
+            yield Finding(
+                "shapes",
+                "warning",
+                f"parameter {parameter.name} has shape {list(parameter.shape)}, but its {kind}"
+                f" {list(parameter.atoms[kind].shape)}; {len(holders) - len(odd)} siblings keep it in their own shape",
+                parameter=parameter.name,
+                kind=kind,
+            )
+
+
+def _one_dtype(atom: Atom) -> Iterator[Finding]:
+    """All ranks store their part of an atom in one dtype."""
+    first = next(iter(atom.fragments), None)
+    if first is None:
+        return
+    for cover in (atom.fragments, *atom.replicas):
+        for fragment in cover:
+            if fragment.dtype != first.dtype:
+                yield Finding(
+                    "dtypes",
+                    "error",
+                    f"parameter {atom.name}, {atom.kind}: {fragment.dtype} on {place(fragment)}, but {first.dtype}"
+                    f" on {place(first)}",
+                    fragment.file,
+                    fragment.rank,
+                    atom.name,
+                    atom.kind,
+                    hint="ranks of one run save in one dtype: is one of the files from another run?",
+                )
+                return
+
+
+def _state_dtypes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
+    """Masters and optimizer states of one kind have one dtype over a group; weights may differ (norms in fp32)."""
+    for kind in dict.fromkeys(kind for parameter in siblings for kind in _optimizer_kinds(parameter)):
+        counted = Counter(parameter.atoms[kind].dtype for parameter in siblings if kind in parameter.atoms)
+        if len(counted) < 2:
+            continue
+        usual = counted.most_common(1)[0][0]
+        for parameter in siblings:
+            atom = parameter.atoms.get(kind)
+            if atom is not None and atom.dtype != usual:
+                yield Finding(
+                    "dtypes",
+                    "warning",
+                    f"parameter {parameter.name}: {kind} is {atom.dtype}, but {usual} for {counted[usual]} parameters"
+                    " of its group",
+                    parameter=parameter.name,
+                    kind=kind,
+                )

@@ -1,0 +1,103 @@
+"""Work that reads bytes: tasks with their cost, and the threads that carry them out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+from ucp.checks.findings import Finding
+from ucp.errors import UcpError
+from ucp.files.local import SourceFiles
+from ucp.model.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a check looks at: the index and the files behind it."""
+
+    checkpoint: Checkpoint
+    files: SourceFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A piece of reading for one check: costs `nbytes` of reads, and `run` gives what it found."""
+
+    check: str
+    nbytes: int
+    run: Callable[[Meter], Iterable[Finding]]
+    parameter: str | None = None
+    kind: str | None = None
+
+
+class StoppedError(Exception):
+    """Another task failed for good or the person gave up: leave the work where it is."""
+
+
+class Meter:
+    """Counts the bytes that all threads read. A task tells it each block, and that is where it can be stopped."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self.bytes_read = 0
+        self._advance = advance
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def read(self, nbytes: int) -> None:
+        """`nbytes` more were read."""
+        with self._lock:
+            self.bytes_read += nbytes
+        self._advance(nbytes)
+        self.check()
+
+    def check(self) -> None:
+        """Leave here if the work was stopped."""
+        if self._stop.is_set():
+            raise StoppedError
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def run_tasks(tasks: Iterable[Task], jobs: int, meter: Meter) -> list[Finding]:
+    """Carry out all tasks, the longest first so that threads finish together. A failure to read becomes a finding."""
+    ordered = sorted(tasks, key=lambda task: -task.nbytes)
+    if jobs <= 1 or len(ordered) <= 1:
+        return [finding for task in ordered for finding in _carry_out(task, meter)]
+    with ThreadPoolExecutor(min(jobs, len(ordered)), thread_name_prefix="ucp-check") as pool:
+        futures = [pool.submit(partial(_carry_out, task, meter)) for task in ordered]
+        try:
+            wait(futures, return_when="FIRST_EXCEPTION")
+        finally:  # an interrupt of the waiting thread ends the workers too
+            if not all(future.done() for future in futures):
+                meter.stop()
+                pool.shutdown(cancel_futures=True)
+        failures = [future.exception() for future in futures if future.done() and not future.cancelled()]
+        failure = next((f for f in failures if f is not None and not isinstance(f, StoppedError)), None)
+        if failure is not None:
+            raise failure
+        return [finding for future in futures for finding in future.result()]
+
+
+def _carry_out(task: Task, meter: Meter) -> list[Finding]:
+    meter.check()
+    try:
+        return list(task.run(meter))
+    except UcpError as error:
+        return [failure(task.check, error, task.parameter, task.kind)]
+
+
+def failure(check: str, error: UcpError, parameter: str | None = None, kind: str | None = None) -> Finding:
+    """A failure to read as a finding of the check that tried; it keeps its own exit code."""
+    return Finding(
+        check,
+        "error",
+        error.what,
+        parameter=parameter,
+        kind=kind,
+        hint=error.hint,
+        exit_code=error.exit_code,
+    )

@@ -1,0 +1,47 @@
+"""A checkpoint that cannot be indexed: what can be said about it all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ucp.checks.filemap import FileMap
+from ucp.checks.findings import Finding, Level
+from ucp.checks.grid import missing
+from ucp.checks.manifests import compare_folder
+from ucp.checks.scan import task
+from ucp.checks.spans import Span, torch_spans
+from ucp.checks.tasks import Task, failure
+from ucp.errors import UcpError
+from ucp.files.local import SourceFiles
+from ucp.formats.atoms import reader as atoms
+from ucp.formats.registry import ReadOptions
+from ucp.tunables import MIB
+
+_SMALL = 1 * MIB  # members up to this size are worth a look at any level: the pickles are among them
+
+
+def diagnose(path: Path, options: ReadOptions, level: Level, files: SourceFiles) -> Iterator[Finding | Task]:
+    """Missing rank files, missing or changed files of a manifest, and damaged archives."""
+    if atoms.recognises(path):
+        try:
+            yield from compare_folder(path)
+        except UcpError:
+            return  # the manifest itself cannot be read, which was said
+        return
+    yield from missing(path, options.tag)
+    yield from _damaged_archives(files, level)
+
+
+def _damaged_archives(files: SourceFiles, level: Level) -> Iterator[Finding | Task]:
+    """A pickle that makes no sense is most often a pickle whose bytes were changed: its CRC tells."""
+    folder = files.root
+    nothing = FileMap(None)
+    for file in sorted(folder.rglob("*.pt")):
+        name = file.relative_to(folder).as_posix()
+        try:
+            for span in torch_spans(folder, name, nothing):
+                if isinstance(span, Span) and (level is Level.DEEP or span.nbytes <= _SMALL):
+                    yield task(files, span)
+        except UcpError as error:
+            yield failure("zip-crc", error)

@@ -1,0 +1,64 @@
+"""Numbers that should not be there: NaN, infinities, negative second moments. Found on raw elements, by their bits."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ucp.engine.casting import RawArray
+from ucp.model.dtypes import DType
+
+# name → bits of infinity (the largest finite magnitude is below it) in the unsigned integer of the element's size.
+_INFINITY: Final = {
+    "float64": 0x7FF0_0000_0000_0000,
+    "float32": 0x7F80_0000,
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float8_e5m2": 0x7C,
+    "float8_e4m3fn": 0x7F,  # has no infinity; this is its only NaN
+}
+
+# States that are sums of squares, or maxima of such or of magnitudes, under the names that optimizers give them.
+SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "v"})
+
+
+def scannable(dtype: DType) -> bool:
+    """Is it known how NaN and infinity look in this dtype?"""
+    return dtype.name in _INFINITY
+
+
+def bits_of(data: RawArray, dtype: DType) -> RawArray:
+    """Bytes or raw elements as unsigned integers of the element's size."""
+    return data.reshape(-1).view(np.dtype(f"uint{8 * dtype.itemsize}"))
+
+
+def not_finite(bits: RawArray, dtype: DType, scratch: RawArray) -> tuple[int, int]:
+    """How many elements are NaN or infinite, and the position of the first. `scratch`: at least as many bytes."""
+    magnitude = _magnitude(bits, dtype, scratch)
+    if int(magnitude.max()) < _INFINITY[dtype.name]:
+        return 0, 0
+    bad = magnitude >= _INFINITY[dtype.name]
+    return int(np.count_nonzero(bad)), int(np.argmax(bad))
+
+
+def negative(bits: RawArray, dtype: DType) -> tuple[int, int]:
+    """How many elements are below zero (NaN and -0 are not), and the position of the first."""
+    sign = 1 << (8 * dtype.itemsize - 1)
+    if int(bits.max()) <= sign:
+        return 0, 0
+    bad = (bits > sign) & (bits <= sign | _INFINITY[dtype.name])
+    return int(np.count_nonzero(bad)), int(np.argmax(bad))
+
+
+def is_nan(bits: RawArray, dtype: DType) -> RawArray:
+    """Which elements are NaN."""
+    magnitude = _magnitude(bits, dtype, np.empty(bits.nbytes, np.uint8))
+    infinity = _INFINITY[dtype.name]
+    return magnitude >= infinity if dtype.name == "float8_e4m3fn" else magnitude > infinity
+
+
+def _magnitude(bits: RawArray, dtype: DType, scratch: RawArray) -> RawArray:
+    out: RawArray = scratch[: bits.nbytes].view(bits.dtype)
+    np.bitwise_and(bits, bits.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1), out=out)
+    return out
