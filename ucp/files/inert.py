@@ -36,7 +36,7 @@ class Sealed(type):
 class Inert(metaclass=Sealed):
     """Stand-in for one object of a file. Compares and hashes by identity, so that a hostile file cannot make that slow."""
 
-    __slots__ = ("_items", "_pairs", "args", "kwargs", "state")
+    __slots__ = ("_items", "_pairs", "args", "called", "kwargs", "state")
 
     module = "ucp.files.inert"
     qualname = "Inert"
@@ -44,6 +44,7 @@ class Inert(metaclass=Sealed):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     state: Any
+    called: bool  # the file calls the class (REDUCE); False where it only asks for a bare instance (NEWOBJ)
     _items: list[Any]
     _pairs: list[tuple[Any, Any]]
 
@@ -52,7 +53,13 @@ class Inert(metaclass=Sealed):
         self.args = args
         self.kwargs = kwargs
         self.state = None
+        self.called = False
         return self
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        # The pickle machine makes bare instances by `__new__` alone; only a call of the class comes here.
+        del args, kwargs
+        self.called = True
 
     @property
     def path(self) -> str:

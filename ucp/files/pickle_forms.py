@@ -326,19 +326,19 @@ def _reconstructor(generic: Any, *args: Any) -> Any:
     """(class, base, state): an object of `class` before its BUILD; bases that are data keep that data as an argument."""
     if len(args) != 3 or not is_class(args[0]):
         return generic(*args)
-    return args[0]() if args[2] is None else args[0](args[2])
+    return args[0].__new__(args[0]) if args[2] is None else args[0](args[2])
 
 
 @_form("copyreg:__newobj__")
 def _newobj(generic: Any, *args: Any) -> Any:
-    return args[0](*args[1:]) if args and is_class(args[0]) else generic(*args)
+    return args[0].__new__(*args) if args and is_class(args[0]) else generic(*args)
 
 
 @_form("copyreg:__newobj_ex__")
 def _newobj_ex(generic: Any, *args: Any) -> Any:
     if len(args) != 3 or not is_class(args[0]) or type(args[1]) is not tuple or type(args[2]) is not dict:
         return generic(*args)
-    return args[0](*args[1], **args[2])
+    return args[0].__new__(args[0], *args[1], **args[2])
 
 
 # numpy --------------------------------------------------------------------------------------------------------------
