@@ -69,6 +69,12 @@ def test_numbers_that_json_lacks() -> None:
     assert math.copysign(1, round_trip(-0.0)) == -1
 
 
+def test_objects_keep_how_they_were_made() -> None:
+    cls = new_class("argparse", "Namespace")
+    assert round_trip(cls()).called
+    assert not round_trip(cls.__new__(cls)).called
+
+
 def test_objects_keep_class_arguments_and_state() -> None:
     made = new_class("argparse", "Namespace")(1, "two", three=3)
     made.state = {"lr": 0.1, "nested": [new_class("enum", "Color.RED")]}

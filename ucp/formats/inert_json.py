@@ -2,7 +2,8 @@
 
 Plain JSON values stand for themselves. What JSON lacks is an object with one key that starts with `$`:
 `$tuple`, `$size`, `$set`, `$dict` (pairs, for keys that are no text), `$ordered`, `$bytes` (base64), `$float`
-(`nan`, `inf`, `-inf`), `$complex`, `$dtype`, `$class`, `$object` (an instance: class, arguments, state), `$array`,
+(`nan`, `inf`, `-inf`), `$complex`, `$dtype`, `$class`, `$object` (an instance: class, arguments, state; `bare`
+where its constructor was not called), `$array`,
 `$scalar` and `$npdtype` (numpy), `$storage` (a bare torch storage: not carried), `$tensor` (a key of the extras'
 tensor file).
 """
@@ -109,6 +110,8 @@ class Encoder:
 
     def _instance(self, value: Inert, depth: int) -> dict[str, Any]:
         node: dict[str, Any] = {"$object": [value.module, value.qualname]}
+        if not value.called:
+            node["bare"] = True
         if value.args:
             node["args"] = self._list(value.args, depth)
         if value.kwargs:
@@ -156,7 +159,9 @@ def _ordered(node: dict[str, Any], tensors: Mapping[str, Atom]) -> InertOrderedD
 def _instance(node: dict[str, Any], tensors: Mapping[str, Atom]) -> Inert:
     module, qualname = node["$object"]
     kwargs = dict(_pairs(node.get("kwargs", ()), tensors))
-    made: Inert = new_class(module, qualname)(*decode(node.get("args", []), tensors), **kwargs)
+    cls = new_class(module, qualname)
+    made: Inert = cls(*decode(node.get("args", []), tensors), **kwargs)
+    made.called = not node.get("bare", False)
     made.state = decode(node.get("state"), tensors)
     made.items.extend(decode(node.get("items", []), tensors))
     made.pairs.extend(_pairs(node.get("pairs", ()), tensors))
