@@ -1,0 +1,66 @@
+"""CRC-32s of parts combine to that of the whole, as zlib computes it."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ucp.files import crc
+from ucp.files.crc import crc32, crc32_combine, crc32_of_zeros
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8))
+def test_parts_combine_to_the_whole(parts: list[bytes]) -> None:
+    total = 0
+    for part in parts:
+        total = crc32_combine(total, crc32(part, 0), len(part))
+    assert total == zlib.crc32(b"".join(parts))
+
+
+@given(st.binary(max_size=100), st.binary(max_size=100))
+def test_blocks_continue_a_stream(first: bytes, second: bytes) -> None:
+    assert crc32(memoryview(second), crc32(first, 0)) == zlib.crc32(first + second)
+
+
+@given(st.integers(0, 100_000))
+def test_zeros(count: int) -> None:
+    assert crc32_of_zeros(count) == zlib.crc32(bytes(count))
+
+
+def test_runs_that_no_memory_holds() -> None:
+    """2**40 zeros are 2**20 times 2**20 zeros, put together by doubling."""
+    run, length = zlib.crc32(bytes(1 << 20)), 1 << 20
+    for _ in range(20):
+        run, length = crc32_combine(run, run, length), 2 * length
+    assert run == crc32_of_zeros(1 << 40)
+    block = zlib.crc32(bytes(1 << 24))
+    for _ in range(2**8 - 1):
+        block = zlib.crc32(bytes(1 << 24), block)
+    assert block == crc32_of_zeros(1 << 32)
+
+
+def test_combining_costs_microseconds() -> None:
+    crc32_combine(1, 2, (1 << 40) - 1)  # makes the tables
+    best = min(_timed() for _ in range(5))
+    assert best < 100e-6, "about 10 µs where nothing else runs"
+
+
+def _timed() -> float:
+    start = time.perf_counter()
+    for _ in range(100):
+        crc32_combine(0x12345678, 0x9ABCDEF0, (1 << 36) - 1)
+    return (time.perf_counter() - start) / 100
+
+
+def test_isal_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "isal", types.ModuleType("isal"))
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", types.SimpleNamespace(crc32="fast"))
+    assert crc._fastest() == "fast"
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    assert crc._fastest() is zlib.crc32
