@@ -27,7 +27,7 @@ def compare(files: SourceFiles, slices: Sequence[tuple[Shape, Sequence[Fragment]
     if any(shape != first_shape for shape, _ in slices) or len(dtypes) > 1:
         return Sameness.DIFFERENT
     if not dtypes:
-        return Sameness.EQUAL  # nothing is held anywhere
+        return Sameness.EQUAL if 0 in first_shape else Sameness.DIFFERENT  # no bytes are no evidence
     itemsize = dtypes.pop().itemsize
     block = max(tunables.SLAB_BYTES // itemsize, 1) * itemsize
     others = [_blocks(files, fragments, block) for _, fragments in slices[1:]]

@@ -29,7 +29,20 @@ _BEFORE_SUB_PARAMETERS: Final = (
 )
 _AFTER_SUB_PARAMETERS: Final = (("parameter_with_row_parallelism_patterns", Rule("split", 1)),)
 
-_USE_RULES = "say how the parameter is cut in a rule file and give it with --rules"
+_USE_RULES: Final = "say how the parameter is cut in a rule file and give it with --rules"
+
+
+# Any of these says how tensor-parallel slices combine. An info with none of them was written for one rank.
+_SPEAKS_OF_TP: Final = (
+    *(key for key, _ in (*_BEFORE_SUB_PARAMETERS, *_AFTER_SUB_PARAMETERS)),
+    "parameter_with_sub_params",
+    "affine_map",
+)
+
+
+def speaks_of_tp(info: Mapping[str, Any]) -> bool:
+    """Whether an info says anything about tensor-parallel slices; where not, its default must not be believed."""
+    return any(info.get(key) for key in _SPEAKS_OF_TP)
 
 
 def rules_from_info(info: Mapping[str, Any], where: str) -> RuleBook:
@@ -162,7 +175,7 @@ def _sub_parameters(info: Mapping[str, Any], where: str) -> list[tuple[str, Rule
             for pattern in entry["patterns"]:
                 shape, dim = entry["shape"], int(entry["partition_dim"])
                 dim = dim + len(shape) if dim < 0 else dim
-                rules.append((pattern, _fused(dim, shape[dim], all_widths.get(pattern))))
+                rules.append((pattern, fused_rule(dim, shape[dim], all_widths.get(pattern))))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise NotUnderstoodError(
                 f"{where}: parameter_with_sub_params holds {str(entry)[:200]} ({error!r})"
@@ -170,7 +183,7 @@ def _sub_parameters(info: Mapping[str, Any], where: str) -> list[tuple[str, Rule
     return rules
 
 
-def _fused(dim: int, sizes: Any, widths: Any) -> Rule:
+def fused_rule(dim: int, sizes: Any, widths: Any) -> Rule:
     """A split in parts: sizes of the parts, or (as old checkpoints wrote it) the number of equal parts."""
     if isinstance(sizes, int):
         return Rule("split", dim, ratio=(1,) * sizes if sizes > 1 else None)

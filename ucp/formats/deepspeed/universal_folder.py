@@ -1,0 +1,53 @@
+"""Finds a universal folder: the path itself, or the one that `latest_universal` or a tag names in a save folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from ucp.errors import StorageError, UsageError
+
+STATES: Final = "zero"
+OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
+LATEST: Final = "latest_universal"
+
+
+def recognises(path: Path) -> bool:
+    """A universal folder itself, or a save folder that names one and has no checkpoint of its own beside it."""
+    try:
+        if _is_universal(path):
+            return True
+        named = _named(path)
+        return named is not None and _is_universal(path / named) and not (path / "latest").is_file()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _is_universal(path: Path) -> bool:
+    if not (path / STATES).is_dir():
+        return False
+    if (path / OPTIMIZER_STATE).is_file():
+        return True
+    with os.scandir(path / STATES) as entries:
+        return any((Path(entry.path) / "fp32.pt").is_file() for entry in entries)
+
+
+def _named(path: Path) -> str | None:
+    latest = path / LATEST
+    if not latest.is_file() or latest.stat().st_size > 4096:
+        return None
+    text = latest.read_bytes().decode("utf-8", "replace").strip()
+    return text if text not in ("", ".", "..") and "/" not in text and "\0" not in text else None
+
+
+def find(path: Path, tag: str | None) -> Path:
+    """The universal folder that a person means by `path` (and `tag`)."""
+    if _is_universal(path):
+        if tag is not None and tag != path.name:
+            raise UsageError(f"{path} is a universal folder itself, not one named {tag!r}", hint="leave out --tag")
+        return path
+    named = tag if tag is not None else _named(path)
+    if named is None or not _is_universal(path / named):
+        raise UsageError(f"{path}: no universal folder {named or ''} here", hint="give the folder that holds zero/")
+    return path / named

@@ -1,0 +1,98 @@
+"""`zero/<parameter>/<state>.pt` of a universal folder: one whole state a file, with a few words on how it was cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.errors import NotUnderstoodError, StorageError
+from ucp.files.inert import Inert, TensorRef
+from ucp.formats.deepspeed.fragments import scalar_fragments
+from ucp.formats.deepspeed.scalars import stored_scalar
+from ucp.formats.deepspeed.shards import RankFile, RankFiles, describe
+from ucp.formats.deepspeed.states import kind_of
+from ucp.formats.deepspeed.ucinfo import fused_rule
+from ucp.model.box import Shape
+from ucp.model.checkpoint import MASTER, STEP, Atom, Fragment
+from ucp.model.layout import Rank
+from ucp.model.region import Region
+from ucp.model.rules import Rule
+
+MASTER_FILE: Final = "fp32"
+SUFFIX: Final = ".pt"
+
+
+@dataclass(slots=True)
+class StateFolder:
+    """The state files of one name. `kinds` maps our kind of state to the file's name below the root."""
+
+    name: str
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether an optimizer kept anything here. Without, the name need not be a trained parameter's."""
+        return bool(self.kinds.keys() - {MASTER})
+
+
+def state_folders(root: Path, states: str) -> dict[str, StateFolder]:
+    """Every folder below `root/states`, by parameter name, sorted."""
+    found: dict[str, StateFolder] = {}
+    try:
+        for entry in sorted(os.scandir(root / states), key=lambda entry: entry.name):
+            if not entry.is_dir():
+                continue
+            folder = found[entry.name] = StateFolder(entry.name)
+            for name in sorted(os.listdir(entry.path)):
+                if name.endswith(SUFFIX):
+                    stem = name.removesuffix(SUFFIX)
+                    kind = MASTER if stem == MASTER_FILE else kind_of(stem)
+                    folder.kinds[kind] = f"{states}/{entry.name}/{name}"
+    except OSError as error:
+        raise StorageError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return found
+
+
+def read_state(files: RankFiles, name: str, kind: str, path: str, shape: Shape | None) -> Atom | None:
+    """One state file as an atom of `shape` (None: as stored); None when it is a number that no atom can hold.
+
+    A tensor with as many elements but another shape (ZeRO-3 states are flat, fused ones may be viewed) takes `shape`;
+    any other shape stays as stored, for the caller to judge.
+    """
+    file = files.open(path)
+    value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+    if isinstance(value, TensorRef) and (value.shape or kind != STEP):
+        if shape is not None and prod(shape) == value.numel and value.is_contiguous:
+            return _atom(file, value, name, kind, shape)
+        return _atom(file, value, name, kind, value.shape)
+    number = stored_scalar(file, value, 0)
+    if number is None and not isinstance(value, int):
+        raise NotUnderstoodError(f"{path}: expected a tensor or a number, found {describe(value)}")
+    return Atom(name, kind, (), number.dtype, scalar_fragments(Rank(), number)) if number is not None else None
+
+
+def _atom(file: RankFile, ref: TensorRef, name: str, kind: str, shape: Shape) -> Atom:
+    strides = None if ref.is_contiguous else ref.strides
+    fragments = [Fragment(Region.all_of(shape), file.name, file.spot(ref).offset, ref.dtype, strides=strides)]
+    return Atom(name, kind, shape, ref.dtype, fragments if ref.numel else ())
+
+
+def rule_of_state(tree: Any) -> Rule | None:
+    """How a state file says that its parameter was cut; None where it does not say (replicated, averaged, mapped)."""
+    if not isinstance(tree, Mapping):
+        return None
+    dim = tree.get("cat_dim")
+    fused = tree.get("sub_param_shape")
+    if isinstance(fused, Inert):
+        sizes, at = fused.get("shape"), fused.get("partition_dim")
+        if isinstance(sizes, (list, tuple)) and isinstance(at, int) and -len(sizes) <= at < len(sizes):
+            return fused_rule(at % len(sizes), sizes[at], None)
+        return None
+    parts = tree.get("param_n_sub_params")
+    if isinstance(parts, int) and parts > 1:
+        return Rule("split", dim if isinstance(dim, int) else 0, ratio=(1,) * parts)
+    return Rule("split", dim) if isinstance(dim, int) else None
