@@ -1,0 +1,259 @@
+"""From holdings and rulings to parameters with atoms: which fragments make the whole, which are copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+from ucp.formats.deepspeed.fragments import Slice, fragments_of, scalar_fragments
+from ucp.formats.deepspeed.holdings import Group, Holder, Holding, Holdings
+from ucp.formats.deepspeed.matching import looks_equal
+from ucp.formats.deepspeed.reading import Reading
+from ucp.formats.deepspeed.rulings import Ruling
+from ucp.formats.deepspeed.scalars import scalar_bytes, scalar_value
+from ucp.formats.deepspeed.stored import Stored
+from ucp.model.box import Shape, intersect
+from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Fragment, Parameter, ParamGroup
+from ucp.model.layout import Rank
+from ucp.model.rules import Rule, SlicePiece, logical_shape, slice_pieces, whole_shape
+
+
+def assemble(reading: Reading, rulings: Mapping[str, Ruling], tp: int) -> dict[str, Parameter]:
+    """Every parameter in the model's order."""
+    holdings = reading.holdings
+    aliases: dict[str, list[str]] = {}
+    for alias, owner in holdings.aliases.items():
+        aliases.setdefault(owner, []).append(alias)
+    values = _ScalarValues(reading)
+    parameters: dict[str, Parameter] = {}
+    for name, ruling in rulings.items():
+        parameters[name] = _parameter(reading, name, ruling, tp, values)
+        parameters[name].aliases = tuple(aliases.get(name, ()))
+    return parameters
+
+
+def _parameter(reading: Reading, name: str, ruling: Ruling, tp: int, values: _ScalarValues) -> Parameter:
+    holdings = reading.holdings
+    row = holdings.row(name)
+    stages = sorted({holder.pp for holder in row})
+    first = [held for holder, held in row.items() if holder.pp == stages[0]]
+    padded = whole_shape(ruling.rule, [held.shape for held in first], name)
+    shape = logical_shape(ruling.rule, padded)
+    number, ep = holdings.experts.get(name, (None, None))
+    slices = _slices(row, ruling.rule, padded, tp, name, ep)
+    parameter = Parameter(
+        name,
+        shape,
+        holdings.roles[name],
+        rule=ruling.rule,
+        rule_origin=ruling.origin,
+        padded_shape=padded if padded != shape else None,
+        stages=tuple(stages),
+        expert=number,
+    )
+    strangers = _strangers(reading, name, row, stages)
+    for kind in _kinds(first, row):
+        atom = _atom(reading, name, kind, shape, ruling.rule, row, slices, values, strangers)
+        if atom is not None:
+            parameter.atoms[kind] = atom
+    return parameter
+
+
+def _strangers(reading: Reading, name: str, row: Mapping[Holder, Holding], stages: Sequence[int]) -> set[int]:
+    """Stages whose copy of a tied parameter is none: DeepSpeed ties some weights of a tied module, not all of them.
+
+    The others (Megatron's position embeddings on the last stage) drift apart, and are not used there.
+    """
+    found: set[int] = set()
+    for stage in stages[1:]:
+        mine, other = row.get(Holder(stages[0], 0)), row.get(Holder(stage, 0))
+        kind = MASTER if mine is not None and mine.kinds.get(MASTER) else WEIGHT
+        if mine is None or other is None or not (mine.kinds.get(kind) and other.kinds.get(kind)):
+            continue
+        if not looks_equal(reading.source, mine.kinds[kind][0], other.kinds[kind][0]):
+            found.add(stage)
+            reading.note(
+                "tied-copy-differs",
+                f"{name}: stage {stage} holds another version than stage {stages[0]}, whose one was taken (of a tied"
+                " module, DeepSpeed keeps only some weights equal)",
+            )
+    return found
+
+
+def _kinds(first: Sequence[Holding], row: Mapping[Holder, Holding]) -> list[str]:
+    """Kinds in the order that people expect: weight, master, then the optimizer's own order."""
+    kinds: dict[str, None] = {}
+    for held in (*first, *row.values()):
+        kinds.update(dict.fromkeys(held.kinds))
+    return sorted(kinds, key=lambda kind: (kind != WEIGHT, kind != MASTER))
+
+
+def _slices(
+    row: Mapping[Holder, Holding], rule: Rule, padded: Shape, tp: int, name: str, ep: int | None
+) -> dict[Holder, Slice]:
+    pieces = [slice_pieces(rule, padded, tp, rank, name) for rank in range(tp)]
+    return {
+        holder: Slice(pieces[holder.tp], held.shape, Rank(holder.pp, holder.tp, 0, ep)) for holder, held in row.items()
+    }
+
+
+def _atom(
+    reading: Reading,
+    name: str,
+    kind: str,
+    shape: Shape,
+    rule: Rule,
+    row: Mapping[Holder, Holding],
+    slices: Mapping[Holder, Slice],
+    values: _ScalarValues,
+    strangers: Set[int],
+) -> Atom | None:
+    holders = [holder for holder, held in row.items() if held.kinds.get(kind)]
+    own_shape = next((row[holder].shapes[kind] for holder in holders if kind in row[holder].shapes), None)
+    dtypes = {stored.dtype for holder in holders for stored in row[holder].kinds[kind]}
+    if len(dtypes) > 1:
+        listed = ", ".join(sorted(map(str, dtypes)))
+        reading.problems.add(f"parameter {name}: '{kind}' has a different dtype on different ranks: {listed}")
+    dtype = row[holders[0]].kinds[kind][0].dtype
+    if own_shape == ():
+        values.compare(name, kind, [stored for holder in holders for stored in row[holder].kinds[kind]])
+        sets = [
+            scalar_fragments(slices[holder].rank, stored) for holder in holders for stored in row[holder].kinds[kind]
+        ]
+        return Atom(name, kind, (), dtype, sets[0], tuple(sets[1:]))
+    if own_shape is not None:
+        return _own_shaped(reading, name, kind, own_shape, holders, row, slices)
+    stage = holders[0].pp
+    if rule.cut == "average":
+        # Copies on another stage are the same versions again: they do not belong into the mean.
+        sets = [fragments_of(kind, [(slices[h], row[h].kinds[kind][0])]) for h in holders if h.pp == stage]
+        return Atom(name, kind, shape, dtype, sets[0], tuple(sets[1:]), "average")
+    main, rest = _deal(kind, rule, [holder for holder in holders if holder.pp == stage], row, slices)
+    replicas: list[Sequence[Fragment]] = [fragments_of(kind, parts) for parts in rest]
+    for other in sorted({holder.pp for holder in holders} - {stage} - strangers):
+        again, more = _deal(kind, rule, [holder for holder in holders if holder.pp == other], row, slices)
+        replicas += [fragments_of(kind, parts) for parts in (again, *more)]
+    for holder in holders:
+        if holder.pp not in strangers:
+            replicas += [fragments_of(kind, [(slices[holder], stored)]) for stored in row[holder].kinds[kind][1:]]
+    return Atom(name, kind, shape, dtype, fragments_of(kind, main), tuple(replicas))
+
+
+Parts = list[tuple[Slice, Stored]]
+
+
+def _deal(
+    kind: str, rule: Rule, holders: Sequence[Holder], row: Mapping[Holder, Holding], slices: Mapping[Holder, Slice]
+) -> tuple[Parts, list[Parts]]:
+    """The parts that make the whole, and further sets that repeat some of it, for the holders of one stage."""
+    parts = [(slices[holder], row[holder].kinds[kind][0]) for holder in holders]
+    if rule.cut == "replicated":
+        return parts[:1], [[part] for part in parts[1:]]
+    if rule.cut != "pieces":
+        return parts, []
+    main: Parts = []
+    rest: list[Parts] = []
+    seen: list[SlicePiece] = []
+    for part, stored in parts:
+        new = tuple(piece for piece in part.pieces if not any(intersect(piece.box, old.box) for old in seen))
+        old = tuple(piece for piece in part.pieces if piece not in new)
+        seen.extend(new)
+        if new:
+            main.append((Slice(new, part.shape, part.rank), stored))
+        if old:
+            rest.append([(Slice(old, part.shape, part.rank), stored)])
+    return main, rest
+
+
+def _own_shaped(
+    reading: Reading,
+    name: str,
+    kind: str,
+    shape: Shape,
+    holders: Sequence[Holder],
+    row: Mapping[Holder, Holding],
+    slices: Mapping[Holder, Slice],
+) -> Atom | None:
+    """A state with a shape of its own (factored moments): whole where nothing is cut, else not to be placed."""
+    if len({holder.tp for holder in holders}) > 1:
+        reading.unplaced_states.setdefault(
+            kind, f"shape {list(shape)} for a parameter of shape {list(row[holders[0]].shape)}"
+        )
+        return None
+    stored = row[holders[0]].kinds[kind][0]
+    whole = slice_pieces(Rule("replicated"), shape, 1, 0, name)
+    part = Slice(whole, shape, slices[holders[0]].rank)
+    return Atom(name, kind, shape, stored.dtype, fragments_of(kind, [(part, stored)]))
+
+
+class _ScalarValues:
+    """Reads each stored number once: all parameters of a group share it."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._bytes: dict[int, tuple[Stored, bytes]] = {}
+
+    def compare(self, name: str, kind: str, stored: Sequence[Stored]) -> None:
+        """Report numbers that differ between the holders of one parameter: their files are from different steps."""
+        first, *others = stored
+        for other in others:
+            if self._read(other) != self._read(first):
+                runs = [next(iter(item.runs())) for item in (first, other)]
+                numbers = [scalar_value(self._read(item), item.dtype) for item in (first, other)]
+                self._reading.problems.add(
+                    f"'{kind}' is {numbers[0]} in {runs[0].file}, but {numbers[1]} in {runs[1].file}:"
+                    f" files of different steps are mixed (parameter {name})"
+                )
+
+    def _read(self, stored: Stored) -> bytes:
+        known = self._bytes.get(id(stored))
+        if known is None:
+            known = self._bytes[id(stored)] = (stored, scalar_bytes(stored, self._reading.source))
+        return known[1]
+
+
+def merge_groups(holdings: Holdings, parameters: Mapping[str, Parameter]) -> list[ParamGroup]:
+    """Parameter groups over all pipeline stages, and each parameter's group.
+
+    Groups of different stages belong together by position where all stages have as many, else by hyper-parameters.
+    """
+    merged: list[ParamGroup] = []
+    by_stage = _groups_by_stage(holdings)
+    by_position = len({len(groups) for groups in by_stage}) == 1
+    for groups in by_stage:
+        for position, group in enumerate(groups):
+            at = (
+                position
+                if by_position
+                else next((i for i, m in enumerate(merged) if m.hyper == group.hyper), len(merged))
+            )
+            if at >= len(merged):
+                merged.append(ParamGroup(dict(group.hyper), []))
+            known = set(merged[at].names)
+            merged[at].names.extend(name for name in group.names if name not in known)
+    for index, merged_group in enumerate(merged):
+        for name in merged_group.names:
+            if name in parameters and parameters[name].group is None:
+                parameters[name].group = index
+    return merged
+
+
+def _groups_by_stage(holdings: Holdings) -> list[list[Group]]:
+    stages: dict[int, list[Group]] = {}
+    for holder, groups in sorted(holdings.groups.items()):
+        stages.setdefault(holder.pp, groups)
+    return list(stages.values())
+
+
+def ordered(names: Iterator[str], experts: Mapping[str, tuple[int, int]]) -> list[str]:
+    """The model's order with every expert after the last parameter of the layer that it belongs to."""
+    dense: list[str] = []
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        if name in experts:
+            layers.setdefault(name.split("deepspeed_moe.", 1)[0], []).append(name)
+        else:
+            dense.append(name)
+    for layer, members in layers.items():
+        last = max((i for i, name in enumerate(dense) if name.startswith(layer)), default=len(dense) - 1)
+        dense[last + 1 : last + 1] = members
+    return dense

@@ -1,0 +1,53 @@
+"""Native mixture of experts: which data-parallel ranks share an expert, and the global numbers of local experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+_EXPERT: Final = re.compile(r"(.*\.?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharers:
+    """The data-parallel ranks that cut one copy of a group among themselves, in partition order."""
+
+    ranks: tuple[int, ...]
+    ep: int | None = None  # their expert-parallel rank; None for dense groups
+
+
+def expert_number(name: str) -> int | None:
+    """The expert number in a parameter name, or None for a dense parameter."""
+    found = _EXPERT.fullmatch(name)
+    return int(found[2]) if found else None
+
+
+def local_experts(names: Iterable[str]) -> dict[str, int]:
+    """MoE layer (name up to the expert number) → how many experts one rank has of it."""
+    highest: dict[str, int] = {}
+    for name in names:
+        if found := _EXPERT.fullmatch(name):
+            highest[found[1]] = max(highest.get(found[1], 0), int(found[2]) + 1)
+    return highest
+
+
+def global_name(name: str, ep: int, experts: dict[str, int]) -> str:
+    """A rank's local name with the expert's global number in it: rank `ep` holds the `ep`-th block of experts."""
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return name
+    return f"{found[1]}{ep * experts[found[1]] + int(found[2])}{found[3]}"
+
+
+def sharers(dp: int, partitions: int, data_first: bool) -> list[Sharers]:
+    """Who shares an expert group that is cut into `partitions` over `dp` ranks.
+
+    Ranks with equal `rank % ep` belong together; with `use_data_before_expert_parallelism` (`data_first`) consecutive
+    ranks do.
+    """
+    ep = dp // partitions
+    if data_first:
+        return [Sharers(tuple(range(e * partitions, (e + 1) * partitions)), e) for e in range(ep)]
+    return [Sharers(tuple(range(e, dp, ep)), e) for e in range(ep)]

@@ -1,0 +1,212 @@
+"""Everything that is no parameter state: trees without what became an atom, and the wrapper's neighbours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.errors import NotUnderstoodError, UnsafeError
+from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, TensorRef, is_class
+from ucp.formats.deepspeed.fragments import LazyFragments
+from ucp.formats.deepspeed.reading import Reading
+from ucp.formats.deepspeed.shards import RankFile
+from ucp.model.checkpoint import Atom, Fragment
+from ucp.model.region import Region
+from ucp.tunables import MIB
+
+# Layout tables of the source: the index says the same in its own words.
+_LAYOUT_KEYS: Final = frozenset(
+    {
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "buffer_names",
+        "param_slice_mappings",
+    }
+)
+_MAX_DEPTH: Final = 200
+_LARGEST_UNKNOWN: Final = 16 * MIB  # a larger file of unknown role is reported and left behind
+
+# Beside the step folder of a trainer: state as torch files; files carried as bytes; copies of weights; of no account.
+_TREES: Final = ("scheduler*.pt", "scheduler*.bin", "rng_state*.pth", "random_states*.pkl", "sampler*.bin",
+                 "dl_state_dict*.bin", "custom_checkpoint_*.pkl", "scaler.pt")  # fmt: skip
+_CARRIED: Final = ("*.json", "*.txt", "*.md", "*.model", "*.jinja", "*.yaml", "*.yml", "training_args.bin")
+_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model.bin")
+_IGNORED: Final = ("latest*", "zero_to_fp32.py", "zero_to_torch.py", ".*")
+
+
+class _Dropped:
+    """Marks what is left out of a tree."""
+
+
+_DROP: Final = _Dropped()
+
+
+class TreeCarrier:
+    """Turns the tree of one file into what extras carry: without the tensors that became atoms, others as atoms."""
+
+    def __init__(self, reading: Reading, file: RankFile, label: str) -> None:
+        self._reading = reading
+        self._file = file
+        self._label = label
+        self._names: set[str] = set()
+        self._done: dict[int, tuple[Any, Any]] = {}  # id → (the value, kept alive; what it became)
+
+    def carry(self) -> Any:
+        """The tree, or None when nothing of it is left."""
+        tree = self._file.tree
+        if isinstance(tree, dict):
+            tree = self._without_layout(tree)
+            inner = tree.get("optimizer_state_dict")
+            if isinstance(inner, dict):
+                tree["optimizer_state_dict"] = self._without_layout(inner)
+        carried = self._walk(tree, self._label, 0)
+        return None if carried is _DROP else carried
+
+    def _without_layout(self, tree: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {key: value for key, value in tree.items() if key not in _LAYOUT_KEYS}
+
+    def _walk(self, value: Any, path: str, depth: int) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            return value
+        if isinstance(value, TensorRef):
+            return _DROP if self._reading.is_taken(value) else self._atom(value, path)
+        if (
+            is_class(value)
+            or not isinstance(value, (dict, list, tuple, set, frozenset, Inert))
+            or isinstance(value, Size)
+        ):
+            return value
+        if depth > _MAX_DEPTH:
+            raise UnsafeError(
+                f"{self._file.name}: what it stores is nested more than {_MAX_DEPTH} levels deep or in itself"
+            )
+        known = self._done.get(id(value))
+        if known is None:
+            known = self._done[id(value)] = (value, self._container(value, path, depth + 1))
+        return known[1]
+
+    def _container(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, dict):
+            return self._dict(value, path, depth)
+        if isinstance(value, Inert):
+            return self._instance(value, path, depth)
+        if isinstance(value, (set, frozenset)):
+            return value  # members are hashable: no tensors inside that anyone could reach
+        items = [self._walk(item, f"{path}/{i}", depth) for i, item in enumerate(value)]
+        if items and all(item is _DROP for item in items):
+            return _DROP
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        kept = [None if item is _DROP else item for item in items]
+        return kept if isinstance(value, list) else tuple(kept)
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        items = {key: self._walk(item, f"{path}/{key}", depth) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        kept = {key: item for key, item in items.items() if item is not _DROP}
+        if not kept:
+            return _DROP
+        if not isinstance(value, InertOrderedDict):
+            return kept
+        made = InertDefaultDict(value.factory) if isinstance(value, InertDefaultDict) else InertOrderedDict()
+        made.update(kept)
+        made.attributes = value.attributes
+        return made
+
+    def _instance(self, value: Inert, path: str, depth: int) -> Any:
+        parts = (value.args, value.kwargs, value.state, value.items, value.pairs)
+        names = ("args", "kwargs", "state", "items", "pairs")
+        walked = [self._walk(part, f"{path}/{name}", depth) for part, name in zip(parts, names, strict=True)]
+        if all(new is old for new, old in zip(walked, parts, strict=True)):
+            return value
+        args, kwargs, state, items, pairs = (None if part is _DROP else part for part in walked)
+        made = object.__new__(type(value))
+        made.args, made.kwargs, made.state, made.called = tuple(args or ()), dict(kwargs or {}), state, value.called
+        made.items.extend(items or ())
+        made.pairs.extend(pairs or ())
+        return made
+
+    def _atom(self, ref: TensorRef, path: str) -> Atom:
+        known = self._done.get(id(ref))
+        if known is None:
+            known = self._done[id(ref)] = (ref, extra_atom(self._file, ref, self._unused(path)))
+        atom: Atom = known[1]
+        return atom
+
+    def _unused(self, path: str) -> str:
+        name, number = path, 1
+        while name in self._names:
+            number += 1
+            name = f"{path}#{number}"
+        self._names.add(name)
+        return name
+
+
+def extra_atom(file: RankFile, ref: TensorRef, name: str) -> Atom:
+    """A tensor that is no parameter state, as an atom of kind `extra`."""
+
+    def make() -> Any:
+        if ref.numel:
+            strides = None if ref.is_contiguous else ref.strides
+            yield Fragment(Region.all_of(ref.shape), file.name, file.spot(ref).offset, ref.dtype, strides=strides)
+
+    return Atom(name, "extra", ref.shape, ref.dtype, LazyFragments(make, 1 if ref.numel else 0))
+
+
+def carry_neighbours(reading: Reading, root: Path, trees: dict[str, Any], files: dict[str, str]) -> None:
+    """What a trainer keeps beside the step folder: scheduler, RNG and loader states as trees, the rest as bytes."""
+    for name in _files_in(root):
+        if _is_any(name, _IGNORED):
+            continue
+        if _is_any(name, _WEIGHTS):
+            reading.note(
+                "weights-beside", f"{name}: a copy of the weights for inference; left behind, the masters are exact"
+            )
+        elif _is_any(name, _TREES):
+            _carry_tree(reading, name, trees, files)
+        elif _is_any(name, _CARRIED):
+            files[name] = name
+        else:
+            _carry_unknown(reading, name, name, root / name, files)
+
+
+def carry_unknown(reading: Reading, step: Path, names: Collection[str], files: dict[str, str]) -> None:
+    """Files of the step folder that DeepSpeed does not write."""
+    for name in sorted(names):
+        if not _is_any(name, _IGNORED):
+            _carry_unknown(reading, name, reading.prefix + name, step / name, files)
+
+
+def _carry_tree(reading: Reading, name: str, trees: dict[str, Any], files: dict[str, str]) -> None:
+    try:
+        file = reading.files.open(name)
+    except NotUnderstoodError:
+        files[name] = name  # a bare pickle or a file of an older torch: not ours to interpret
+        return
+    tree = TreeCarrier(reading, file, name).carry()
+    if tree is not None:
+        trees[name] = tree
+
+
+def _carry_unknown(reading: Reading, name: str, where: str, path: Path, files: dict[str, str]) -> None:
+    size = path.stat().st_size
+    if size <= _LARGEST_UNKNOWN:
+        files[name] = where
+        reading.note("file-unknown", f"{name}: not a file that DeepSpeed writes; carried as it is")
+    else:
+        reading.note("file-unknown", f"{name}: not a file that DeepSpeed writes; left behind, it has {size} bytes")
+
+
+def _files_in(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file())
+
+
+def _is_any(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

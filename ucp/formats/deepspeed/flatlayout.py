@@ -1,0 +1,81 @@
+"""The flat buffer of a ZeRO-1, ZeRO-2 or BF16_Optimizer group: where each parameter lies in it, how ranks cut it.
+
+Parameters lie end to end in the order of `param_shapes`, each followed by its alignment padding; the whole is padded
+to a multiple of twice the number of ranks, and every rank holds one equal partition. Everything is in elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ucp.model.box import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A parameter in a flat buffer: elements `[begin, begin + numel)`."""
+
+    name: str
+    shape: Shape
+    begin: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """A flat buffer of `content` elements, padded and cut into `ranks` partitions of `per` elements."""
+
+    entries: tuple[Entry, ...]
+    content: int
+    ranks: int
+    per: int
+
+    def padding(self, index: int) -> int:
+        """Padding at the end of partition `index`: its overlap with the buffer's tail. It may be all of it."""
+        return min(self.per, max(0, (index + 1) * self.per - self.content))
+
+    def lengths(self, index: int) -> tuple[int, ...]:
+        """Lengths that a flat tensor of partition `index` may have in a file: with its padding, or without."""
+        without = self.per - self.padding(index)
+        return (self.per,) if without == self.per else (self.per, without)
+
+    def overlaps(self, index: int) -> Iterator[tuple[str, int, int]]:
+        """(name, start in the partition, length) of every parameter with elements in partition `index`, in order."""
+        low, high = index * self.per, (index + 1) * self.per
+        at = _first_reaching(self.entries, low)
+        while at < len(self.entries) and self.entries[at].begin < high:
+            entry = self.entries[at]
+            start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
+            if start < stop:
+                yield entry.name, start - low, stop - start
+            at += 1
+
+
+def lay_out(shapes: Mapping[str, Shape], paddings: Sequence[int] | None, ranks: int) -> FlatLayout:
+    """The layout of a group from its shapes in flat order and the padding after each parameter (None: no padding)."""
+    entries: list[Entry] = []
+    at = 0
+    for i, (name, shape) in enumerate(shapes.items()):
+        numel = prod(shape)
+        entries.append(Entry(name, shape, at, numel))
+        at += numel + (paddings[i] if paddings is not None else 0)
+    return FlatLayout(tuple(entries), at, ranks, -(-at // (2 * ranks)) * 2)
+
+
+def realigned(layout: FlatLayout) -> FlatLayout:
+    """The same buffer padded to a multiple of the number of ranks only, as the oldest releases did."""
+    return FlatLayout(layout.entries, layout.content, layout.ranks, -(-layout.content // layout.ranks))
+
+
+def _first_reaching(entries: Sequence[Entry], at: int) -> int:
+    """Position of the first entry that ends after element `at` (entries are in order)."""
+    low, high = 0, len(entries)
+    while low < high:
+        middle = (low + high) // 2
+        if entries[middle].begin + entries[middle].numel <= at:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -1,0 +1,189 @@
+"""Finds the step folder: the path itself, below a save folder, or inside what a trainer wraps around it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
+from ucp.formats.deepspeed.names import is_state_file
+
+# How deep to look below the path that a person gives: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
+SEARCH_DEPTH: Final = 4
+# Folders looked into before the search gives up: this runs on any path that a person mistypes.
+SEARCH_LIMIT: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint lies: `step` holds DeepSpeed's files; `root` is `step` or the folder around it."""
+
+    root: Path
+    step: Path
+
+    @property
+    def prefix(self) -> str:
+        """What file names of the step folder need in front to be relative to `root`."""
+        return "" if self.step == self.root else f"{self.step.name}/"
+
+
+def recognises(path: Path) -> bool:
+    """Whether a DeepSpeed step folder is at `path` or a few levels below."""
+    try:
+        if path.is_file():
+            return is_state_file(path.name)
+        return path.is_dir() and (is_step(path) or _names_step(path) is not None or bool(_search(path)))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def find(path: Path, tag: str | None) -> Place:
+    """The checkpoint that a person means by `path` (and `tag`); several candidates are an error that lists them."""
+    try:
+        return _find(path, tag)
+    except OSError as error:
+        raise StorageError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
+
+
+def _find(path: Path, tag: str | None) -> Place:
+    if path.is_file() and is_state_file(path.name):
+        path = path.parent
+    if not path.is_dir():
+        raise NotUnderstoodError(f"{path}: neither a folder nor a file that DeepSpeed writes")
+    if is_step(path):
+        if tag is not None and tag != path.name:
+            raise UsageError(
+                f"{path} is a step folder itself, and it is not named {tag!r}",
+                hint="give its parent folder, or leave out --tag",
+            )
+        return _around(path)
+    if tag is not None:
+        return _tagged(path, tag)
+    named = _names_step(path)
+    if named is not None:
+        if not is_step(path / named):
+            tags = [step.name for step in _steps_in(path)]
+            raise InconsistentError(
+                f"{path / 'latest'} names {named!r}, but there is no DeepSpeed checkpoint in {path / named}",
+                hint=f"choose one with --tag: {', '.join(tags)}" if tags else "the step folder is missing: restore it",
+            )
+        return Place(path, path / named)
+    return _only(path, _search(path))
+
+
+def is_step(path: Path) -> bool:
+    """Whether a folder holds the files of a DeepSpeed save (and is not the output of ds_to_universal)."""
+    found = False
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name == "zero" and entry.is_dir():
+                    return False
+                found = found or is_state_file(entry.name)
+    except NotADirectoryError:
+        return False
+    return found
+
+
+def _around(step: Path) -> Place:
+    """A step folder that was given directly; with the folder around it where a trainer keeps state there."""
+    parent = step.resolve().parent
+    if wrapper_of(parent) is not None and _names_step(parent) == step.resolve().name:
+        return Place(parent, parent / step.resolve().name)
+    return Place(step, step)
+
+
+def wrapper_of(root: Path) -> str | None:
+    """Which trainer laid out the folder around a step folder, by its files; None for DeepSpeed alone."""
+    if (root / "trainer_state.json").is_file():
+        return "HF Trainer"
+    if root.suffix == ".ckpt":
+        return "Lightning"
+    if any(root.glob("random_states_*.pkl")):
+        return "Accelerate"
+    return None
+
+
+def _names_step(path: Path) -> str | None:
+    latest = path / "latest"
+    if not latest.is_file() or latest.stat().st_size > 4096:
+        return None
+    text = latest.read_bytes().decode("utf-8", "replace").strip()
+    # A tag is one folder name. Anything else would leave the folder that the person gave.
+    return text if text and text not in (".", "..") and "/" not in text and "\0" not in text else None
+
+
+def _tagged(path: Path, tag: str) -> Place:
+    if tag in (".", "..") or "/" in tag or "\0" in tag:
+        raise UsageError(f"--tag {tag!r} is not the name of a folder")
+    if is_step_or_missing(path / tag):
+        return Place(path, path / tag)
+    steps = _search(path)
+    same = [step for step in steps if step.name == tag]
+    if not same:
+        known = ", ".join(str(step.relative_to(path)) for step in steps) or "none"
+        raise UsageError(f"{path}: no checkpoint with the tag {tag!r}", hint=f"checkpoints here: {known}")
+    return _only(path, same)
+
+
+def is_step_or_missing(path: Path) -> bool:
+    """`is_step` for a path that need not exist."""
+    return path.is_dir() and is_step(path)
+
+
+def _only(path: Path, steps: list[Path]) -> Place:
+    if not steps:
+        raise NotUnderstoodError(
+            f"{path}: no DeepSpeed checkpoint here",
+            hint="give the save folder (with `latest`) or the step folder inside it",
+        )
+    if len(steps) > 1:
+        listed = "\n    ".join(str(step.relative_to(path)) for step in steps[:20])
+        raise UsageError(
+            f"{path}: {len(steps)} checkpoints, and no `latest` file says which is meant:\n    {listed}",
+            hint="give the path of one of them, or choose with --tag",
+        )
+    step = steps[0]
+    return Place(step.parent, step)
+
+
+def _steps_in(path: Path) -> list[Path]:
+    return sorted(child for child in path.iterdir() if child.is_dir() and is_step(child))
+
+
+def _search(path: Path) -> list[Path]:
+    """Step folders at the first level below `path` that has any; of a save folder with `latest`, the one it names."""
+    level = [path]
+    looked = 0
+    for _ in range(SEARCH_DEPTH):
+        steps: list[Path] = []
+        below: list[Path] = []
+        for folder in level:
+            children = sorted(child for child in _folders_in(folder) if not child.name.startswith("."))
+            here = [child for child in children if _is_readable_step(child)]
+            named = _names_step(folder) if folder != path else None
+            steps.extend([child for child in here if child.name == named] or here)
+            below.extend(child for child in children if child not in here)
+            looked += len(children)
+            if looked > SEARCH_LIMIT:
+                return steps
+        if steps:
+            return steps
+        level = below
+    return []
+
+
+def _is_readable_step(path: Path) -> bool:
+    try:
+        return is_step(path)
+    except PermissionError:
+        return False
+
+
+def _folders_in(path: Path) -> list[Path]:
+    try:
+        return [child for child in path.iterdir() if child.is_dir()]
+    except PermissionError:
+        return []

@@ -1,0 +1,155 @@
+"""From what one holder stores to fragments of the whole: the tensor-parallel slice's boxes, cut by ZeRO's runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import overload
+
+from ucp.formats.deepspeed.stored import Run, Stored
+from ucp.model.box import Shape, strides_of
+from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
+from ucp.model.layout import Rank
+from ucp.model.region import Region
+from ucp.model.rules import SlicePiece
+
+
+class LazyFragments(Sequence[Fragment]):
+    """Fragments that are made when they are looked at: of a thousand ranks there are millions."""
+
+    __slots__ = ("_count", "_held", "_make")
+
+    def __init__(self, make: Callable[[], Iterator[Fragment]], count: int | None) -> None:
+        self._make = make
+        self._count = count
+        self._held: tuple[Fragment, ...] | None = None
+
+    def __len__(self) -> int:
+        if self._count is None:
+            self._count = len(self._all())
+        return self._count
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return iter(self._held) if self._held is not None else self._make()
+
+    @overload
+    def __getitem__(self, index: int) -> Fragment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
+
+    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
+        if index == 0 and self._held is None:
+            for first in islice(self._make(), 1):
+                return first
+        return self._all()[index]
+
+    def _all(self) -> tuple[Fragment, ...]:
+        if self._held is None:
+            self._held = tuple(self._make())
+        return self._held
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one holder's local tensor is of the whole."""
+
+    pieces: tuple[SlicePiece, ...]
+    shape: Shape  # of the local tensor
+    rank: Rank  # dp is filled in run by run
+
+
+def fragments_of(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> LazyFragments:
+    """The fragments of several holders' slices, holder by holder."""
+    plain = all(_is_plain(part) and getattr(stored, "strides", None) is None for part, stored in parts)
+    count = sum(stored.count for _, stored in parts) if plain else None
+    return LazyFragments(lambda: _make(kind, parts), count)
+
+
+def scalar_fragments(rank: Rank, stored: Stored) -> LazyFragments:
+    """A one-element state."""
+    region = Region.all_of(())
+
+    def make() -> Iterator[Fragment]:
+        for run in stored.runs():
+            yield Fragment(region, run.file, run.offset, stored.dtype, _rank(rank, run), None, run.inline)
+
+    return LazyFragments(make, 1)
+
+
+def _is_plain(part: Slice) -> bool:
+    return all(piece.scale == 1.0 for piece in part.pieces)
+
+
+def _make(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> Iterator[Fragment]:
+    for part, stored in parts:
+        if not part.pieces:
+            continue
+        if getattr(stored, "strides", None) is not None:
+            yield from _strided(kind, part, stored)
+        elif _is_plain(part) and part.pieces[0].offset == 0 and _is_gapless(part.pieces):
+            region = Region.of(piece.box for piece in part.pieces)
+            for run in stored.runs():
+                cut = region if run.stop - run.start == region.numel else region.cut(run.start, run.stop)
+                yield Fragment(cut, run.file, run.offset, stored.dtype, _rank(part.rank, run))
+        else:
+            yield from _piecewise(kind, part, stored)
+
+
+def _is_gapless(pieces: Sequence[SlicePiece]) -> bool:
+    at = 0
+    for piece in pieces:
+        if piece.offset != at:
+            return False
+        at += piece.box.numel
+    return True
+
+
+def _piecewise(kind: str, part: Slice, stored: Stored) -> Iterator[Fragment]:
+    """One fragment a piece and run, for slices with gaps or with pieces that are scaled."""
+    regions = [(piece, Region.of((piece.box,))) for piece in part.pieces]
+    for run in stored.runs():
+        for piece, region in regions:
+            start, stop = max(run.start, piece.offset), min(run.stop, piece.offset + region.numel)
+            if start < stop:
+                yield Fragment(
+                    region.cut(start - piece.offset, stop - piece.offset),
+                    run.file,
+                    run.offset + (start - run.start) * stored.dtype.itemsize,
+                    stored.dtype,
+                    _rank(part.rank, run),
+                    scale=scale_of(kind, piece.scale),
+                )
+
+
+def _strided(kind: str, part: Slice, stored: Stored) -> Iterator[Fragment]:
+    """One fragment a piece of a tensor that lies strided in its file (whole: ZeRO flattens what it cuts)."""
+    local = strides_of(part.shape)
+    for run in stored.runs():
+        assert run.strides is not None
+        for piece in part.pieces:
+            at, rest = 0, piece.offset
+            for width, stride in zip(local, run.strides, strict=True):
+                index, rest = divmod(rest, width)
+                at += index * stride
+            yield Fragment(
+                Region.of((piece.box,)),
+                run.file,
+                run.offset + at * stored.dtype.itemsize,
+                stored.dtype,
+                _rank(part.rank, run),
+                run.strides,
+                scale=scale_of(kind, piece.scale),
+            )
+
+
+def scale_of(kind: str, scale: float) -> float:
+    """The factor of a state where the weight is stored times `scale`: gradients, and so moments, scale inversely."""
+    if scale == 1.0 or kind in (WEIGHT, MASTER):
+        return scale
+    return 1.0 / (scale * scale) if "sq" in kind else 1.0 / scale
+
+
+def _rank(rank: Rank, run: Run) -> Rank:
+    return rank if rank.dp == run.dp else Rank(rank.pp, rank.tp, run.dp, rank.ep)

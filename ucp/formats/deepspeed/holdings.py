@@ -1,0 +1,80 @@
+"""What each model-parallel rank holds of each parameter: the table between the files and the atoms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ucp.formats.deepspeed.problems import Problems
+from ucp.formats.deepspeed.stored import Stored
+from ucp.model.box import Shape
+from ucp.model.checkpoint import Role
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holder:
+    """A model-parallel rank: pipeline stage and tensor-parallel rank."""
+
+    pp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} tp {self.tp}"
+
+
+@dataclass(slots=True)
+class Holding:
+    """One holder's part of one parameter. The first entry of a kind is the source; further ones are copies of it."""
+
+    name: str
+    shape: Shape  # of the holder's slice
+    kinds: dict[str, list[Stored]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)  # of kinds that do not have the parameter's own shape
+
+    def add(self, kind: str, stored: Stored, shape: Shape | None = None) -> None:
+        self.kinds.setdefault(kind, []).append(stored)
+        if shape is not None and shape != self.shape:
+            self.shapes[kind] = shape
+
+
+@dataclass(slots=True)
+class Group:
+    """A parameter group as one pipeline stage has it."""
+
+    hyper: dict[str, Any]
+    names: list[str]
+
+
+class Holdings:
+    """All holdings of a checkpoint, with roles, aliases and groups. Wrong shapes go to `problems`."""
+
+    def __init__(self, problems: Problems) -> None:
+        self.problems = problems
+        self.roles: dict[str, Role] = {}  # in the order of the model
+        self.experts: dict[str, tuple[int, int]] = {}  # name → (global expert number, ep rank)
+        self.aliases: dict[str, str] = {}  # alias → owner
+        self.groups: dict[Holder, list[Group]] = {}
+        self._table: dict[str, dict[Holder, Holding]] = {}
+
+    def put(self, name: str, holder: Holder, shape: Shape, role: Role, source: str) -> Holding:
+        """The holding of `name` by `holder`, made when it is new; `source` names the file in messages."""
+        self.roles.setdefault(name, role)
+        row = self._table.setdefault(name, {})
+        held = row.get(holder)
+        if held is None:
+            held = row[holder] = Holding(name, shape)
+        elif held.shape != shape:
+            self.problems.add(
+                f"parameter {name} ({holder}) has shape {list(held.shape)} in one file, but {list(shape)} in {source}"
+            )
+        return held
+
+    def get(self, name: str, holder: Holder) -> Holding | None:
+        return self._table.get(name, {}).get(holder)
+
+    def row(self, name: str) -> dict[Holder, Holding]:
+        """Every holder of `name`, in order."""
+        return dict(sorted(self._table.get(name, {}).items()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._table

@@ -1,0 +1,104 @@
+"""File names of a DeepSpeed step folder: what each name says. `pp_rank` in a name is the data-parallel rank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from ucp.errors import InconsistentError
+
+# Leading zeros and widths are DeepSpeed's business: names are read by number, never sorted as text.
+_MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_SHARDED_MODEL: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM: Final = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt"
+)  # old: …_mp_rank_00optim…
+_LAYER: Final = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_EXPERT: Final = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+SWAP_FOLDER: Final = "offloaded_tensors"
+
+_Key = TypeVar("_Key", int, tuple[int, int], tuple[int, int, int])
+
+
+@dataclass(slots=True)
+class StepFiles:
+    """The files of one step folder by role; values are file names. Keys are numbers taken from the names."""
+
+    model: dict[int, str] = field(default_factory=dict)  # mp rank
+    sharded_model: dict[tuple[int, int], str] = field(default_factory=dict)  # (dp rank, mp rank), ZeRO-3
+    optim: dict[tuple[int, int], str] = field(default_factory=dict)  # (dp rank, mp rank)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)  # (layer, tp rank)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)  # (MoE layer or -1, expert, mp rank)
+    expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)  # (ep rank, mp rank), ZeRO off
+    other: list[str] = field(default_factory=list)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether any file of a DeepSpeed checkpoint is there at all."""
+        return bool(self.model or self.sharded_model or self.optim)
+
+
+def is_state_file(name: str) -> bool:
+    """Whether DeepSpeed writes model or optimizer files under such a name (layer and expert files left out)."""
+    return bool(_MODEL.fullmatch(name) or _SHARDED_MODEL.fullmatch(name) or _OPTIM.fullmatch(name))
+
+
+def sort_names(names: list[str]) -> StepFiles:
+    """Give every name its role. Two files for the same rank and role are an error: the folder mixes two saves."""
+    files = StepFiles()
+    for name in sorted(names):
+        _place(files, name)
+    return files
+
+
+def _place(files: StepFiles, name: str) -> None:
+    if found := _MODEL.fullmatch(name):
+        _put(files.model, int(found[1]), name)
+    elif found := _SHARDED_MODEL.fullmatch(name):
+        _put(files.sharded_model, (int(found[1]), int(found[2])), name)
+    elif found := _OPTIM.fullmatch(name):
+        _put(files.optim, (int(found[1]), int(found[2])), name)
+    elif found := _LAYER.fullmatch(name):
+        _put(files.layers, (int(found[1]), int(found[2] or 0)), name)
+    elif found := _EXPERT.fullmatch(name):
+        _put(files.experts, (int(found[1]) if found[1] else -1, int(found[2]), int(found[3])), name)
+    elif found := _EXPERT_OPTIM.fullmatch(name):
+        _put(files.expert_optim, (int(found[1]), int(found[2])), name)
+    else:
+        files.other.append(name)
+
+
+def _put(role: dict[_Key, str], key: _Key, name: str) -> None:
+    if key in role:
+        raise InconsistentError(
+            f"{role[key]} and {name} claim the same rank: the folder mixes two saves",
+            hint="remove the file that belongs to the other save",
+        )
+    role[key] = name
+
+
+def model_name(mp: int) -> str:
+    """How DeepSpeed names the model file of this model-parallel rank (ZeRO 0 to 2)."""
+    return f"mp_rank_{mp:02d}_model_states.pt"
+
+
+def sharded_model_name(dp: int, mp: int) -> str:
+    """How DeepSpeed names the model file of this rank under ZeRO-3."""
+    return f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def optim_name(dp: int, mp: int, like: str) -> str:
+    """How DeepSpeed would name the optimizer file of this rank, in the spelling of the sibling `like`."""
+    prefix = like[: like.index("zero_pp_rank_")]
+    joint = "_" if like.endswith("_optim_states.pt") else ""
+    return f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt"
+
+
+def layer_name(layer: int, tp: int, like: str) -> str:
+    """How DeepSpeed would name the file of this pipeline layer, in the spelling of the sibling `like`."""
+    found = _LAYER.fullmatch(like)
+    axis = f"-model_{tp:02d}" if found and found[2] else ""
+    return f"layer_{layer:02d}{axis}-model_states.pt"

@@ -1,0 +1,255 @@
+"""Reads the states of all ranks into holdings: weights first, then the optimizer in whichever form it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ucp.files.inert import Inert, TensorRef
+from ucp.formats.deepspeed.grid import Grid
+from ucp.formats.deepspeed.holdings import Holder
+from ucp.formats.deepspeed.names import StepFiles
+from ucp.formats.deepspeed.pipeline import StageNames, missing_layer_files, read_layers
+from ucp.formats.deepspeed.reading import Reading
+from ucp.formats.deepspeed.shards import RankFile, shapes_of
+from ucp.formats.deepspeed.stagewise import read_stages
+from ucp.formats.deepspeed.swapfiles import SwapFiles
+from ucp.formats.deepspeed.unsharded import unwrap
+from ucp.formats.deepspeed.weights import (
+    buffers_of,
+    check_module,
+    read_expert_file,
+    read_frozen,
+    read_module,
+    shared_of,
+)
+from ucp.formats.deepspeed.zero3 import open_slices, read_frozen_slices, read_slices
+from ucp.formats.deepspeed.zero12 import Partition, open_partitions, read_partitions
+from ucp.model.box import Shape
+
+_RESTORE = "look for a file of another run or of another save among them"
+
+
+@dataclass(slots=True)
+class Ranks:
+    """Opened model and optimizer files by holder; the position in a list is the data-parallel rank."""
+
+    models: dict[Holder, list[RankFile]] = field(default_factory=dict)
+    optims: dict[Holder, list[RankFile]] = field(default_factory=dict)
+
+    def named_models(self) -> dict[str, RankFile]:
+        return {file.name: file for files in self.models.values() for file in files}
+
+    def named_optims(self) -> dict[str, RankFile]:
+        return {file.name: file for files in self.optims.values() for file in files}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the optimizer files show about themselves."""
+
+    stage: int = 0  # ZeRO stage by the form of the state, not by the config
+    ep: int = 1
+    optimizer: str = ""  # which DeepSpeed optimizer wrote the state, as far as its form tells
+    elastic: bool = False
+
+
+def read_states(reading: Reading, step: Path, files: StepFiles, grid: Grid, ranks: Ranks) -> Shown:
+    """Fill the holdings from all files."""
+    if ranks.optims and not grid.sharded_model and _stage(ranks) < 3:
+        return _read_flat(reading, files, grid, ranks)
+    if grid.sharded_model:
+        return _read_zero3(reading, step, files, grid, ranks)
+    return _read_unsharded(reading, files, grid, ranks)
+
+
+def _stage(ranks: Ranks) -> int:
+    """The ZeRO stage that an optimizer file names; BF16_Optimizer names none and cuts as stage 1."""
+    first = next(iter(ranks.optims.values()))[0].mapping("optimizer_state_dict").get("zero_stage")
+    if isinstance(first, Inert) and first.args and type(first.args[0]) is int:
+        return first.args[0]
+    return first if type(first) is int else 1
+
+
+def param_shapes(model: RankFile, optim: RankFile | None) -> list[dict[str, Shape]] | None:
+    """Shapes by flat group: from the model file, from the optimizer file (before 0.6), or None."""
+    for file in (model, *((optim,) if optim is not None else ())):
+        found = file.mapping().get("param_shapes")
+        if isinstance(found, dict):
+            found = [found]
+        if isinstance(found, (list, tuple)):
+            return [shapes_of(group, f"{file.name}: param_shapes") for group in found]
+    return None
+
+
+def _joined(groups: Iterable[Mapping[str, Shape]]) -> dict[str, Shape]:
+    return {name: shape for group in groups for name, shape in group.items()}
+
+
+def _shared(ranks: Ranks) -> dict[str, str]:
+    return {
+        alias: owner
+        for files in ranks.models.values()
+        for file in files[:1]
+        for alias, owner in shared_of(file).items()
+    }
+
+
+def _read_flat(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> Shown:
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer."""
+    shapes: dict[Holder, list[dict[str, Shape]] | None] = {}
+    partitions: dict[Holder, list[Partition]] = {}
+    for holder, (model, *_) in ranks.models.items():
+        partitions[holder] = open_partitions(ranks.optims[holder])
+        shapes[holder] = param_shapes(model, ranks.optims[holder][0])
+    if files.layers:
+        stages = {
+            holder.pp: StageNames(_stage_names(shapes[holder], partitions[holder]), buffers_of(model))
+            for holder, (model, *_) in ranks.models.items()
+            if holder.tp == 0
+        }
+        _read_pipeline(reading, files, grid, stages)
+    shared = _shared(ranks)
+    for holder, (model, *_) in ranks.models.items():
+        trained = _joined(shapes[holder] or ())
+        read_module(reading, holder, model, trained if shapes[holder] is not None else None, shared)
+        read_frozen(reading, holder, model)
+        if shapes[holder] is not None and not files.layers and isinstance(model.mapping().get("module"), dict):
+            check_module(reading, holder, model, trained)
+        _drop_second_copy(reading, model)
+    _note_frozen(reading, ranks, _stage(ranks))
+    _read_experts(reading, files, grid)
+    reading.problems.raise_any(_RESTORE)
+    ep = 1
+    for holder in ranks.models:
+        first = ranks.optims[holder][0].mapping().get("ds_config")
+        data_first = isinstance(first, dict) and first.get("use_data_before_expert_parallelism") is True
+        ep = max(ep, read_partitions(reading, holder, shapes[holder], partitions[holder], data_first))
+    top = next(iter(partitions.values()))[0].top
+    return Shown(
+        stage=_stage(ranks),
+        ep=ep,
+        optimizer="ZeRO" if "zero_stage" in top else "BF16_Optimizer",
+        elastic=isinstance(top.get("base_optimizer_state"), (list, tuple)),
+    )
+
+
+def _stage_names(shapes: list[dict[str, Shape]] | None, partitions: list[Partition]) -> Mapping[str, Shape | None]:
+    return {**_joined(shapes)} if shapes is not None else _mapped_names(partitions)
+
+
+def _mapped_names(partitions: list[Partition]) -> dict[str, Shape | None]:
+    """Names of the slice mappings, where `param_shapes` is missing; they come without shapes."""
+    names: dict[str, Shape | None] = {}
+    for partition in partitions:
+        mappings = partition.top.get("param_slice_mappings")
+        for mapping in mappings if isinstance(mappings, (list, tuple)) else ():
+            names.update({str(name): None for name in mapping} if isinstance(mapping, dict) else {})
+    return names
+
+
+def _read_zero3(reading: Reading, step: Path, files: StepFiles, grid: Grid, ranks: Ranks) -> Shown:
+    swap = SwapFiles(step, reading.prefix)
+    shared = _shared(ranks)
+    for holder, models in ranks.models.items():
+        optims = ranks.optims[holder]
+        shapes = param_shapes(models[0], optims[0]) or []
+        _check_same_shapes(reading, holder, models)
+        read_module(reading, holder, models[0], _joined(shapes), shared)
+        _take_other_modules(reading, models[1:])
+        share = read_slices(reading, holder, shapes, open_slices(optims, grid.tp, holder.tp), swap)
+        read_frozen_slices(reading, holder, models, share)
+    _read_experts(reading, files, grid)
+    _note_frozen(reading, ranks, 3)
+    return Shown(stage=3, optimizer="ZeRO")
+
+
+def _check_same_shapes(reading: Reading, holder: Holder, models: list[RankFile]) -> None:
+    first = models[0].mapping()
+    for dp, model in enumerate(models[1:], 1):
+        tree = model.mapping()
+        for key in ("param_shapes", "frozen_param_shapes"):
+            # Ranks that wrote the same pickle share its tree: nothing to compare then.
+            if tree.get(key) is not first.get(key) and tree.get(key) != first.get(key):
+                reading.problems.add(
+                    f"{model.name} (dp rank {dp}, {holder}): {key} differs from that of {models[0].name}"
+                )
+
+
+def _take_other_modules(reading: Reading, models: list[RankFile]) -> None:
+    """Buffers of further data-parallel ranks are copies of the first's; their empty parameters are nothing."""
+    seen: set[int] = set()
+    for model in models:
+        module = model.mapping().get("module")
+        if isinstance(module, dict) and id(module) not in seen:
+            seen.add(id(module))
+            take_all(reading, module)
+
+
+def take_all(reading: Reading, value: Any) -> int:
+    """Mark every tensor of a plain tree as dealt with; returns how many there were."""
+    count = 0
+    todo, seen = [value], set()
+    while todo:
+        item = todo.pop()
+        if isinstance(item, TensorRef):
+            reading.take(item)
+            count += 1
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            todo.extend(item.values() if isinstance(item, dict) else item)
+    return count
+
+
+def _read_unsharded(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> Shown:
+    """ZeRO off."""
+    if files.layers:
+        stages = {h.pp: StageNames({}, buffers_of(model)) for h, (model, *_) in ranks.models.items() if h.tp == 0}
+        _read_pipeline(reading, files, grid, stages)
+    shared = _shared(ranks)
+    for holder, (model, *_) in ranks.models.items():
+        shapes = param_shapes(model, None)
+        read_module(reading, holder, model, _joined(shapes) if shapes is not None else None, shared)
+        read_frozen(reading, holder, model)
+    _read_experts(reading, files, grid)
+    reading.problems.raise_any(_RESTORE)
+    if not files.expert_optim and all(not m.mapping().get("optimizer") for (m, *_) in ranks.models.values()):
+        reading.note(
+            "optimizer-missing", "no optimizer state: there are no *_optim_states.pt files, only weights were read"
+        )
+        return Shown()
+    return Shown(ep=read_stages(reading, files, grid.tp, {h: model for h, (model, *_) in ranks.models.items()}))
+
+
+def _read_pipeline(reading: Reading, files: StepFiles, grid: Grid, stages: Mapping[int, StageNames]) -> None:
+    for name in missing_layer_files(files.layers, stages, grid.tp):
+        reading.problems.add(f"layer file {name} is missing")
+    reading.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
+    read_layers(reading, files.layers, stages)
+
+
+def _read_experts(reading: Reading, files: StepFiles, grid: Grid) -> None:
+    for (_, expert, mp), name in sorted(files.experts.items()):
+        file = reading.files.open(reading.prefix + name)
+        read_expert_file(reading, Holder(mp // grid.tp, mp % grid.tp), file, expert)
+
+
+def _note_frozen(reading: Reading, ranks: Ranks, stage: int) -> None:
+    """ZeRO-2 and 3 list frozen parameters, unless they were told to leave them out."""
+    model = next(iter(ranks.models.values()))[0].mapping()
+    if stage >= 2 and "frozen_param_shapes" in model and model["frozen_param_shapes"] is None:
+        reading.note(
+            "frozen-excluded",
+            "saved with exclude_frozen_parameters: if the model has frozen parameters, this checkpoint has not",
+        )
+
+
+def _drop_second_copy(reading: Reading, model: RankFile) -> None:
+    """bf16 with a pipeline and ZeRO off: the model file repeats the optimizer file of data-parallel rank 0."""
+    optimizer = model.mapping().get("optimizer")
+    if optimizer is not None and unwrap(model, optimizer) is None and take_all(reading, optimizer):
+        reading.note(
+            "second-copy", f"{model.name}: its 'optimizer' repeats the optimizer file of dp rank 0; left behind"
+        )

@@ -1,0 +1,167 @@
+"""Reads a DeepSpeed checkpoint of any kind into an index."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ucp.errors import StorageError
+from ucp.files.local import SourceFiles
+from ucp.formats.deepspeed import folder
+from ucp.formats.deepspeed.assemble import assemble, merge_groups, ordered
+from ucp.formats.deepspeed.description import details_of, framework_of, step_of
+from ucp.formats.deepspeed.extras import TreeCarrier, carry_neighbours, carry_unknown
+from ucp.formats.deepspeed.grid import Grid, check_same_save, find_grid
+from ucp.formats.deepspeed.holdings import Holder, Holdings
+from ucp.formats.deepspeed.names import SWAP_FOLDER, StepFiles, sort_names
+from ucp.formats.deepspeed.problems import Problems
+from ucp.formats.deepspeed.ranks import Ranks, read_states
+from ucp.formats.deepspeed.reading import Reading
+from ucp.formats.deepspeed.rulings import check_ranks, rule_all
+from ucp.formats.deepspeed.shards import RankFiles
+from ucp.formats.registry import ReadOptions
+from ucp.model.checkpoint import Checkpoint, Extras, Note
+from ucp.model.layout import Mesh
+
+_RESTORE = "restore the files of one save; nothing was written"
+
+
+def recognises(path: Path) -> bool:
+    """Whether a DeepSpeed checkpoint is at `path` or a few levels below."""
+    return folder.recognises(path)
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """Index the checkpoint at `path`: names, shapes and places of all states; no tensor is loaded."""
+    place = folder.find(path, options.tag)
+    try:
+        sizes = _sizes(place)
+    except OSError as error:
+        raise StorageError(f"{error.filename or place.step}: cannot be read: {error.strerror}") from error
+    own = [name for name in (file.removeprefix(place.prefix) for file in sizes) if "/" not in name]
+    files = sort_names([name for name in own if place.prefix + name in sizes])
+    with SourceFiles(place.root) as source:
+        problems = Problems(str(place.step))
+        reading = Reading(place.prefix, RankFiles(place.root), source, problems, Holdings(problems))
+        return _read(reading, place, files, sizes, options)
+
+
+def _read(
+    reading: Reading, place: folder.Place, files: StepFiles, sizes: dict[str, int], options: ReadOptions
+) -> Checkpoint:
+    grid = find_grid(files, reading.files, reading.prefix, reading.problems)
+    reading.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
+    ranks = _open_ranks(reading, files, grid)
+    check_same_save(ranks.named_models(), ranks.named_optims(), reading.problems)
+    reading.problems.raise_any(_RESTORE)
+    shown = read_states(reading, place.step, files, grid, ranks)
+    check_ranks(reading, grid.tp)
+    reading.problems.raise_any(_RESTORE)
+    _order(reading)
+    first = ranks.models[Holder(0, 0)][0]
+    info = first.mapping().get("universal_checkpoint_info")
+    rulings = rule_all(reading, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
+    parameters = assemble(reading, rulings, grid.tp)
+    reading.problems.raise_any(_RESTORE)
+    mesh = Mesh(grid.tp, grid.pp, grid.dp_world, shown.ep, shown.stage)
+    groups = merge_groups(reading.holdings, parameters)
+    extras = _extras(reading, place, files)
+    _closing_notes(reading)
+    return Checkpoint(
+        format="deepspeed",
+        root=place.root,
+        mesh=mesh,
+        parameters=parameters,
+        framework=framework_of(first),
+        step=step_of(first),
+        groups=groups,
+        extras=extras,
+        notes=_merged(reading.notes),
+        sizes=_of_checkpoint(sizes, place, extras),
+        details=details_of(reading, place, files, ranks, shown),
+    )
+
+
+def _sizes(place: folder.Place) -> dict[str, int]:
+    """Every file of the step folder (swap files included) and those beside it, by path relative to the root."""
+    sizes: dict[str, int] = {}
+    with os.scandir(place.step) as entries:
+        for entry in entries:
+            if entry.is_file():
+                sizes[place.prefix + entry.name] = entry.stat().st_size
+    swapped = place.step / SWAP_FOLDER
+    if swapped.is_dir():
+        for path in sorted(swapped.rglob("*")):
+            if path.is_file():
+                sizes[place.prefix + path.relative_to(place.step).as_posix()] = path.stat().st_size
+    return dict(sorted(sizes.items()))
+
+
+def _of_checkpoint(sizes: dict[str, int], place: folder.Place, extras: Extras) -> dict[str, int]:
+    """The sizes of what this checkpoint consists of: the step folder, and the neighbours that are carried."""
+    found = dict(sizes)
+    for name in (*extras.files.values(), *extras.trees):
+        path = place.root / name
+        if name not in found and path.is_file():
+            found[name] = path.stat().st_size
+    return found
+
+
+def _open_ranks(reading: Reading, files: StepFiles, grid: Grid) -> Ranks:
+    ranks = Ranks()
+    for mp in range(grid.mp):
+        holder = Holder(mp // grid.tp, mp % grid.tp)
+        names = [files.sharded_model[dp, mp] for dp in range(grid.dp)] if grid.sharded_model else [files.model[mp]]
+        ranks.models[holder] = [reading.files.open(reading.prefix + name) for name in names]
+        if files.optim:
+            optims = [files.optim[dp, mp] for dp in range(grid.dp)]
+            ranks.optims[holder] = [reading.files.open(reading.prefix + name) for name in optims]
+    return ranks
+
+
+def _order(reading: Reading) -> None:
+    """Put the roles into the order of the model, experts into their layers."""
+    holdings = reading.holdings
+    roles = holdings.roles
+    holdings.roles = {
+        name: roles[name] for name in ordered(iter(roles), holdings.experts) if name not in holdings.aliases
+    }
+
+
+def _extras(reading: Reading, place: folder.Place, files: StepFiles) -> Extras:
+    extras = Extras()
+    names = [
+        *files.model.values(),
+        *files.sharded_model.values(),
+        *files.optim.values(),
+        *files.layers.values(),
+        *files.experts.values(),
+        *files.expert_optim.values(),
+    ]
+    for name in names:
+        tree = TreeCarrier(reading, reading.files.open(reading.prefix + name), name).carry()
+        if tree is not None:
+            extras.trees[name] = tree
+    if folder.wrapper_of(place.root) is not None and place.root != place.step:
+        carry_neighbours(reading, place.root, extras.trees, extras.files)
+    carry_unknown(reading, place.step, files.other, extras.files)
+    return extras
+
+
+def _closing_notes(reading: Reading) -> None:
+    if reading.wrong_mappings:
+        reading.note(
+            "slice-mappings-wrong",
+            f"param_slice_mappings is wrong for {len(reading.wrong_mappings)} of {len(reading.checked_mappings)}"
+            " parameters (DeepSpeed computes it from the wrong order under round_robin_gradients); the layout was taken"
+            " from param_shapes, which is right",
+        )
+    for kind, why in reading.unplaced_states.items():
+        reading.note(
+            "state-unplaced",
+            f"optimizer state '{kind}' belongs to no element of a parameter ({why}); carried in extras as it is",
+        )
+
+
+def _merged(notes: list[Note]) -> list[Note]:
+    return list(dict.fromkeys(notes))

@@ -1,0 +1,40 @@
+"""What the parts of the reader share while one checkpoint is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ucp.files.inert import TensorRef
+from ucp.files.local import SourceFiles
+from ucp.formats.deepspeed.holdings import Holdings
+from ucp.formats.deepspeed.problems import Problems
+from ucp.formats.deepspeed.shards import RankFiles
+from ucp.model.checkpoint import Note
+
+
+@dataclass(slots=True)
+class Reading:
+    """One checkpoint on its way into the index."""
+
+    prefix: str  # of the step folder below the root: "" or "global_step3/"
+    files: RankFiles
+    source: SourceFiles
+    problems: Problems
+    holdings: Holdings
+    notes: list[Note] = field(default_factory=list)
+    wrong_mappings: Counter[str] = field(default_factory=Counter)  # parameter → ranks whose slice mapping is wrong
+    checked_mappings: set[str] = field(default_factory=set)
+    unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it is no atom
+    _taken: dict[int, TensorRef] = field(default_factory=dict)
+
+    def take(self, ref: TensorRef) -> TensorRef:
+        """Remember that this tensor of a tree has become an atom, so that extras do not carry it again."""
+        self._taken[id(ref)] = ref  # the reference is kept: an id means nothing once its object is gone
+        return ref
+
+    def is_taken(self, ref: TensorRef) -> bool:
+        return id(ref) in self._taken
+
+    def note(self, id: str, text: str) -> None:
+        self.notes.append(Note(id, text))

@@ -1,0 +1,127 @@
+"""Which rule applies to each parameter: the user's, the checkpoint's own, or what its bytes, shapes and names show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ucp.formats.deepspeed.fragments import Slice, fragments_of
+from ucp.formats.deepspeed.holdings import Holder, Holding, Holdings
+from ucp.formats.deepspeed.reading import Reading
+from ucp.formats.deepspeed.stored import Stored
+from ucp.formats.deepspeed.ucinfo import rules_from_info
+from ucp.formats.inference import LocalSlice, RuleInference
+from ucp.model.box import Shape, whole
+from ucp.model.checkpoint import MASTER, WEIGHT
+from ucp.model.layout import Rank
+from ucp.model.rules import REPLICATED, Rule, RuleBook, SlicePiece, resolve
+
+ONE_RANK: Final = "one tensor-parallel rank"
+_PER_RANK: Final = "buffer: rank 0's copy counts"
+
+# Any of these in a universal_checkpoint_info says how tensor-parallel slices combine. With none of them the info was
+# written for one rank, and DeepSpeed's default (everything on dim 0) would tear norms apart.
+_SPEAKS_OF_TP: Final = (
+    "tp_replicated_parameter_patterns",
+    "parameter_to_average_patterns",
+    "parameter_with_row_parallelism_patterns",
+    "parameter_with_2_sub_params_cat_dim_0",
+    "parameter_with_sub_params",
+    "affine_map",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A rule with its sizes named, and where it came from."""
+
+    rule: Rule
+    origin: str
+
+
+def first_row(holdings: Holdings, name: str) -> list[Holding]:
+    """The holdings of the first pipeline stage that has the parameter, by tensor-parallel rank."""
+    row = holdings.row(name)
+    first = min(holder.pp for holder in row)
+    return [held for holder, held in row.items() if holder.pp == first]
+
+
+def rule_all(
+    reading: Reading, tp: int, user: RuleBook | None, info: Mapping[str, Any] | None, where: str
+) -> dict[str, Ruling]:
+    """A ruling for every parameter. `info` is the checkpoint's universal_checkpoint_info, from the file `where`."""
+    own = rules_from_info(info, where) if info else None
+    speaks = info is not None and any(info.get(key) for key in _SPEAKS_OF_TP)
+    found: dict[str, Ruling] = {}
+    missing: dict[str, Sequence[LocalSlice]] = {}
+    for name, role in reading.holdings.roles.items():
+        if name not in reading.holdings:
+            continue
+        held = first_row(reading.holdings, name)
+        shapes = [holding.shape for holding in held]
+        named = user.find(name) if user is not None else None
+        if tp == 1:
+            found[name] = _single(name, shapes[0], named.rule if named else None, own)
+        elif named is not None:
+            found[name] = Ruling(resolve(named.rule, shapes, name), named.origin)
+        elif role == "buffer" and len(set(shapes)) == 1:
+            found[name] = Ruling(REPLICATED, _PER_RANK)
+        elif own is not None and speaks and role != "buffer" and (said := own.find(name)) is not None:
+            found[name] = Ruling(resolve(said.rule, shapes, name), said.origin)
+        else:
+            missing[name] = _evidence(held)
+    if missing:
+        for name, (rule, origin) in RuleInference(reading.source).rules_for(missing).items():
+            shapes = [holding.shape for holding in first_row(reading.holdings, name)]
+            found[name] = Ruling(resolve(rule, shapes, name), origin)
+            reading.note("rule-inferred", f"{name}: {found[name].rule} ({origin})")
+    if own is not None and tp > 1 and speaks:
+        for unused in own.unused():
+            reading.note("pattern-unused", f"{unused.pattern.pattern!r} ({unused.origin}) matches no parameter")
+    return found
+
+
+def _single(name: str, shape: Shape, user: Rule | None, own: RuleBook | None) -> Ruling:
+    """With one tensor-parallel rank nothing is cut; only vocabulary padding remains to be known."""
+    for rule, origin in ((user, "the user's rule"), (_quietly(own, name), "checkpoint: vocabulary_parameter_patterns")):
+        if rule is not None and rule.true_size is not None and rule.cut != "pieces":
+            dim = rule.dim if rule.dim >= 0 else len(shape) + rule.dim
+            if 0 <= dim < len(shape) and rule.true_size < shape[dim]:
+                return Ruling(Rule("vocab", dim, true_size=rule.true_size), origin)
+    return Ruling(REPLICATED, ONE_RANK)
+
+
+def _quietly(own: RuleBook | None, name: str) -> Rule | None:
+    found = own.find(name) if own is not None else None
+    return found.rule if found is not None else None
+
+
+def _evidence(held: Sequence[Holding]) -> list[LocalSlice]:
+    """What each tensor-parallel rank holds, for inference: its weight, or its master where no file has the weight."""
+    slices: list[LocalSlice] = []
+    for tp, holding in enumerate(held):
+        stored = _best(holding)
+        piece = SlicePiece(whole(holding.shape), 0)
+        part = Slice((piece,), holding.shape, Rank(tp=tp))
+        slices.append(LocalSlice(holding.shape, fragments_of(WEIGHT, [(part, stored)]) if stored is not None else ()))
+    return slices
+
+
+def _best(holding: Holding) -> Stored | None:
+    for kind in (WEIGHT, MASTER):
+        if holding.kinds.get(kind):
+            return holding.kinds[kind][0]
+    return None
+
+
+def check_ranks(reading: Reading, tp: int) -> None:
+    """Report parameters that some tensor-parallel rank of a stage lacks."""
+    for name in reading.holdings.roles:
+        row = reading.holdings.row(name)
+        for pp in sorted({holder.pp for holder in row}):
+            lacking = [rank for rank in range(tp) if Holder(pp, rank) not in row]
+            if lacking:
+                reading.problems.add(
+                    f"parameter {name} of stage {pp} is missing on tensor-parallel rank {', '.join(map(str, lacking))}"
+                )

@@ -1,0 +1,137 @@
+"""The rank files of a checkpoint, opened once each, and typed access to what is in their inert trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ucp.errors import NotUnderstoodError
+from ucp.files.inert import Inert, TensorRef
+from ucp.files.torchzip import TorchFile
+from ucp.formats.deepspeed.stored import Spot, WholeTensor
+from ucp.model.box import Shape
+
+
+class RankFile:
+    """One `.pt` file: its name relative to the root and its tree. Files may share a tree: never change one."""
+
+    __slots__ = ("archive", "name", "tree")
+
+    def __init__(self, name: str, archive: TorchFile, tree: Any) -> None:
+        self.name = name
+        self.archive = archive
+        self.tree = tree
+
+    def spot(self, ref: TensorRef, dp: int = 0) -> Spot:
+        """Where a tensor of this file lies."""
+        return Spot(self.name, self.archive, ref, dp)
+
+    def whole(self, ref: TensorRef, dp: int = 0) -> WholeTensor:
+        """A tensor of this file as the whole of a local tensor."""
+        return WholeTensor(self.spot(ref, dp), ref.dtype, ref.shape, None if ref.is_contiguous else ref.strides)
+
+    def mapping(self, *keys: str) -> Mapping[Any, Any]:
+        """The dict under this path of keys; anything else there means that the file is of another kind."""
+        value = self.tree
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, dict):
+            raise NotUnderstoodError(
+                f"{self.name}: expected a dict under {'/'.join(keys) or 'the root'}, found {describe(value)}",
+                hint="is this file really from DeepSpeed? `ucp inspect` on its folder lists what was found",
+            )
+        return value
+
+
+class RankFiles:
+    """Opens rank files below a root. Ranks often write the very same pickle over different tensors: it is read once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._opened: dict[str, RankFile] = {}
+        self._trees: dict[bytes, Any] = {}
+
+    def open(self, name: str) -> RankFile:
+        """The file `name` (relative to the root); its tree is in memory afterwards, its tensors are not."""
+        held = self._opened.get(name)
+        if held is None:
+            archive = TorchFile(self.root / name)
+            held = self._opened[name] = RankFile(name, archive, self._tree(archive))
+        return held
+
+    def _tree(self, archive: TorchFile) -> Any:
+        return archive.tree
+
+
+def describe(value: object) -> str:
+    """A few words on a value, for messages."""
+    if isinstance(value, Inert):
+        return f"an object of {value.path}"
+    if isinstance(value, TensorRef):
+        return f"a tensor of shape {list(value.shape)}"
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def shape_of(value: object, where: str) -> Shape:
+    """A shape as stored (`torch.Size`, tuple or list); anything else is refused."""
+    if isinstance(value, (tuple, list)) and all(type(n) is int and n >= 0 for n in value):
+        return tuple(value)
+    raise NotUnderstoodError(f"{where}: expected a shape, found {describe(value)}")
+
+
+def shapes_of(value: object, where: str) -> dict[str, Shape]:
+    """A dict of name → shape as stored."""
+    if not isinstance(value, dict):
+        raise NotUnderstoodError(f"{where}: expected a dict of shapes, found {describe(value)}")
+    return {str(name): shape_of(shape, f"{where}, {name}") for name, shape in value.items()}
+
+
+def texts_of(value: object) -> list[str]:
+    """A list of names as stored; anything that is no text is left out."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []
+
+
+def tensors_of(value: object, where: str) -> list[TensorRef]:
+    """A list of tensors as stored."""
+    if not isinstance(value, (list, tuple)):
+        raise NotUnderstoodError(f"{where}: expected a list of tensors, found {describe(value)}")
+    return [tensor_of(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+
+def tensor_of(value: object, where: str) -> TensorRef:
+    if isinstance(value, TensorRef):
+        return value
+    raise NotUnderstoodError(f"{where}: expected a tensor, found {describe(value)}")
+
+
+def flat_tensors(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """A module's state dict with dotted names; nested dicts (old Megatron) are flattened."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat.update(flat_tensors(value, f"{name}."))
+        else:
+            flat[name] = value
+    return flat
+
+
+def holds_tensor(value: object) -> bool:
+    """Whether a tensor is anywhere inside an inert value. Shared and cyclic values are looked at once."""
+    seen: set[int] = set()
+    todo: list[object] = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, TensorRef):
+            return True
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            todo.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo.extend(item)
+        elif isinstance(item, Inert):
+            todo.extend((*item.args, *item.kwargs.values(), item.state, *item.items, *item.pairs))
+    return False

@@ -1,0 +1,79 @@
+"""ZeRO off over several files: which file has the optimizer of which stage, and which parameters can be in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ucp.formats.deepspeed.experts import expert_number
+from ucp.formats.deepspeed.holdings import Holder
+from ucp.formats.deepspeed.names import StepFiles
+from ucp.formats.deepspeed.reading import Reading
+from ucp.formats.deepspeed.shards import RankFile
+from ucp.formats.deepspeed.unsharded import read_unsharded, unwrap
+
+
+def read_stages(reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]) -> int:
+    """Put the optimizer states of every model-parallel rank into the holdings; returns the ep degree."""
+    if files.expert_optim:
+        return _read_expert_parallel(reading, files, tp, models)
+    for holder, model in models.items():
+        optimizer = model.mapping().get("optimizer")
+        found = unwrap(model, optimizer)
+        if found is not None:
+            read_unsharded(reading, holder, found, _trained(reading, holder))
+        elif optimizer is not None:
+            reading.note(
+                "optimizer-unknown", f"{model.name}: its 'optimizer' is of a form that is not known; carried in extras"
+            )
+    return 1
+
+
+def _trained(reading: Reading, holder: Holder) -> list[str]:
+    holdings = reading.holdings
+    return [
+        name
+        for name, role in holdings.roles.items()
+        if role != "buffer" and name not in holdings.aliases and holdings.get(name, holder) is not None
+    ]
+
+
+def _read_expert_parallel(reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]) -> int:
+    """Mixture of experts: one optimizer file an ep rank, with its experts and a copy of everything dense."""
+    from ucp.formats.deepspeed.ranks import take_all
+
+    degree = max(ep for ep, _ in files.expert_optim) + 1
+    for ep in range(degree):
+        for holder, model in models.items():
+            mp = holder.pp * tp + holder.tp
+            name = files.expert_optim.get((ep, mp))
+            if name is None:
+                reading.problems.add(f"rank file expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt is missing")
+                continue
+            file = reading.files.open(reading.prefix + name)
+            found = unwrap(file, file.mapping().get("optimizer"))
+            if found is not None:
+                read_unsharded(reading, holder, found, _local(reading, holder, ep, degree))
+            if ep == 0 and take_all(reading, model.mapping().get("optimizer")):
+                reading.note("second-copy", f"{model.name}: its 'optimizer' repeats that of {name}; left behind")
+    return degree
+
+
+def _local(reading: Reading, holder: Holder, ep: int, degree: int) -> list[str]:
+    """Dense parameters and the experts of one expert-parallel rank: the `ep`-th block of every layer's experts."""
+    counts: dict[str, int] = {}
+    names = _trained(reading, holder)
+    for name in names:
+        number = expert_number(name)
+        if number is not None:
+            layer = name.rsplit(f".{number}.", 1)[0]
+            counts[layer] = max(counts.get(layer, 0), number + 1)
+    local: list[str] = []
+    for name in names:
+        number = expert_number(name)
+        if number is not None:
+            per = counts[name.rsplit(f".{number}.", 1)[0]] // degree
+            if per == 0 or number // per != ep:
+                continue
+            reading.holdings.experts[name] = (number, ep)
+        local.append(name)
+    return local

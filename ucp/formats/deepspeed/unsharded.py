@@ -1,0 +1,230 @@
+"""ZeRO off: the optimizer's state dict in the model file, or (mixture of experts) in one file an ep rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ucp.errors import InconsistentError
+from ucp.files.inert import Inert, TensorRef
+from ucp.formats.deepspeed.holdings import Group, Holder, Holding
+from ucp.formats.deepspeed.hyper import group_hyper
+from ucp.formats.deepspeed.matching import Candidate, Slot, find_copies, match_by_shape, match_by_value
+from ucp.formats.deepspeed.reading import Reading
+from ucp.formats.deepspeed.scalars import is_scalar, stored_scalar
+from ucp.formats.deepspeed.shards import RankFile, describe, holds_tensor, tensor_of
+from ucp.formats.deepspeed.states import Member, kind_of, sort_states
+from ucp.formats.deepspeed.stored import FlatSlice, WholeTensor
+from ucp.model.checkpoint import MASTER, WEIGHT
+
+
+@dataclass(slots=True)
+class Unsharded:
+    """An optimizer's state dict, unwrapped: torch's part, and master weights by group or flat by group."""
+
+    file: RankFile
+    state: Mapping[Any, Any]
+    groups: list[Mapping[str, Any]]
+    masters: list[list[TensorRef]] | None
+    flat: list[TensorRef] | None
+
+
+def unwrap(file: RankFile, optimizer: object) -> Unsharded | None:
+    """The state dict under `optimizer`, or None where there is none or it is of a kind that is sharded elsewhere."""
+    if not isinstance(optimizer, dict) or "single_partition_of_fp32_groups" in optimizer:
+        return None
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+        return None
+    state = inner.get("state")
+    masters = optimizer.get("fp32_groups")
+    flat = optimizer.get("fp32_groups_flat")
+    where = f"{file.name}: optimizer"
+    return Unsharded(
+        file,
+        state if isinstance(state, dict) else {},
+        [group for group in inner["param_groups"] if isinstance(group, dict)],
+        [[tensor_of(ref, where) for ref in group] for group in masters] if isinstance(masters, list) else None,
+        [tensor_of(ref, where) for ref in flat] if isinstance(flat, list) else None,
+    )
+
+
+def read_unsharded(reading: Reading, holder: Holder, found: Unsharded, names: Sequence[str]) -> None:
+    """Put the states of one model-parallel rank into the holdings. `names`: its parameters in the model's order."""
+    candidates = _candidates(reading, holder, names)
+    slots = sum(len(_params(group)) for group in found.groups)
+    if found.flat is None and len(candidates) > slots:
+        copies = find_copies(reading.source, candidates)
+        for alias, owner in copies.items():
+            _make_alias(reading, holder, alias, owner)
+        candidates = [candidate for candidate in candidates if candidate.name not in copies]
+    if found.flat is not None:
+        dealt = _read_flat(reading, holder, found, candidates)
+    else:
+        dealt = _read_by_parameter(reading, holder, found, candidates)
+    taken = {name for group in dealt for name in group}
+    for candidate in candidates:
+        if candidate.name not in taken:
+            reading.holdings.roles[candidate.name] = "frozen"
+    groups = [
+        Group(group_hyper(reading, found.file, group), given) for group, given in zip(found.groups, dealt, strict=True)
+    ]
+    _merge_groups(reading.holdings.groups.setdefault(holder, []), groups)
+
+
+def _merge_groups(known: list[Group], groups: list[Group]) -> None:
+    """Groups of a further expert-parallel rank: the same groups with other experts in them."""
+    if not known:
+        known.extend(groups)
+        return
+    for mine, other in zip(known, groups, strict=False):
+        mine.names.extend(name for name in other.names if name not in set(mine.names))
+
+
+def _candidates(reading: Reading, holder: Holder, names: Sequence[str]) -> list[Candidate]:
+    found: list[Candidate] = []
+    for name in names:
+        held = reading.holdings.get(name, holder)
+        if held is not None:
+            weights = held.kinds.get(WEIGHT)
+            found.append(Candidate(name, held.shape, weights[0] if weights else None))
+    return found
+
+
+def _params(group: Mapping[str, Any]) -> list[Any]:
+    params = group.get("params")
+    return list(params) if isinstance(params, (list, tuple)) else []
+
+
+def _make_alias(reading: Reading, holder: Holder, alias: str, owner: str) -> None:
+    held, owned = reading.holdings.get(alias, holder), reading.holdings.get(owner, holder)
+    reading.holdings.aliases[alias] = owner
+    if held is not None and owned is not None:
+        for stored in held.kinds.pop(WEIGHT, []):
+            owned.add(WEIGHT, stored)
+    reading.holdings.roles.pop(alias, None)
+
+
+def _read_by_parameter(
+    reading: Reading, holder: Holder, found: Unsharded, candidates: Sequence[Candidate]
+) -> list[list[str]]:
+    slots = _slots(reading, found)
+    dealt = match_by_value(reading.source, slots, candidates) or match_by_shape(slots, candidates)
+    if dealt is None:
+        raise InconsistentError(
+            f"{found.file.name}: the optimizer of {holder} numbers {sum(map(len, slots))} parameters without naming"
+            f" them, and the {len(candidates)} parameters of the module can be dealt out to its {len(slots)} groups in"
+            " more than one way, or in none",
+            hint="ZeRO stage 0 does not save which state belongs to which parameter; save again with ZeRO stage 1",
+        )
+    for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
+        for position, (index, name) in enumerate(zip(_params(group), names, strict=True)):
+            held = reading.holdings.get(name, holder)
+            assert held is not None
+            if found.masters is not None:
+                ref = found.masters[g][position]
+                held.add(MASTER, found.file.whole(reading.take(ref)))
+            _add_states(reading, held, found.file, found.state.get(index))
+    return dealt
+
+
+def _slots(reading: Reading, found: Unsharded) -> list[list[Slot]]:
+    """What is known of each numbered parameter: its master weight, else the shape that its largest state has."""
+    groups: list[list[Slot]] = []
+    for g, group in enumerate(found.groups):
+        params = _params(group)
+        if found.masters is not None and (g >= len(found.masters) or len(found.masters[g]) != len(params)):
+            reading.problems.add(
+                f"{found.file.name}: group {g} has {len(params)} parameters, but not as many master weights"
+            )
+            reading.problems.raise_any("the file contradicts itself; restore it from where it is whole")
+        slots: list[Slot] = []
+        for position, index in enumerate(params):
+            if found.masters is not None:
+                ref = found.masters[g][position]
+                slots.append(Slot(ref.shape, found.file.whole(ref)))
+                continue
+            state = found.state.get(index)
+            tensors = [v for v in state.values() if isinstance(v, TensorRef)] if isinstance(state, dict) else []
+            largest = max(tensors, key=lambda ref: ref.numel, default=None)
+            # A lone `step` says nothing about the parameter.
+            slots.append(Slot(largest.shape if largest is not None and largest.shape else None, None))
+        groups.append(slots)
+    return groups
+
+
+def _add_states(reading: Reading, held: Holding, file: RankFile, state: object) -> None:
+    if not isinstance(state, dict):
+        return
+    for key, value in state.items():
+        if isinstance(value, TensorRef) and (value.shape == held.shape or value.numel > 1):
+            if value.shape == held.shape:
+                held.add(kind_of(key), file.whole(reading.take(value)))
+            else:
+                held.add(kind_of(key), file.whole(reading.take(value)), value.shape)
+        elif is_scalar(value):
+            number = stored_scalar(file, value, 0)
+            if number is not None:
+                held.add(kind_of(key), number, ())
+                if isinstance(value, TensorRef):
+                    reading.take(value)
+        elif isinstance(value, Inert) and holds_tensor(value):
+            reading.problems.add(
+                f"parameter {held.name}: optimizer state '{key}' is {describe(value)} that carries tensors"
+                f" ({file.name}); how it is cut over ranks is not known"
+            )
+        elif holds_tensor(value):
+            reading.unplaced_states.setdefault(kind_of(key), f"a {type(value).__name__} in {file.name}")
+
+
+def _read_flat(reading: Reading, holder: Holder, found: Unsharded, candidates: Sequence[Candidate]) -> list[list[str]]:
+    """FusedAdam: one flat master a group. The module's weights are views of the same flat layout in 16 bit."""
+    assert found.flat is not None
+    buffers: dict[tuple[str, str], list[tuple[int, Candidate]]] = {}
+    for candidate in candidates:
+        weight = candidate.weight
+        if isinstance(weight, WholeTensor) and weight.spot.ref is not None:
+            ref = weight.spot.ref
+            buffers.setdefault((weight.spot.file, ref.storage.key), []).append((ref.offset, candidate))
+    dealt: list[list[str]] = []
+    for g, master in enumerate(found.flat):
+        key = next((k for k, views in buffers.items() if _end_of(views) == master.numel), None)
+        if key is None:
+            raise InconsistentError(
+                f"{found.file.name}: group {g} of the optimizer is a flat tensor of {master.numel} elements, and no set"
+                " of module weights lies in a buffer of that length; which parameters it holds is not recorded",
+                hint="save again with ZeRO stage 1",
+            )
+        views = sorted(buffers.pop(key), key=lambda item: item[0])
+        state = found.state.get(g)
+        member = Member(found.file, 0, state if isinstance(state, dict) else {}, (master.numel,))
+        states = sort_states(reading, f"group {g} ({holder})", [member])
+        masters = (master.dtype, [found.file.spot(reading.take(master))])
+        for offset, candidate in views:
+            held = reading.holdings.get(candidate.name, holder)
+            assert held is not None
+            numel = _numel(candidate)
+            for kind, (dtype, spots) in {MASTER: masters, **states.flat}.items():
+                held.add(kind, FlatSlice(spots, dtype, master.numel, offset, numel))
+            for kind, number in states.numbers.items():
+                held.add(kind, number, ())
+        dealt.append([candidate.name for _, candidate in views])
+    return dealt
+
+
+def _end_of(views: Sequence[tuple[int, Candidate]]) -> int:
+    """Length of the buffer that views fill from its start without a gap, else -1."""
+    at = 0
+    for offset, candidate in sorted(views, key=lambda item: item[0]):
+        if offset != at:
+            return -1
+        at += _numel(candidate)
+    return at
+
+
+def _numel(candidate: Candidate) -> int:
+    count = 1
+    for length in candidate.shape:
+        count *= length
+    return count
