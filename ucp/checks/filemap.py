@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ucp.model.checkpoint import Checkpoint, Fragment
+from ucp.model.checkpoint import Checkpoint, Fragment, Role
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 
@@ -22,6 +22,7 @@ class Held:
     kind: str
     dtype: DType
     rank: Rank
+    role: Role = "trained"
 
 
 class FileMap:
@@ -33,12 +34,14 @@ class FileMap:
         self._stops: dict[str, list[int]] = {}  # the furthest so far
         if checkpoint is None:
             return
+        roles = {name: parameter.role for name, parameter in checkpoint.parameters.items()}
         for atom in checkpoint.atoms():
+            role = roles[atom.name]
             for cover in (atom.fragments, *atom.replicas):
                 for fragment in cover:
                     if fragment.inline is None and fragment.region.numel:
                         stop = fragment.offset + _span(fragment)
-                        held = Held(fragment.offset, stop, atom.name, atom.kind, fragment.dtype, fragment.rank)
+                        held = Held(fragment.offset, stop, atom.name, atom.kind, fragment.dtype, fragment.rank, role)
                         self._held.setdefault(fragment.file, []).append(held)
         for file, ranges in self._held.items():
             ranges.sort(key=lambda held: (held.start, held.stop))

@@ -20,6 +20,7 @@ from ucp.checks.values import SECOND_MOMENTS, bits_of, negative, not_finite, sca
 from ucp.engine.casting import RawArray
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
+from ucp.model.checkpoint import MASTER, WEIGHT
 
 _ALIGN: Final = 16  # blocks are multiples of the largest element, so that none is cut in two
 _NAMED: Final = 3  # parameters that a message names
@@ -29,12 +30,15 @@ def look(context: Context) -> Iterator[Finding | Task]:
     """One task a span of every file of the checkpoint."""
     checkpoint = context.checkpoint
     held = FileMap(checkpoint)
+    # ZeRO rounds a flat buffer up to a multiple of two elements a rank, and may align each parameter to 16 bytes.
+    # Universal folders keep whole tensors; what is left out of those are rows beyond the vocabulary.
+    padding = 0 if checkpoint.format == "deepspeed-universal" else max(2 * checkpoint.mesh.dp, 16)
     if checkpoint.format == "atoms":
         for part in manifest_spans(checkpoint.root, held):
             yield task(context.files, part)
     for file in dict.fromkeys((*checkpoint.sizes, *held.files)):
         try:
-            for span in torch_spans(checkpoint.root, file, held):
+            for span in torch_spans(checkpoint.root, file, held, padding):
                 yield task(context.files, span) if isinstance(span, Span) else span
         except UcpError as error:
             yield failure("zip-crc", error)
@@ -79,7 +83,8 @@ def scan(files: SourceFiles, span: Span, meter: Meter) -> Iterator[Finding]:
         for number in range(bisect_right(starts, at - longest - 1), bisect_right(starts, end - 1)):
             held = span.held[number]
             lo, hi = max(held.start, at), min(held.stop, end)
-            if lo >= hi or not scannable(held.dtype):
+            # Buffers hold what they like: masks are made of infinities.
+            if lo >= hi or held.role == "buffer" or not scannable(held.dtype):
                 continue
             size = held.dtype.itemsize
             bits = bits_of(_aligned(data[lo - at : hi - at], size), held.dtype)
@@ -115,9 +120,13 @@ def _aligned(data: RawArray, size: int) -> RawArray:
 
 
 def _gaps(span: Span) -> list[tuple[int, int]]:
-    """What no parameter holds of a storage that optimizer states share. Storages of anything else have no padding."""
-    if not span.storage or not any(held.kind != "weight" for held in span.held):
+    """What no parameter holds of a storage of optimizer states, which start at zero and get no gradient there.
+
+    (The padding of ZeRO-3's masters is whatever was in memory. A longer gap is something that the index left out.)
+    """
+    if not span.padding or not span.held or any(held.kind in (WEIGHT, MASTER) for held in span.held):
         return []
+    longest = span.padding * span.held[0].dtype.itemsize
     gaps: list[tuple[int, int]] = []
     at = span.start
     for held in span.held:
@@ -126,7 +135,7 @@ def _gaps(span: Span) -> list[tuple[int, int]]:
         at = max(at, held.stop)
     if at < span.stop:
         gaps.append((at, span.stop))
-    return gaps
+    return [(start, stop) for start, stop in gaps if stop - start <= longest]
 
 
 def _damaged(span: Span, found: str) -> Finding:

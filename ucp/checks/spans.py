@@ -55,7 +55,7 @@ class Span:
     expected: str | None
     digest: Callable[[], Digest]
     held: Sequence[Held] = ()  # which parameters lie in it
-    storage: bool = False  # a tensor's storage: bytes between what parameters hold of it are padding
+    padding: int = 0  # elements: up to so many between what parameters hold of a storage are padding
 
     @property
     def nbytes(self) -> int:
@@ -75,9 +75,10 @@ def manifest_spans(root: Path, held: FileMap) -> Iterator[Span]:
                 yield Span("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, inside)
 
 
-def torch_spans(root: Path, file: str, held: FileMap) -> Iterator[Finding | Span]:
+def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Iterator[Finding | Span]:
     """Every member of a torch file that holds bytes; nothing where the file is of another kind.
 
+    `padding` is the most elements that a flat buffer of this checkpoint is padded with in one place.
     With `torch.serialization.set_crc32_options(False)` torch writes 0 for every CRC of the archive. A single 0 among
     others is no such file, and has to fit its bytes like any other.
     """
@@ -109,7 +110,7 @@ def torch_spans(root: Path, file: str, held: FileMap) -> Iterator[Finding | Span
             crc_text(entry.crc) if recorded else None,
             Crc,
             held.between(file, start, stop),
-            storage="/data/" in entry.name,
+            padding if "/data/" in entry.name else 0,
         )
 
 

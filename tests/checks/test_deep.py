@@ -1,0 +1,163 @@
+"""The deep pass over real torch files: CRCs, NaN, negative second moments, padding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checks.made import flip
+from tests.checks.test_index import only
+from ucp import tunables
+from ucp.checks import verify
+from ucp.files.inert import TensorRef
+from ucp.files.torchzip import TorchFile
+from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.model.layout import Mesh
+from ucp.model.region import Region
+
+FILE = "rank0.pt"
+
+
+@dataclass
+class Saved:
+    """A torch file with one storage a kind: `p` in its first 40 elements, 8 of padding after it."""
+
+    checkpoint: Checkpoint
+    archive: TorchFile
+
+    @property
+    def path(self) -> Path:
+        return self.archive.path
+
+    def offset(self, kind: str) -> int:
+        return self.checkpoint.parameters["p"].atoms[kind].fragments[0].offset
+
+
+def save(root: Path, tensors: dict[str, torch.Tensor]) -> Saved:
+    torch.save({kind: tensor.clone() for kind, tensor in tensors.items()}, root / FILE)
+    archive = TorchFile(root / FILE)
+    atoms = {}
+    for kind, ref in archive.tree.items():
+        assert isinstance(ref, TensorRef)
+        fragment = Fragment(Region.all_of((40,)), FILE, archive.position(ref), ref.dtype)
+        atoms[kind] = Atom("p", kind, (40,), ref.dtype, (fragment,))
+    parameters = {"p": Parameter("p", (40,), atoms=atoms)}
+    return Saved(Checkpoint("made", root, Mesh(), parameters, sizes={FILE: archive.size}), archive)
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    values = torch.randn(3, 48, generator=random)
+    values[2] = values[2].abs()
+    values[:, 40:] = 0
+    return dict(zip(("master", "exp_avg", "exp_avg_sq"), values.to(dtype), strict=True))
+
+
+@pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"])
+def root(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tunables, "SLAB_BYTES", request.param)
+    return tmp_path
+
+
+def test_every_byte_is_read_once(root: Path) -> None:
+    saved = save(root, tensors())
+    report = verify(saved.checkpoint, "deep")
+    assert report.findings == []
+    assert report.bytes_read == sum(entry.size for entry in saved.archive.entries.values())
+
+
+def test_a_flipped_bit_of_a_storage_fails_its_crc(root: Path) -> None:
+    saved = save(root, tensors())
+    at = saved.offset("exp_avg")
+    flip(saved.path, at + 21)
+    report = verify(saved.checkpoint, "deep")
+    finding = only(report, "zip-crc")
+    assert (finding.file, finding.parameter, finding.kind) == (FILE, "p", "exp_avg")
+    assert finding.byte_range == (at, at + 48 * 4)
+    assert report.exit_code == 4
+    assert verify(saved.checkpoint).exit_code == 0
+
+
+@pytest.mark.parametrize("member", ["data.pkl", "version", "byteorder"])
+def test_a_flipped_bit_of_any_member_fails_its_crc(root: Path, member: str) -> None:
+    saved = save(root, tensors())
+    (entry,) = (entry for name, entry in saved.archive.entries.items() if name.endswith(f"/{member}"))
+    flip(saved.path, saved.archive.payload(entry))
+    assert member in only(verify(saved.checkpoint, "deep"), "zip-crc").message
+
+
+def test_a_file_saved_without_crcs_is_noted(root: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        saved = save(root, tensors())
+    finally:
+        torch.serialization.set_crc32_options(before)
+    report = verify(saved.checkpoint, "deep")
+    assert only(report, "zip-crc").severity == "note"
+    assert report.exit_code == 0
+
+
+def test_a_single_crc_of_zero_is_damage(root: Path) -> None:
+    saved = save(root, tensors())
+    name, entry = next((n, e) for n, e in saved.archive.entries.items() if n.endswith("/data/0"))
+    data = saved.path.read_bytes()
+    in_directory = data.rindex(entry.crc.to_bytes(4, "little"))
+    saved.path.write_bytes(data[:in_directory] + bytes(4) + data[in_directory + 4 :])
+    finding = only(verify(saved.checkpoint, "deep"), "zip-crc")
+    assert finding.severity == "error"
+    assert name in finding.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_are_counted(root: Path, dtype: torch.dtype, bad: float) -> None:
+    values = tensors()
+    values["exp_avg"][[5, 39]] = bad
+    saved = save(root, {kind: value.to(dtype) for kind, value in values.items()})
+    report = verify(saved.checkpoint, "deep")
+    finding = only(report, "finite")
+    at = saved.offset("exp_avg") + 5 * dtype.itemsize
+    assert finding.byte_range == (at, at + dtype.itemsize)
+    assert (finding.parameter, finding.kind, finding.severity) == ("p", "exp_avg", "warning")
+    assert "2 of 40 elements" in finding.message
+    assert report.exit_code == 0
+
+
+def test_the_largest_finite_numbers_are_finite(root: Path) -> None:
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn):
+        values = tensors(dtype)
+        values["exp_avg"][:2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
+        assert verify(save(root, values).checkpoint, "deep").findings == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_negative_second_moments_are_found(root: Path, dtype: torch.dtype) -> None:
+    values = tensors(dtype)
+    values["exp_avg_sq"][7] = -1e-30
+    values["exp_avg_sq"][8] = -0.0
+    finding = only(verify(save(root, values).checkpoint, "deep"), "second-moments")
+    assert "1 of 40 elements" in finding.message
+    assert finding.kind == "exp_avg_sq"
+
+
+def test_padding_that_is_not_zero_is_found(root: Path) -> None:
+    values = tensors()
+    values["exp_avg"][44] = 1.0
+    saved = save(root, values)
+    finding = only(verify(saved.checkpoint, "deep"), "padding")
+    at = saved.offset("exp_avg") + 44 * 4 + 2
+    assert finding.byte_range == (at, at + 1)
+    assert finding.severity == "warning"
+
+
+def test_a_file_that_became_shorter_is_integrity(root: Path) -> None:
+    saved = save(root, tensors())
+    saved.path.write_bytes(saved.path.read_bytes()[:-40])
+    report = verify(saved.checkpoint, "deep")
+    assert report.exit_code == 4
+    assert only(report, "zip-crc").severity == "error"

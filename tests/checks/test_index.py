@@ -1,0 +1,131 @@
+"""Checks of the index alone: coverage, states, shapes, dtypes, notes. Each is failed by what it is there for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.checks.made import make
+from ucp.checks import Finding, Report, verify
+from ucp.errors import UsageError
+from ucp.model.checkpoint import Checkpoint, Note
+from ucp.model.dtypes import BFLOAT16
+from ucp.model.region import Region
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return make(tmp_path / "made")
+
+
+def only(report: Report, check: str) -> Finding:
+    """The one finding, which is of this check."""
+    assert [finding.check for finding in report.findings] == [check], [str(f) for f in report.findings]
+    return report.findings[0]
+
+
+@pytest.mark.parametrize("level", ["quick", "default", "deep"])
+def test_a_right_checkpoint_has_no_findings(checkpoint: Checkpoint, level: str) -> None:
+    report = verify(checkpoint, level)
+    assert report.findings == []
+    assert report.exit_code == 0
+    assert (report.parameters, report.atoms) == (2, 10)
+    assert (report.bytes_read > 0) is (level != "quick")
+
+
+def test_a_gap_names_box_and_neighbour(checkpoint: Checkpoint) -> None:
+    atoms = checkpoint.parameters["layer.weight"].atoms
+    first, _, *rest = atoms["exp_avg"].fragments
+    atoms["exp_avg"] = replace(atoms["exp_avg"], fragments=(first, *rest))
+    finding = only(verify(checkpoint, "quick"), "coverage")
+    assert (finding.parameter, finding.kind, finding.severity) == ("layer.weight", "exp_avg", "error")
+    assert "7 of 24 elements are stored nowhere: [2:3, 1:2], [3:6, 0:2]" in finding.message
+    assert finding.file == "layer.weight.exp_avg.tp0.0"
+
+
+def test_an_overlap_names_both_owners(checkpoint: Checkpoint) -> None:
+    atoms = checkpoint.parameters["norm.weight"].atoms
+    first, second = atoms["master"].fragments
+    wider = replace(second, region=Region(second.region.boxes, second.region.start - 1, second.region.stop))
+    atoms["master"] = replace(atoms["master"], fragments=(first, wider))
+    finding = only(verify(checkpoint, "quick"), "coverage")
+    assert "[3:4] is held more than once" in finding.message
+    assert first.file in finding.message
+    assert second.file in finding.message
+    assert verify(checkpoint, "quick").exit_code == 1
+
+
+def test_a_copy_that_overlaps_itself_is_found(checkpoint: Checkpoint) -> None:
+    atoms = checkpoint.parameters["norm.weight"].atoms
+    (cover,) = atoms["master"].replicas
+    atoms["master"] = replace(atoms["master"], replicas=((*cover, cover[0]),))
+    assert "held more than once" in only(verify(checkpoint, "quick"), "coverage").message
+
+
+def test_a_copy_of_a_part_is_no_gap(checkpoint: Checkpoint) -> None:
+    atoms = checkpoint.parameters["norm.weight"].atoms
+    (cover,) = atoms["master"].replicas
+    atoms["master"] = replace(atoms["master"], replicas=(cover[1:],))
+    assert verify(checkpoint, "default").findings == []
+
+
+def test_a_missing_state_is_named(checkpoint: Checkpoint) -> None:
+    del checkpoint.parameters["norm.weight"].atoms["exp_avg"]
+    finding = only(verify(checkpoint, "quick"), "states")
+    assert (finding.severity, finding.parameter, finding.kind) == ("error", "norm.weight", "exp_avg")
+
+
+def test_without_zero_a_missing_state_is_a_warning(checkpoint: Checkpoint) -> None:
+    del checkpoint.parameters["norm.weight"].atoms["exp_avg"]
+    report = verify(replace(checkpoint, mesh=replace(checkpoint.mesh, zero=0)), "quick")
+    assert only(report, "states").severity == "warning"
+    assert report.exit_code == 0
+
+
+def test_frozen_parameters_need_no_states(checkpoint: Checkpoint) -> None:
+    parameter = checkpoint.parameters["norm.weight"]
+    parameter.role = "frozen"
+    parameter.atoms = {"weight": parameter.atoms["weight"]}
+    assert verify(checkpoint).findings == []
+
+
+def test_a_master_of_another_shape_is_found(checkpoint: Checkpoint) -> None:
+    checkpoint.parameters["layer.weight"].shape = (4, 6)
+    findings = verify(checkpoint, "quick").findings
+    assert [(f.check, f.kind) for f in findings if f.severity == "error"] == [
+        ("shapes", "master"),
+        ("shapes", "weight"),
+    ]
+    assert "[4, 6]" in findings[0].message
+    assert "[6, 4]" in findings[0].message
+
+
+def test_one_rank_in_another_dtype_is_found(checkpoint: Checkpoint) -> None:
+    atoms = checkpoint.parameters["layer.weight"].atoms
+    first, *rest = atoms["exp_avg"].fragments
+    atoms["exp_avg"] = replace(atoms["exp_avg"], fragments=(first, replace(rest[0], dtype=BFLOAT16), *rest[1:]))
+    finding = only(verify(checkpoint, "quick"), "dtypes")
+    assert "bfloat16" in finding.message
+    assert finding.rank == rest[0].rank
+
+
+def test_one_parameter_in_another_dtype_is_a_warning(checkpoint: Checkpoint) -> None:
+    atoms = checkpoint.parameters["norm.weight"].atoms
+    lower = replace(atoms["weight"], kind="exp_avg")
+    atoms["exp_avg"] = lower
+    finding = only(verify(checkpoint, "quick"), "dtypes")
+    assert finding.severity == "warning"
+
+
+def test_notes_of_the_reader_are_findings(checkpoint: Checkpoint) -> None:
+    checkpoint.notes += [Note("slice-mappings-wrong", "38 of 41 mappings are wrong"), Note("rule-inferred", "a: split")]
+    report = verify(checkpoint, "quick")
+    assert [(f.check, f.severity) for f in report.findings] == [("slice-mappings", "note"), ("notes", "note")]
+    assert report.exit_code == 0
+
+
+def test_an_unknown_level_is_a_mistake_of_the_caller(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UsageError, match="quick, default, deep"):
+        verify(checkpoint, "thorough")
