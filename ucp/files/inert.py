@@ -8,16 +8,28 @@ Tensors, storages, sizes and numpy arrays have forms of their own, because the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from ucp.errors import NotUnderstoodError
+from ucp.files.inert_numpy import NumpyArray, NumpyDType, NumpyScalar
 from ucp.model.dtypes import DType
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+__all__ = [
+    "Inert",
+    "InertDefaultDict",
+    "InertOrderedDict",
+    "NumpyArray",
+    "NumpyDType",
+    "NumpyScalar",
+    "Sealed",
+    "Size",
+    "StorageRef",
+    "TensorRef",
+    "class_path",
+    "is_class",
+    "new_class",
+]
 
 
 class Sealed(type):
@@ -34,7 +46,7 @@ class Sealed(type):
 
 
 class Inert(metaclass=Sealed):
-    """Stand-in for one object of a file. Compares and hashes by identity, so that a hostile file cannot make that slow."""
+    """Stand-in for one object of a file. Compares and hashes by identity: no file can make that slow."""
 
     __slots__ = ("_items", "_pairs", "args", "called", "kwargs", "state")
 
@@ -111,6 +123,9 @@ class Inert(metaclass=Sealed):
     def add(self, item: Any) -> None:
         self.items.append(item)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _Call(self, *args, **kwargs)
+
     def __repr__(self) -> str:
         return f"<inert {self.path}>"
 
@@ -125,14 +140,24 @@ def class_path(value: object) -> str:
     return f"{value.module}.{value.qualname}"  # type: ignore[attr-defined]
 
 
-def new_class(module: str, qualname: str, base: type[Inert] = Inert) -> type[Inert]:
-    """A fresh sealed stand-in class that carries the given path."""
+def new_class(
+    module: str, qualname: str, base: type[Inert] = Inert, call: Callable[..., Any] | None = None
+) -> type[Inert]:
+    """A fresh sealed stand-in class for the given path; calling it gives `call(cls, *args)`, or an `Inert` without."""
     # The type's own name is fixed: a file's name may hold what Python refuses in one (null bytes, lone surrogates).
-    return Sealed("Inert", (base,), {"__slots__": (), "module": module, "qualname": qualname})
+    body: dict[str, Any] = {"__slots__": (), "module": module, "qualname": qualname}
+    if call is not None:
+        body["__new__"] = call
+    made: Any = Sealed("Inert", (base,), body)
+    return made  # type: ignore[no-any-return]
+
+
+# What calling an inert *object* gives: the object and the arguments, nothing more.
+_Call = new_class("ucp.files.inert", "call")
 
 
 class InertOrderedDict(dict[Any, Any]):
-    """A `collections.OrderedDict` of the file. `attributes` is what was set on the object itself (`_metadata`), or None."""
+    """A `collections.OrderedDict` of the file. `attributes` is what was set on the object itself, or None."""
 
     __slots__ = ("attributes",)
 
@@ -147,7 +172,7 @@ class InertOrderedDict(dict[Any, Any]):
 
 
 class InertDefaultDict(InertOrderedDict):
-    """A `collections.defaultdict` of the file; `factory` is the class stand-in it names, or None. It makes no defaults."""
+    """A `collections.defaultdict` of the file; `factory` is the class stand-in it names. It makes no defaults."""
 
     __slots__ = ("factory",)
 
@@ -164,17 +189,8 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
-class _Unchangeable:
-    """Values that a file can reach but must not write on; frozen dataclasses with slots would accept a BUILD otherwise."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be changed")
-
-
 @dataclass(frozen=True, slots=True)
-class StorageRef(_Unchangeable):
+class StorageRef:
     """A storage entry of a torch file. `numel` counts elements of `dtype`, or bytes where `dtype` is None (untyped)."""
 
     key: str
@@ -182,7 +198,8 @@ class StorageRef(_Unchangeable):
     numel: int
     device: str
 
-    __setstate__ = _Unchangeable.__setstate__
+    def __setstate__(self, state: object) -> NoReturn:
+        raise TypeError("a reference cannot be changed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StorageRef, (self.key, self.dtype, self.numel, self.device)
@@ -193,7 +210,7 @@ class StorageRef(_Unchangeable):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRef(_Unchangeable):
+class TensorRef:
     """A view of a storage. `offset` and `strides` are in elements of `dtype`."""
 
     storage: StorageRef
@@ -206,7 +223,8 @@ class TensorRef(_Unchangeable):
     attributes: Any = field(default=None, compare=False)  # may be a graph that is costly to compare
     subclass: str | None = None  # path of the file's own tensor class, where it is neither Tensor nor Parameter
 
-    __setstate__ = _Unchangeable.__setstate__
+    def __setstate__(self, state: object) -> NoReturn:
+        raise TypeError("a reference cannot be changed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorRef, (
@@ -244,105 +262,3 @@ class TensorRef(_Unchangeable):
                     return self.numel < 2
                 expected *= length
         return True
-
-
-_PLAIN_NUMPY_KINDS = frozenset("biufcSU")
-
-
-@dataclass(frozen=True, slots=True)
-class NumpyArray(_Unchangeable):
-    """A numpy array of the file. `descr` as numpy writes it (`<f8`); `data` row-major, or column-major where `fortran`.
-
-    `data` is not bytes only for arrays of objects, which `to_numpy` refuses.
-    """
-
-    descr: str
-    shape: tuple[int, ...]
-    data: Any
-    fortran: bool = False
-
-    def __setstate__(self, state: object) -> None:
-        """Fill the empty array that `_reconstruct` made with (version, shape, dtype, fortran, data); only once."""
-        if self.descr or not isinstance(state, tuple) or len(state) not in (4, 5):
-            raise TypeError("a numpy array was built twice or from an unknown state")
-        shape, dtype, fortran, data = state[-4:]
-        if not isinstance(dtype, NumpyDType):
-            raise TypeError("a numpy array of unknown dtype")
-        object.__setattr__(self, "descr", dtype.descr)
-        object.__setattr__(self, "shape", tuple(shape) if isinstance(shape, tuple) else (shape,))
-        object.__setattr__(self, "fortran", bool(fortran))
-        object.__setattr__(self, "data", data)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NumpyArray, (self.descr, self.shape, self.data, self.fortran)
-
-    def to_numpy(self) -> npt.NDArray[Any]:
-        """A read-only array over the bytes; plain element types only."""
-        import numpy as np
-
-        dtype = _plain_numpy_dtype(self.descr)
-        count = 1
-        for length in self.shape:
-            count *= length
-        if not isinstance(self.data, bytes | bytearray) or count * dtype.itemsize != len(self.data):
-            raise NotUnderstoodError(f"a numpy array of {self.descr} {self.shape} does not hold that many bytes")
-        return np.frombuffer(self.data, dtype=dtype).reshape(self.shape, order="F" if self.fortran else "C")
-
-
-@dataclass(frozen=True, slots=True)
-class NumpyScalar(_Unchangeable):
-    """A numpy scalar of the file."""
-
-    descr: str
-    data: bytes
-
-    __setstate__ = _Unchangeable.__setstate__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NumpyScalar, (self.descr, self.data)
-
-    def to_python(self) -> Any:
-        """The plain Python value (bool, int, float, complex, str or bytes)."""
-        import numpy as np
-
-        dtype = _plain_numpy_dtype(self.descr)
-        if dtype.itemsize != len(self.data):
-            raise NotUnderstoodError(f"a numpy scalar of {self.descr} does not hold {len(self.data)} bytes")
-        return np.frombuffer(self.data, dtype=dtype)[0].item()
-
-
-class NumpyDType:
-    """A numpy dtype of the file. `descr` is a plain type string; structured and dated types are marked by `structured`."""
-
-    __slots__ = ("_built", "descr", "structured")
-
-    def __init__(self, code: str) -> None:
-        self.descr = code
-        self.structured = False
-        self._built = False
-
-    def __setstate__(self, state: object) -> None:
-        """numpy's (version, byte order, subarray, names, fields, item size, …); only once."""
-        if self._built or not isinstance(state, tuple) or len(state) < 5 or not isinstance(state[1], str):
-            raise TypeError("a numpy dtype was built twice or from an unknown state")
-        self._built = True
-        order, subarray, names, fields = state[1:5]
-        self.structured = any(part is not None for part in (subarray, names, fields))
-        if self.structured:
-            self.descr = "structured"
-        elif order in ("<", ">"):
-            self.descr = order + self.descr
-
-    def __repr__(self) -> str:
-        return f"NumpyDType({self.descr!r})"
-
-
-def _plain_numpy_dtype(descr: str) -> np.dtype[Any]:
-    import numpy as np
-
-    if descr.lstrip("<>|=")[:1] not in _PLAIN_NUMPY_KINDS or not descr.lstrip("<>|=")[1:].isdecimal():
-        raise NotUnderstoodError(f"numpy type {descr!r} holds objects or structure, which is not read")
-    try:
-        return np.dtype(descr)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise NotUnderstoodError(f"numpy type {descr!r} is unknown") from error

@@ -1,7 +1,8 @@
 """Which globals a pickle has no honest reason to call: those that run code, touch files, processes or the network.
 
-Nothing of a file is ever called, so none of them could do harm here. But a checkpoint that *tries* is not a checkpoint
-that was damaged or written by an unknown program: it is an attack, or it was meant for one, and the user must hear of it.
+Nothing of a file is ever called, so none of them could do harm here. But a checkpoint that *tries* is neither damaged
+nor written by a program that we do not know: it is an attack, or was made for one, and the user must hear of it. The
+list need not be complete to be safe; it decides only between an error and a stand-in that does nothing.
 """
 
 from __future__ import annotations
@@ -9,121 +10,137 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-# Whole modules: a call of anything inside them is refused.
-_MODULES: Final = frozenset(
-    """
-    _aix_support _bootsubprocess _ctypes _frozen_importlib _frozen_importlib_external _imp _io _osx_support _posixshmem
-    _posixsubprocess _pyrepl _socket _ssl _thread _winapi _xxsubinterpreters _interpreters aifc ast asyncio asyncore
-    atexit bdb builtins.eval cProfile cgi cffi cloudpickle code codeop commands compileall concurrent cProfile cryptography
-    ctypes dask dill dis distutils doctest ensurepip fabric faulthandler fileinput ftplib gc glob guppy http httplib
-    idlelib imaplib imp importlib inspect io joblib jsonpickle lib2to3 linecache lzma.open marshal mmap modulefinder
-    multiprocessing nntplib nt ntpath numexpr os paramiko pdb pexpect pickle pickletools pip pkg_resources pkgutil
-    platform pipes popen2 poplib posix posixpath profile pstats pty py_compile pydoc pyclbr readline requests rlcompleter
-    runpy sched select selectors setuptools shelve shutil shlex site smtpd smtplib socket socketserver sqlite3 ssl
-    sys sysconfig syslog tarfile telnetlib tempfile test threading timeit tkinter trace tracemalloc turtle types.CodeType
-    unittest urllib urllib2 urllib3 venv virtualenv webbrowser winreg wsgiref xmlrpc xml zipapp zipfile zipimport zmq
-    """.split()
+# Packages in which nothing is data.
+_PACKAGES: Final = frozenset(
+    {
+        *(
+            "os",
+            "posix",
+            "nt",
+            "sys",
+            "subprocess",
+            "_posixsubprocess",
+            "pty",
+            "shutil",
+            "commands",
+            "popen2",
+            "_winapi",
+        ),
+        *(
+            "importlib",
+            "_frozen_importlib",
+            "_frozen_importlib_external",
+            "imp",
+            "_imp",
+            "runpy",
+            "pkgutil",
+            "zipimport",
+        ),
+        *("pickle", "_pickle", "cPickle", "marshal", "shelve", "joblib", "ctypes", "_ctypes", "cffi", "mmap", "gc"),
+        *("socket", "_socket", "socketserver", "ssl", "http", "urllib", "urllib2", "urllib3", "requests", "httpx"),
+        *("ftplib", "smtplib", "telnetlib", "poplib", "imaplib", "nntplib", "xmlrpc", "webbrowser", "paramiko"),
+        *("threading", "_thread", "multiprocessing", "sched", "atexit", "faulthandler", "resource", "fcntl", "winreg"),
+        *("pdb", "bdb", "codeop", "cProfile", "timeit", "doctest", "pydoc", "linecache", "rlcompleter", "idlelib"),
+        *("pip", "ensurepip", "venv", "setuptools", "distutils", "pkg_resources", "compileall", "py_compile", "site"),
+        *("io", "_io", "tempfile", "fileinput", "glob", "tarfile", "zipfile", "sqlite3", "_sqlite3", "antigravity"),
+    }
 )
 
-# Single names elsewhere, by module.
-_NAMES: Final = {
+# Names in modules that also hold data; "*" is every name, also in modules below.
+_NAMES: Final[dict[str, frozenset[str]]] = {
     "builtins": frozenset(
-        """
-        __build_class__ __import__ apply breakpoint callable compile copyright delattr dir eval exec execfile exit
-        file filter globals hasattr help input intern iter locals map memoryview next open print quit raw_input
-        reduce reload setattr super type vars
-        """.split()
+        {
+            *("eval", "exec", "execfile", "compile", "__import__", "__build_class__", "reload", "apply", "breakpoint"),
+            *("open", "file", "input", "raw_input", "print", "exit", "quit", "help"),
+            *("setattr", "delattr", "globals", "locals", "vars"),
+        }
     ),
-    "torch": frozenset("load save compile".split()),
-    "torch.serialization": frozenset("load save _load _legacy_load _save".split()),
-    "torch._utils_internal": frozenset("*"),
-    "torch.package": frozenset("*"),
-    "torch.jit": frozenset("load compile CompilationUnit script trace".split()),
-    "torch._inductor.codecache": frozenset("*"),
-    "torch._dynamo.guards": frozenset("*"),
-    "torch._C": frozenset("*"),
-    "torch.hub": frozenset("*"),
-    "torch.utils.cpp_extension": frozenset("*"),
-    "torch.utils.collect_env": frozenset("*"),
-    "torch.utils.model_zoo": frozenset("*"),
-    "torch.utils._config_module": frozenset("*"),
-    "torch.fx.experimental.symbolic_shapes": frozenset(["ShapeEnv.evaluate_guards_expression"]),
-    "torch.distributed": frozenset("run launch rpc".split()),
-    "torch.distributed.run": frozenset("*"),
-    "torch.distributed.launch": frozenset("*"),
-    "torch.distributed.rpc": frozenset("*"),
-    "numpy": frozenset("load save fromfile memmap loadtxt genfromtxt savetxt".split()),
-    "numpy.f2py": frozenset("*"),
-    "numpy.testing": frozenset("*"),
-    "numpy.distutils": frozenset("*"),
-    "numpy.core._multiarray_umath": frozenset("fromfile frompyfunc".split()),
-    "functools": frozenset(["reduce"]),
-    "operator": frozenset("attrgetter methodcaller call itemgetter".split()),
-    "_operator": frozenset("attrgetter methodcaller call itemgetter".split()),
-    "types": frozenset("CodeType FunctionType LambdaType MethodType ModuleType DynamicClassAttribute".split()),
-    "new": frozenset("code function instancemethod module".split()),
-    "copyreg": frozenset("add_extension constructor pickle remove_extension".split()),
-    "_pickle": frozenset("*"),
-    "_codecs": frozenset("decode register lookup".split()),
-    "codecs": frozenset("open decode register lookup".split()),
-    "logging.config": frozenset("*"),
-    "pandas": frozenset("eval read_pickle".split()),
-    "transformers.dynamic_module_utils": frozenset("*"),
-    "signal": frozenset("signal raise_signal pthread_kill alarm setitimer default_int_handler".split()),
+    "code": frozenset({"interact", "compile_command", "InteractiveConsole", "InteractiveInterpreter"}),
+    "codecs": frozenset({"open"}),
+    "logging.config": frozenset({"*"}),
+    "numpy": frozenset({"load", "save", "savez", "fromfile", "memmap", "loadtxt", "savetxt", "genfromtxt"}),
+    "numpy.distutils": frozenset({"*"}),
+    "numpy.f2py": frozenset({"*"}),
+    "numpy.testing": frozenset({"*"}),
+    "pandas": frozenset({"eval", "read_pickle"}),
+    "pandas.io.pickle": frozenset({"*"}),
+    "platform": frozenset({"popen", "_syscmd_file", "_syscmd_ver"}),
+    "profile": frozenset({"run", "runctx", "Profile"}),
+    "signal": frozenset({"signal", "alarm", "setitimer", "raise_signal", "pthread_kill"}),
+    "torch": frozenset({"load", "save", "compile"}),
+    "torch._inductor": frozenset({"*"}),
+    "torch.classes": frozenset({"load_library"}),
+    "torch.distributed.rpc": frozenset({"*"}),
+    "torch.hub": frozenset({"*"}),
+    "torch.jit": frozenset({"load", "CompilationUnit"}),
+    "torch.ops": frozenset({"load_library"}),
+    "torch.package": frozenset({"*"}),
+    "torch.serialization": frozenset({"load", "save", "_load", "_legacy_load"}),
+    "torch.utils.cpp_extension": frozenset({"*"}),
+    "torch.utils.model_zoo": frozenset({"*"}),
+    "trace": frozenset({"Trace"}),
+    "transformers.dynamic_module_utils": frozenset({"*"}),
+    "types": frozenset({"CodeType", "FunctionType", "LambdaType", "MethodType"}),
 }
+_WHOLE_MODULES: Final = tuple(module for module, names in _NAMES.items() if "*" in names)
 
-# Plain records of the operating system that some programs keep in their settings.
-_HARMLESS: Final = frozenset(
-    """
-    os.stat_result posix.stat_result os.terminal_size os.times_result posix.times_result posix.uname_result
-    platform.uname_result io.BytesIO io.StringIO _io.BytesIO _io.StringIO inspect._ParameterKind tempfile._Default
-    asyncio.Lock urllib.parse.ParseResult urllib.parse.SplitResult sys.flags sys.version_info
-    xml.etree.ElementTree.Element ast.literal_eval multiprocessing.context.AuthenticationString
-    """.split()
-) - {"ast.literal_eval", "multiprocessing.context.AuthenticationString"}
-
-# Names under which Python 2 wrote the same modules.
-_OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
-
-# Callables that call what they are given: harmless around a harmless class, not around a dangerous one.
-CALLERS: Final = frozenset(
-    "functools.partial functools.partialmethod functools.reduce builtins.getattr itertools.starmap itertools.accumulate".split()
+# Plain records in the packages above that honest programs do keep.
+_DATA: Final = frozenset(
+    {
+        *(("os", "stat_result"), ("posix", "stat_result"), ("os", "terminal_size"), ("posix", "uname_result")),
+        *(("io", "BytesIO"), ("_io", "BytesIO"), ("io", "StringIO"), ("_io", "StringIO")),
+        *(("urllib.parse", "ParseResult"), ("urllib.parse", "SplitResult")),
+    }
 )
+
+# Callables that call what they are given: data around a class, an attempt around a dangerous one.
+CALLERS: Final = frozenset(
+    {
+        *("functools.partial", "functools.partialmethod", "functools.reduce", "builtins.map", "builtins.filter"),
+        *("itertools.starmap", "itertools.accumulate", "itertools.takewhile", "itertools.dropwhile", "operator.call"),
+        *("collections.defaultdict", "torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"),
+        *("torch._utils._rebuild_wrapper_subclass", "weakref.finalize"),
+    }
+)
+# What these make is a call in waiting: data to have, an attempt to call.
+CALLS_IN_WAITING: Final = frozenset(
+    {
+        *("functools.partial", "functools.partialmethod", "builtins.getattr", "operator.attrgetter"),
+        *("operator.methodcaller", "operator.itemgetter"),
+    }
+)
+
+_PYTHON_2: Final = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "_functools": "functools",
+    "_operator": "operator",
+}
 
 
 def modern_module(module: str) -> str:
-    """The Python 3 name of a module that a protocol-2 pickle calls by its Python 2 name."""
-    return _OLD_MODULES.get(module, module)
+    """The name by which this module knows `module`: Python 3's for those of Python 2, the public one for C's."""
+    return _PYTHON_2.get(module, module)
 
 
 def is_dangerous(module: str, qualname: str) -> bool:
-    """Whether calling `module.qualname` would run code, or touch files, processes or the network."""
+    """Whether calling `qualname` of `module` would run code, or touch files, processes or the network."""
     module = modern_module(module)
-    # `os` of some other module (`shutil.os.system`, `a.b` + `c.os.system`) is still `os`.
     parts = qualname.split(".")
-    if f"{module}.{qualname}" in _HARMLESS:
+    if (module, qualname) in _DATA:
         return False
-    if module in _MODULES or module.split(".", 1)[0] in _MODULES:
+    if module.split(".", 1)[0] in _PACKAGES or parts[0] in _NAMES.get(module, ()):
         return True
-    names = _NAMES.get(module)
-    if names is not None and ("*" in names or parts[0] in names or qualname in names):
+    if any(module == whole or module.startswith(whole + ".") for whole in _WHOLE_MODULES):
         return True
-    if len(parts) > 1 and (any(part in _MODULES for part in parts[:-1]) or _has_dunder(parts)):
-        return True
-    return any(module.startswith(outer + ".") and "*" in inner for outer, inner in _NAMES.items())
+    # A module that another one imported (`torch.serialization` + `os.system`), or a way around it (`f.__globals__`).
+    return any(part in _PACKAGES for part in parts[:-1]) or any(_is_dunder(part) for part in parts[len(parts) == 1 :])
 
 
-def _has_dunder(parts: list[str]) -> bool:
-    """A path through `__globals__`, `__class__` and the like; no honest qualname has one before or at its end."""
-    return any(part.startswith("__") and part.endswith("__") for part in parts)
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
-def suspicious(names: Iterable[str]) -> list[str]:
-    """Those of the `module.qualname` paths met in a pickle that would be dangerous to call, sorted."""
-    return sorted(name for name in set(names) if is_dangerous(*_split(name)))
-
-
-def _split(path: str) -> tuple[str, str]:
-    """Module and qualname of a dotted path whose boundary is not known: the longest module that is known wins."""
-    head, _, tail = path.rpartition(".")
-    return head, tail
+def suspicious(names: Iterable[tuple[str, str]]) -> list[str]:
+    """Of the globals (module, qualname) that a pickle mentions, the paths that would be dangerous to call, sorted."""
+    return sorted(f"{module}.{qualname}" for module, qualname in set(names) if is_dangerous(module, qualname))

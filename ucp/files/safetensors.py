@@ -69,7 +69,7 @@ def read_safetensors(path: Path) -> SafetensorsFile:
 def build_header(
     tensors: Sequence[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str], alignment: int = 8
 ) -> SafetensorsLayout:
-    """Lay `tensors` (name, dtype, shape) end to end in the given order; data starts at a multiple of `alignment` bytes."""
+    """Lay `tensors` (name, dtype, shape) end to end, in order; the data starts at a multiple of `alignment` bytes."""
     claims: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: list[tuple[str, int]] = []
     at = 0
@@ -158,10 +158,10 @@ def _entry(name: str, claim: Any, data_start: int, path: Path) -> TensorEntry:
     if not _are_lengths(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise IntegrityError(f"{path}: {name!r} claims the bytes {offsets!r}", hint=_HINT)
     start, stop = offsets
-    if _numel(shape) * dtype.itemsize != stop - start:
+    needed = _numel(shape) * dtype.itemsize
+    if needed != stop - start:
         raise IntegrityError(
-            f"{path}: {name!r} of {dtype} {tuple(shape)} needs {_numel(shape) * dtype.itemsize} bytes, but claims {stop - start}",
-            hint=_HINT,
+            f"{path}: {name!r} of {dtype} {tuple(shape)} needs {needed} bytes, but claims {stop - start}", hint=_HINT
         )
     return TensorEntry(name, dtype, tuple(shape), data_start + start, data_start + stop)
 

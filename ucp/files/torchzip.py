@@ -1,7 +1,7 @@
 """A file of `torch.save`: where each tensor's bytes lie, without loading them and without torch.
 
-The file is a zip archive of uncompressed entries: `<prefix>/data.pkl` describes the objects, `<prefix>/data/<key>` holds
-one storage each. The prefix is whatever the writer chose.
+The file is a zip archive of uncompressed entries: `<prefix>/data.pkl` describes the objects, `<prefix>/data/<key>`
+holds one storage each. The prefix is whatever the writer chose.
 """
 
 from __future__ import annotations
@@ -78,16 +78,13 @@ class TorchFile:
         return known
 
     def position(self, ref: TensorRef) -> int:
-        """Byte of the file where the first element of `ref` lies. The whole view was checked to lie inside its storage."""
+        """Byte of the file where the first element of `ref` lies; checks that all its elements lie in its storage."""
         storage = ref.storage
         entry = self.entries.get(f"{self._prefix}/data/{storage.key}")
         if entry is None:
-            raise IntegrityError(f"{self.path}: storage {storage.key!r} is not in the file", hint=COPY_AGAIN)
+            raise self._damaged(f"storage {storage.key!r} is not in the file")
         if storage.nbytes != entry.size:
-            raise IntegrityError(
-                f"{self.path}: storage {storage.key!r} should have {storage.nbytes} bytes, its zip entry has {entry.size}",
-                hint=COPY_AGAIN,
-            )
+            raise self._damaged(f"storage {storage.key!r} should have {storage.nbytes} bytes, but has {entry.size}")
         if not entry.stored:
             raise NotUnderstoodError(f"{self.path}: zip entry {entry.name!r} is compressed", hint=_RESAVE)
         start = self.payload(entry)
@@ -97,12 +94,14 @@ class TorchFile:
         for length, stride in zip(ref.shape, ref.strides, strict=True):
             last += (length - 1) * stride
         if (last + 1) * ref.dtype.itemsize > entry.size:
-            raise IntegrityError(
-                f"{self.path}: a tensor of shape {ref.shape} at element {ref.offset} reaches past its storage {storage.key!r} "
-                f"of {entry.size} bytes",
-                hint=COPY_AGAIN,
+            raise self._damaged(
+                f"a tensor of {ref.dtype} {ref.shape} at element {ref.offset} with strides {ref.strides} "
+                f"reaches past storage {storage.key!r} of {entry.size} bytes"
             )
         return start + ref.offset * ref.dtype.itemsize
+
+    def _damaged(self, what: str) -> IntegrityError:
+        return IntegrityError(f"{self.path}: {what}", hint=COPY_AGAIN)
 
     def _find_prefix(self) -> str:
         """What stands before `/data.pkl`; as torch does, taken from the first entry."""
@@ -163,7 +162,7 @@ def _check_is_zip(read: Read, start: int, stop: int, where: str) -> None:
 
 
 class _Opened:
-    """A file open for positional reads, for the length of a `with` block: an index of many ranks must not keep them open."""
+    """A file open for positional reads for the length of a `with` block: an index of many ranks keeps none open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -186,7 +185,7 @@ class _Opened:
                 more = os.pread(self._fd, size - len(data), offset + len(data))
                 if not more:
                     raise IntegrityError(
-                        f"{self._path}: ends at byte {offset + len(data)}, but bytes [{offset}, {offset + size}) are needed",
+                        f"{self._path}: ends at byte {offset + len(data)}, but {size} bytes at {offset} are needed",
                         hint=COPY_AGAIN,
                     )
                 data += more
