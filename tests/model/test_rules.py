@@ -185,4 +185,4 @@ def test_json_gives_the_rule_back(case: tuple[Rule, Shape, int]) -> None:
 )
 def test_damaged_json_is_refused(data: object) -> None:
     with pytest.raises(IntegrityError, match="not a rule"):
-        rule_from_json(data)  # type: ignore[arg-type]
+        rule_from_json(data)

@@ -25,7 +25,7 @@ from ucp.model.rules import Cut, Rule, RuleBook
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 MAX_RULE_FILE_BYTES: Final = 1 * tunables.MIB
 

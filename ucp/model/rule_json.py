@@ -32,7 +32,7 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
     return out
 
 
-def rule_from_json(data: Mapping[str, Any]) -> Rule:
+def rule_from_json(data: Any) -> Rule:
     """The rule that `rule_to_json` wrote; anything else is refused."""
     if not isinstance(data, Mapping) or data.get("cut") not in get_args(Cut) or data.keys() - _FIELDS:
         raise _bad(data)

@@ -148,7 +148,7 @@ def _join(first: Box, second: Box) -> Box | None:
 
 def _simplified(logical: Shape, slices: Sequence[tuple[SlicePiece, ...]]) -> Rule | None:
     """The plain rule that cuts exactly these slices, if there is one."""
-    if any(piece.scale != 1.0 for pieces in slices for piece in pieces):
+    if 0 in logical or any(piece.scale != 1.0 for pieces in slices for piece in pieces):
         return None
     if all(pieces == (SlicePiece(whole(logical), 0),) for pieces in slices):
         return REPLICATED
