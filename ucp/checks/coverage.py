@@ -7,7 +7,8 @@ from math import prod
 from typing import Final
 
 from ucp.checks.findings import Finding, place
-from ucp.checks.tasks import Context
+from ucp.checks.tasks import Context, failure
+from ucp.errors import UcpError
 from ucp.model.box import Box, Shape, flat_index
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.coverage import Gap, Overlap, coverage
@@ -21,10 +22,18 @@ _HINT_OVERLAP: Final = "is the rule right that cuts it? `ucp inspect SRC --param
 def look(context: Context) -> Iterator[Finding]:
     """One finding an atom that has a gap or an overlap, and one a replica that overlaps itself."""
     for atom in context.checkpoint.atoms():
-        yield from _cover(atom, atom.fragments, complete=True)
-        for cover in atom.replicas:
-            # With an average every cover is a whole of its own; a copy may be of a part.
-            yield from _cover(atom, cover, complete=atom.combine == "average")
+        try:
+            yield from _atom(atom)
+        except UcpError as error:
+            context.broken.add((atom.name, atom.kind))
+            yield failure("readable", error, atom.name, atom.kind)
+
+
+def _atom(atom: Atom) -> Iterator[Finding]:
+    yield from _cover(atom, atom.fragments, complete=True)
+    for cover in atom.replicas:
+        # With an average every cover is a whole of its own; a copy may be of a part.
+        yield from _cover(atom, cover, complete=atom.combine == "average")
 
 
 def _cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -> Iterator[Finding]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ucp.model.checkpoint import Checkpoint, Fragment, Role
+from ucp.checks.tasks import Context
+from ucp.model.checkpoint import Fragment, Role
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 
@@ -28,15 +29,14 @@ class Held:
 class FileMap:
     """Every byte range that an atom takes up, replicas included. A strided view counts as its span."""
 
-    def __init__(self, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, context: Context | None) -> None:
         self._held: dict[str, list[Held]] = {}
         self._starts: dict[str, list[int]] = {}
         self._stops: dict[str, list[int]] = {}  # the furthest so far
-        if checkpoint is None:
+        if context is None:
             return
-        roles = {name: parameter.role for name, parameter in checkpoint.parameters.items()}
-        for atom in checkpoint.atoms():
-            role = roles[atom.name]
+        for atom in context.atoms():
+            role = context.checkpoint.parameters[atom.name].role
             for cover in (atom.fragments, *atom.replicas):
                 for fragment in cover:
                     if fragment.inline is None and fragment.region.numel:

@@ -26,6 +26,8 @@ from ucp.model.slabs import slabs
 def look(context: Context) -> Iterator[Task]:
     """One task a parameter that has both; where the ranks average, one for each rank's own pair."""
     for parameter in context.checkpoint.parameters.values():
+        if not all(map(context.is_sound, parameter.atoms.values())):
+            continue
         for weight, master in _pairs(parameter):
             nbytes = sum(f.nbytes for atom in (weight, master) for f in atom.fragments)
             run = partial(_compare, context.files, weight, master)

@@ -21,7 +21,7 @@ from ucp.model.slabs import slabs
 
 def look(context: Context) -> Iterator[Task]:
     """One task an atom that has copies. (Steps have a check of their own; averaged parameters differ by design.)"""
-    for atom in context.checkpoint.atoms():
+    for atom in context.atoms():
         if atom.replicas and atom.combine == "copy" and atom.kind != STEP:
             nbytes = sum(fragment.nbytes for cover in (atom.fragments, *atom.replicas) for fragment in cover)
             # Nothing keeps buffers equal over ranks: each may count for itself, and the first one's is taken.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol, cast
 
 from ucp.checks.findings import Finding, Level, Report
@@ -64,9 +64,10 @@ def verify(
     except UcpError as error:
         from ucp.checks.unreadable import diagnose
 
-        report.add(_unreadable(error))
         with SourceFiles(path if path.is_dir() else path.parent) as files:
             _carry_out(report, diagnose(path, options, level, files), jobs, meter_to)
+        report.add(_unreadable(error, report.findings))
+        report.sort()
         return report
     report.format = checkpoint.format
     report.parameters = len(checkpoint.parameters)
@@ -74,7 +75,8 @@ def verify(
     report.files = len(checkpoint.sizes)
     with SourceFiles(checkpoint.root) as files:
         context = Context(checkpoint, files)
-        modules = dict.fromkeys(check.module for check in checks if check.module)
+        # Coverage looks at every fragment: what cannot be located then, no other check may touch.
+        modules = dict.fromkeys(["coverage", *(check.module for check in checks if check.module)])
         _carry_out(report, (item for module in modules for item in _look(module, context)), jobs, meter_to)
     return report
 
@@ -114,8 +116,10 @@ def _carry_out(report: Report, items: Iterable[Finding | Task], jobs: int, progr
     report.sort()
 
 
-def _unreadable(error: UcpError) -> Iterator[Finding]:
-    """Why there is no index. An error that lists several problems becomes as many findings."""
+def _unreadable(error: UcpError, known: Sequence[Finding]) -> Iterator[Finding]:
+    """Why there is no index: one finding a problem that the reader lists, without files already known to be missing."""
+    missing = [PurePosixPath(finding.file).name for finding in known if finding.check == "grid" and finding.file]
     head, *lines = error.what.split("\n    ")
     for what in lines or [head]:
-        yield Finding("readable", "error", what, hint=error.hint, exit_code=error.exit_code)
+        if not any(name in what for name in missing):
+            yield Finding("readable", "error", what, hint=error.hint, exit_code=error.exit_code)

@@ -29,7 +29,7 @@ _NAMED: Final = 3  # parameters that a message names
 def look(context: Context) -> Iterator[Finding | Task]:
     """One task a span of every file of the checkpoint."""
     checkpoint = context.checkpoint
-    held = FileMap(checkpoint)
+    held = FileMap(context)
     # ZeRO rounds a flat buffer up to a multiple of two elements a rank, and may align each parameter to 16 bytes.
     # Universal folders keep whole tensors; what is left out of those are rows beyond the vocabulary.
     padding = 0 if checkpoint.format == "deepspeed-universal" else max(2 * checkpoint.mesh.dp, 16)

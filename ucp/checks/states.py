@@ -15,8 +15,8 @@ def look(context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
     for parameter in checkpoint.parameters.values():
         yield from _own_shapes(parameter)
-        for atom in parameter.atoms.values():
-            yield from _one_dtype(atom)
+    for atom in context.atoms():
+        yield from _one_dtype(atom)
     for siblings in _groups(checkpoint):
         yield from _states(siblings, "error" if checkpoint.mesh.zero else "warning")
         yield from _state_shapes(siblings)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ucp.checks.findings import Finding
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import Checkpoint
+from ucp.model.checkpoint import Atom, Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a check looks at: the index and the files behind it."""
+    """What a check looks at: the index and the files behind it.
+
+    Fragments are made when they are looked at, and some may turn out not to be in their file. Those atoms are `broken`:
+    `coverage`, which sees all fragments first, reports them and puts their ids here; nobody else touches them.
+    """
 
     checkpoint: Checkpoint
     files: SourceFiles
+    broken: set[tuple[str, str]] = field(default_factory=set)
+
+    def atoms(self) -> Iterator[Atom]:
+        """Every atom whose fragments can be located."""
+        return (atom for atom in self.checkpoint.atoms() if self.is_sound(atom))
+
+    def is_sound(self, atom: Atom) -> bool:
+        return (atom.name, atom.kind) not in self.broken
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,238 @@
+"""Real DeepSpeed checkpoints, sound and damaged: what a person sees when a copy went wrong."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checks.made import flip
+from ucp.api import convert
+from ucp.checks import Finding, Report, verify
+from ucp.files.torchzip import TorchFile
+from ucp.formats.registry import ReadOptions
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+SOUND = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()) if FIXTURES.is_dir() else []
+STEP = "global_step3"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> object:
+    """A function that copies a fixture to a place where it may be damaged."""
+
+    def make(name: str) -> Path:
+        shutil.copytree(FIXTURES / name, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def errors(report: Report, check: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.check == check and finding.severity == "error"]
+
+
+def alarms(report: Report) -> list[str]:
+    """Everything but notes."""
+    return [str(finding) for finding in report.findings if finding.severity != "note"]
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_fixture_raises_no_alarm(name: str) -> None:
+    report = verify(FIXTURES / name, "deep")
+    assert alarms(report) == []
+    assert report.exit_code == 0
+    assert report.atoms > 0
+
+
+def test_sound_corpus_raises_no_alarm(corpus: Path) -> None:
+    sources = [path for family in ("deepspeed", "megatron_deepspeed") for path in sorted((corpus / family).iterdir())]
+    sources += sorted(path.parent for path in (corpus / "huggingface").rglob("latest"))
+    found = {str(source): alarms(verify(source, "deep")) for source in sources}
+    assert len(found) > 50
+    assert {source: texts for source, texts in found.items() if texts} == {}
+
+
+def test_sound_atoms_of_a_fixture_raise_no_alarm(tmp_path: Path) -> None:
+    convert(FIXTURES / "z1_bf16_tp2_dp2", tmp_path / "atoms")
+    convert(FIXTURES / "z1_bf16_tp2_dp2", tmp_path / "view", link=True)
+    for folder in ("atoms", "view"):
+        assert alarms(verify(tmp_path / folder, "deep")) == []
+
+
+def test_wrong_slice_mappings_are_noted() -> None:
+    report = verify(FIXTURES / "z2_bf16_roundrobin_dp3", "quick")
+    assert [finding.severity for finding in report.findings if finding.check == "slice-mappings"] == ["note"]
+
+
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("z1_bf16_dp2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("z1_bf16_tp2_dp2", "mp_rank_01_model_states.pt"),
+        ("z3_fp32_dp3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("pp2_tp2_z1_bf16_untied_dp1", "layer_02-model_01-model_states.pt"),
+    ],
+)
+def test_a_missing_rank_file_is_named(copy, name: str, file: str) -> None:
+    folder = copy(name)
+    (folder / STEP / file).unlink()
+    report = verify(folder, "quick")
+    assert f"{STEP}/{file}" in {finding.file for finding in errors(report, "grid")}, alarms(report)
+    assert [finding.check for finding in report.findings if finding.severity == "error"] == ["grid"]
+    assert report.exit_code == 1
+
+
+def test_a_stray_file_is_a_warning(copy) -> None:
+    folder = copy("z1_bf16_dp2")
+    shutil.copy(folder / STEP / "mp_rank_00_model_states.pt", folder / STEP / "mp_rank_00_model_states.old.pt")
+    report = verify(folder, "quick")
+    (finding,) = (finding for finding in report.findings if finding.check == "grid")
+    assert (finding.severity, finding.file) == ("warning", f"{STEP}/mp_rank_00_model_states.old.pt")
+    assert report.exit_code == 0
+
+
+def test_a_rank_of_another_world_size_is_inconsistent(copy) -> None:
+    folder = copy("z1_bf16_dp2")
+    like = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(like, folder / STEP / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    report = verify(folder, "quick")
+    assert report.exit_code == 1
+    assert errors(report, "readable")
+
+
+@pytest.mark.parametrize("name", ["z1_bf16_dp2", "z1_fp16_dp2", "z1_bf16opt_dp3"])
+def test_swapped_ranks_are_found(copy, name: str) -> None:
+    folder = copy(name)
+    first, second = sorted((folder / STEP).glob("*zero_pp_rank_[01]_*optim_states.pt"))
+    first.rename(folder / "aside")
+    second.rename(first)
+    (folder / "aside").rename(second)
+    report = verify(folder)
+    assert report.exit_code == 1
+    assert errors(report, "master-matches-weight") or errors(report, "readable"), alarms(report)
+
+
+def test_a_changed_replica_is_found(copy) -> None:
+    folder = copy("z1_bf16_tp2_dp2")
+    sound = verify_index(folder)
+    atom = next(a for a in sound.atoms() if a.replicas and a.kind == "exp_avg" and a.numel > 4)
+    fragment = atom.replicas[0][0]
+    flip(folder / fragment.file, fragment.offset + 3)
+    report = verify(folder)
+    (finding,) = errors(report, "replicas")
+    assert (finding.parameter, finding.kind, finding.file) == (atom.name, "exp_avg", fragment.file)
+    assert finding.rank == fragment.rank
+    assert errors(verify(folder, "deep"), "zip-crc")
+    assert verify(folder, "deep").exit_code == 4
+
+
+def test_a_flipped_bit_of_a_moment_is_found_by_its_crc_alone(copy) -> None:
+    folder = copy("z3_fp32_dp3")
+    atom = next(a for a in verify_index(folder).atoms() if a.kind == "exp_avg_sq" and len(a.fragments) > 1)
+    fragment = atom.fragments[1]
+    flip(folder / fragment.file, fragment.offset)
+    assert verify(folder).exit_code == 0
+    report = verify(folder, "deep")
+    (finding,) = errors(report, "zip-crc")
+    assert finding.file == fragment.file
+    assert finding.byte_range is not None
+    assert finding.byte_range[0] <= fragment.offset < finding.byte_range[1]
+    assert atom.name in finding.message
+    assert report.exit_code == 4
+
+
+@pytest.mark.parametrize("cut", [1, 100, 5000])
+def test_a_truncated_file_is_integrity(copy, cut: int) -> None:
+    folder = copy("z1_bf16_dp2")
+    path = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    os.truncate(path, path.stat().st_size - cut)
+    report = verify(folder, "quick")
+    assert report.exit_code == 4
+    assert path.name in errors(report, "readable")[0].message
+
+
+def test_a_damaged_pickle_is_blamed_on_its_bytes(copy) -> None:
+    """Whatever a flipped bit turns the pickle into, the CRC says that it is damage."""
+    folder = copy("z1_bf16_dp2")
+    path = folder / STEP / "mp_rank_00_model_states.pt"
+    archive = TorchFile(path)
+    (entry,) = (entry for name, entry in archive.entries.items() if name.endswith("/data.pkl"))
+    start = archive.payload(entry)
+    whole = path.read_bytes()
+    for offset in range(0, entry.size, max(1, entry.size // 20)):
+        path.write_bytes(whole)
+        flip(path, start + offset, 4)
+        report = verify(folder, "deep")
+        assert report.exit_code == 4, (offset, alarms(report))
+        assert any("data.pkl" in finding.message for finding in errors(report, "zip-crc"))
+
+
+def test_files_of_two_steps_are_inconsistent(copy) -> None:
+    """The optimizer file of one rank says that it is three steps on."""
+    folder = copy("z1_bf16_dp2")
+    path = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    saved = torch.load(path, weights_only=False)
+    for state in saved["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["step"] += 3
+    torch.save(saved, path)
+    report = verify(folder)
+    assert report.exit_code == 1
+    assert any("step" in finding.message and path.name in finding.message for finding in report.findings), alarms(
+        report
+    )
+
+
+def test_a_dropped_state_is_inconsistent(copy) -> None:
+    folder = copy("z1_bf16_dp2")
+    path = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    saved = torch.load(path, weights_only=False)
+    for state in saved["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        del state["exp_avg"]
+    torch.save(saved, path)
+    report = verify(folder, "quick")
+    assert report.exit_code == 1
+    assert any("exp_avg" in finding.message for finding in report.findings)
+
+
+def test_a_pickle_that_runs_something_is_unsafe(copy, tmp_path: Path) -> None:
+    folder = copy("z1_bf16_dp2")
+    path = folder / STEP / "mp_rank_00_model_states.pt"
+
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch {tmp_path}/sprung",)
+
+    buffer = io.BytesIO()
+    torch.save({"module": {}, "trap": Trap()}, buffer, pickle_module=pickle)
+    path.write_bytes(buffer.getvalue())
+    assert zipfile.is_zipfile(path)
+    report = verify(folder, "deep")
+    assert not (tmp_path / "sprung").exists()
+    assert report.exit_code == 6
+    assert errors(report, "readable")
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    report = verify(tmp_path)
+    assert [finding.check for finding in report.findings] == ["readable"]
+    assert report.exit_code == 3
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    report = verify(tmp_path / "nothing", "deep")
+    assert report.exit_code == 5
+    assert "no such file" in report.findings[0].message
+
+
+def verify_index(folder: Path):
+    """The index of a sound checkpoint, to find a place that is worth damaging."""
+    from ucp.formats.registry import open_checkpoint
+
+    return open_checkpoint(folder, ReadOptions())
