@@ -59,7 +59,7 @@ class Rule:
             ratio = f", ratio={list(self.ratio)}" if self.ratio else ""
             return f"split(dim={self.dim}{parts}{ratio})"
         if self.cut == "vocab":
-            return f"vocab(dim={self.dim}, true_size={self.true_size})"
+            return f"vocab(dim={self.dim}" + (f", true_size={self.true_size})" if self.true_size else ")")
         return self.cut
 
 
