@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,11 +62,15 @@ def wall_between(importer: str, imported: str) -> str | None:
     if source_room is None:  # the library itself (`ucp/__init__.py`, `ucp/errors.py`, …)
         if importer in OPEN_TO_ALL:
             return "errors and tunables import nothing of ucp"
-        return "only the command line may import the command line" if target[1] == "cli" else None
+        if target[1] == "cli" and importer != "ucp.__main__":
+            return "only the command line may import the command line"
+        return None
     if target[1] == source_room:
         if source_room == "formats" and is_format(target) and source[2:3] != target[2:3]:
             return "a format knows no other format"
         return None
+    if target[1] not in WALLS:  # the library
+        return None if source_room == "cli" else "only the command line is built on the library"
     if target[1] not in WALLS[source_room]:
         return f"{source_room} may import {sorted(WALLS[source_room]) or 'no other room'}"
     return None
@@ -133,6 +139,34 @@ def test_only_the_command_line_prints(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["inspect", "{fixture}"],
+        ["convert", "{fixture}", "{target}", "--dry-run"],
+        ["convert", "{fixture}", "{target}"],
+        ["convert", "{fixture}", "{target}", "--link"],
+        ["verify", "{fixture}"],
+    ],
+    ids=" ".join,
+)
+def test_commands_that_move_bytes_import_no_torch(command: list[str], tmp_path: Path) -> None:
+    fixture = PACKAGE.parent / "fixtures" / "z1_bf16_dp2"
+    command = [part.format(fixture=fixture, target=tmp_path / "out") for part in command]
+    script = (
+        "import sys\n"
+        "from ucp.cli.main import main\n"
+        f"sys.argv = ['ucp', *{command!r}]\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = sorted({'torch', 'deepspeed', 'pandas', 'scipy'} & set(sys.modules))\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
     "importer, imported, allowed",
     [
         ("ucp.model.region", "ucp.errors.UsageError", True),
@@ -149,6 +183,9 @@ def test_only_the_command_line_prints(path: Path) -> None:
         ("ucp.cli.main", "ucp.checks.grid", True),
         ("ucp", "ucp.engine.plan", True),
         ("ucp", "ucp.cli.main", False),
+        ("ucp.__main__", "ucp.cli.main", True),
+        ("ucp.cli.convert", "ucp.api", True),
+        ("ucp.engine.plan", "ucp.api", False),
         ("ucp.errors", "ucp.model.box", False),
         ("ucp.model.region", "numpy", True),
     ],
