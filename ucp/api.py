@@ -177,14 +177,43 @@ def plan(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     dtype: str | DType | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    ep: int | None = None,
+    zero: int | None = None,
+    like: str | os.PathLike[str] | None = None,
+    stages: Sequence[int] | None = None,
+    vocab_size: int | None = None,
+    max_shard_size: int | None = None,
     tag: str | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
 ) -> Conversion:
-    """Index the source and lay out the target, without writing anything."""
-    selection = Selection(only, tuple(include), tuple(exclude), _dtype(dtype))
+    """Index the source and lay out the target, without writing anything.
+
+    Degrees that are left out keep the source's value, or that of the checkpoint `like`. `stages` are the numbers of the
+    first layer of every pipeline stage; `vocab_size` is the padded size of vocabulary dimensions.
+    """
+    wanted = _dtype(dtype)
+    selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
     source = select(index_checkpoint(Path(src), read_options(tag, rules, preset)), selection)
-    writer = make_writer(to, source, WriteOptions(link=link))
+    options = WriteOptions(
+        link=link,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        ep=ep,
+        zero=zero,
+        dtype=wanted,
+        like=None if like is None else index_checkpoint(Path(like), ReadOptions()),
+        max_shard_size=max_shard_size,
+        first_layers=None if stages is None else tuple(stages),
+        vocab_size=vocab_size,
+    )
+    if link and to != "atoms":
+        raise UsageError(f"--link makes virtual atoms, not {to}", hint="leave --to or --link out")
+    writer = make_writer(to, source, options)
     return Conversion(source, writer, writer.target(), Path(dst))
 
 

@@ -15,7 +15,17 @@ from ucp.formats.registry import WRITERS
 from ucp.model.checkpoint import Checkpoint
 
 
-@click.command("convert", short_help="Turn a checkpoint into atoms.")
+def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    del ctx, param
+    if value is None:
+        return None
+    try:
+        return tuple(int(word) for word in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of layer numbers such as 0,5,11") from None
+
+
+@click.command("convert", short_help="Turn a checkpoint into another one.")
 @source_argument
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option(
@@ -28,6 +38,17 @@ from ucp.model.checkpoint import Checkpoint
 @click.option(
     "--dtype", help="Cast `weight` to this dtype (fp32, bf16, fp16), from the master copy where there is one."
 )
+@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree of the target.")
+@click.option("--pp", type=click.IntRange(1), help="Pipeline-parallel degree of the target.")
+@click.option("--dp", type=click.IntRange(1), help="Data-parallel degree of the target.")
+@click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree of the target.")
+@click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the target.")
+@click.option(
+    "--like", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Take the layout of this checkpoint."
+)
+@click.option("--stages", callback=_numbers, metavar="N,N,…", help="First layer of every pipeline stage: 0,5,11.")
+@click.option("--vocab-size", type=click.IntRange(1), help="Padded size of the vocabulary in the target.")
+@click.option("--max-shard-size", type=parse_bytes, metavar="BYTES", help="Largest safetensors file. [default: 5G]")
 @reading_options
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
 @click.option(
@@ -65,14 +86,17 @@ def command(
       ucp convert run/checkpoints atoms --dry-run
       ucp convert run/checkpoints weights --only weights --dtype bf16
       ucp convert run/checkpoints view --link
+      ucp convert run/checkpoints new --to deepspeed --dp 6 --zero 3
+      ucp convert run/checkpoints hf --to safetensors --dtype bf16
 
+    Layout options that are left out keep the source's value.
     The output appears whole or not at all. A run that was killed goes on with --resume.
     """
     from ucp.cli.progress import Bar
     from ucp.engine.staging import staging_folder
 
     conversion = api.plan(src, dst, **options)
-    for note in conversion.source.notes:
+    for note in (*conversion.source.notes, *conversion.writer.notes):
         click.echo(f"note: {note.text}", err=True)
     if dry_run:
         _print_plan(conversion, jobs or api.default_jobs(), memory, as_json)

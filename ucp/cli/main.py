@@ -15,7 +15,7 @@ from ucp.errors import INTERRUPTED_EXIT_CODE, UcpError, UsageError
 # Commands are imported when they are called, so that `ucp --help` is instant.
 COMMANDS = {
     "inspect": "Show what a checkpoint holds, and where each byte of a parameter lies.",
-    "convert": "Turn a checkpoint into atoms, in one pass and constant memory.",
+    "convert": "Turn a checkpoint into another format or layout, in one pass and constant memory.",
     "verify": "Say whether the shards of a checkpoint are consistent, and if not, which rank and parameter.",
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from ucp.errors import NotUnderstoodError, StorageError, UsageError
-from ucp.model.checkpoint import Checkpoint
+from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.dtypes import DType
 from ucp.model.rules import RuleBook
 from ucp.model.target import Digests, OutputFile, Target
@@ -37,6 +37,7 @@ READERS: dict[str, str] = {
     "atoms": "ucp.formats.atoms.reader",
     "deepspeed-universal": "ucp.formats.deepspeed.universal",
     "deepspeed": "ucp.formats.deepspeed.reader",
+    "dcp": "ucp.formats.dcp.reader",
 }
 
 
@@ -67,10 +68,14 @@ class WriteOptions:
     dtype: DType | None = None  # of the module's weights
     like: Checkpoint | None = None  # copy this checkpoint's layout
     max_shard_size: int | None = None  # bytes of one file, for formats that choose their own cuts
+    first_layers: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
+    vocab_size: int | None = None  # padded size of vocabulary dimensions
 
 
 class Writer(Protocol):
     """The writing side of a format: lays out a checkpoint as files with holes. Module attribute `Writer` makes one."""
+
+    notes: list[Note]  # what a person should know about how the target differs from the source
 
     def target(self) -> Target:
         """Every file but the last."""
@@ -82,6 +87,8 @@ class Writer(Protocol):
 # name → module with a class `Writer(source, options)`.
 WRITERS: dict[str, str] = {
     "atoms": "ucp.formats.atoms.writer",
+    "deepspeed": "ucp.formats.deepspeed.writer",
+    "safetensors": "ucp.formats.huggingface.writer",
 }
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import IntegrityError
-from ucp.files.safetensors import build_header, read_safetensors
+from ucp.files.safetensors import read_safetensors
 from ucp.formats.inert_json import Encoder, decode
+from ucp.formats.outputs import carried_file, safetensors_file
 from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment
-from ucp.model.dtypes import UINT8
 from ucp.model.region import Region
-from ucp.model.target import Hole, Literal, OutputFile
+from ucp.model.target import Literal, OutputFile
 
 TREES: Final = "extras/extras.json"
 TENSORS: Final = "extras/tensors.safetensors"
@@ -28,19 +28,8 @@ def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
     yield OutputFile(TREES, len(data), (Literal(0, data),))
     if encoder.tensors:
         yield safetensors_file(TENSORS, list(encoder.tensors.items()), {})
-    for name, file in source.extras.files.items():
-        size = source.sizes[file]
-        atom = Atom(file, "file", (size,), UINT8, (Fragment(Region.all_of((size,)), file, 0, UINT8),))
-        yield OutputFile(f"{CARRIED}/{name}", size, (), (Hole(atom, Region.all_of((size,)), 0),))
-
-
-def safetensors_file(
-    path: str, tensors: list[tuple[str, Atom]], metadata: dict[str, str], alignment: int = 8
-) -> OutputFile:
-    """A safetensors file of whole atoms: the header known, the data holes."""
-    layout = build_header([(key, atom.dtype, atom.shape) for key, atom in tensors], metadata, alignment)
-    holes = tuple(Hole(atom, Region.all_of(atom.shape), layout.offsets[key]) for key, atom in tensors)
-    return OutputFile(path, layout.size, (Literal(0, layout.header),), holes)
+    for name in source.extras.files:
+        yield carried_file(source, name, f"{CARRIED}/{name}")
 
 
 def read_extras(folder: Path, carried: list[str]) -> Extras:

@@ -12,8 +12,9 @@ from ucp.formats.atoms import extras, manifest
 from ucp.formats.atoms.links import LinkTables
 from ucp.formats.atoms.paths import file_names
 from ucp.formats.inert_json import Encoder
+from ucp.formats.outputs import safetensors_file
 from ucp.formats.registry import WriteOptions
-from ucp.model.checkpoint import Atom, Checkpoint, Parameter
+from ucp.model.checkpoint import Atom, Checkpoint, Note, Parameter
 from ucp.model.rule_json import rule_to_json
 from ucp.model.target import Digests, Literal, OutputFile, Target
 
@@ -26,6 +27,7 @@ class Writer:
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
         self.link = options.link
+        self.notes: list[Note] = []
         self._names = file_names(source.parameters)
 
     def target(self) -> Target:
@@ -46,7 +48,7 @@ class Writer:
             "ucp.partition": json.dumps(self._partition(parameter)),
         }
         path = f"{FOLDER}/{self._names[parameter.name]}"
-        return extras.safetensors_file(path, _ordered(parameter), metadata, tunables.DATA_ALIGNMENT)
+        return safetensors_file(path, _ordered(parameter), metadata, tunables.DATA_ALIGNMENT)
 
     def _partition(self, parameter: Parameter) -> dict[str, Any]:
         """How the source cut this parameter: enough to cut it the same way again."""

@@ -1,0 +1,1 @@
+"""Weights as a Hugging Face folder: safetensors shards, index, config and tokenizer."""
