@@ -120,4 +120,4 @@ class Trainer:
         if not line:
             self._log.seek(0)
             raise JobError("the worker died:\n" + self._log.read().decode(errors="replace")[-4000:])
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)

@@ -32,11 +32,11 @@ def export_state(engine: Any) -> dict[str, Tensor]:
 
 def _whole_weight(p: Any) -> Tensor:
     if not hasattr(p, "ds_id"):
-        return p.detach().cpu().clone().contiguous()  # type: ignore[no-any-return]
+        return p.detach().cpu().clone().contiguous()
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([p]):
-        return p.detach().cpu().clone().contiguous()  # type: ignore[no-any-return]
+        return p.detach().cpu().clone().contiguous()
 
 
 def _optimizer_state(engine: Any) -> Iterator[tuple[Any, str, Tensor]]:

@@ -27,13 +27,13 @@ class Tp:
         self.rank, self.size, self.group = rank, size, group
 
     def identity_then_sum(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else _IdentityThenSum.apply(x, self.group)  # type: ignore[no-any-return]
+        return x if self.size == 1 else _IdentityThenSum.apply(x, self.group)
 
     def sum_then_identity(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else _SumThenIdentity.apply(x, self.group)  # type: ignore[no-any-return]
+        return x if self.size == 1 else _SumThenIdentity.apply(x, self.group)
 
     def gather_last(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else _GatherLast.apply(x, self)  # type: ignore[no-any-return]
+        return x if self.size == 1 else _GatherLast.apply(x, self)
 
 
 class _IdentityThenSum(torch.autograd.Function):
@@ -43,7 +43,7 @@ class _IdentityThenSum(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -57,7 +57,7 @@ class _SumThenIdentity(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: ARG004
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return grad, None
 
 
@@ -70,7 +70,7 @@ class _GatherLast(torch.autograd.Function):
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.tp.size, -1)[ctx.tp.rank].contiguous(), None
 
 
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         scores = scores.masked_fill(~self.mask[:length, :length], float("-inf"))
         out = F.softmax(scores.float(), -1).to(x.dtype) @ v
-        return self.proj(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+        return self.proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Mlp(nn.Module):
@@ -126,8 +126,8 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.swiglu:
             gate, up = self.gate_up(x).chunk(2, -1)
-            return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -156,7 +156,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln1(x))
         out = self.mlp(self.ln2(x))
-        return x + (out[0] if self.moe else out)  # type: ignore[no-any-return]
+        return x + (out[0] if self.moe else out)
 
 
 class Embedding(nn.Module):
@@ -216,7 +216,7 @@ class PipeEmbedding(nn.Module):
         self.embed = Embedding(spec, tp)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.embed(tokens)  # type: ignore[no-any-return]
+        return self.embed(tokens)
 
     def scores(self, x: Tensor) -> Tensor:
         return logits(x, self.embed.weight, self.embed.tp, self.embed.vocab)
@@ -238,7 +238,7 @@ class PipePositions(nn.Module):
         self.pos = nn.Embedding(spec.positions, spec.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.pos(torch.arange(x.shape[1]))  # type: ignore[no-any-return]
+        return x + self.pos(torch.arange(x.shape[1]))
 
 
 def _scores(layer: PipeEmbedding, x: Tensor) -> Tensor:
@@ -367,7 +367,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # noqa: ARG002
         for group in self.param_groups:
             first, second = group["betas"]
             for p in group["params"]:
