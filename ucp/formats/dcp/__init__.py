@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint folders: FSDP2, DTensor, HSDP, DDP, torchtitan, Accelerate, HuggingFaceStorageWriter."""

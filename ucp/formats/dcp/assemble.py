@@ -1,0 +1,298 @@
+"""From sorted keys to the checkpoint index: parameters with their states, groups, extras."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.errors import InconsistentError
+from ucp.files.local import SourceFiles
+from ucp.formats.dcp.archives import Archives, Objects
+from ucp.formats.dcp.groups import Group, Values, read_groups
+from ucp.formats.dcp.keys import ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
+from ucp.formats.dcp.metadata import METADATA, Entry, Folder, ObjectEntry, TensorEntry
+from ucp.formats.dcp.nesting import nest
+from ucp.formats.dcp.roles import find_roles, find_ties
+from ucp.model.checkpoint import STEP, WEIGHT, Atom, Fragment, Note, Parameter, ParamGroup
+from ucp.model.dtypes import BOOL, FLOAT64, INT64
+from ucp.model.layout import Rank
+from ucp.model.region import Region
+
+# States that have the parameter's own shape in every optimizer that knows them.
+_LIKE_WEIGHT: Final = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param"})
+
+
+@dataclass(slots=True)
+class Contents:
+    """What the folders of a checkpoint hold, ready for the index."""
+
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    groups: list[ParamGroup] = field(default_factory=list)
+    trees: dict[str, Any] = field(default_factory=dict)  # extras by the name of the metadata file
+    notes: list[Note] = field(default_factory=list)
+    step: int | None = None
+    style: dict[str, Any] = field(default_factory=dict)  # how keys were built, so that a writer can do the same
+
+
+def assemble(root: Path, folders: list[Folder]) -> Contents:
+    """Index the folders as one checkpoint (Accelerate keeps model and optimizer in a folder each)."""
+    with SourceFiles(root) as files:
+        return _Assembly(root, files, folders).contents
+
+
+class _Assembly:
+    def __init__(self, root: Path, files: SourceFiles, folders: list[Folder]) -> None:
+        self.root = root
+        self.files = files
+        self.archives = Archives(root)
+        self.values = Values(self.archives, files, Objects(files))
+        self.contents = Contents()
+        self.left: dict[str, list[Entry]] = {folder.name: [] for folder in folders}
+        optimizers: list[tuple[OptimizerKeys, list[Group], Folder]] = []
+        for folder in folders:
+            found, self.left[folder.name] = find_optimizers(folder)
+            optimizers.extend((optimizer, read_groups(optimizer, self.values), folder) for optimizer in found)
+        wanted = [_used_names(optimizer, groups) for optimizer, groups, _ in optimizers if not optimizer.by_number]
+        models: list[tuple[ModelKeys, Folder]] = []
+        for folder in folders:
+            found_models, self.left[folder.name] = find_models(folder, self.left[folder.name], wanted)
+            models.extend((model, folder) for model in found_models)
+        self._index(models, optimizers)
+        self._style(models, optimizers)
+        self._extras()
+
+    # model ------------------------------------------------------------------------------------------------------
+
+    def _index(
+        self, models: list[tuple[ModelKeys, Folder]], optimizers: list[tuple[OptimizerKeys, list[Group], Folder]]
+    ) -> None:
+        several = len(models) > 1
+        names_of: list[dict[str, str]] = []  # per model: what its optimizer may call a tensor → our name
+        tensors: dict[str, TensorEntry] = {}
+        for model, _ in models:
+            names = self._plain_names(model, [o for o, _, _ in optimizers])
+            if several:
+                prefix = ".".join(map(str, model.prefix))
+                names = {theirs: f"{prefix}.{ours}" if prefix else ours for theirs, ours in names.items()}
+            names_of.append(names)
+            for theirs, entry in model.tensors.items():
+                tensors[names[theirs]] = entry
+        trained: set[str] = set()
+        owned: list[tuple[OptimizerKeys, list[Group], Mapping[str, str]]] = []
+        for optimizer, groups, _ in optimizers:
+            translate = self._translate(optimizer, groups, names_of, tensors)
+            if translate is None:
+                continue
+            owned.append((optimizer, groups, translate))
+            trained.update(translate.values())
+        roles = find_roles(tensors, trained, has_optimizer=bool(owned))
+        ties = find_ties(self.archives, self.files, tensors, trained, roles) if owned else {}
+        parameters = self.contents.parameters
+        for name, entry in tensors.items():
+            if name not in ties:
+                atom = self.archives.atom(entry, name, WEIGHT)
+                parameters[name] = Parameter(name, entry.shape, roles[name], {WEIGHT: atom})
+        for alias, owner in ties.items():
+            parameter = parameters[owner]
+            parameter.aliases = (*parameter.aliases, alias)
+            weight, copy = parameter.atoms[WEIGHT], self.archives.atom(tensors[alias], owner, WEIGHT)
+            parameter.atoms[WEIGHT] = Atom(
+                owner, WEIGHT, weight.shape, weight.dtype, weight.fragments, (*weight.replicas, copy.fragments)
+            )
+        for optimizer, groups, known in owned:
+            self._states(optimizer, known)
+            self._groups(groups, known)
+
+    def _plain_names(self, model: ModelKeys, optimizers: list[OptimizerKeys]) -> dict[str, str]:
+        """Stored name → parameter name: without what wrappers of the module added."""
+        plain = {name: unwrapped(name) for name in model.tensors}
+        theirs = {name for optimizer in optimizers if not optimizer.by_number for name in optimizer.states}
+        if all(name.startswith("module.") for name in plain.values()) and not any(
+            name.startswith("module.") for name in theirs
+        ):
+            plain = {name: ours.removeprefix("module.") for name, ours in plain.items()}
+        if len(set(plain.values())) != len(plain):
+            return {name: name for name in plain}
+        changed = next((name for name, ours in plain.items() if name != ours), None)
+        if changed is not None:
+            self._note("wrapper-names", f"wrappers were removed from parameter names: {changed} is {plain[changed]}")
+        return plain
+
+    # optimizer --------------------------------------------------------------------------------------------------
+
+    def _translate(
+        self,
+        optimizer: OptimizerKeys,
+        groups: list[Group],
+        names_of: list[dict[str, str]],
+        tensors: Mapping[str, TensorEntry],
+    ) -> dict[str, str] | None:
+        """What this optimizer calls a parameter → our name; None, and its states are extras, where that is unknown."""
+        used = list(dict.fromkeys([*(name for group in groups for name in group.names), *optimizer.states]))
+        if optimizer.by_number:
+            return self._by_number(optimizer, groups, list(tensors), tensors)
+        best: dict[str, str] = {}
+        for names in names_of:
+            ours = {**{unwrapped(theirs): own for theirs, own in names.items()}, **{own: own for own in names.values()}}
+            known = {name: ours[unwrapped(name)] for name in used if unwrapped(name) in ours}
+            best = known if len(known) > len(best) else best
+        # An optimizer that was saved without its model still has names and shapes of its own.
+        return {name: best.get(name, unwrapped(name)) for name in used}
+
+    def _by_number(
+        self, optimizer: OptimizerKeys, groups: list[Group], names: list[str], tensors: Mapping[str, TensorEntry]
+    ) -> dict[str, str] | None:
+        """Numbers count parameters group by group; only the model's order and the shapes tell which is which."""
+        numbers = [name for group in groups for name in group.names] or sorted(optimizer.states, key=int)
+        floats = [name for name in names if tensors[name].dtype.family == "float"]
+        orders = [
+            floats,
+            [n for n in floats if len(tensors[n].shape) > 1] + [n for n in floats if len(tensors[n].shape) < 2],
+        ]
+        for order in orders if len(groups) > 1 else orders[:1]:
+            found = _match(numbers, order, optimizer.states, tensors)
+            if found is not None:
+                self._note(
+                    "states-by-order",
+                    "the optimizer numbers its parameters: they were matched to names by order and shapes",
+                )
+                return found
+        self._note(
+            "states-unnamed",
+            f"the optimizer numbers its {len(numbers)} parameters, in an unknown order: its states are extras",
+        )
+        name = next(iter(self.left))
+        self.left[name].extend(entry for states in optimizer.states.values() for entry in states.values())
+        return None
+
+    def _states(self, optimizer: OptimizerKeys, translate: Mapping[str, str]) -> None:
+        for theirs, states in optimizer.states.items():
+            name = translate[theirs]
+            for kind, entry in states.items():
+                atom = self._state_atom(name, kind, entry)
+                if atom is None:
+                    self.values.unread.append(entry)
+                    continue
+                parameter = self.contents.parameters.get(name)
+                if parameter is None:
+                    shape = next((e.shape for e in states.values() if isinstance(e, TensorEntry) and e.shape), ())
+                    parameter = self.contents.parameters[name] = Parameter(name, shape)
+                elif atom.shape != parameter.shape and (kind in _LIKE_WEIGHT or atom.numel == parameter.numel > 1):
+                    raise InconsistentError(
+                        f"{self.root}: {entry.key} has the shape {list(atom.shape)},"
+                        f" its parameter {list(parameter.shape)}",
+                        hint="the folder mixes files of two models; restore those of one save",
+                    )
+                parameter.atoms[kind] = atom
+                if kind == STEP and self.contents.step is None:
+                    value = self.values.plain(entry)
+                    self.contents.step = int(value) if isinstance(value, (int, float)) and value >= 0 else None
+
+    def _state_atom(self, name: str, kind: str, entry: Entry) -> Atom | None:
+        if isinstance(entry, TensorEntry):
+            return self.archives.atom(entry, name, kind)
+        value = self.values.objects.value(entry)
+        if isinstance(value, bool):
+            dtype, data = BOOL, struct.pack("<?", value)
+        elif isinstance(value, int) and -(2**63) <= value < 2**63:
+            dtype, data = INT64, struct.pack("<q", value)
+        elif isinstance(value, float):
+            dtype, data = FLOAT64, struct.pack("<d", value)
+        else:
+            return None
+        rank = Rank(dp=entry.items[0].rank)
+        fragment = Fragment(Region.all_of(()), entry.items[0].file, 0, dtype, rank, inline=data)
+        return Atom(name, kind, (), dtype, (fragment,))
+
+    def _groups(self, groups: list[Group], translate: Mapping[str, str]) -> None:
+        for group in groups:
+            number = len(self.contents.groups)
+            names = [translate[name] for name in group.names if translate[name] in self.contents.parameters]
+            for name in names:
+                self.contents.parameters[name].group = number
+            self.contents.groups.append(ParamGroup(group.hyper, names))
+
+    # the rest -----------------------------------------------------------------------------------------------------
+
+    def _style(
+        self, models: list[tuple[ModelKeys, Folder]], optimizers: list[tuple[OptimizerKeys, list[Group], Folder]]
+    ) -> None:
+        style = self.contents.style
+        if len(models) == 1:
+            style["model"] = {"folder": models[0][1].name, "prefix": list(models[0][0].prefix)}
+        if len(optimizers) == 1:
+            optimizer, _, folder = optimizers[0]
+            style["optimizer"] = {
+                "folder": folder.name,
+                "prefix": list(optimizer.prefix),
+                "flattened": optimizer.flattened,
+            }
+
+    def _extras(self) -> None:
+        for entry in self.values.unread:
+            self._note(
+                "state-kept-as-extra", f"{entry.key} is neither a tensor nor a number: it is carried as an extra"
+            )
+        self.left[next(iter(self.left))].extend(self.values.unread)
+        for folder, entries in self.left.items():
+            if entries:
+                held = {entry.path: self._extra(folder, entry) for entry in entries}
+                self.contents.trees[folder + METADATA] = nest(held)
+        large = sum(e.nbytes for entries in self.left.values() for e in entries if isinstance(e, TensorEntry))
+        if large > 1 << 20:
+            self._note(
+                "tensors-in-extras", f"tensors of {large:,} bytes belong to no model here: they are carried as extras"
+            )
+        if self.contents.step is None:
+            self.contents.step = _counted_step(self.contents.trees)
+
+    def _extra(self, folder: str, entry: Entry) -> Any:
+        if isinstance(entry, ObjectEntry):
+            return self.values.objects.value(entry)
+        return self.archives.atom(entry, folder + entry.key, "extra")
+
+    def _note(self, name: str, text: str) -> None:
+        self.contents.notes.append(Note(name, text))
+
+
+def _used_names(optimizer: OptimizerKeys, groups: list[Group]) -> set[str]:
+    return {unwrapped(name) for name in (*optimizer.states, *(name for group in groups for name in group.names))}
+
+
+def _match(
+    numbers: list[str], order: list[str], states: Mapping[str, Mapping[str, Entry]], tensors: Mapping[str, TensorEntry]
+) -> dict[str, str] | None:
+    """Numbers to names in order, where the shapes of all states agree with that; buffers have no number."""
+    names = iter(order)
+    found: dict[str, str] = {}
+    for number in numbers:
+        shapes = [e.shape for e in states.get(number, {}).values() if isinstance(e, TensorEntry) and e.shape]
+        for name in names:
+            if all(shape == tensors[name].shape for shape in shapes) and (shapes or len(numbers) == len(order)):
+                found[number] = name
+                break
+        else:
+            return None
+    return found if len(found) == len(order) or _is_unambiguous(found, order, tensors) else None
+
+
+def _is_unambiguous(found: Mapping[str, str], order: list[str], tensors: Mapping[str, TensorEntry]) -> bool:
+    """Nothing that was skipped looks like anything that was matched."""
+    taken = set(found.values())
+    shapes = {tensors[name].shape for name in taken}
+    return not any(tensors[name].shape in shapes for name in order if name not in taken)
+
+
+def _counted_step(trees: Mapping[str, Any]) -> int | None:
+    """The step that the user's own counters say, for optimizers that keep none."""
+    for tree in trees.values():
+        for path in (("train_state", "step"), ("step",), ("global_step",), ("iteration",)):
+            value: Any = tree
+            for part in path:
+                value = value.get(part) if isinstance(value, dict) else None
+            if type(value) is int and value >= 0:
+                return value
+    return None

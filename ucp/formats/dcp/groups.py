@@ -1,0 +1,118 @@
+"""Parameter groups: from the entries of an optimizer to hyper-parameters and parameter names, group by group."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ucp.errors import IntegrityError
+from ucp.files.local import SourceFiles
+from ucp.formats.dcp.archives import Archives, Objects
+from ucp.formats.dcp.keys import PARAMS, OptimizerKeys
+from ucp.formats.dcp.metadata import Entry, ObjectEntry, TensorEntry
+from ucp.model.dtypes import DType
+
+_FORMATS: Final = {
+    "float64": "<d",
+    "float32": "<f",
+    "float16": "<e",
+    "int64": "<q",
+    "int32": "<i",
+    "int16": "<h",
+    "int8": "<b",
+    "uint8": "<B",
+    "bool": "<?",
+}
+
+
+@dataclass(slots=True)
+class Group:
+    """Hyper-parameters, and the parameters as the optimizer calls them (names, or positions as text)."""
+
+    hyper: dict[str, Any]
+    names: list[str]
+
+
+@dataclass(slots=True)
+class Values:
+    """Reads the small values of a checkpoint."""
+
+    archives: Archives
+    files: SourceFiles
+    objects: Objects
+    unread: list[Entry] = field(default_factory=list)  # tensors where a plain value was expected
+
+    def plain(self, entry: Entry) -> Any:
+        """An object's value, or the number in a one-element tensor. Anything larger goes to `unread` and gives None."""
+        if isinstance(entry, ObjectEntry):
+            return self.objects.value(entry)
+        number = self.number(entry)
+        if number is None:
+            self.unread.append(entry)
+        return number
+
+    def number(self, entry: TensorEntry) -> float | int | bool | None:
+        """The number in a one-element tensor; None for anything else."""
+        if len(entry.chunks) != 1:
+            return None
+        (box, item), *_ = entry.chunks.items()
+        if box.numel != 1:
+            return None
+        fragment = self.archives.locate(entry, box, item, self.files)
+        return unpack_number(self.files.read(item.file, fragment.offset, entry.dtype.itemsize), entry.dtype)
+
+
+def unpack_number(data: bytes, dtype: DType) -> float | int | bool | None:
+    """The number that these bytes are, or None for a type that has no plain number here."""
+    if dtype.name == "bfloat16":
+        return float(struct.unpack("<f", b"\0\0" + data)[0])
+    form = _FORMATS.get(dtype.name)
+    if form is None:
+        return None
+    value: float | int | bool = struct.unpack(form, data)[0]
+    return value
+
+
+def read_groups(optimizer: OptimizerKeys, values: Values) -> list[Group]:
+    """The groups of an optimizer, in order."""
+    if optimizer.whole is not None:
+        return _from_object(optimizer.whole, values)
+    if optimizer.flattened:
+        return _from_parameters(optimizer.fields, values.plain)
+    groups = []
+    for number, fields in optimizer.fields.items():
+        listed = values.plain(fields[PARAMS]) if PARAMS in fields else []
+        hyper = {name: values.plain(entry) for name, entry in fields.items() if name != PARAMS}
+        groups.append(Group(hyper, _names(listed, f"group {number}")))
+    return groups
+
+
+def _from_object(entry: ObjectEntry, values: Values) -> list[Group]:
+    """Older torch versions keep the list of groups as one object."""
+    listed = values.objects.value(entry)
+    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+        raise IntegrityError(f"{values.archives.root}: {entry.key} is no list of parameter groups")
+    return [
+        Group(
+            {str(name): value for name, value in group.items() if name != PARAMS},
+            _names(group.get(PARAMS, []), f"group {number}"),
+        )
+        for number, group in enumerate(listed)
+    ]
+
+
+def _from_parameters(fields: Mapping[int | str, Mapping[str, Entry]], plain: Callable[[Entry], Any]) -> list[Group]:
+    """The flattened form repeats the fields for every parameter: those with equal values are a group again."""
+    groups: dict[str, Group] = {}
+    for name, table in fields.items():
+        hyper = {field_name: plain(entry) for field_name, entry in table.items()}
+        groups.setdefault(repr(sorted(hyper.items())), Group(hyper, [])).names.append(str(name))
+    return list(groups.values())
+
+
+def _names(listed: Any, where: str) -> list[str]:
+    if not isinstance(listed, Iterable) or isinstance(listed, (str, bytes)):
+        raise IntegrityError(f"{where}: its list of parameters is {listed!r}")
+    return [str(name) for name in listed]

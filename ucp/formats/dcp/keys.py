@@ -1,0 +1,234 @@
+"""What each key of a state dict is: an optimizer's state or group field, a tensor of the model, or neither.
+
+Names of the top dictionaries are the user's choice, so nothing is looked up by them. An optimizer is known by its
+`param_groups`, and its model by the parameter names that the optimizer uses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ucp.formats.dcp.metadata import Entry, Folder, KeyPath, ObjectEntry, TensorEntry
+
+GROUPS: Final = "param_groups"
+STATE: Final = "state"
+PARAMS: Final = "params"
+_WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(slots=True)
+class OptimizerKeys:
+    """One optimizer of the state dict.
+
+    `fields[group][name]` are the entries of its groups; the group is a number (nested form) or a parameter name
+    (`flatten_optimizer_state_dict=True`). `whole` is the one object that older torch versions keep all groups in.
+    """
+
+    prefix: KeyPath
+    flattened: bool = False
+    states: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    fields: dict[int | str, dict[str, Entry]] = field(default_factory=dict)
+    whole: ObjectEntry | None = None
+
+    @property
+    def by_number(self) -> bool:
+        """Whether states are keyed by position (a raw `optimizer.state_dict()`) and not by parameter name."""
+        return bool(self.states) and all(name.isdecimal() for name in self.states)
+
+
+@dataclass(slots=True)
+class ModelKeys:
+    """The tensors of one model by their names, in the order of its state dict."""
+
+    prefix: KeyPath
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+
+
+def find_optimizers(folder: Folder) -> tuple[list[OptimizerKeys], list[Entry]]:
+    """The optimizers of a folder, and the entries that are none of theirs."""
+    paths = {key: entry.path for key, entry in folder.entries.items()}
+    if not folder.has_paths:
+        paths = {key: _guess_path(key, folder) for key in paths}
+    found: dict[KeyPath, OptimizerKeys] = {}
+    for path in paths.values():
+        at = _position(path, GROUPS)
+        if at is not None:
+            optimizer = found.setdefault(path[:at], OptimizerKeys(path[:at]))
+            optimizer.flattened = optimizer.flattened or path[at] != GROUPS
+    names = {str(path[-1]) for path in paths.values()}
+    others: list[Entry] = []
+    for key, entry in folder.entries.items():
+        if not any(_take(optimizer, entry, paths[key], names) for optimizer in found.values()):
+            others.append(entry)
+    for optimizer in found.values():
+        _number_groups(optimizer)
+    return list(found.values()), others
+
+
+def _guess_path(key: str, folder: Folder) -> KeyPath:
+    """The path of a key where the file has none: everything up to an optimizer's own words is its prefix."""
+    parts = key.split(".")
+    for word in (GROUPS, STATE):
+        if word in parts:
+            at = parts.index(word)
+            prefix = ".".join(parts[:at])
+            grouped = ".".join([*parts[:at], GROUPS])
+            if any(other == grouped or other.startswith(grouped + ".") for other in folder.entries):
+                rest = ".".join(parts[at:])
+                return (prefix, rest) if prefix else (rest,)
+    return (key,)
+
+
+def _position(path: KeyPath, word: str) -> int | None:
+    for i, part in enumerate(path):
+        if isinstance(part, str) and (part == word or part.startswith(word + ".")):
+            return i
+    return None
+
+
+def _take(optimizer: OptimizerKeys, entry: Entry, path: KeyPath, names: set[str]) -> bool:
+    """Put the entry into the optimizer if it is one of its own."""
+    at = len(optimizer.prefix)
+    if path[:at] != optimizer.prefix or len(path) == at:
+        return False
+    word, rest = path[at], path[at + 1 :]
+    if word == GROUPS and not rest:
+        if not isinstance(entry, ObjectEntry):
+            return False
+        optimizer.whole = entry
+        return True
+    if word == GROUPS and len(rest) > 1 and isinstance(rest[0], int):
+        optimizer.fields.setdefault(rest[0], {})[_join(rest[1:])] = entry
+        return True
+    if word == STATE and len(rest) > 1:
+        optimizer.states.setdefault(str(rest[0]), {})[_join(rest[1:])] = entry
+        return True
+    if rest or not isinstance(word, str):
+        return False
+    for section, table in ((GROUPS, optimizer.fields), (STATE, optimizer.states)):
+        if word.startswith(section + "."):
+            name, last = _split_flat(word[len(section) + 1 :], names)
+            table.setdefault(name, {})[last] = entry
+            return True
+    return False
+
+
+def _split_flat(text: str, names: set[str]) -> tuple[str, str]:
+    """`<parameter>.<field>` cut in two: at the longest known parameter name, else at the last dot."""
+    at = text.rfind(".")
+    while at > 0:
+        if text[:at] in names:
+            return text[:at], text[at + 1 :]
+        at = text.rfind(".", 0, at)
+    name, _, last = text.rpartition(".")
+    return name, last
+
+
+def _number_groups(optimizer: OptimizerKeys) -> None:
+    """Groups that list their parameters are numbered ones, also where only the text of the keys is known."""
+    if optimizer.fields and all(isinstance(name, int) or name.isdecimal() for name in optimizer.fields):
+        optimizer.fields = {int(name): table for name, table in optimizer.fields.items()}
+        optimizer.flattened = False
+        optimizer.fields = dict(sorted(optimizer.fields.items(), key=lambda item: int(item[0])))
+
+
+def find_models(
+    folder: Folder, entries: Iterable[Entry], wanted: Sequence[set[str]]
+) -> tuple[list[ModelKeys], list[Entry]]:
+    """The models in `entries`, and what is left. `wanted` are the parameter names that each optimizer uses, if any."""
+    entries = list(entries)
+    tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
+    prefixes: dict[KeyPath, None] = {}
+    for names in wanted:
+        best = _best_prefix(folder, tensors, names)
+        if best is not None:
+            prefixes[best] = None
+    if not wanted:
+        largest = _largest_prefix(tensors)
+        if largest is not None:
+            prefixes[largest] = None
+    models = {prefix: ModelKeys(prefix) for prefix in sorted(prefixes, key=len, reverse=True)}
+    others: list[Entry] = []
+    for entry in entries:
+        for model in models.values():
+            name = _name_below(entry, model.prefix, folder.has_paths) if isinstance(entry, TensorEntry) else None
+            if name is not None and isinstance(entry, TensorEntry):
+                model.tensors[name] = entry
+                break
+        else:
+            others.append(entry)
+    return [models[prefix] for prefix in prefixes], others
+
+
+def _best_prefix(folder: Folder, tensors: list[TensorEntry], names: set[str]) -> KeyPath | None:
+    """Where the dictionary is whose keys are these parameter names."""
+    votes: Counter[KeyPath] = Counter()
+    for entry in tensors:
+        if folder.has_paths:
+            if _is_one_of(str(entry.path[-1]), names):
+                votes[entry.path[:-1]] += 1
+        else:
+            votes.update(prefix for prefix, name in _text_splits(entry.key) if _is_one_of(name, names))
+    if not votes:
+        return None
+    # Averaged copies of a model have the same names: the one that is called so is the model.
+    return max(votes, key=lambda prefix: (votes[prefix], "model" in _join(prefix), -len(prefix)))
+
+
+def _text_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
+    yield (), key
+    at = key.find(".")
+    while at > 0:
+        yield (key[:at],), key[at + 1 :]
+        at = key.find(".", at + 1)
+
+
+def _largest_prefix(tensors: list[TensorEntry]) -> KeyPath | None:
+    """Without an optimizer: the top dictionary with the most bytes in it, as deep as it has one child only."""
+    weights: Counter[KeyPath] = Counter()
+    for entry in tensors:
+        weights[entry.path[:1] if len(entry.path) > 1 else ()] += max(entry.nbytes, 1)
+    if not weights:
+        return None
+    prefix = max(weights, key=lambda p: weights[p])
+    if not prefix:
+        return prefix
+    inside = [entry.path for entry in tensors if entry.path[: len(prefix)] == prefix]
+    while True:
+        deeper = inside[0][: len(prefix) + 1]
+        if any(len(path) <= len(deeper) or path[: len(deeper)] != deeper for path in inside):
+            return prefix
+        prefix = deeper
+
+
+def _name_below(entry: TensorEntry, prefix: KeyPath, has_paths: bool) -> str | None:
+    """The name of a tensor in the dictionary at `prefix`, or None when it is not in it."""
+    if not has_paths:
+        text = _join(prefix)
+        if not text:
+            return entry.key
+        return entry.key[len(text) + 1 :] if entry.key.startswith(text + ".") else None
+    if not prefix:
+        return str(entry.path[0]) if len(entry.path) == 1 else None
+    if entry.path[: len(prefix)] != prefix or len(entry.path) == len(prefix):
+        return None
+    return _join(entry.path[len(prefix) :])
+
+
+def _join(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def unwrapped(name: str) -> str:
+    """A parameter name without what wrappers of modules (compiling, activation checkpointing, FSDP1) put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _is_one_of(name: str, names: set[str]) -> bool:
+    plain = unwrapped(name)
+    return plain in names or plain.removeprefix("module.") in names

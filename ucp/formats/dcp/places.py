@@ -1,0 +1,90 @@
+"""Where a checkpoint lies below the path that a user gives: there, in Accelerate's pair, or in a run's newest step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ucp.errors import NotUnderstoodError, UsageError
+from ucp.formats.dcp.metadata import has_data_files, metadata_files
+from ucp.tunables import MIB
+
+_MODEL: Final = re.compile(r"pytorch_model_fsdp(?:_(\d+))?")
+_OPTIMIZER: Final = re.compile(r"optimizer(?:_(\d+))?")
+_STEP: Final = re.compile(r"(?:step|checkpoint|iter|epoch)[-_](\d+)")
+_WEIGHT_COPIES: Final = (".safetensors", ".safetensors.index.json", ".bin.index.json")
+_LARGEST_NEIGHBOUR: Final = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checkpoint: `root`, and the folders with metadata below it (with a slash at the end; empty for the root)."""
+
+    root: Path
+    folders: tuple[str, ...]
+
+
+def find(path: Path, tag: str | None) -> Place | None:
+    """The checkpoint at `path`, or the step `tag` (else the newest) in a folder of steps; None where there is none."""
+    if not path.is_dir():
+        return None
+    if tag is not None:
+        return _direct(path / tag)
+    found = _direct(path)
+    if found is not None:
+        return found
+    steps = sorted(
+        (int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()
+    )
+    places = (_direct(child) for _, child in reversed(steps))
+    # A save that was cut short has no metadata: the newest finished one counts.
+    return next((p for p in places if p is not None and all(metadata_files(p.root / f) for f in p.folders)), None)
+
+
+def _direct(path: Path) -> Place | None:
+    if not path.is_dir():
+        return None
+    if metadata_files(path) or has_data_files(path):
+        if (path / "common.pt").is_file() and (path / "metadata.json").is_file():
+            return None  # Megatron's own use of the same container
+        return Place(path, ("",))
+    children = sorted(child.name for child in path.iterdir() if child.is_dir())
+    models = [name for name in children if _MODEL.fullmatch(name) and metadata_files(path / name)]
+    optimizers = [name for name in children if _OPTIMIZER.fullmatch(name) and metadata_files(path / name)]
+    if len(models) > 1 or len(optimizers) > 1:
+        raise NotUnderstoodError(
+            f"{path}: holds several models or optimizers ({', '.join([*models, *optimizers])})",
+            hint="give the folder of one of them",
+        )
+    if not models and not optimizers:
+        return None
+    return Place(path, tuple(f"{name}/" for name in (*models, *optimizers)))
+
+
+def must_find(path: Path, tag: str | None) -> Place:
+    """As `find`; a tag that names nothing is the user's mistake."""
+    place = find(path, tag)
+    if place is not None:
+        return place
+    if tag is not None:
+        raise UsageError(f"{path / tag}: is not a checkpoint folder", hint="`--tag` names a folder below the given one")
+    raise NotUnderstoodError(f"{path}: is not a torch.distributed.checkpoint folder")
+
+
+def neighbours(place: Place, used: set[str]) -> tuple[dict[str, int], list[str]]:
+    """Files beside the data: small ones by name with their bytes, to be carried; and names of what is left behind."""
+    carried: dict[str, int] = {}
+    skipped: list[str] = []
+    for folder in dict.fromkeys(("", *place.folders)):
+        for path in sorted((place.root / folder).iterdir()):
+            name = folder + path.name
+            if not path.is_file() or name in used or path.name.startswith(".") or path.name.endswith(".metadata"):
+                continue
+            size = path.stat().st_size
+            if path.suffix == ".distcp" or path.name.endswith(_WEIGHT_COPIES) or size > _LARGEST_NEIGHBOUR:
+                skipped.append(name)
+            else:
+                carried[name] = size
+    return carried, skipped
