@@ -50,13 +50,17 @@ def command(
     Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Warnings and notes do not change it.
     """
     from ucp.checks import Level, verify
-    from ucp.cli.progress import Bar
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")
     level = Level.QUICK if quick else Level.DEEP if deep else Level.DEFAULT
     options = api.read_options(tag, rules, preset)
-    report = verify(src, level, options=options, jobs=jobs or api.default_jobs(), progress=Bar())
+    progress = None
+    if not quick:  # which has nothing to wait for, and so should not wait for the modules of the bar either
+        from ucp.cli.progress import Bar
+
+        progress = Bar()
+    report = verify(src, level, options=options, jobs=jobs or api.default_jobs(), progress=progress)
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
