@@ -6,6 +6,7 @@ persistent ids to references, and a look over the opcodes beforehand refuses wha
 
 from __future__ import annotations
 
+import _compat_pickle
 import io
 import pickle
 from dataclasses import dataclass
@@ -61,9 +62,11 @@ def load_pickle(data: bytes, where: str) -> LoadedPickle:
 
 
 def _explain(error: Exception, where: str) -> UcpError:
+    # Names in the message come from the file: no escape sequence of theirs may reach a terminal.
+    what = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(error)[:500])
     if isinstance(error, DangerousCall):
         return UnsafeError(
-            f"{where}: its pickle tries to call {error}, which no checkpoint needs; nothing was run",
+            f"{where}: its pickle tries to call {what}, which no checkpoint needs; nothing was run",
             hint="do not open this file with torch.load or pickle, and find out who wrote it",
         )
     if isinstance(error, RecursionError | MemoryError):
@@ -72,7 +75,7 @@ def _explain(error: Exception, where: str) -> UcpError:
             hint="no checkpoint needs this; find out who wrote the file",
         )
     return IntegrityError(
-        f"{where}: its pickle is damaged: {str(error)[:500] or type(error).__name__}",
+        f"{where}: its pickle is damaged: {what or type(error).__name__}",
         hint="the file was changed or copied incompletely; restore it and try again",
     )
 
@@ -84,14 +87,27 @@ class _Reader(pickle.Unpickler):
         # A source that can peek lets the machine fetch large pieces instead of making one call an opcode.
         source: Any = io.BufferedReader(io.BytesIO(data), 1 << 16)
         super().__init__(source, encoding="utf-8", errors="backslashreplace")
+        self._writes_old_names = data[:2] in (b"\x80\x02", b"\x80\x01") or data[:1] != b"\x80"
+        self._known: dict[tuple[str, str], Any] = {}
         self.met: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str, /) -> Any:
-        self.met.add((module, name))
-        if len(self.met) > _MAX_GLOBALS:
-            raise ValueError(f"it names more than {_MAX_GLOBALS} different globals")
-        return stand_in(module, name)
+        path = (module, name)
+        known = self._known.get(path)
+        if known is None:
+            if len(self._known) >= _MAX_GLOBALS:
+                raise ValueError(f"it names more than {_MAX_GLOBALS} different globals")
+            real = _new_name(module, name) if self._writes_old_names else path
+            self.met.add(real)
+            known = self._known[path] = stand_in(*real)
+        return known
 
     def persistent_load(self, pid: Any, /) -> Any:
         storage = storage_of(pid)
         return _PersistentId(pid) if storage is None else storage
+
+
+def _new_name(module: str, name: str) -> tuple[str, str]:
+    """What Python 3 calls a global; protocols below 3, torch's among them, write `int` as Python 2's `long`."""
+    renamed: tuple[str, str] | None = _compat_pickle.NAME_MAPPING.get((module, name))
+    return renamed or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)

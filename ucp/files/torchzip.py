@@ -7,6 +7,7 @@ holds one storage each. The prefix is whatever the writer chose.
 from __future__ import annotations
 
 import os
+import stat
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -167,10 +168,15 @@ class _Opened:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without O_NONBLOCK, a pipe that someone put among the files would be waited for.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        self.size = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        self.size = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            os.close(self._fd)
+            raise NotUnderstoodError(f"{path}: is not a file")
 
     def __enter__(self) -> _Opened:
         return self
