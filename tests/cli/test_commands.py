@@ -1,0 +1,266 @@
+"""The commands as people call them: output on stdout, talk on stderr, exit codes that scripts can trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+FIXTURE = "z1_bf16_tp2_dp2"
+
+
+def ucp(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ucp", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200", **environment}
+    )
+
+
+@pytest.fixture
+def checkpoint(project: Path, tmp_path: Path) -> Path:
+    """A copy of a real checkpoint that a test may damage."""
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(project / "fixtures" / FIXTURE, copy, ignore=shutil.ignore_patterns("reference"))
+    return copy
+
+
+@pytest.fixture
+def clean(project: Path) -> Path:
+    """The same checkpoint as it is, for tests that only read."""
+    return project / "fixtures" / FIXTURE
+
+
+def optimizer_file(checkpoint: Path, dp: int = 1, mp: int = 0) -> Path:
+    return checkpoint / "global_step3" / f"bf16_zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def test_help_teaches_and_loads_nothing_heavy() -> None:
+    for arguments in (["--help"], ["inspect", "--help"], ["convert", "--help"], ["verify", "--help"]):
+        shown = ucp(*arguments)
+        assert shown.returncode == 0
+        assert "Usage:" in shown.stdout
+    code = (
+        "import sys; from ucp.cli.main import run; run(['--help']);"
+        "print(sorted({'torch', 'numpy', 'deepspeed'} & set(sys.modules)))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.splitlines()[-1] == "[]"
+
+
+def test_moving_bytes_does_not_import_torch(clean: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from ucp.cli.main import run; codes = [run(a.split('|')) for a in sys.argv[1:]];"
+        "print(codes, 'torch' in sys.modules, 'deepspeed' in sys.modules)"
+    )
+    commands = [
+        f"inspect|{clean}",
+        f"convert|{clean}|{tmp_path / 'atoms'}",
+        f"verify|{clean}",
+        f"verify|{tmp_path / 'atoms'}",
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0] False False", done.stderr
+
+
+def test_inspect(clean: Path) -> None:
+    text = ucp("inspect", clean).stdout
+    for word in ("deepspeed", "tp 2 × pp 1 × dp 2, ZeRO 1", "exp_avg_sq", "split(dim=1)", "vocab(dim=0"):
+        assert word in text
+    shown = json.loads(ucp("inspect", clean, "--json").stdout)
+    assert shown["mesh"] == {"tp": 2, "pp": 1, "dp": 2, "ep": 1, "zero": 1}
+    assert shown["step"] == 3
+    name = next(p["name"] for p in shown["parameters"] if p["rule"]["cut"] == "split" and p["rule"]["dim"] == 1)
+    places = json.loads(ucp("inspect", clean, "--param", name, "--json").stdout)["places"]
+    masters = [place for place in places if place["kind"] == "master"]
+    assert {(place["rank"]["tp"], place["rank"]["dp"]) for place in masters} <= {(t, d) for t in (0, 1) for d in (0, 1)}
+    for place in masters:
+        size = (clean / place["file"]).stat().st_size
+        assert 0 < place["bytes"][0] < place["bytes"][1] <= size
+    assert name in ucp("inspect", clean, "--param", name).stdout
+    wrong = ucp("inspect", clean, "--param", "attn")
+    assert wrong.returncode == 2
+    assert "perhaps one of" in wrong.stderr
+
+
+def test_the_step_folder_itself_and_a_tag(clean: Path) -> None:
+    whole = ucp("inspect", clean, "--json").stdout
+    for arguments in ([clean / "global_step3"], [clean, "--tag", "global_step3"]):
+        shown = json.loads(ucp("inspect", *arguments, "--json").stdout)
+        assert shown["parameters"] == json.loads(whole)["parameters"]
+    missing = ucp("inspect", clean, "--tag", "global_step9")
+    assert missing.returncode in (2, 3)
+    assert "global_step9" in missing.stderr
+
+
+def test_convert_dry_run_writes_nothing(clean: Path, tmp_path: Path) -> None:
+    plan = json.loads(ucp("convert", clean, tmp_path / "out", "--dry-run", "--json").stdout)
+    assert plan["writes"] == sum(file["bytes"] for file in plan["files"])
+    assert plan["memory"] > 0
+    assert not (tmp_path / "out").exists()
+    assert "atoms/" in ucp("convert", clean, tmp_path / "out", "--dry-run").stdout
+    done = ucp("convert", clean, tmp_path / "out", "--json")
+    assert json.loads(done.stdout)["bytes"] == plan["bytes"]
+    assert done.stderr == "", "no progress bar where there is no terminal"
+
+
+def test_convert_options(clean: Path, tmp_path: Path) -> None:
+    assert ucp("convert", clean, tmp_path / "view", "--link").returncode == 0
+    assert ucp("verify", tmp_path / "view").returncode == 0
+    few = ucp(
+        "convert",
+        tmp_path / "view",
+        tmp_path / "few",
+        "--only",
+        "weights",
+        "--dtype",
+        "fp32",
+        "--include",
+        "blocks.0.*",
+    )
+    assert few.returncode == 0, few.stderr
+    shown = json.loads(ucp("inspect", tmp_path / "few", "--json").stdout)
+    assert {kind for p in shown["parameters"] for kind in p["states"]} == {"weight"}
+    assert all(p["name"].startswith("blocks.0.") for p in shown["parameters"])
+    assert ucp("convert", clean, tmp_path / "small", "--memory", "64k", "-j", "2").returncode == 0
+    assert ucp("convert", clean, tmp_path / "never", "--memory", "lots").returncode == 2
+    assert ucp("convert", clean, tmp_path / "small").returncode == 2, "an existing target is refused"
+
+
+def refused(run: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert run.returncode == code, run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stderr.startswith("ucp: ")
+    for word in words:
+        assert word in run.stderr
+
+
+def both(checkpoint: Path, code: int, *words: str) -> None:
+    """inspect and convert say the same, and convert leaves nothing behind."""
+    before = sorted(os.listdir(checkpoint.parent))
+    refused(ucp("convert", checkpoint, checkpoint.parent / "out"), code, *words)
+    assert sorted(os.listdir(checkpoint.parent)) == before
+
+
+def test_a_missing_rank_is_named(checkpoint: Path) -> None:
+    optimizer_file(checkpoint, 1, 1).unlink()
+    both(checkpoint, 1, "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt")
+
+
+def test_a_truncated_file_is_named(checkpoint: Path) -> None:
+    victim = optimizer_file(checkpoint)
+    victim.write_bytes(victim.read_bytes()[:-1000])
+    both(checkpoint, 4, victim.name)
+
+
+def test_an_empty_file_is_named(checkpoint: Path) -> None:
+    victim = optimizer_file(checkpoint)
+    victim.write_bytes(b"")
+    run = ucp("convert", checkpoint, checkpoint.parent / "out")
+    assert run.returncode in (3, 4)
+    refused(run, run.returncode, victim.name)
+
+
+def test_mixed_steps_are_named(checkpoint: Path, project: Path) -> None:
+    other = project / "fixtures" / FIXTURE / "global_step3" / "mp_rank_01_model_states.pt"
+    victim = checkpoint / "global_step3" / other.name
+    data = zipfile.ZipFile(other).read("mp_rank_01_model_states/data.pkl")
+    assert data.count(b"global_steps") >= 1
+    at = data.index(b"global_steps")
+    changed = data[:at] + data[at:].replace(b"K\x03", b"K\x04", 1)
+    assert changed != data
+    rewrite_pickle(victim, lambda _: changed)
+    both(checkpoint, 1, "mp_rank_01_model_states.pt", "says 3", "different saves are mixed")
+
+
+def rewrite_pickle(path: Path, change: object) -> None:
+    """The same archive with another data.pkl."""
+    with zipfile.ZipFile(path) as old:
+        members = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
+        for name, data in members.items():
+            new.writestr(name, change(data) if name.endswith("/data.pkl") else data)  # type: ignore[operator]
+
+
+class Attack:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self.canary}",)
+
+
+def test_a_pickle_that_would_run_something(checkpoint: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    victim = checkpoint / "global_step3" / "mp_rank_00_model_states.pt"
+    rewrite_pickle(victim, lambda _: pickle.dumps({"module": Attack(canary)}, protocol=2))
+    both(checkpoint, 6, victim.name, "system")
+    assert not canary.exists()
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    refused(ucp("inspect", tmp_path), 3, "not a checkpoint")
+    refused(ucp("inspect", tmp_path / "nowhere"), 5, "no such file")
+    assert ucp("convert", tmp_path).returncode == 2
+    assert ucp("transmogrify").returncode == 2
+
+
+def test_no_space_and_no_permission(clean: Path, tmp_path: Path) -> None:
+    refused(ucp("convert", clean, tmp_path / "missing" / "out"), 5, "no such folder")
+    code = (
+        "import sys; from ucp import tunables; tunables.SPACE_RESERVE_BYTES = 1 << 60;"
+        "from ucp.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+    full = subprocess.run(
+        [sys.executable, "-c", code, "convert", str(clean), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    refused(full, 5, "bytes are needed")
+    assert sorted(p.name for p in tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_named(checkpoint: Path) -> None:
+    optimizer_file(checkpoint).chmod(0)
+    both(checkpoint, 5, optimizer_file(checkpoint).name)
+
+
+def test_a_flipped_bit_is_found_by_deep_verify(checkpoint: Path) -> None:
+    victim = optimizer_file(checkpoint)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    found = ucp("verify", checkpoint, "--deep", "--json")
+    assert found.returncode == 4, found.stderr
+    assert victim.name in found.stdout
+
+
+def test_a_flipped_bit_in_atoms_is_found(clean: Path, tmp_path: Path) -> None:
+    ucp("convert", clean, tmp_path / "atoms")
+    victim = max((tmp_path / "atoms" / "atoms").iterdir(), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 4
+    victim.write_bytes(data)
+    found = ucp("verify", tmp_path / "atoms", "--deep")
+    assert found.returncode == 4
+    assert victim.name in found.stdout + found.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    assert "Traceback" in ucp("inspect", tmp_path / "nowhere", UCP_DEBUG="1").stderr
+
+
+def test_a_closed_pipe_is_no_error(clean: Path) -> None:
+    command = f"{sys.executable} -m ucp inspect {clean} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert run.returncode == 0
+    assert "Traceback" not in run.stderr
