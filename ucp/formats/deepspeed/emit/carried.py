@@ -1,0 +1,134 @@
+"""What the source carries besides tensors, in the form that DeepSpeed's files need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from ucp.files.inert import Inert
+from ucp.files.pickle_writer import bare_object
+from ucp.formats.deepspeed.names import sort_names
+from ucp.model.checkpoint import Checkpoint
+from ucp.model.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
+
+# Keys of a model file that the writer computes; everything else in it is carried over.
+_COMPUTED: Final = (
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+)
+
+_SCALERS: Final = "deepspeed.runtime.fp16.loss_scaler"
+
+
+class Carried:
+    """The source's extras, looked up by what they mean. A source that is not DeepSpeed's gives defaults."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source = source
+        trees = {PurePosixPath(file).name: tree for file, tree in source.extras.trees.items()}
+        files = sort_names(list(trees))
+        self._models: dict[int, Mapping[str, Any]] = {mp: trees[name] for mp, name in files.model.items()}
+        for (dp, mp), name in files.sharded_model.items():
+            if dp == 0 or mp not in self._models:
+                self._models[mp] = trees[name]
+        optims = {key: trees[name] for key, name in files.optim.items()}
+        self._optim: Mapping[str, Any] = next((optims[key] for key in sorted(optims)), {})
+
+    def model(self, mp: int, world: int) -> dict[str, Any]:
+        """A model file's carried keys for rank `mp`: of the same rank where the world is the same, else of rank 0."""
+        same = world == self.source.mesh.tp * self.source.mesh.pp
+        tree = self._models.get(mp if same else 0) or next(iter(self._models.values()), {})
+        return {key: value for key, value in tree.items() if key not in _COMPUTED}
+
+    @property
+    def optimizer(self) -> Mapping[str, Any]:
+        """The carried part of the first optimizer file's `optimizer_state_dict`; of ZeRO off, of `optimizer`."""
+        inner = self._optim.get("optimizer_state_dict")
+        if isinstance(inner, dict):
+            return inner
+        unsharded = next(iter(self._models.values()), {}).get("optimizer")
+        return unsharded if isinstance(unsharded, dict) else {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = next(iter(self._models.values()), {}).get("ds_config") or self._optim.get("ds_config")
+        return dict(config) if isinstance(config, dict) else {}
+
+    @property
+    def version(self) -> str:
+        """The DeepSpeed version that the files claim; some loaders compare it."""
+        version = next(iter(self._models.values()), {}).get("ds_version")
+        return version if isinstance(version, str) else "0.19.8"
+
+    @property
+    def model_dtype(self) -> DType:
+        """The dtype of the module's weights."""
+        named = self.source.details.get("dtype")
+        return (parse_dtype(named) if isinstance(named, str) else None) or FLOAT32
+
+    def zero_option(self, name: str, default: Any) -> Any:
+        """A setting of the config's `zero_optimization`."""
+        section = self.config.get("zero_optimization")
+        value = section.get(name) if isinstance(section, dict) else None
+        return default if value is None else value
+
+    @property
+    def clip_grad(self) -> float:
+        stored = self.optimizer.get("clip_grad", self.config.get("gradient_clipping", 0.0))
+        return stored if isinstance(stored, (int, float)) else 0.0
+
+    @property
+    def loss_scaler(self) -> Inert:
+        """The loss scaler as an object, made of the fields that ZeRO off keeps where that is the source."""
+        stored = self.optimizer.get("loss_scaler")
+        if isinstance(stored, Inert):
+            return stored
+        fields = self.optimizer
+        scale = float(fields.get("cur_scale", 1.0))
+        if self.model_dtype != FLOAT16 or not fields.get("dynamic_loss_scale", False):
+            return _scaler("LossScaler", {"cur_scale": scale, "dynamic": False})
+        state = {
+            "cur_scale": scale,
+            "dynamic": True,
+            "cur_iter": fields.get("cur_iter", 0),
+            "last_overflow_iter": fields.get("last_overflow_iter", -1),
+            "scale_factor": fields.get("scale_factor", 2.0),
+            "scale_window": fields.get("scale_window", 1000),
+            "min_scale": fields.get("min_loss_scale", 1),
+            "delayed_shift": 1,
+            "cur_hysteresis": 1,
+            "consecutive_hysteresis": False,
+            "raise_error_at_min_scale": True,
+            "dtype": FLOAT16,
+        }
+        return _scaler("DynamicLossScaler", state)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self.optimizer.get("dynamic_loss_scale", self.loss_scaler.get("dynamic", False)))
+
+
+def _scaler(name: str, state: dict[str, Any]) -> Inert:
+    return bare_object(_SCALERS, name, state)
+
+
+def adjusted_config(config: Mapping[str, Any], *, zero: int, dp: int, dtype: DType) -> dict[str, Any]:
+    """The user's configuration as it would be in the target's world."""
+    adjusted = dict(config)
+    section = adjusted.get("zero_optimization")
+    if isinstance(section, dict) or zero:
+        adjusted["zero_optimization"] = {**(section if isinstance(section, dict) else {}), "stage": zero}
+    for key, wanted in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
+        section = adjusted.get(key)
+        if isinstance(section, dict) or dtype == wanted:
+            adjusted[key] = {**(section if isinstance(section, dict) else {}), "enabled": dtype == wanted}
+    micro, steps = adjusted.get("train_micro_batch_size_per_gpu"), adjusted.get("gradient_accumulation_steps")
+    if "train_batch_size" in adjusted and isinstance(micro, int) and isinstance(steps, int):
+        adjusted["train_batch_size"] = micro * steps * dp
+    return adjusted

@@ -1,0 +1,169 @@
+"""Model files, layer files and expert files: the weights as the module holds them, and the tables beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ucp.errors import UsageError
+from ucp.files.inert import InertOrderedDict, Size
+from ucp.files.torchzip_writer import NewTensor, Zeros
+from ucp.formats.deepspeed import names
+from ucp.formats.deepspeed.emit.carried import adjusted_config
+from ucp.formats.deepspeed.emit.sliced import own_slice
+from ucp.formats.deepspeed.emit.stages import layer_name
+from ucp.formats.deepspeed.emit.tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
+from ucp.formats.deepspeed.emit.world import World
+from ucp.model.checkpoint import Parameter
+
+
+class ModelFiles:
+    """The trees of everything that is not an optimizer file."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def model_tree(
+        self, pp: int, tp: int, dp: int, shapes: Sequence[InertOrderedDict] | None, optimizer: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The model file of one rank; `dp` counts under ZeRO-3 only."""
+        world = self.world
+        mesh = world.mesh
+        carried = world.carried.model(pp * mesh.tp + tp, mesh.tp * mesh.pp)
+        held = world.on_stage(pp)
+        frozen = [p for p in held if p.role == "frozen" and world.weight(p) is not None]
+        with_frozen = bool(frozen) and mesh.zero >= 2
+        first = pp == 0 and tp == 0 and dp == 0
+        tree: dict[str, Any] = {
+            "module": None if world.pipeline is not None else self._module(held, tp),
+            "buffer_names": [p.name for p in held if p.role == "buffer"],
+            "optimizer": optimizer,
+            "param_shapes": list(shapes) if shapes is not None else None,
+            "frozen_param_shapes": self._frozen_shapes(frozen, tp) if with_frozen else None,
+            "shared_params": dict(world.source.aliases()) if first else {},
+            "frozen_param_fragments": self._frozen(frozen, tp, dp) if with_frozen else None,
+        }
+        defaults = {
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 0,
+            "global_steps": world.source.step or 0,
+            "global_samples": 0,
+        }
+        tree.update({**defaults, **carried})
+        tree["dp_world_size"] = mesh.dp
+        tree["mp_world_size"] = mesh.tp * mesh.pp
+        tree["checkpoint_parallel_dimensions"] = {"pp_degree": mesh.pp, "tp_degree": mesh.tp}
+        tree["ds_config"] = self.config()
+        tree["ds_version"] = world.carried.version
+        if isinstance(tree.get("universal_checkpoint_info"), dict):
+            tree["universal_checkpoint_info"] = self._info(tree["universal_checkpoint_info"])
+        return tree
+
+    def config(self) -> dict[str, Any]:
+        """The configuration for the target's world."""
+        mesh = self.world.mesh
+        return adjusted_config(self.world.carried.config, zero=mesh.zero, dp=mesh.dp, dtype=self.world.dtype)
+
+    def _info(self, info: dict[str, Any]) -> dict[str, Any]:
+        """The source's patterns still hold; what they spell out for the source's own ranks does not."""
+        world = self.world
+        if world.mesh.tp == world.source.mesh.tp:
+            return info
+        kept = {key: value for key, value in info.items() if key not in ("affine_map", "sub_param_shard_widths")}
+        version = kept.get("universal_checkpoint_version")
+        if "sub_param_shard_widths" in info and isinstance(version, float):
+            kept["universal_checkpoint_version"] = min(version, 0.3)
+        for parameter in world.source.parameters.values():
+            if parameter.rule.cut == "vocab" and "padded_vocab_size" in kept:
+                local = world.slicer.local(parameter, 0)
+                kept["padded_vocab_size"] = local.shape[parameter.rule.dim] * world.mesh.tp
+        return kept
+
+    def _module(self, held: Sequence[Parameter], tp: int) -> InertOrderedDict:
+        module = InertOrderedDict()
+        for parameter in held:
+            if parameter.expert is not None:
+                continue
+            tensor = self._tensor(parameter, tp)
+            if tensor is None:
+                continue  # a frozen parameter that the source left out
+            for name in (parameter.name, *parameter.aliases):
+                module[name] = tensor
+        return module
+
+    def _tensor(self, parameter: Parameter, tp: int) -> NewTensor | None:
+        """A weight in the model file; under ZeRO-3 only buffers keep their data there."""
+        if self.world.mesh.zero == 3 and parameter.role != "buffer":
+            return empty_tensor(self.world.dtype)
+        atom = self.world.weight(parameter)
+        if atom is None:
+            if parameter.role == "frozen":
+                return None
+            raise UsageError(f"parameter {parameter.name}: the source has no weight for it", hint="leave --only out")
+        local = self.world.slicer.local(parameter, tp)
+        return shaped_tensor(atom, local.region, local.shape)
+
+    def _frozen_shapes(self, frozen: Sequence[Parameter], tp: int) -> InertOrderedDict:
+        return InertOrderedDict((p.name, Size(self.world.slicer.local(p, tp).shape)) for p in frozen)
+
+    def _frozen(self, frozen: Sequence[Parameter], tp: int, dp: int) -> InertOrderedDict:
+        """Frozen parameters: whole under ZeRO-2, this rank's padded slice under ZeRO-3."""
+        found = InertOrderedDict()
+        for parameter in frozen:
+            atom = self.world.weight(parameter)
+            assert atom is not None
+            local = self.world.slicer.local(parameter, tp)
+            if self.world.mesh.zero == 3:
+                held, padding = own_slice(local.region, self.world.mesh.dp, dp)
+                parts: list[Segment] = [segment(atom, held), Zeros(padding)]
+                found[parameter.name] = flat_tensor(atom.dtype, parts)
+            else:
+                found[parameter.name] = shaped_tensor(atom, local.region, local.shape)
+        return found
+
+    def layer_files(self) -> Iterator[tuple[str, InertOrderedDict]]:
+        """Pipeline: one file a layer and tensor-parallel rank, with layer-local names."""
+        world = self.world
+        pipeline = world.pipeline
+        if pipeline is None:
+            return
+        layers: dict[int, list[tuple[str, Parameter]]] = {layer: [] for layer in pipeline.layers}
+        for parameter in world.source.parameters.values():
+            found = layer_name(parameter.name)
+            if found is None:
+                raise UsageError(f"parameter {parameter.name}: a pipelined model's names carry a layer number")
+            layer = found.layer if found.tied is None else pipeline.tied[found.tied]
+            assert layer is not None
+            layers.setdefault(layer, []).append((found.local, parameter))
+        like = (
+            "layer_00-model_00-model_states.pt"
+            if pipeline.model_axis or world.mesh.tp > 1
+            else "layer_00-model_states.pt"
+        )
+        for layer, members in sorted(layers.items()):
+            for tp in range(world.mesh.tp):
+                tree = InertOrderedDict()
+                for local, parameter in members:
+                    tensor = self._tensor(parameter, tp)
+                    if tensor is not None:
+                        tree[local] = tensor
+                yield names.layer_name(layer, tp, like), tree
+
+    def expert_files(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Mixture of experts: one file an expert of every layer, with global names."""
+        world = self.world
+        layers: dict[str, int] = {}
+        files: dict[tuple[int, int], list[Parameter]] = {}
+        for parameter in world.source.parameters.values():
+            if parameter.expert is not None:
+                prefix = parameter.name.split("deepspeed_moe.", 1)[0]
+                layer = layers.setdefault(prefix, len(layers))
+                files.setdefault((layer, parameter.expert), []).append(parameter)
+        for (layer, expert), members in sorted(files.items()):
+            for mp in range(world.mesh.tp * world.mesh.pp):
+                pp, tp = divmod(mp, world.mesh.tp)
+                tree = {p.name: self._tensor(p, tp) for p in members if pp in world.stages[p.name]}
+                if tree:
+                    yield f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", tree

@@ -1,0 +1,131 @@
+"""Pipeline stages of the target: which layers go where, as DeepSpeed's PipelineModule would place them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ucp.errors import UsageError
+from ucp.model.checkpoint import Checkpoint
+
+_LAYER: Final = re.compile(r"(\d+)\.(.+)")
+_TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerName:
+    """A parameter name of a pipeline: its layer number or tied key, and its name inside that layer."""
+
+    layer: int | None
+    tied: str | None
+    local: str
+
+
+def layer_name(name: str) -> LayerName | None:
+    """What a pipeline's parameter name says; None for a name without a layer."""
+    if found := _LAYER.fullmatch(name):
+        return LayerName(int(found[1]), None, found[2])
+    if found := _TIED.fullmatch(name):
+        return LayerName(None, found[1], found[2])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The layers of a pipelined model: those that have a file, where each tied module's file is, and its spelling."""
+
+    layers: tuple[int, ...]
+    tied: dict[str, int]
+    model_axis: bool  # file names carry `-model_TT`
+
+    @staticmethod
+    def of(source: Checkpoint) -> Pipeline | None:
+        """The source's pipeline, from what its reader found; None for a model that is not pipelined."""
+        facts = source.details.get("pipeline")
+        if not isinstance(facts, dict):
+            return None
+        return Pipeline(tuple(facts["layers"]), dict(facts["tied"]), bool(facts["model_axis"]))
+
+
+def place(source: Checkpoint, pp: int, first_layers: Sequence[int] | None = None) -> dict[str, tuple[int, ...]]:
+    """Parameter name → the stages that hold it. `first_layers` are the numbers of the first layer of every stage."""
+    if pp == source.mesh.pp and first_layers is None:
+        return {name: parameter.stages for name, parameter in source.parameters.items()}
+    if pp == 1:
+        return dict.fromkeys(source.parameters, (0,))
+    pipeline = Pipeline.of(source)
+    if pipeline is None:
+        raise UsageError(
+            f"pp={pp} needs a pipelined model, and this one's parameter names carry no layer numbers",
+            hint="keep --pp 1; only checkpoints of a PipelineModule can be cut into stages",
+        )
+    starts = list(first_layers) if first_layers is not None else _balanced_starts(source, pipeline, pp)
+    if len(starts) != pp or starts[0] != 0 or starts != sorted(set(starts)):
+        raise UsageError(f"{pp} stages need {pp} increasing first layers that begin with 0, not {starts}")
+    stage_of = {layer: sum(layer >= start for start in starts) - 1 for layer in pipeline.layers}
+    placed: dict[str, tuple[int, ...]] = {}
+    for name in source.parameters:
+        found = layer_name(name)
+        if found is None:
+            raise UsageError(f"parameter {name}: has no layer number, so no stage can be chosen for it")
+        if found.layer is not None:
+            placed[name] = (stage_of[found.layer],)
+        else:
+            # A tied module is called again at the end of the model: that is what it is tied for.
+            assert found.tied is not None
+            placed[name] = tuple(sorted({stage_of[pipeline.tied[found.tied]], pp - 1}))
+    return placed
+
+
+def _balanced_starts(source: Checkpoint, pipeline: Pipeline, pp: int) -> list[int]:
+    """First layers of the stages by DeepSpeed's default, `partition_method="parameters"`."""
+    if len(pipeline.layers) < pp:
+        raise UsageError(f"pp={pp} stages are more than the {len(pipeline.layers)} layers of the model")
+    count = max(pipeline.layers) + 1
+    weights = [0] * (count + len(pipeline.tied))
+    for name, parameter in source.parameters.items():
+        found = layer_name(name)
+        if found is None or parameter.role != "trained":
+            continue
+        if found.layer is not None:
+            weights[found.layer] += parameter.numel
+        elif found.tied is not None:
+            weights[pipeline.tied[found.tied]] += parameter.numel
+            weights[count + list(pipeline.tied).index(found.tied)] += parameter.numel
+    return balanced(weights, pp)
+
+
+def balanced(weights: Sequence[int], parts: int) -> list[int]:
+    """Cut `weights` into consecutive parts whose sums differ least (largest minus smallest); gives each part's start.
+
+    Of equally good cuts the one with the latest last boundary is taken, then the latest before it, and so on.
+    """
+    total = [0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    n = len(weights)
+    # best[i]: for the first i items in j parts, (spread, largest, smallest, where the last part begins)
+    best: list[tuple[float, float, float, int] | None] = [(0, 0, float("inf"), 0), *[None] * n]
+    boundaries: list[list[int]] = []
+    for j in range(1, parts + 1):
+        following: list[tuple[float, float, float, int] | None] = [None] * (n + 1)
+        for i in range(j, n + 1):
+            for k in range(i):
+                before = best[k]
+                if before is None:
+                    continue
+                last = total[i] - total[k]
+                largest, smallest = max(before[1], last), min(before[2], last)
+                found = following[i]
+                if found is None or found[0] >= largest - smallest:
+                    following[i] = (largest - smallest, largest, smallest, k)
+        boundaries.append([entry[3] if entry else 0 for entry in following])
+        best = following
+    starts: list[int] = []
+    end = n
+    for row in reversed(boundaries):
+        end = row[end]
+        starts.append(end)
+    return starts[::-1]

@@ -1,0 +1,81 @@
+"""Optimizer states of a group: which kinds there are, and the scalars that all its parameters share."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from ucp.errors import InconsistentError
+from ucp.files.local import SourceFiles
+from ucp.formats.deepspeed.emit.slices import Local
+from ucp.formats.deepspeed.emit.tensors import whole_tensor
+from ucp.model.checkpoint import MASTER, WEIGHT, Atom
+from ucp.model.dtypes import DType
+
+_FORMATS = {"int64": "<q", "float32": "<f", "float64": "<d", "int32": "<i"}
+
+
+def element_kinds(members: Iterable[Local]) -> dict[str, DType]:
+    """Kinds that have one value an element, with their dtype; the union over the parameters, in order."""
+    kinds: dict[str, DType] = {}
+    for member in members:
+        for kind, atom in member.parameter.atoms.items():
+            if kind in (WEIGHT, MASTER) or (not atom.shape and member.parameter.shape):
+                continue
+            if atom.shape != member.parameter.shape:
+                raise InconsistentError(
+                    f"parameter {member.parameter.name}: '{kind}' has shape {list(atom.shape)}, which cannot be cut"
+                    f" like the parameter's {list(member.parameter.shape)}",
+                    hint="leave the optimizer out with --only weights",
+                )
+            kinds.setdefault(kind, atom.dtype)
+    return kinds
+
+
+class Scalars:
+    """Scalars such as `step`: one value for a whole group, checked to be the same for all its parameters."""
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+        self._known: dict[tuple[str, int, bytes | None], bytes] = {}
+
+    def of(self, members: Iterable[Local]) -> dict[str, Any]:
+        """Kind → plain number (as files that keep plain numbers do) or tensor."""
+        found: dict[str, tuple[str, bytes, Atom]] = {}
+        for member in members:
+            for kind, atom in member.parameter.atoms.items():
+                if atom.shape or (not member.parameter.shape and kind in (WEIGHT, MASTER)):
+                    continue
+                data = self._bytes(atom)
+                first = found.setdefault(kind, (member.parameter.name, data, atom))
+                if first[1] != data:
+                    raise InconsistentError(
+                        f"'{kind}' of {member.parameter.name} is {_number(data, atom.dtype)}, that of {first[0]} in the"
+                        f" same optimizer group is {_number(first[1], first[2].dtype)}: a flat group has one value",
+                        hint="the target needs equal values in a group; keep --zero 0",
+                    )
+        return {kind: _value(data, atom) for kind, (_, data, atom) in found.items()}
+
+    def each(self, member: Local) -> dict[str, Any]:
+        """The scalars of one parameter."""
+        return self.of([member])
+
+    def _bytes(self, atom: Atom) -> bytes:
+        fragment = atom.fragments[0]
+        key = (fragment.file, fragment.offset, fragment.inline)
+        if key not in self._known:
+            inline = fragment.inline
+            size = fragment.dtype.itemsize
+            self._known[key] = self._files.read(fragment.file, fragment.offset, size) if inline is None else inline
+        return self._known[key]
+
+
+def _value(data: bytes, atom: Atom) -> Any:
+    if atom.dtype.family == "int":
+        return _number(data, atom.dtype)
+    return whole_tensor(atom)
+
+
+def _number(data: bytes, dtype: DType) -> Any:
+    return struct.unpack(_FORMATS[dtype.name], data)[0] if dtype.name in _FORMATS else data.hex()

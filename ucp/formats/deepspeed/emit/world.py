@@ -1,0 +1,176 @@
+"""The target world: who holds which slice of which parameter under which name, group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ucp.errors import UsageError
+from ucp.formats.deepspeed.emit.carried import Carried
+from ucp.formats.deepspeed.emit.slices import Local, Slicer
+from ucp.formats.deepspeed.emit.stages import Pipeline, place
+from ucp.formats.deepspeed.experts import expert_number, local_experts
+from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
+from ucp.model.dtypes import FLOAT32, DType
+from ucp.model.layout import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGroup:
+    """An optimizer group of one model-parallel rank: hyper-parameters and slices in the optimizer's own order."""
+
+    hyper: dict[str, Any]
+    members: tuple[Local, ...]
+    experts: bool  # sharded over the expert-data-parallel ranks only
+
+
+class World:
+    """The source seen from the target mesh."""
+
+    def __init__(
+        self, source: Checkpoint, mesh: Mesh, dtype: DType | None, first_layers: Sequence[int] | None, vocab: int | None
+    ) -> None:
+        self.source = source
+        self.mesh = mesh
+        self.carried = Carried(source)
+        self.dtype = dtype or self.carried.model_dtype
+        self.recast = dtype is not None and dtype != self.carried.model_dtype
+        self.slicer = Slicer(source, mesh.tp, vocab)
+        self.slicer.check()
+        self.pipeline = Pipeline.of(source)
+        self.stages = place(source, mesh.pp, first_layers)
+        self._per_rank = {layer: _share(count, mesh.ep, layer) for layer, count in self._expert_counts().items()}
+        self._weights: dict[str, Atom] = {}
+        self._masters: dict[str, Atom] = {}
+        _check_mesh(source, mesh, bool(self._per_rank))
+
+    def _expert_counts(self) -> dict[str, int]:
+        return local_experts(name for name, p in self.source.parameters.items() if p.expert is not None)
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self._per_rank)
+
+    def on_stage(self, pp: int) -> list[Parameter]:
+        """Parameters and buffers of one stage, in the model's order."""
+        return [p for name, p in self.source.parameters.items() if pp in self.stages[name]]
+
+    def groups(self, pp: int, tp: int, ep: int) -> list[LocalGroup]:
+        """The optimizer's groups on one rank; groups that have nothing on this stage are left out."""
+        found: list[LocalGroup] = []
+        for group in self.source.groups:
+            members: list[Local] = []
+            experts = False
+            for name in self._in_order(group.names):
+                parameter = self.source.parameters.get(name)
+                if parameter is None or parameter.role != "trained" or pp not in self.stages[name]:
+                    continue
+                local = self.local_name(parameter, ep)
+                if local is not None:
+                    experts = experts or parameter.expert is not None
+                    members.append(self.slicer.local(parameter, tp, local))
+            if members:
+                found.append(LocalGroup(self._hyper(group.hyper, experts), tuple(members), experts))
+        return found
+
+    def _in_order(self, names: Sequence[str]) -> list[str]:
+        """A group's names in the optimizer's own order: what round-robin dealing did to the source's is undone.
+
+        Experts come in the model's order: the source lists them expert-parallel rank by rank.
+        """
+        if any(p is not None and p.expert is not None for p in map(self.source.parameters.get, names)):
+            wanted = set(names)
+            return [name for name in self.source.parameters if name in wanted]
+        zero = self.source.details.get("zero")
+        dealt = isinstance(zero, dict) and zero.get("round_robin_gradients") and self.source.mesh.zero in (1, 2)
+        if not dealt:
+            return list(names)
+        order = round_robin(len(names), self.source.mesh.dp)
+        restored = [""] * len(names)
+        for name, position in zip(names, order, strict=True):
+            restored[position] = name
+        return restored
+
+    def _hyper(self, hyper: dict[str, Any], experts: bool) -> dict[str, Any]:
+        hyper = {key: value for key, value in hyper.items() if key != "params"}
+        if experts and isinstance(hyper.get("name"), str) and hyper["name"].startswith("ep_size_"):
+            hyper["name"] = f"ep_size_{self.mesh.ep}"
+        return hyper
+
+    def local_name(self, parameter: Parameter, ep: int) -> str | None:
+        """The parameter's name in the files of expert-parallel rank `ep`; None where it lives on another one."""
+        if parameter.expert is None:
+            return parameter.name
+        layer, number, rest = _split_expert(parameter.name)
+        per = self._per_rank[layer]
+        if number // per != ep:
+            return None
+        return f"{layer}{number % per}{rest}"
+
+    def weight(self, parameter: Parameter) -> Atom | None:
+        """The weight as the target's module holds it: stored, or the master rounded to the module's dtype."""
+        if parameter.name not in self._weights:
+            stored = parameter.atoms.get(WEIGHT)
+            master = parameter.atoms.get(MASTER)
+            if parameter.role == "buffer" or (stored is not None and not self.recast):
+                found = stored
+            else:
+                best = master or stored
+                found = best and replace(best, kind=WEIGHT, dtype=self.dtype if _is_float(best) else best.dtype)
+            if found is None:
+                return None
+            self._weights[parameter.name] = found
+        return self._weights[parameter.name]
+
+    def master(self, parameter: Parameter) -> Atom:
+        """The optimizer's copy: stored, or the weight where it is all there is."""
+        if parameter.name not in self._masters:
+            stored = parameter.atoms.get(MASTER) or replace(parameter.atoms[WEIGHT], kind=MASTER, dtype=FLOAT32)
+            self._masters[parameter.name] = stored
+        return self._masters[parameter.name]
+
+
+def round_robin(count: int, ranks: int) -> list[int]:
+    """Positions in the order in which DeepSpeed deals parameters out to ranks: 0, R, 2R, …, 1, R + 1, …"""
+    return [i for first in range(min(ranks, count)) for i in range(first, count, ranks)]
+
+
+def _is_float(atom: Atom) -> bool:
+    return atom.dtype.family == "float"
+
+
+def _split_expert(name: str) -> tuple[str, int, str]:
+    number = expert_number(name)
+    layer, rest = name.split(f".{number}.", 1) if number is not None else (name, "")
+    return f"{layer}.", number or 0, f".{rest}"
+
+
+def _share(count: int, ep: int, layer: str) -> int:
+    if count % ep:
+        raise UsageError(f"{layer}: {count} experts do not divide over ep={ep}")
+    return count // ep
+
+
+def _check_mesh(source: Checkpoint, mesh: Mesh, has_experts: bool) -> None:
+    """Refuse what DeepSpeed cannot run, before any work."""
+    if min(mesh.tp, mesh.pp, mesh.dp, mesh.ep) < 1 or not 0 <= mesh.zero <= 3:
+        raise UsageError(f"no such world: {mesh}")
+    if mesh.zero == 3 and mesh.pp > 1:
+        raise UsageError(
+            f"ZeRO-3 and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
+        )
+    if mesh.zero == 2 and mesh.pp > 1:
+        raise UsageError(
+            f"ZeRO-2 and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
+        )
+    if mesh.ep > 1 and not has_experts:
+        raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
+    if mesh.dp % mesh.ep:
+        raise UsageError(f"ep={mesh.ep} does not divide dp={mesh.dp}: expert-parallel ranks are data-parallel ranks")
+    if mesh.zero == 3 and has_experts:
+        raise UsageError(
+            "ZeRO-3 with DeepSpeed's own experts: no DeepSpeed release saves that", hint="use --zero 1 or 2"
+        )
+    if not source.parameters:
+        raise UsageError("the source has no parameters")

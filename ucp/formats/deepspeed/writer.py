@@ -1,0 +1,132 @@
+"""Writes DeepSpeed's own files for any world, as `engine.save_checkpoint` would have written them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from ucp.files.local import SourceFiles
+from ucp.files.torchzip_writer import torch_file
+from ucp.formats.deepspeed import names
+from ucp.formats.deepspeed.emit import flat, sliced, unsharded
+from ucp.formats.deepspeed.emit.modelfiles import ModelFiles
+from ucp.formats.deepspeed.emit.states import Scalars
+from ucp.formats.deepspeed.emit.world import World
+from ucp.formats.outputs import carried_file
+from ucp.formats.registry import WriteOptions
+from ucp.formats.torchtrees import with_tensors
+from ucp.model.checkpoint import Checkpoint, Note
+from ucp.model.dtypes import BFLOAT16
+from ucp.model.layout import Mesh
+from ucp.model.target import Digests, Literal, OutputFile, Target
+
+
+class Writer:
+    """Lays out the source for the world that the options ask for."""
+
+    def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
+        self.source = source
+        self.notes: list[Note] = []
+        self.mesh = target_mesh(source, options)
+        self.world = World(source, self.mesh, options.dtype, options.first_layers, options.vocab_size)
+        self.models = ModelFiles(self.world)
+        tag = source.details.get("tag")
+        self.tag = tag if isinstance(tag, str) else f"global_step{source.step or 0}"
+
+    def target(self) -> Target:
+        """Every file of the checkpoint; DeepSpeed has no manifest."""
+        with SourceFiles(self.source.root) as files:
+            scalars = Scalars(files)
+            made = [torch_file(f"{self.tag}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
+        latest = self.tag.encode()
+        made.append(OutputFile("latest", len(latest), (Literal(0, latest),)))
+        return Target((*made, *self._neighbours()))
+
+    def last(self, target: Target, digests: Digests) -> OutputFile | None:
+        """Nothing: `latest` is an ordinary file, and the folder appears whole."""
+        del target, digests
+        return None
+
+    def _trees(self, scalars: Scalars) -> Iterator[tuple[str, Any]]:
+        for pp in range(self.mesh.pp):
+            for tp in range(self.mesh.tp):
+                if self.mesh.zero == 3:
+                    yield from self._zero3(pp, tp, scalars)
+                elif self.mesh.zero or flat.is_bf16_optimizer(self.world):
+                    yield from self._flat(pp, tp, scalars)
+                else:
+                    yield from self._unsharded(pp, tp, scalars)
+        yield from self.models.layer_files()
+        yield from self.models.expert_files()
+
+    def _flat(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
+        mp = pp * self.mesh.tp + tp
+        by_ep = [flat.flat_groups(self.world, pp, tp, ep) for ep in range(self.mesh.ep)]
+        # BF16_Optimizer with ZeRO off leaves `param_shapes` out and a copy of the first rank's state in the model file.
+        shapes = [group.shapes for group in by_ep[0]] if self.mesh.zero else None
+        files = []
+        for dp in range(self.mesh.dp):
+            groups = by_ep[dp % self.mesh.ep]
+            index = [dp // self.mesh.ep if group.group.experts else dp for group in groups]
+            files.append((self._optim_name(dp, mp), flat.optimizer_tree(self.world, groups, index, scalars)))
+        copy = None if self.mesh.zero else files[0][1]
+        yield names.model_name(mp), self.models.model_tree(pp, tp, 0, shapes, copy)
+        for name, tree in files:
+            yield name, self._optim_file(tree)
+
+    def _zero3(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
+        mp = pp * self.mesh.tp + tp
+        groups = self.world.groups(pp, tp, 0)
+        subs = sliced.sub_groups(self.world, groups)
+        shapes = [sub.shapes for sub in subs]
+        for dp in range(self.mesh.dp):
+            yield names.sharded_model_name(dp, mp), self.models.model_tree(pp, tp, dp, shapes, None)
+            tree = sliced.optimizer_tree(self.world, groups, subs, dp, scalars)
+            yield self._optim_name(dp, mp), self._optim_file(tree)
+
+    def _unsharded(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
+        mp = pp * self.mesh.tp + tp
+        if not self.world.has_experts:
+            tree = unsharded.optimizer_tree(self.world, self.world.groups(pp, tp, 0), scalars)
+            yield names.model_name(mp), self.models.model_tree(pp, tp, 0, None, tree)
+            return
+        yield names.model_name(mp), self.models.model_tree(pp, tp, 0, None, None)
+        for ep in range(self.mesh.ep):
+            tree = unsharded.optimizer_tree(self.world, self.world.groups(pp, tp, ep), scalars)
+            yield f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt", {"optimizer": tree}
+
+    def _optim_name(self, dp: int, mp: int) -> str:
+        prefix = "bf16_" if self.world.dtype == BFLOAT16 else ""
+        return names.optim_name(dp, mp, f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+    def _optim_file(self, tree: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "optimizer_state_dict": tree,
+            "ds_config": self.models.config(),
+            "ds_version": self.world.carried.version,
+        }
+
+    def _neighbours(self) -> Iterator[OutputFile]:
+        """Files beside the step folder that the source carries: scheduler, RNG states, configs, tokenizers."""
+        for name, tree in self.source.extras.trees.items():
+            if "/" not in name and not names.is_state_file(PurePosixPath(name).name):
+                yield torch_file(name, with_tensors(tree))
+        for name in self.source.extras.files:
+            yield carried_file(self.source, name, name)
+
+
+def target_mesh(source: Checkpoint, options: WriteOptions) -> Mesh:
+    """The mesh that the options ask for: theirs, else that of the checkpoint to be like, else the source's."""
+    base = options.like.mesh if options.like is not None else source.mesh
+
+    def choose(asked: int | None, kept: int) -> int:
+        return kept if asked is None else asked
+
+    return Mesh(
+        choose(options.tp, base.tp),
+        choose(options.pp, base.pp),
+        choose(options.dp, base.dp),
+        choose(options.ep, base.ep),
+        choose(options.zero, base.zero),
+    )
