@@ -11,6 +11,10 @@ GIB: Final = 1024 * MIB
 # A slab should stay in the CPU's cache between read, scatter, checksum and write.
 SLAB_BYTES = 1 * MIB
 
+# A rank's share of a tensor may lie in the source in many short runs; below this length it is cheaper to read across
+# the gaps than to make a system call for each.
+SHORT_RUN_BYTES = 256
+
 # A part is what one thread writes, digests and journals at a time: large enough that its bookkeeping costs
 # nothing, small enough that threads balance and that a killed run loses little.
 PART_BYTES = 64 * MIB

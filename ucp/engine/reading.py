@@ -45,7 +45,7 @@ def _inside(box: Box, shape: Shape) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Extent:
+class StoredBlock:
     """A contiguous block of the atom in a file: `box` starts at byte `offset`."""
 
     box: Box
@@ -61,7 +61,7 @@ class Cover:
 
     def __init__(self, fragments: Sequence[Fragment], shape: Shape, flat: bool) -> None:
         self.shape = (prod(shape),) if flat else shape
-        extents: list[tuple[int, int, _Extent]] = []
+        extents: list[tuple[int, int, StoredBlock]] = []
         for fragment in fragments:
             for piece in fragment.region.pieces():
                 box = flatten(piece.box, shape) if flat else _clip(piece.box, shape)
@@ -73,13 +73,13 @@ class Cover:
                     last = flat_index(tuple(stop - 1 for stop in box.stop), self.shape)
                     # The block keeps its stored box: rows beyond the shape are stepped over, not forgotten.
                     stored = box if flat else piece.box
-                    extents.append((first, last, _Extent(stored, offset, fragment)))
+                    extents.append((first, last, StoredBlock(stored, offset, fragment)))
         extents.sort(key=lambda e: e[0])
         self._extents = [extent for _, _, extent in extents]
         self._first = [first for first, _, _ in extents]
         self._last_so_far = list(accumulate((last for _, last, _ in extents), max))
 
-    def overlapping(self, slab: Box) -> Iterator[tuple[Box, _Extent]]:
+    def overlapping(self, slab: Box) -> Iterator[tuple[Box, StoredBlock]]:
         """Every stored block that shares elements with the slab, with the shared box."""
         first = flat_index(slab.start, self.shape)
         last = first + slab.numel - 1  # slabs are contiguous
@@ -156,7 +156,7 @@ class AtomReader:
             out[where] = values if fragment.scale == 1.0 else unscale(values, self.atom.dtype, fragment.scale)
         return filled
 
-    def _stored(self, extent: _Extent, common: Box) -> RawArray:
+    def _stored(self, extent: StoredBlock, common: Box) -> RawArray:
         """The elements of `common` as stored, in its shape."""
         fragment = extent.fragment
         kind = raw_dtype(fragment.dtype)
@@ -171,7 +171,7 @@ class AtomReader:
         self.files.read_into(fragment.file, _position(extent, common), block.data)
         return block.view(kind).reshape(common.shape)
 
-    def _strided(self, fragment: Fragment, extent: _Extent, common: Box) -> RawArray:
+    def _strided(self, fragment: Fragment, extent: StoredBlock, common: Box) -> RawArray:
         """Elements that do not lie row-major in the file: read spans that fit memory and pick from them."""
         strides = fragment.strides
         assert strides is not None
@@ -199,7 +199,7 @@ def can_flatten(atom: Atom) -> bool:
     return all(f.strides is None and is_flat(f.region.pieces(), atom.shape) for cover in covers for f in cover)
 
 
-def _position(extent: _Extent, common: Box) -> int:
+def _position(extent: StoredBlock, common: Box) -> int:
     """Byte offset in the file of the first element of `common`, a block that is contiguous in the stored box."""
     local = tuple(a - b for a, b in zip(common.start, extent.box.start, strict=True))
     return extent.offset + flat_index(local, extent.box.shape) * extent.fragment.dtype.itemsize

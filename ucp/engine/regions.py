@@ -1,0 +1,206 @@
+"""Reading one region of an atom: what a rank of any layout holds of it, whatever layout the source has.
+
+Where slabs want whole rows of the logical tensor, a region may be narrow (a tensor-parallel slice) or start in the
+middle of a row (a ZeRO share). Every byte of it is read once and nothing else is, except where the source keeps the
+region in pieces so short that reading across the gaps is cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from ucp import tunables
+from ucp.engine.casting import RawArray, cast, raw_dtype, unscale
+from ucp.engine.reading import AtomReader, Cover, StoredBlock, can_flatten, flatten, is_contiguous_in, is_flat
+from ucp.errors import InconsistentError
+from ucp.files.local import SourceFiles
+from ucp.model.box import Box, Shape, flat_index, intersect, strides_of, whole
+from ucp.model.checkpoint import Atom
+from ucp.model.region import Piece, Region
+from ucp.model.slabs import slabs
+
+
+def read_region(files: SourceFiles, atom: Atom, region: Region, out: RawArray) -> None:
+    """Fill `out` (raw, one-dimensional, contiguous, of the atom's dtype) with the region's elements in order."""
+    RegionReader(files, atom).read(region, out)
+
+
+class RegionReader:
+    """Reads regions of one atom. Not thread-safe, because of the scratch block."""
+
+    def __init__(self, files: SourceFiles, atom: Atom) -> None:
+        self.files = files
+        self.atom = atom
+        self._stored_as_is = atom.combine == "copy" and all(f.strides is None for f in atom.fragments)
+        self._covers: dict[bool, Cover] = {}
+        self._scratch = np.empty(0, np.uint8)
+
+    def read(self, region: Region, out: RawArray) -> None:
+        """Fill `out` with the region's elements in order. Elements outside the atom's shape (padding) become zero."""
+        if out.ndim != 1 or out.size != region.numel or not out.flags.c_contiguous:
+            raise AssertionError(f"{self.atom}: a block of shape {out.shape} for {region.numel} elements")
+        pieces = list(region.pieces())
+        if not self._stored_as_is:
+            for piece in pieces:
+                self._read_by_slabs(piece, out)
+            return
+        flat = can_flatten(self.atom) and is_flat(pieces, self.atom.shape)
+        if flat not in self._covers:
+            self._covers[flat] = Cover(self.atom.fragments, self.atom.shape, flat)
+        for piece in pieces:
+            if flat:
+                piece = Piece(flatten(piece.box, self.atom.shape), piece.offset)
+            self._read_piece(self._covers[flat], piece, out)
+
+    def _read_piece(self, cover: Cover, piece: Piece, out: RawArray) -> None:
+        target = out[piece.offset : piece.offset + piece.box.numel].reshape(piece.box.shape)
+        real = intersect(piece.box, whole(cover.shape))
+        if real != piece.box:
+            target[...] = 0
+        if real is None:
+            return
+        filled = 0
+        for common, extent in cover.overlapping(_rows_of(real, cover.shape)):
+            wanted = intersect(common, real)
+            if wanted is not None:
+                filled += wanted.numel
+                self._copy(extent, wanted, piece.box, target)
+        self._check_whole(filled, real)
+
+    def _check_whole(self, filled: int, wanted: Box) -> None:
+        if filled != wanted.numel:
+            raise InconsistentError(
+                f"parameter {self.atom.name}, {self.atom.kind}: {filled} of {wanted.numel} elements of {wanted}"
+                " are there",
+                hint="run `ucp verify` on the source to see which ranks are missing",
+            )
+
+    def _copy(self, extent: StoredBlock, wanted: Box, box: Box, target: RawArray) -> None:
+        """Move the block `wanted` of a stored block to its place in `target`, which holds `box`."""
+        fragment = extent.fragment
+        as_is = fragment.dtype == self.atom.dtype and fragment.inline is None and fragment.scale == 1.0
+        inner = _inside(wanted, box)
+        if as_is and is_contiguous_in(inner, box.shape):
+            at = flat_index(inner.start, box.shape)
+            self._read_stored(extent, wanted, target.reshape(-1)[at : at + wanted.numel])
+            return
+        for block in slabs(wanted.shape, max(1, tunables.SLAB_BYTES // fragment.dtype.itemsize)):
+            part = block.shift(wanted.start)
+            values = cast(self._stored(extent, part), fragment.dtype, self.atom.dtype)
+            target[_where(_inside(part, box))] = (
+                values if fragment.scale == 1.0 else unscale(values, self.atom.dtype, fragment.scale)
+            )
+
+    def _stored(self, extent: StoredBlock, block: Box) -> RawArray:
+        """The elements of `block` as stored, in its shape."""
+        fragment = extent.fragment
+        kind = raw_dtype(fragment.dtype)
+        if fragment.inline is not None:
+            stored: RawArray = np.frombuffer(fragment.inline, kind).reshape(extent.box.shape)
+            return stored[_where(_inside(block, extent.box))]
+        nbytes = block.numel * fragment.dtype.itemsize
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        values = self._scratch[:nbytes].view(kind)
+        self._read_stored(extent, block, values)
+        return values.reshape(block.shape)
+
+    def _read_stored(self, extent: StoredBlock, block: Box, out: RawArray) -> None:
+        """Read `block` of a stored block into `out`, row-major: one read a run of neighbours in the file."""
+        stored, itemsize = extent.box, extent.fragment.dtype.itemsize
+        inner = _inside(block, stored)
+        length = _run_length(inner, stored.shape)
+        if length < inner.numel and length * itemsize < tunables.SHORT_RUN_BYTES:
+            self._read_across(extent, inner, out)
+            return
+        data = out.view(np.uint8).data
+        for number, first in enumerate(_run_starts(inner, stored.shape, length)):
+            at = number * length * itemsize
+            self.files.read_into(
+                extent.fragment.file, extent.offset + first * itemsize, data[at : at + length * itemsize]
+            )
+
+    def _read_across(self, extent: StoredBlock, inner: Box, out: RawArray) -> None:
+        """Read whole spans of the file and pick the short runs from them."""
+        stored, itemsize = extent.box.shape, extent.fragment.dtype.itemsize
+        strides = strides_of(stored)
+        limit = max(1, tunables.SLAB_BYTES // itemsize * inner.numel // _span(inner.shape, strides))
+        done = 0
+        for local in slabs(inner.shape, limit):
+            block = local.shift(inner.start)
+            first = flat_index(block.start, stored)
+            span = np.frombuffer(
+                self.files.read(
+                    extent.fragment.file,
+                    extent.offset + first * itemsize,
+                    _span(block.shape, strides) * itemsize,
+                ),
+                out.dtype,
+            )
+            picked = np.lib.stride_tricks.as_strided(span, block.shape, tuple(s * itemsize for s in strides))
+            out[done : done + block.numel] = picked.reshape(-1)
+            done += block.numel
+
+    def _read_by_slabs(self, piece: Piece, out: RawArray) -> None:
+        """Means of several versions and tensors that do not lie row-major: whole rows first, then what is wanted."""
+        target = out[piece.offset : piece.offset + piece.box.numel].reshape(piece.box.shape)
+        real = intersect(piece.box, whole(self.atom.shape))
+        if real != piece.box:
+            target[...] = 0
+        if real is None:
+            return
+        reader = AtomReader(self.files, self.atom, flat=False)
+        rows = _rows_of(real, self.atom.shape)
+        for local in slabs(rows.shape, max(1, tunables.SLAB_BYTES // self.atom.dtype.itemsize)):
+            slab = local.shift(rows.start)
+            wanted = intersect(slab, real)
+            if wanted is not None:
+                values = np.empty(slab.shape, raw_dtype(self.atom.dtype))
+                reader.read(slab, values)
+                target[_where(_inside(wanted, piece.box))] = values[_where(_inside(wanted, slab))]
+
+
+def _inside(box: Box, outer: Box) -> Box:
+    """`box` in the coordinates of `outer`."""
+    return box.shift(tuple(-a for a in outer.start))
+
+
+def _where(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+
+
+def _rows_of(box: Box, shape: Shape) -> Box:
+    """The contiguous block of whole rows that `box` lies in."""
+    if not shape:
+        return box
+    return Box((box.start[0], *(0,) * (len(shape) - 1)), (box.shape[0], *shape[1:]))
+
+
+def _run_length(inner: Box, shape: Shape) -> int:
+    """Elements of `inner` that lie side by side in a row-major tensor of `shape`, at least."""
+    length = 1
+    for n, extent in zip(reversed(inner.shape), reversed(shape), strict=True):
+        length *= n
+        if n != extent:
+            break
+    return length
+
+
+def _run_starts(inner: Box, shape: Shape, length: int) -> Iterator[int]:
+    """Positions in the tensor where the runs of `inner` start, in order."""
+    lead = inner.ndim
+    while prod(inner.shape[lead:]) < length:
+        lead -= 1
+    tail = inner.start[lead:]
+    ranges: Sequence[range] = [range(a, a + n) for a, n in zip(inner.start[:lead], inner.shape[:lead], strict=True)]
+    for index in product(*ranges):
+        yield flat_index((*index, *tail), shape)
+
+
+def _span(block: Shape, strides: Shape) -> int:
+    """Elements from the first to the last of a block, in a tensor with these strides."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(block, strides, strict=True))
