@@ -51,7 +51,7 @@ _ONE_EVENT: Final = re.compile(_EVENT, re.DOTALL)
 _SMALL_PUT: Final = re.compile(_PUT, re.DOTALL)
 
 _WINDOW: Final = 1 << 16
-_LONG_STRINGS: Final = {ord("X"): 4, ord("B"): 4, ord("T"): 4, 0x8D: 8, 0x8E: 8, 0x96: 8}  # opcode: bytes of length
+_STRINGS: Final = {ord("X"): 4, ord("B"): 4, ord("T"): 4, 0x8D: 8, 0x8E: 8, 0x96: 8}  # opcode: bytes of length
 
 # Sixteen uses of shared tuples multiply the work of hashing by less than 350.
 _SHARED_TUPLES: Final = 16
@@ -71,29 +71,39 @@ def _is_plain(data: bytes) -> bool:
     if len(data) > _TUPLES_IN_A_STACK and sum(map(data.count, (b"t", b"\x85", b"\x86", b"\x87"))) > _TUPLES_IN_A_STACK:
         return False
     events: list[bytes] = []
-    at = 2
+    at, stop = 2, min(2 + _WINDOW, len(data))
     while True:
-        stop = min(at + _WINDOW, len(data))
-        found = _PHRASES.findall(data, at, stop)
-        found.pop()  # the empty match at the end
-        rest = found.pop() if found and not _ONE_EVENT.fullmatch(found[-1]) else b""
+        found, left_at = _walk(data, at, stop)
+        if left_at == len(data):
+            return False  # no STOP
+        opcode = data[left_at]
+        if opcode == _STOP:
+            return _shares_little(events + found)
+        if opcode in b"qr" and at + 1 < left_at and stop < len(data):
+            stop = left_at - 1  # the window ends between an object and its PUT: end it earlier
+            continue
         events += found
-        left_at = stop - len(rest)
-        if rest and rest[0] == _STOP:
-            return _shares_little(events)
-        if rest and rest[0] in _LONG_STRINGS:
-            left_at = _skip_long_string(data, left_at)
-        if left_at <= at:
+        proceed_at = _skip_string(data, left_at) if opcode in _STRINGS else left_at
+        if proceed_at <= at:
             return False  # no opcode that is known here, or not a whole one
-        at = left_at
+        at, stop = proceed_at, min(proceed_at + _WINDOW, len(data))
 
 
-def _skip_long_string(data: bytes, at: int) -> int:
-    """The byte after the counted string at `at` and its PUT, or -1 where it is not whole or not that long."""
-    width = _LONG_STRINGS[data[at]]
+def _walk(data: bytes, at: int, stop: int) -> tuple[list[bytes], int]:
+    """The events in bytes [at, stop), and where the first opcode starts that is not plain or not whole in there."""
+    found = _PHRASES.findall(data, at, stop)
+    found.pop()  # the empty match at the end
+    if found and not _ONE_EVENT.fullmatch(found[-1]):
+        return found[:-1], stop - len(found[-1])
+    return found, stop
+
+
+def _skip_string(data: bytes, at: int) -> int:
+    """The byte after the counted string at `at` and its PUT, or `at` where the string is not whole."""
+    width = _STRINGS[data[at]]
     end = at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
     if end >= len(data):
-        return -1
+        return at
     put = _SMALL_PUT.match(data, end)
     return put.end() if put else end
 

@@ -19,6 +19,7 @@ _MAX_DEPTH: Final = 500
 _WEIGHT_ALLOWANCE: Final = 1_000_000
 _WEIGHT_PER_BYTE: Final = 16
 _LONGEST_INTEGER: Final = 1024  # bytes or digits
+_FREE_SLOTS: Final = 1 << 20  # memo slots that any pickle may name: they cost 16 MB at most
 _HINT_UNSAFE: Final = "no checkpoint needs this; find out who wrote the file"
 _HINT_DAMAGED: Final = "the file was changed or copied incompletely; restore it and try again"
 
@@ -111,7 +112,7 @@ class _Judge:
         stack = self.stack
         if opcode in _PUTS:
             slot = len(self.memo) if opcode == 0x94 else self._slot(opcode, start, stop)
-            if slot > len(self.data):
+            if slot > max(len(self.data), _FREE_SLOTS):
                 self._unsafe(f"it asks for {slot} memo slots in {len(self.data)} bytes", start)
             self._need(1, start)
             self.memo[slot] = stack[-1]
