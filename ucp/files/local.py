@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -13,7 +14,7 @@ from ucp.errors import IntegrityError, StorageError
 
 
 class SourceFiles:
-    """Read-only access to the files below a checkpoint's root. Thread-safe; closes descriptors it has not used lately."""
+    """Read-only access to the files below a checkpoint's root. Thread-safe; closes descriptors long unused."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -29,7 +30,8 @@ class SourceFiles:
                 got = os.preadv(handle.fd, [target[done:]], offset + done)
                 if got == 0:
                     raise IntegrityError(
-                        f"{self.root / file}: ends at byte {offset + done}, but bytes [{offset}, {offset + len(target)}) are needed",
+                        f"{self.root / file}: ends at byte {offset + done}, but bytes"
+                        f" [{offset}, {offset + len(target)}) are needed",
                         hint="the file is truncated or was changed while it was read; restore it and try again",
                     )
                 done += got
@@ -53,7 +55,9 @@ class SourceFiles:
     def __enter__(self) -> SourceFiles:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _acquire(self, file: str) -> _Descriptor:
@@ -76,7 +80,8 @@ class SourceFiles:
         excess = len(self._open) - tunables.OPEN_FILES
         if excess <= 0:
             return
-        for file in [f for f, handle in self._open.items() if handle.users == 0][:excess]:
+        idle = (file for file, handle in self._open.items() if handle.users == 0)
+        for file in list(islice(idle, excess)):
             os.close(self._open.pop(file).fd)
 
 
