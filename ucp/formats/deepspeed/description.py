@@ -54,6 +54,7 @@ def details_of(reading: Reading, place: folder.Place, files: StepFiles, ranks: R
         "skipped_steps": _number(model.get("skipped_steps")),
         "global_samples": _number(model.get("global_samples")),
         "files": _files(files),
+        "pipeline": reading.pipeline,
     }
     return {key: value for key, value in facts.items() if value not in (None, {}, "")}
 

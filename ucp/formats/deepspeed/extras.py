@@ -26,8 +26,10 @@ _LAYOUT_KEYS: Final = frozenset(
         "shared_params",
         "buffer_names",
         "param_slice_mappings",
+        "param_alignment_paddings",
     }
 )
+_PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
 _MAX_DEPTH: Final = 200
 _LARGEST_UNKNOWN: Final = 16 * MIB  # a larger file of unknown role is reported and left behind
 
@@ -55,6 +57,11 @@ class TreeCarrier:
         self._label = label
         self._names: set[str] = set()
         self._done: dict[int, tuple[Any, Any]] = {}  # id → (the value, kept alive; what it became)
+
+    @property
+    def made_atoms(self) -> bool:
+        """Whether tensors of this file are in what was carried: it then belongs to this file alone."""
+        return bool(self._names)
 
     def carry(self) -> Any:
         """The tree, or None when nothing of it is left."""
@@ -97,6 +104,8 @@ class TreeCarrier:
             return self._instance(value, path, depth)
         if isinstance(value, (set, frozenset)):
             return value  # members are hashable: no tensors inside that anyone could reach
+        if _PLAIN.issuperset(map(type, value)):
+            return value
         items = [self._walk(item, f"{path}/{i}", depth) for i, item in enumerate(value)]
         if items and all(item is _DROP for item in items):
             return _DROP
@@ -106,6 +115,8 @@ class TreeCarrier:
         return kept if isinstance(value, list) else tuple(kept)
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        if _PLAIN.issuperset(map(type, value.values())):
+            return value
         items = {key: self._walk(item, f"{path}/{key}", depth) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
             return value

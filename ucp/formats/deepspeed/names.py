@@ -99,6 +99,11 @@ def optim_name(dp: int, mp: int, like: str) -> str:
 
 def layer_name(layer: int, tp: int, like: str) -> str:
     """How DeepSpeed would name the file of this pipeline layer, in the spelling of the sibling `like`."""
-    found = _LAYER.fullmatch(like)
-    axis = f"-model_{tp:02d}" if found and found[2] else ""
+    axis = f"-model_{tp:02d}" if has_model_axis(like) else ""
     return f"layer_{layer:02d}{axis}-model_states.pt"
+
+
+def has_model_axis(name: str) -> bool:
+    """Whether a layer file's name says which tensor-parallel rank wrote it."""
+    found = _LAYER.fullmatch(name)
+    return found is not None and found[2] is not None

@@ -9,7 +9,7 @@ from typing import Final
 
 from ucp.files.inert import TensorRef
 from ucp.formats.deepspeed.holdings import Holder
-from ucp.formats.deepspeed.names import layer_name
+from ucp.formats.deepspeed.names import has_model_axis, layer_name
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile, flat_tensors
 from ucp.model.box import Shape
@@ -39,6 +39,11 @@ def read_layers(reading: Reading, layers: Mapping[tuple[int, int], str], stages:
         if layer not in keys_of:
             keys_of[layer] = _tied_key(layer, tensors, tied, untied, stages)
         _read_layer(reading, Holder(stage_of[layer], tp), file, layer, keys_of[layer], tensors, stages)
+    reading.pipeline = {
+        "layers": sorted(keys_of),
+        "tied": {key: layer for layer, key in sorted(keys_of.items(), reverse=True) if key is not None},
+        "model_axis": any(has_model_axis(name) for name in layers.values()),
+    }
 
 
 def _read_layer(

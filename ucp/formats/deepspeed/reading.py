@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from ucp.files.inert import TensorRef
 from ucp.files.local import SourceFiles
@@ -25,6 +26,7 @@ class Reading:
     notes: list[Note] = field(default_factory=list)
     wrong_mappings: Counter[str] = field(default_factory=Counter)  # parameter → ranks whose slice mapping is wrong
     checked_mappings: set[str] = field(default_factory=set)
+    pipeline: dict[str, Any] = field(default_factory=dict)  # what the layer files show of a PipelineModule
     unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it is no atom
     _taken: dict[int, TensorRef] = field(default_factory=dict)
 

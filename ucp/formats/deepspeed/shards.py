@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.files.inert import Inert, TensorRef
 from ucp.files.torchzip import TorchFile
+from ucp.formats.deepspeed.glimpse import Glimpse
 from ucp.formats.deepspeed.stored import Spot, WholeTensor
 from ucp.model.box import Shape
 
+_REMEMBERED_PICKLES: Final = 4
+
 
 class RankFile:
-    """One `.pt` file: its name relative to the root and its tree. Files may share a tree: never change one."""
+    """One `.pt` file: its name relative to the root and its tree. Files may share a tree: never change one.
 
-    __slots__ = ("archive", "name", "tree")
+    The archive's directory is read when the place of a tensor is first asked for, unless it had to be before.
+    """
 
-    def __init__(self, name: str, archive: TorchFile, tree: Any) -> None:
+    __slots__ = ("_archive", "_path", "name", "tree")
+
+    def __init__(self, name: str, path: Path, tree: Any, archive: TorchFile | None = None) -> None:
         self.name = name
-        self.archive = archive
         self.tree = tree
+        self._path = path
+        self._archive = archive
+
+    def position(self, ref: TensorRef) -> int:
+        """Byte of the file where a tensor's first element lies."""
+        if self._archive is None:
+            self._archive = TorchFile(self._path)
+        return self._archive.position(ref)
 
     def spot(self, ref: TensorRef, dp: int = 0) -> Spot:
         """Where a tensor of this file lies."""
-        return Spot(self.name, self.archive, ref, dp)
+        return Spot(self.name, self, ref, dp)
 
     def whole(self, ref: TensorRef, dp: int = 0) -> WholeTensor:
         """A tensor of this file as the whole of a local tensor."""
@@ -45,23 +59,35 @@ class RankFile:
 
 
 class RankFiles:
-    """Opens rank files below a root. Ranks often write the very same pickle over different tensors: it is read once."""
+    """Opens rank files below a root.
+
+    Ranks often write the very same pickle over different tensors (ZeRO-3: all but the first). Such a file is recognised
+    by its first bytes, and neither its pickle nor its directory of thousands of entries is read again.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._opened: dict[str, RankFile] = {}
-        self._trees: dict[bytes, Any] = {}
+        self._recent: deque[tuple[bytes, Any]] = deque(maxlen=_REMEMBERED_PICKLES)
 
     def open(self, name: str) -> RankFile:
         """The file `name` (relative to the root); its tree is in memory afterwards, its tensors are not."""
         held = self._opened.get(name)
         if held is None:
-            archive = TorchFile(self.root / name)
-            held = self._opened[name] = RankFile(name, archive, self._tree(archive))
+            held = self._opened[name] = self._open(name)
         return held
 
-    def _tree(self, archive: TorchFile) -> Any:
-        return archive.tree
+    def _open(self, name: str) -> RankFile:
+        path = self.root / name
+        with Glimpse(path) as glimpse:
+            for pickled, tree in self._recent:
+                if glimpse.starts_with(pickled):
+                    return RankFile(name, path, tree)
+            archive = TorchFile(path)
+            tree = archive.tree
+            pickled = glimpse.pickle_of(archive)
+        self._recent.appendleft((pickled, tree))
+        return RankFile(name, path, tree, archive)
 
 
 def describe(value: object) -> str:

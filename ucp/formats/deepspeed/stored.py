@@ -12,7 +12,6 @@ from math import prod
 from typing import Protocol
 
 from ucp.files.inert import TensorRef
-from ucp.files.torchzip import TorchFile
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
 
@@ -44,13 +43,20 @@ class Stored(Protocol):
         """The runs in order; together they are the whole local tensor."""
 
 
+class Archive(Protocol):
+    """A file that knows where its tensors lie."""
+
+    def position(self, ref: TensorRef) -> int:
+        """Byte of the file where the first element of `ref` lies."""
+
+
 class Spot:
     """A tensor of a file. Its byte offset is looked up when it is first needed (that costs a read of the zip entry)."""
 
     __slots__ = ("_archive", "_offset", "dp", "file", "ref")
 
     def __init__(
-        self, file: str, archive: TorchFile | None, ref: TensorRef | None, dp: int = 0, offset: int = -1
+        self, file: str, archive: Archive | None, ref: TensorRef | None, dp: int = 0, offset: int = -1
     ) -> None:
         self.file = file
         self.dp = dp

@@ -147,7 +147,7 @@ def _slots(reading: Reading, found: Unsharded) -> list[list[Slot]]:
                 continue
             state = found.state.get(index)
             tensors = [v for v in state.values() if isinstance(v, TensorRef)] if isinstance(state, dict) else []
-            largest = max(tensors, key=lambda ref: ref.numel, default=None)
+            largest = max(tensors, key=lambda ref: (ref.numel, len(ref.shape)), default=None)
             # A lone `step` says nothing about the parameter.
             slots.append(Slot(largest.shape if largest is not None and largest.shape else None, None))
         groups.append(slots)
