@@ -174,11 +174,36 @@ def _writes_on_stand_ins(command: bytes, os_system: bytes) -> list[Attack]:
             p2 + glob("torch", "float32") + b"(" + text("int8") + b"K\x01" + text("int") + b"Nlb.",
             IntegrityError,
         ),
+        *_builds_on_references(),
         Attack("append to a class", p2 + glob("a", "B") + b"Na.", IntegrityError),
         Attack("appends to a class", p2 + glob("a", "B") + b"(NNe.", IntegrityError),
         Attack("setitem on a class", p2 + glob("a", "B") + text("x") + b"Ns.", IntegrityError),
         Attack("additems to a class", b"\x80\x04" + glob("a", "B") + b"(N\x90.", IntegrityError),
         Attack("append to a dtype", p2 + glob("torch", "float32") + b"Na.", IntegrityError),
+    ]
+
+
+def _builds_on_references() -> list[Attack]:
+    """Values of ours that a file can reach are as closed as its own stand-ins."""
+    storage = b"(" + text("storage") + glob("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
+    tensor = call("torch._utils", "_rebuild_tensor", storage, b"K\x00", b"K\x04\x85", b"K\x01\x85")
+    scalar = call(
+        "numpy.core.multiarray",
+        "scalar",
+        call("numpy", "dtype", text("f4")),
+        call("_codecs", "encode", text("1234"), text("latin1")),
+    )
+    listed = b"(" + text("x") * 9 + b"l"
+    fields = b"}" + text("offset") + b"K\x63s"
+    return [
+        Attack(f"build on a {name} from {what}", b"\x80\x02" + value + state + b"b.", IntegrityError)
+        for name, value in (
+            ("storage", storage),
+            ("tensor", tensor),
+            ("scalar", scalar),
+            ("size", call("torch", "Size", b")")),
+        )
+        for what, state in (("a list", listed), ("a dict", fields), ("slots", b"N" + fields + b"\x86"))
     ]
 
 

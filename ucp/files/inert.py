@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ucp.files.inert_numpy import NumpyArray, NumpyDType, NumpyScalar
-from ucp.model.dtypes import DType
+from ucp.model.dtypes import DType, unchangeable
 
 __all__ = [
     "Inert",
@@ -189,6 +189,7 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
+@unchangeable
 @dataclass(frozen=True, slots=True)
 class StorageRef:
     """A storage entry of a torch file. `numel` counts elements of `dtype`, or bytes where `dtype` is None (untyped)."""
@@ -198,9 +199,6 @@ class StorageRef:
     numel: int
     device: str
 
-    def __setstate__(self, state: object) -> NoReturn:
-        raise TypeError("a reference cannot be changed")
-
     def __reduce__(self) -> tuple[Any, ...]:
         return StorageRef, (self.key, self.dtype, self.numel, self.device)
 
@@ -209,6 +207,7 @@ class StorageRef:
         return self.numel * self.dtype.itemsize if self.dtype is not None else self.numel
 
 
+@unchangeable
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """A view of a storage. `offset` and `strides` are in elements of `dtype`."""
@@ -222,9 +221,6 @@ class TensorRef:
     parameter: bool = False
     attributes: Any = field(default=None, compare=False)  # may be a graph that is costly to compare
     subclass: str | None = None  # path of the file's own tensor class, where it is neither Tensor nor Parameter
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise TypeError("a reference cannot be changed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorRef, (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from ucp import tunables
 from ucp.errors import NotUnderstoodError
+from ucp.model.dtypes import unchangeable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _PLAIN_KINDS: Final = frozenset("biufcSU")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: Python 3.10 would put a setter of its own in the place of ours
 class NumpyArray:
     """A numpy array of a file. `descr` as numpy writes it (`<f8`); `data` row-major, or column-major where `fortran`.
 
@@ -61,15 +62,13 @@ class NumpyArray:
         return np.frombuffer(bytes(self.data), dtype=dtype).reshape(self.shape, order="F" if self.fortran else "C")
 
 
+@unchangeable
 @dataclass(frozen=True, slots=True)
 class NumpyScalar:
     """A numpy scalar of a file."""
 
     descr: str
     data: bytes
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise TypeError("a numpy scalar cannot be changed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NumpyScalar, (self.descr, self.data)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 Family = Literal["float", "int", "bool", "complex"]
+_Class = TypeVar("_Class", bound=type)
 
 
+def unchangeable(cls: _Class) -> _Class:
+    """Close the setter that frozen dataclasses with slots have: a pickle that reaches a value could write on it."""
+    # Outside of the class body, because Python 3.10's dataclass overwrites one that stands in there.
+    type.__setattr__(cls, "__setstate__", _refuse_state)
+    return cls
+
+
+def _refuse_state(self: object, _: object) -> NoReturn:
+    raise TypeError(f"a {type(self).__name__} cannot be changed")
+
+
+@unchangeable
 @dataclass(frozen=True, slots=True)
 class DType:
     """An element type. `itemsize` is in bytes; `tag` is the safetensors name, None where that format has none."""
@@ -19,10 +32,6 @@ class DType:
 
     def __str__(self) -> str:
         return self.name
-
-    # Dtypes are shared by everything and reachable from a pickle: the setter that slots bring must not work.
-    def __setstate__(self, state: object) -> NoReturn:
-        raise TypeError("a dtype cannot be changed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DType, (self.name, self.itemsize, self.family, self.tag)
