@@ -15,6 +15,10 @@ SLAB_BYTES = 1 * MIB
 # the gaps than to make a system call for each.
 SHORT_RUN_BYTES = 256
 
+# What goes to or from a live tensor that cannot be addressed directly (on an accelerator, or not row-major) goes through
+# a buffer of this size.
+BOUNCE_BYTES = 4 * MIB
+
 # A part is what one thread writes, digests and journals at a time: large enough that its bookkeeping costs
 # nothing, small enough that threads balance and that a killed run loses little.
 PART_BYTES = 64 * MIB
@@ -40,3 +44,6 @@ MAX_EXTRAS_DEPTH = 200
 
 # Free space that must remain on the target file system after a conversion.
 SPACE_RESERVE_BYTES = 64 * MIB
+
+# Fragments that `ucp verify --quick` looks at, about two seconds' worth; of a checkpoint with more it takes a sample.
+QUICK_FRAGMENTS = 200_000

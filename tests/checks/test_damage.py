@@ -89,6 +89,25 @@ def test_a_missing_rank_file_is_named(copy, name: str, file: str) -> None:
     assert report.exit_code == 1
 
 
+def test_optimizer_files_that_are_all_gone_are_missed(copy) -> None:
+    folder = copy("z1_bf16_dp2")
+    for path in (folder / STEP).glob("*optim_states.pt"):
+        path.unlink()
+    report = verify(folder, "quick")
+    assert report.exit_code == 1
+    assert errors(report, "grid"), alarms(report)
+
+
+def test_the_only_optimizer_file_is_missed(copy) -> None:
+    folder = copy("pp2_tp2_z1_bf16_untied_dp1")
+    for path in (folder / STEP).glob("*optim_states.pt"):
+        path.unlink()
+    report = verify(folder, "quick")
+    (finding,) = errors(report, "grid")
+    assert "ZeRO stage 1" in finding.message
+    assert report.exit_code == 1
+
+
 def test_a_stray_file_is_a_warning(copy) -> None:
     folder = copy("z1_bf16_dp2")
     shutil.copy(folder / STEP / "mp_rank_00_model_states.pt", folder / STEP / "mp_rank_00_model_states.old.pt")

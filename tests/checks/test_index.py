@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checks.made import make
+from ucp import tunables
 from ucp.checks import Finding, Report, verify
 from ucp.errors import UsageError
 from ucp.model.checkpoint import Checkpoint, Note
@@ -129,3 +130,16 @@ def test_notes_of_the_reader_are_findings(checkpoint: Checkpoint) -> None:
 def test_an_unknown_level_is_a_mistake_of_the_caller(checkpoint: Checkpoint) -> None:
     with pytest.raises(UsageError, match="quick, default, deep"):
         verify(checkpoint, "thorough")
+
+
+def test_a_quick_look_at_very_many_fragments_is_a_sample_and_says_so(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunables, "QUICK_FRAGMENTS", 10)
+    for parameter in checkpoint.parameters.values():
+        for kind, atom in parameter.atoms.items():
+            parameter.atoms[kind] = replace(atom, fragments=atom.fragments[1:])
+    found = verify(checkpoint, "quick").findings
+    assert 0 < len([finding for finding in found if finding.severity == "error"]) < 10
+    assert "one atom in 3 was checked" in found[-1].message
+    assert len([f for f in verify(checkpoint, "default").findings if f.check == "coverage"]) == 10

@@ -1,4 +1,4 @@
-"""Coverage: every element of every atom is stored exactly once. Gaps and overlaps are named with ranks and files."""
+"""Coverage: every element of every atom is stored exactly once, and in one dtype. Defects are named by rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Final
 
-from ucp.checks.findings import Finding, place
+from ucp import tunables
+from ucp.checks.findings import Finding, Level, place
 from ucp.checks.tasks import Context, failure
 from ucp.errors import UcpError
 from ucp.model.box import Box, Shape, flat_index
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.coverage import Gap, Overlap, coverage
+from ucp.model.dtypes import DType
 
 _SHOWN: Final = 3  # defects of one atom that are spelled out
 
@@ -20,80 +22,122 @@ _HINT_OVERLAP: Final = "is the rule right that cuts it? `ucp inspect SRC --param
 
 
 def look(context: Context) -> Iterator[Finding]:
-    """One finding an atom that has a gap or an overlap, and one a replica that overlaps itself."""
-    for atom in context.checkpoint.atoms():
+    """One finding an atom that has a gap or an overlap, and one a replica that overlaps itself.
+
+    This is the one check that looks at every fragment at any level, so dtypes are compared here too.
+    """
+    atoms = list(context.checkpoint.atoms())
+    total = sum(len(cover) for atom in atoms for cover in (atom.fragments, *atom.replicas))
+    step = -(-total // tunables.QUICK_FRAGMENTS) if context.level is Level.QUICK and total else 1
+    if step > 1:
+        yield Finding(
+            "coverage",
+            "note",
+            f"{total:,} fragments of {len(atoms)} atoms are too many for a quick look: one atom in {step} was checked",
+            hint="verify without --quick to check all of them",
+        )
+    for number, atom in enumerate(atoms):
+        if number % step != number // step % step:  # another kind of another parameter each time
+            continue
         try:
-            yield from _atom(atom)
+            yield from _cover(atom, atom.fragments, complete=True)
+            for cover in atom.replicas:
+                # With an average every cover is a whole of its own; a copy may be of a part.
+                yield from _cover(atom, cover, complete=atom.combine == "average")
         except UcpError as error:
             context.broken.add((atom.name, atom.kind))
             yield failure("readable", error, atom.name, atom.kind)
 
 
-def _atom(atom: Atom) -> Iterator[Finding]:
-    yield from _cover(atom, atom.fragments, complete=True)
-    for cover in atom.replicas:
-        # With an average every cover is a whole of its own; a copy may be of a part.
-        yield from _cover(atom, cover, complete=atom.combine == "average")
-
-
 def _cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -> Iterator[Finding]:
-    if _tiles(atom, fragments):
+    intervals, dtypes = _intervals(atom, fragments)
+    if len(dtypes) > 1:
+        yield _mixed_dtypes(atom, fragments)
+    if intervals is not None and _tiles(intervals, atom.numel):
         return
     boxes, owners = _boxes(fragments)
     defects = list(coverage(atom.shape, boxes))
     gaps = [defect.box for defect in defects if isinstance(defect, Gap)]
     overlaps = [defect for defect in defects if isinstance(defect, Overlap)]
     if gaps and complete:
-        missing = sum(box.numel for box in gaps)
-        near = _neighbour(gaps[0], boxes, owners, atom.shape)
-        yield Finding(
-            "coverage",
-            "error",
-            f"parameter {atom.name}, {atom.kind}: {missing} of {atom.numel} elements are stored nowhere:"
-            f" {_listed(gaps)}" + (f", after what {place(near)} holds" if near is not None else ""),
-            near.file if near is not None else None,
-            near.rank if near is not None else None,
-            atom.name,
-            atom.kind,
-            hint=_HINT_GAP,
-        )
+        yield _missing(atom, gaps, _neighbour(gaps[0], boxes, owners, atom.shape))
     if overlaps:
-        first = overlaps[0]
-        holders = [owners[owner] for owner in first.owners]
-        yield Finding(
-            "coverage",
-            "error",
-            f"parameter {atom.name}, {atom.kind}: {_listed([o.box for o in overlaps])} is held more than once, by "
-            + " and ".join(dict.fromkeys(place(holder) for holder in holders)),
-            holders[0].file,
-            holders[0].rank,
-            atom.name,
-            atom.kind,
-            hint=_HINT_OVERLAP,
-        )
+        yield _doubled(atom, overlaps, [owners[owner] for owner in overlaps[0].owners])
 
 
-def _tiles(atom: Atom, fragments: Sequence[Fragment]) -> bool:
-    """Quick yes for the common case: each region an interval of the flattened atom, laid end to end."""
+def _missing(atom: Atom, gaps: Sequence[Box], near: Fragment | None) -> Finding:
+    return Finding(
+        "coverage",
+        "error",
+        f"parameter {atom.name}, {atom.kind}: {sum(box.numel for box in gaps)} of {atom.numel} elements are stored"
+        f" nowhere: {_listed(gaps)}" + (f", after what {place(near)} holds" if near is not None else ""),
+        near.file if near is not None else None,
+        near.rank if near is not None else None,
+        atom.name,
+        atom.kind,
+        hint=_HINT_GAP,
+    )
+
+
+def _doubled(atom: Atom, overlaps: Sequence[Overlap], holders: Sequence[Fragment]) -> Finding:
+    return Finding(
+        "coverage",
+        "error",
+        f"parameter {atom.name}, {atom.kind}: {_listed([overlap.box for overlap in overlaps])} is held more than once,"
+        " by " + " and ".join(dict.fromkeys(map(place, holders))),
+        holders[0].file,
+        holders[0].rank,
+        atom.name,
+        atom.kind,
+        hint=_HINT_OVERLAP,
+    )
+
+
+def _mixed_dtypes(atom: Atom, fragments: Sequence[Fragment]) -> Finding:
+    first = next(iter(fragments))
+    other = next(fragment for fragment in fragments if fragment.dtype != first.dtype)
+    return Finding(
+        "dtypes",
+        "error",
+        f"parameter {atom.name}, {atom.kind}: {other.dtype} on {place(other)}, but {first.dtype} on {place(first)}",
+        other.file,
+        other.rank,
+        atom.name,
+        atom.kind,
+        hint="ranks of one run save in one dtype: is one of the files from another run?",
+    )
+
+
+def _intervals(atom: Atom, fragments: Sequence[Fragment]) -> tuple[list[tuple[int, int]] | None, set[DType]]:
+    """Regions as intervals of the flattened atom (None unless all are, which is the common case), and all dtypes."""
     shape = atom.shape
-    intervals: list[tuple[int, int]] = []
+    row = prod(shape[1:])
+    intervals: list[tuple[int, int]] | None = []
+    dtypes: set[DType] = set()
     for fragment in fragments:
         region = fragment.region
-        if len(region.boxes) != 1:
-            return False
-        box = region.boxes[0]
+        dtypes.add(fragment.dtype)
+        if intervals is None:
+            continue
+        box = region.boxes[0] if len(region.boxes) == 1 else None
         # Whole below the first dimension, and inside the shape: an interval of the box is one of the atom.
-        if box.shape[1:] != shape[1:] or (shape and box.start[0] + box.shape[0] > shape[0]):
-            return False
-        base = box.start[0] * prod(shape[1:]) if shape else 0
+        if box is None or box.shape[1:] != shape[1:] or (shape and box.start[0] + box.shape[0] > shape[0]):
+            intervals = None
+            continue
+        base = box.start[0] * row if shape else 0
         intervals.append((base + region.start, base + region.stop))
+    return intervals, dtypes
+
+
+def _tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
+    """Do intervals, laid end to end, make `[0, numel)`?"""
     intervals.sort()
     at = 0
     for start, stop in intervals:
         if start != at:
             return False
         at = stop
-    return at == atom.numel
+    return at == numel
 
 
 def _boxes(fragments: Sequence[Fragment]) -> tuple[list[Box], list[Fragment]]:

@@ -25,18 +25,28 @@ from ucp.formats.deepspeed.names import (
 )
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFiles
+from ucp.model.checkpoint import WEIGHT
 from ucp.model.layout import Rank
 
 _LIKE: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def look(context: Context) -> Iterator[Finding]:
-    """Torch files in a DeepSpeed step folder that no rank would have written under their name."""
+    """Torch files of a DeepSpeed step folder that no rank writes under their name, and optimizer files all gone."""
     checkpoint = context.checkpoint
     if checkpoint.format != "deepspeed":
         return
     paths = [PurePosixPath(file) for file in checkpoint.sizes]
     folders = {path.parent for path in paths if is_state_file(path.name)}
+    zero = checkpoint.details.get("zero")
+    stage = zero.get("configured_stage") if isinstance(zero, dict) else None
+    if stage and not any(kind != WEIGHT for parameter in checkpoint.parameters.values() for kind in parameter.atoms):
+        yield Finding(
+            "grid",
+            "error",
+            f"saved with ZeRO stage {stage}, but no rank's optimizer file is here: only weights could be read",
+            hint="restore the *_optim_states.pt files; without them training cannot go on from here",
+        )
     for folder in sorted(folders):
         for name in sort_names([path.name for path in paths if path.parent == folder]).other:
             if name.endswith(".pt"):

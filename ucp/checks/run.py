@@ -74,7 +74,7 @@ def verify(
     report.atoms = sum(len(parameter.atoms) for parameter in checkpoint.parameters.values())
     report.files = len(checkpoint.sizes)
     with SourceFiles(checkpoint.root) as files:
-        context = Context(checkpoint, files)
+        context = Context(checkpoint, files, level)
         # Coverage looks at every fragment: what cannot be located then, no other check may touch.
         modules = dict.fromkeys(["coverage", *(check.module for check in checks if check.module)])
         _carry_out(report, (item for module in modules for item in _look(module, context)), jobs, meter_to)

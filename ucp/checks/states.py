@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ucp.checks.findings import Finding, Severity, place
+from ucp.checks.findings import Finding, Severity
 from ucp.checks.tasks import Context
-from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
+from ucp.model.checkpoint import MASTER, WEIGHT, Checkpoint, Parameter
 
 
 def look(context: Context) -> Iterator[Finding]:
@@ -15,8 +15,6 @@ def look(context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
     for parameter in checkpoint.parameters.values():
         yield from _own_shapes(parameter)
-    for atom in context.atoms():
-        yield from _one_dtype(atom)
     for siblings in _groups(checkpoint):
         yield from _states(siblings, "error" if checkpoint.mesh.zero else "warning")
         yield from _state_shapes(siblings)
@@ -85,28 +83,6 @@ def _state_shapes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
                 parameter=parameter.name,
                 kind=kind,
             )
-
-
-def _one_dtype(atom: Atom) -> Iterator[Finding]:
-    """All ranks store their part of an atom in one dtype."""
-    first = next(iter(atom.fragments), None)
-    if first is None:
-        return
-    for cover in (atom.fragments, *atom.replicas):
-        for fragment in cover:
-            if fragment.dtype != first.dtype:
-                yield Finding(
-                    "dtypes",
-                    "error",
-                    f"parameter {atom.name}, {atom.kind}: {fragment.dtype} on {place(fragment)}, but {first.dtype}"
-                    f" on {place(first)}",
-                    fragment.file,
-                    fragment.rank,
-                    atom.name,
-                    atom.kind,
-                    hint="ranks of one run save in one dtype: is one of the files from another run?",
-                )
-                return
 
 
 def _state_dtypes(siblings: Sequence[Parameter]) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 
-from ucp.checks.findings import Finding
+from ucp.checks.findings import Finding, Level
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import Atom, Checkpoint
@@ -24,6 +24,7 @@ class Context:
 
     checkpoint: Checkpoint
     files: SourceFiles
+    level: Level = Level.DEFAULT
     broken: set[tuple[str, str]] = field(default_factory=set)
 
     def atoms(self) -> Iterator[Atom]:
