@@ -1,8 +1,8 @@
-"""The exact and slow judge of a pickle: replay its stack, not with objects but with how long each takes to hash.
+"""The exact and slower judge of a pickle: replay its stack, not with objects but with how long each takes to hash.
 
 Tuples hash by their contents, every time anew, and a pickle may use one tuple many times. So each stack item carries a
-weight (elements touched when it is hashed) and a depth (frames of C stack that takes); everything that is no tuple or
-frozenset has weight 1. The sum over all uses bounds what the C machine can be made to do.
+weight (elements touched when it is hashed) and a depth (frames of C stack that this takes); everything that is no tuple
+or frozenset weighs 1. The sum over all uses bounds what the C machine can be made to do.
 """
 
 from __future__ import annotations
@@ -11,44 +11,67 @@ from typing import Final, NoReturn
 
 from ucp.errors import IntegrityError, UnsafeError
 
-Item = tuple[int, int]
-"""Weight and depth of a stack item."""
-
-_ATOM: Final[Item] = (1, 0)
+# A stack item is one integer: its depth above these bits, its weight in them. So the sum of items adds up weights, and
+# the largest item is (one of) the deepest.
+_DEPTH_SHIFT: Final = 48
+_WEIGHT_MASK: Final = (1 << _DEPTH_SHIFT) - 1
+_ATOM: Final = 1
 _MAX_DEPTH: Final = 500
-_WEIGHT_ALLOWANCE: Final = 1_000_000
+_TOO_DEEP: Final = (_MAX_DEPTH + 1) << _DEPTH_SHIFT
+_FREE_WEIGHT: Final = 1_000_000  # what any pickle may make us hash
 _WEIGHT_PER_BYTE: Final = 16
-_LONGEST_INTEGER: Final = 1024  # bytes or digits
 _FREE_SLOTS: Final = 1 << 20  # memo slots that any pickle may name: they cost 16 MB at most
+_LONGEST_INTEGER: Final = 1024  # bytes or digits
+
 _HINT_UNSAFE: Final = "no checkpoint needs this; find out who wrote the file"
 _HINT_DAMAGED: Final = "the file was changed or copied incompletely; restore it and try again"
 
-# Opcodes by the form of their argument.
-_FIXED: Final = {
-    **dict.fromkeys(b"(.012NRQabdelo]}tsu)\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94", 0),
-    **dict.fromkeys(b"Khq\x80", 1),
-    **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"Jrj", 4),
-    **dict.fromkeys(b"G\x95", 8),
-}
-_COUNTED: Final = {
-    **dict.fromkeys(b"\x8cUC\x8a", 1),
-    **dict.fromkeys(b"XBT\x8b", 4),
-    **dict.fromkeys(b"\x8d\x8e\x96", 8),
-}
-_LINES: Final = {**dict.fromkeys(b"ILFSVPgp", 1), **dict.fromkeys(b"ci", 2)}
+# What each opcode does: what it does to the stack, and with which argument: so many fixed bytes, so many bytes of
+# length before that many bytes, or so many lines.
+_PUSH, _PUT, _GET, _MEMOIZE, _PACK, _PACK_MARKED, _CALL, _FILL, _FILL_MARKED, _TAKE_MARKED, _MARK, _OTHER = range(12)
+_FIXED, _COUNTED, _LINES = range(3)
+_TABLE: Final[list[tuple[int, int, int, int] | None]] = [None] * 256  # effect, items, form and size of the argument
 
-# Opcodes by what they do to the stack; a missing one pushes something of weight 1.
-_POPS: Final = {ord("R"): 2, 0x81: 2, 0x93: 2, 0x92: 3, ord("Q"): 1}  # then push one
-_FILLS: Final = {ord("a"): 1, ord("b"): 1, ord("s"): 2}  # pops so many and leaves what lies below
-_FILLS_FROM_MARK: Final = frozenset(b"eu\x90")
-_TAKES_MARK: Final = frozenset(b"ldoi")  # pops to the mark and pushes one
-_SMALL_TUPLES: Final = {0x85: 1, 0x86: 2, 0x87: 3}
-_MARKED_TUPLES: Final = frozenset(b"t\x91")
-_GETS: Final = frozenset(b"hjg")
-_PUTS: Final = frozenset(b"qrp\x94")
-_NO_EFFECT: Final = frozenset(b"\x80\x95")
-_INTEGERS: Final = frozenset(b"\x8a\x8b")
+
+def _describe(opcodes: bytes, effect: int, items: int = 0, form: int = _FIXED, size: int = 0) -> None:
+    for opcode in opcodes:
+        _TABLE[opcode] = (effect, items, form, size)
+
+
+_describe(b"N]})\x88\x89\x8f", _PUSH)
+_describe(b"K", _PUSH, size=1)
+_describe(b"M", _PUSH, size=2)
+_describe(b"J", _PUSH, size=4)
+_describe(b"G", _PUSH, size=8)
+_describe(b"\x8cUC", _PUSH, form=_COUNTED, size=1)
+_describe(b"XBT", _PUSH, form=_COUNTED, size=4)
+_describe(b"\x8d\x8e\x96", _PUSH, form=_COUNTED, size=8)
+_describe(b"SVP", _PUSH, form=_LINES, size=1)
+_describe(b"c", _PUSH, form=_LINES, size=2)
+_describe(b"q", _PUT, size=1)
+_describe(b"r", _PUT, size=4)
+_describe(b"h", _GET, size=1)
+_describe(b"j", _GET, size=4)
+_describe(b"\x94", _MEMOIZE)
+_describe(b"\x85", _PACK, 1)
+_describe(b"\x86", _PACK, 2)
+_describe(b"\x87", _PACK, 3)
+_describe(b"t\x91", _PACK_MARKED)
+_describe(b"Q", _CALL, 1)
+_describe(b"R\x81\x93", _CALL, 2)
+_describe(b"\x92", _CALL, 3)
+_describe(b"ab", _FILL, 1)
+_describe(b"s", _FILL, 2)
+_describe(b"eu\x90", _FILL_MARKED)
+_describe(b"ldo", _TAKE_MARKED)
+_describe(b"i", _TAKE_MARKED, form=_LINES, size=2)
+_describe(b"(", _MARK)
+_describe(b".012", _OTHER)
+_describe(b"\x80", _OTHER, size=1)
+_describe(b"\x95", _OTHER, size=8)
+_describe(b"\x8a", _OTHER, form=_COUNTED, size=1)
+_describe(b"\x8b", _OTHER, form=_COUNTED, size=4)
+_describe(b"ILFgp", _OTHER, form=_LINES, size=1)
 
 
 def check_weights(data: bytes, where: str) -> None:
@@ -60,138 +83,152 @@ class _Judge:
     def __init__(self, data: bytes, where: str) -> None:
         self.data = data
         self.where = where
-        self.stack: list[Item] = []
+        self.stack: list[int] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Item] = {}
-        self.budget = _WEIGHT_ALLOWANCE + _WEIGHT_PER_BYTE * len(data)
+        self.memo: dict[int, int] = {}
+        self.at = 0  # byte of the opcode in hand
+        self.most_slots = max(len(data), _FREE_SLOTS)
+        self.budget = _FREE_WEIGHT + _WEIGHT_PER_BYTE * len(data)
 
     def run(self) -> None:
-        data, at, size = self.data, 0, len(self.data)
+        data, stack, marks, memo, table = self.data, self.stack, self.marks, self.memo, _TABLE
+        size = len(data)
+        at = 0
         while at < size:
+            self.at = at
             opcode = data[at]
-            start, at = self._argument(opcode, at)
-            if opcode == 0x2E:  # STOP
-                if not self.stack or self.marks:
-                    self._damaged("it stops with nothing to show", start)
-                return
-            self._apply(opcode, start, at)
-        self._damaged("it ends before its STOP", size)
-
-    def _argument(self, opcode: int, at: int) -> tuple[int, int]:
-        """First and one-past-last byte of the argument of the opcode at byte `at`."""
-        start = at + 1
-        if opcode in _FIXED:
-            stop = start + _FIXED[opcode]
-        elif opcode in _COUNTED:
-            width = _COUNTED[opcode]
-            length = int.from_bytes(self.data[start : start + width], "little")
-            start += width
-            stop = start + length
-            if opcode in _INTEGERS and length > _LONGEST_INTEGER:
-                self._unsafe(f"it holds an integer of {length} bytes", at)
-        elif opcode in _LINES:
-            stop = start
-            for _ in range(_LINES[opcode]):
-                end = self.data.find(b"\n", stop)
-                if end < 0:
-                    self._damaged("it ends inside a line", at)
-                stop = end + 1
-            if opcode in b"ILF" and stop - start > _LONGEST_INTEGER:
-                self._unsafe(f"it holds a number of {stop - start} digits", at)
-        elif opcode in b"\x82\x83\x84":
-            self._unsafe("it uses extension codes", at)
-        elif opcode in b"\x97\x98":
-            self._damaged("it needs buffers that are not in the file", at)
-        else:
-            self._damaged(f"byte {opcode:#04x} is no opcode", at)
-        if stop > len(self.data):
-            self._damaged("it ends inside an argument", at)
-        return start, stop
-
-    def _apply(self, opcode: int, start: int, stop: int) -> None:
-        stack = self.stack
-        if opcode in _PUTS:
-            slot = len(self.memo) if opcode == 0x94 else self._slot(opcode, start, stop)
-            if slot > max(len(self.data), _FREE_SLOTS):
-                self._unsafe(f"it asks for {slot} memo slots in {len(self.data)} bytes", start)
-            self._need(1, start)
-            self.memo[slot] = stack[-1]
-        elif opcode in _GETS:
-            item = self.memo.get(self._slot(opcode, start, stop))
-            if item is None:
-                self._damaged("it refers to an object that is not there", start)
-            self._push_tuple(item, start)
-        elif opcode in _SMALL_TUPLES:
-            self._need(_SMALL_TUPLES[opcode], start)
-            self._pack(len(stack) - _SMALL_TUPLES[opcode], start)
-        elif opcode in _MARKED_TUPLES:
-            self._pack(self._to_mark(start), start)
-        elif opcode in _POPS:
-            self._need(_POPS[opcode], start)
-            del stack[len(stack) - _POPS[opcode] :]
-            stack.append(_ATOM)
-        elif opcode in _FILLS:
-            self._need(_FILLS[opcode] + 1, start)
-            del stack[len(stack) - _FILLS[opcode] :]
-        elif opcode in _FILLS_FROM_MARK:
-            del stack[self._to_mark(start) :]
-            self._need(1, start)
-        elif opcode in _TAKES_MARK:
-            del stack[self._to_mark(start) :]
-            stack.append(_ATOM)
-        elif opcode == 0x28:  # MARK
-            self.marks.append(len(stack))
-        elif opcode == 0x30:  # POP takes a mark where one is on top
-            if self.marks and self.marks[-1] == len(stack):
-                self.marks.pop()
+            effect, items, form, length = table[opcode] or self._refuse_opcode(opcode)
+            at += 1 + length
+            if form == _COUNTED:
+                start = at
+                at += int.from_bytes(data[at - length : at], "little")
+            elif form == _LINES:
+                start = at - length
+                at = self._end_of_lines(start, length)
             else:
-                self._need(1, start)
-                stack.pop()
-        elif opcode == 0x31:  # POP_MARK
-            del stack[self._to_mark(start) :]
-        elif opcode == 0x32:  # DUP
-            self._need(1, start)
-            self._push_tuple(stack[-1], start)
-        elif opcode not in _NO_EFFECT:
-            stack.append(_ATOM)
+                start = at - length
+            if at > size:
+                self._damaged("it ends inside an argument")
 
-    def _slot(self, opcode: int, start: int, stop: int) -> int:
-        """The memo slot that a PUT or GET names, in binary or, in the oldest protocol, in digits."""
-        argument = self.data[start:stop]
-        if opcode not in b"gp":
-            return int.from_bytes(argument, "little")
-        digits = argument[:-1]
-        if not digits.isdigit() or len(digits) > 20:
-            self._damaged("a memo slot is no number", start)
-        return int(digits)
+            if effect == _PUSH:
+                stack.append(_ATOM)
+            elif effect == _GET:
+                item = memo.get(int.from_bytes(data[start:at], "little"))
+                if item is None:
+                    self._damaged("it refers to an object that is not there")
+                stack.append(item)
+                if item != _ATOM:
+                    self._charge(item)
+            elif effect == _MARK:
+                marks.append(len(stack))
+            elif effect in (_PACK_MARKED, _TAKE_MARKED, _FILL_MARKED):
+                if not marks:
+                    self._damaged("it goes back to a mark that is not there")
+                first = marks.pop()
+                taken = stack[first:]
+                del stack[first:]
+                if effect == _PACK_MARKED:
+                    self._push_tuple(taken)
+                elif effect == _TAKE_MARKED:
+                    stack.append(_ATOM)
+                else:
+                    self._need(1)
+            elif effect == _MEMOIZE:
+                self._need(1)
+                memo[len(memo)] = stack[-1]
+            elif effect == _PUT:
+                self._put(int.from_bytes(data[start:at], "little"))
+            elif effect == _OTHER:
+                if opcode == 0x2E:  # STOP
+                    self._stop()
+                    return
+                self._other(opcode, start, at)
+            else:
+                self._need(items + (effect == _FILL))
+                taken = stack[-items:]
+                del stack[-items:]
+                if effect == _PACK:
+                    self._push_tuple(taken)
+                elif effect == _CALL:
+                    stack.append(_ATOM)
+        self._damaged("it ends before its STOP")
 
-    def _need(self, count: int, at: int) -> None:
+    def _refuse_opcode(self, opcode: int) -> NoReturn:
+        if opcode in b"\x82\x83\x84":
+            self._unsafe("it uses extension codes")
+        if opcode in b"\x97\x98":
+            self._damaged("it needs buffers that are not in the file")
+        self._damaged(f"byte {opcode:#04x} is no opcode")
+
+    def _end_of_lines(self, start: int, count: int) -> int:
+        for _ in range(count):
+            start = self.data.find(b"\n", start) + 1
+            if start == 0:
+                self._damaged("it ends inside a line")
+        return start
+
+    def _need(self, count: int) -> None:
+        """The C machine takes nothing from below the last mark."""
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
-            self._damaged("it takes more from its stack than it put there", at)
+            self._damaged("it takes more from its stack than it put there")
 
-    def _to_mark(self, at: int) -> int:
-        if not self.marks:
-            self._damaged("it goes back to a mark that is not there", at)
-        return self.marks.pop()
-
-    def _pack(self, first: int, at: int) -> None:
-        """Replace the items from `first` on by one tuple of them."""
-        weight, depth = 1, 0
-        for part_weight, part_depth in self.stack[first:]:
-            weight += part_weight
-            depth = max(depth, part_depth)
-        del self.stack[first:]
-        self._push_tuple((weight, depth + 1), at)
-
-    def _push_tuple(self, item: Item, at: int) -> None:
-        """Push an item that may be a tuple, and charge for hashing it once: each item is consumed once at most."""
-        self.budget -= item[0]
-        if self.budget < 0 or item[1] > _MAX_DEPTH:
-            self._unsafe("it nests tuples so that looking at them would never end", at)
+    def _push_tuple(self, parts: list[int]) -> None:
+        deepest = max(parts, default=0) >> _DEPTH_SHIFT
+        item = (deepest + 1) << _DEPTH_SHIFT | (1 + sum(parts)) & _WEIGHT_MASK
         self.stack.append(item)
+        self._charge(item)
 
-    def _damaged(self, what: str, at: int) -> NoReturn:
-        raise IntegrityError(f"{self.where}: its pickle is damaged at byte {at}: {what}", hint=_HINT_DAMAGED)
+    def _charge(self, item: int) -> None:
+        """Pay for hashing a tuple once: whatever is pushed is consumed once at most."""
+        self.budget -= item & _WEIGHT_MASK
+        if self.budget < 0 or item >= _TOO_DEEP:
+            self._unsafe("it nests tuples so that looking at them would never end")
 
-    def _unsafe(self, what: str, at: int) -> NoReturn:
-        raise UnsafeError(f"{self.where}: its pickle was refused at byte {at}: {what}", hint=_HINT_UNSAFE)
+    def _put(self, slot: int) -> None:
+        if slot > self.most_slots:
+            self._unsafe(f"it asks for {slot} memo slots in {len(self.data)} bytes")
+        self._need(1)
+        self.memo[slot] = self.stack[-1]
+
+    def _other(self, opcode: int, start: int, stop: int) -> None:
+        """The opcodes that are rare in files of torch."""
+        stack = self.stack
+        if opcode in b"\x8a\x8bILF":
+            if stop - start > _LONGEST_INTEGER:
+                self._unsafe(f"it holds a number of {stop - start} bytes")
+            stack.append(_ATOM)
+        elif opcode in b"gp":  # slots in digits
+            digits = self.data[start : stop - 1]
+            if not digits.isdigit() or len(digits) > 20:
+                self._damaged("a memo slot is no number")
+            if opcode == 0x70:
+                self._put(int(digits))
+            elif (item := self.memo.get(int(digits))) is None:
+                self._damaged("it refers to an object that is not there")
+            else:
+                stack.append(item)
+                self._charge(item)
+        elif opcode == 0x30 and self.marks and self.marks[-1] == len(stack):  # POP takes a mark where one is on top
+            self.marks.pop()
+        elif opcode == 0x30:
+            self._need(1)
+            stack.pop()
+        elif opcode == 0x31:  # POP_MARK
+            if not self.marks:
+                self._damaged("it goes back to a mark that is not there")
+            del stack[self.marks.pop() :]
+        elif opcode == 0x32:  # DUP
+            self._need(1)
+            stack.append(stack[-1])
+            self._charge(stack[-1])
+        # PROTO and FRAME do nothing to the stack.
+
+    def _stop(self) -> None:
+        if not self.stack or self.marks:
+            self._damaged("it stops with nothing to show")
+
+    def _damaged(self, what: str) -> NoReturn:
+        raise IntegrityError(f"{self.where}: its pickle is damaged at byte {self.at}: {what}", hint=_HINT_DAMAGED)
+
+    def _unsafe(self, what: str) -> NoReturn:
+        raise UnsafeError(f"{self.where}: its pickle was refused at byte {self.at}: {what}", hint=_HINT_UNSAFE)
