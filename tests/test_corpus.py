@@ -105,7 +105,10 @@ def has_no_weights(variant: Path) -> bool:
 @NO_CORPUS
 @pytest.mark.parametrize("variant", MEGATRON_DEEPSPEED, ids=name_of)
 def test_atoms_are_what_deepspeeds_own_converter_makes(variant: Path, tmp_path: Path) -> None:
-    """These have no reference; DeepSpeed's converter is right about them, and independent of us."""
+    """These have no reference; DeepSpeed's converter is independent of us, and right about them but for one parameter.
+
+    Megatron-DeepSpeed's patterns for pipelines forget the position embedding, so the converter stacks its equal copies.
+    """
     torch = pytest.importorskip("torch")
     universal = ds_to_universal(save_folder(variant), tmp_path)
     ucp.convert(save_folder(variant), tmp_path / "atoms")
@@ -117,6 +120,10 @@ def test_atoms_are_what_deepspeeds_own_converter_makes(variant: Path, tmp_path: 
         for stored, kind in (("fp32", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
             expected = torch.load(universal / "zero" / name / f"{stored}.pt", weights_only=False)["param"]
             found: Any = checkpoint[name].read(kind, as_torch=True)
+            if name == "1.position_embeddings.weight" and expected.shape[0] == 2 * found.shape[0]:
+                one, two = expected.chunk(2)
+                assert torch.equal(one, two)
+                expected = one
             if found.shape != expected.shape or not torch.equal(bits(found), bits(expected)):
                 wrong.append(f"{name}|{kind}: {list(found.shape)}, expected {list(expected.shape)}")
     assert wrong == []

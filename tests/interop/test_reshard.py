@@ -1,4 +1,4 @@
-"""Train in one world, convert, go on in another: after a plain `load_checkpoint` real engines hold the very same bits."""
+"""Train in one world, convert, go on in another: after a plain `load_checkpoint` real engines hold the same bits."""
 
 from __future__ import annotations
 
@@ -22,6 +22,33 @@ def loaded_states(run: JobResult, spec: Spec) -> list[RankState]:
         )
         for at in run.ranks
     ]
+
+
+# What no checkpoint of one tensor-parallel rank can say: how its parameters are cut.
+RULES = """
+[[rule]]
+match = '(.*\\.)?attn\\.qkv\\.(weight|bias)'
+cut = "split"
+ratio = [1, 1, 1]
+
+[[rule]]
+match = '(.*\\.)?mlp\\.up\\.(weight|bias)'
+cut = "split"
+
+[[rule]]
+match = '(.*\\.)?(proj|down)\\.weight'
+cut = "split"
+dim = 1
+
+[[rule]]
+match = '(.*\\.)?embed\\.weight'
+cut = "vocab"
+true_size = 53
+
+[[rule]]
+match = '.*'
+cut = "replicated"
+"""
 
 
 def world_of(spec: Spec, dp: int) -> int:
@@ -50,6 +77,63 @@ CHANGES: dict[str, tuple[Spec, int, Spec, int, dict[str, Any]]] = {
             (1, 2, 3, 2, "fp16"),
         )
     },
+    "tp 2 -> tp 1, zero 1": (Spec(tp=2), 2, Spec(), 2, {"vocab_size": Spec.vocab}),
+    "tp 1 -> tp 2, zero 1": (Spec(), 2, Spec(tp=2), 1, {"vocab_size": 56, "rules": RULES}),
+    "tp 2 -> tp 1, zero 3": (Spec(tp=2), 1, Spec(zero=3), 3, {"vocab_size": Spec.vocab}),
+    "tp 1 -> tp 2, zero 3": (Spec(zero=3), 2, Spec(zero=3, tp=2), 2, {"vocab_size": 56, "rules": RULES}),
+    "tp 2 swiglu -> tp 1, zero 0": (
+        Spec(tp=2, swiglu=True, tied=False),
+        1,
+        Spec(zero=0, swiglu=True, tied=False),
+        2,
+        {"vocab_size": Spec.vocab},
+    ),
+    "pp 2 -> pp 1": (Spec(pp=2, gas=2), 1, Spec(pipeline=True), 2, {}),
+    "pp 1 -> pp 2": (Spec(pipeline=True), 2, Spec(pp=2, gas=2), 2, {}),
+    "pp 1 -> pp 2, zero 0, untied": (
+        Spec(dtype="fp32", pipeline=True, tied=False),
+        2,
+        Spec(zero=0, dtype="fp32", pp=2, gas=2, tied=False),
+        1,
+        {},
+    ),
+    "tp 2 pp 2 -> pp 1 dp 3": (Spec(tp=2, pp=2, gas=2), 1, Spec(pipeline=True), 3, {"vocab_size": Spec.vocab}),
+    "pp 2 -> tp 2 pp 2": (Spec(pp=2, gas=2), 2, Spec(tp=2, pp=2, gas=2), 1, {"vocab_size": 56, "rules": RULES}),
+    "ep 2 -> ep 1": (Spec(experts=4, ep=2), 2, Spec(experts=4), 3, {}),
+    "ep 1 -> ep 2": (Spec(experts=4), 2, Spec(experts=4, ep=2), 4, {}),
+    "ep 2 -> ep 4, zero 2": (Spec(experts=4, ep=2), 4, Spec(zero=2, experts=4, ep=4), 4, {}),
+    "ep 2 -> ep 2, zero 0": (Spec(experts=4, ep=2), 2, Spec(zero=0, experts=4, ep=2), 2, {}),
+    "round robin dp 2 -> dp 3": (
+        Spec(zero=2, config={"zero_optimization": {"stage": 2, "round_robin_gradients": True}}),
+        2,
+        Spec(zero=2, config={"zero_optimization": {"stage": 2, "round_robin_gradients": True}}),
+        3,
+        {},
+    ),
+    "bf16 optimizer dp 2 -> dp 3": (
+        Spec(config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        2,
+        Spec(config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        3,
+        {},
+    ),
+    "parameter alignment": (
+        Spec(zero=2, config={"zero_optimization": {"stage": 2, "parameter_alignment": True}}),
+        2,
+        Spec(zero=2, config={"zero_optimization": {"stage": 2, "parameter_alignment": True}}),
+        3,
+        {},
+    ),
+    "sub-groups, frozen, zero 3": (
+        Spec(zero=3, frozen=("pos",), config={"zero_optimization": {"stage": 3, "sub_group_size": 700}}),
+        2,
+        Spec(zero=3, frozen=("pos",), config={"zero_optimization": {"stage": 3, "sub_group_size": 700}}),
+        3,
+        {},
+    ),
+    "frozen, zero 3 -> zero 2": (Spec(zero=3, frozen=("pos",)), 2, Spec(zero=2, frozen=("pos",)), 3, {}),
+    "sgd, zero 1 -> zero 3": (Spec(optimizer="sgd"), 2, Spec(zero=3, optimizer="sgd"), 3, {}),
+    "tiny group": (Spec(groups=3), 2, Spec(groups=3), 4, {}),
 }
 
 
@@ -59,6 +143,9 @@ def test_state_is_bit_exact_in_the_new_world(trainer: Trainer, tmp_path: Path, c
     before = trainer.run_job(
         world_of(source, dp), source, 2, tmp_path / "before", save_dir=tmp_path / "saved", steps_after=2
     )
+    if "rules" in options:
+        (tmp_path / "rules.toml").write_text(options["rules"])
+        options = {**options, "rules": tmp_path / "rules.toml"}
     ucp.convert(
         tmp_path / "saved",
         tmp_path / "new",

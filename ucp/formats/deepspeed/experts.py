@@ -24,6 +24,12 @@ def expert_number(name: str) -> int | None:
     return int(found[2]) if found else None
 
 
+def split_name(name: str) -> tuple[str, int, str] | None:
+    """An expert's name as the part before its number, the number, and the part after; None for a dense parameter."""
+    found = _EXPERT.fullmatch(name)
+    return (found[1], int(found[2]), found[3]) if found else None
+
+
 def local_experts(names: Iterable[str]) -> dict[str, int]:
     """MoE layer (name up to the expert number) → how many experts one rank has of it."""
     highest: dict[str, int] = {}

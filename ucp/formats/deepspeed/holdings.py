@@ -8,7 +8,7 @@ from typing import Any
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.stored import Stored
 from ucp.model.box import Shape
-from ucp.model.checkpoint import Role
+from ucp.model.checkpoint import WEIGHT, Role
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,6 +71,15 @@ class Holdings:
 
     def get(self, name: str, holder: Holder) -> Holding | None:
         return self._table.get(name, {}).get(holder)
+
+    def home(self, name: str, holder: Holder, shape: Shape, source: str) -> Holding:
+        """The holding of `name` by `holder`. Weights that were put elsewhere while nobody knew its stage move here."""
+        row = self._table.setdefault(name, {})
+        if holder not in row:
+            strays = [at for at, held in row.items() if at.tp == holder.tp and set(held.kinds) <= {WEIGHT}]
+            if strays:
+                row[holder] = row.pop(strays[0])
+        return self.put(name, holder, shape, "trained", source)
 
     def row(self, name: str) -> dict[Holder, Holding]:
         """Every holder of `name`, in order."""

@@ -6,30 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ucp.errors import InconsistentError, UsageError
 from ucp.formats.deepspeed.fragments import Slice, fragments_of
 from ucp.formats.deepspeed.holdings import Holder, Holding, Holdings
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.stored import Stored
-from ucp.formats.deepspeed.ucinfo import rules_from_info
+from ucp.formats.deepspeed.ucinfo import DEFAULT_ORIGIN, rules_from_info, speaks_of_tp
+from ucp.formats.equality import Sameness, compare
 from ucp.formats.inference import LocalSlice, RuleInference
 from ucp.model.box import Shape, whole
 from ucp.model.checkpoint import MASTER, WEIGHT
 from ucp.model.layout import Rank
-from ucp.model.rules import REPLICATED, Rule, RuleBook, SlicePiece, resolve
+from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook, SlicePiece, resolve
 
 ONE_RANK: Final = "one tensor-parallel rank"
 _PER_RANK: Final = "buffer: rank 0's copy counts"
-
-# Any of these in a universal_checkpoint_info says how tensor-parallel slices combine. With none of them the info was
-# written for one rank, and DeepSpeed's default (everything on dim 0) would tear norms apart.
-_SPEAKS_OF_TP: Final = (
-    "tp_replicated_parameter_patterns",
-    "parameter_to_average_patterns",
-    "parameter_with_row_parallelism_patterns",
-    "parameter_with_2_sub_params_cat_dim_0",
-    "parameter_with_sub_params",
-    "affine_map",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ def rule_all(
 ) -> dict[str, Ruling]:
     """A ruling for every parameter. `info` is the checkpoint's universal_checkpoint_info, from the file `where`."""
     own = rules_from_info(info, where) if info else None
-    speaks = info is not None and any(info.get(key) for key in _SPEAKS_OF_TP)
+    speaks = info is not None and speaks_of_tp(info)
     found: dict[str, Ruling] = {}
     missing: dict[str, Sequence[LocalSlice]] = {}
     for name, role in reading.holdings.roles.items():
@@ -62,13 +53,13 @@ def rule_all(
         shapes = [holding.shape for holding in held]
         named = user.find(name) if user is not None else None
         if tp == 1:
-            found[name] = _single(name, shapes[0], named.rule if named else None, own)
+            found[name] = _single(name, shapes[0], named or _said(own, name, speaks))
         elif named is not None:
             found[name] = Ruling(resolve(named.rule, shapes, name), named.origin)
         elif role == "buffer" and len(set(shapes)) == 1:
             found[name] = Ruling(REPLICATED, _PER_RANK)
         elif own is not None and speaks and role != "buffer" and (said := own.find(name)) is not None:
-            found[name] = Ruling(resolve(said.rule, shapes, name), said.origin)
+            found[name] = _ruled(reading, name, held, said)
         else:
             missing[name] = _evidence(held)
     if missing:
@@ -82,19 +73,34 @@ def rule_all(
     return found
 
 
-def _single(name: str, shape: Shape, user: Rule | None, own: RuleBook | None) -> Ruling:
-    """With one tensor-parallel rank nothing is cut; only vocabulary padding remains to be known."""
-    for rule, origin in ((user, "the user's rule"), (_quietly(own, name), "checkpoint: vocabulary_parameter_patterns")):
-        if rule is not None and rule.true_size is not None and rule.cut != "pieces":
-            dim = rule.dim if rule.dim >= 0 else len(shape) + rule.dim
-            if 0 <= dim < len(shape) and rule.true_size < shape[dim]:
-                return Ruling(Rule("vocab", dim, true_size=rule.true_size), origin)
-    return Ruling(REPLICATED, ONE_RANK)
+def _said(own: RuleBook | None, name: str, speaks: bool) -> NamedRule | None:
+    """The checkpoint's own rule for a name. An info written for one rank knows vocabularies and nothing else."""
+    said = own.find(name) if own is not None else None
+    return said if said is not None and (speaks or said.rule.true_size is not None) else None
 
 
-def _quietly(own: RuleBook | None, name: str) -> Rule | None:
-    found = own.find(name) if own is not None else None
-    return found.rule if found is not None else None
+def _single(name: str, shape: Shape, named: NamedRule | None) -> Ruling:
+    """With one tensor-parallel rank nothing is cut: a rule says how it would be, and what of a vocabulary is real."""
+    if named is None or named.rule.cut == "pieces":
+        return Ruling(REPLICATED, ONE_RANK)
+    try:
+        return Ruling(resolve(named.rule, [shape], name), named.origin)
+    except (InconsistentError, UsageError):
+        return Ruling(REPLICATED, ONE_RANK)  # it cannot be cut like that, and need not be
+
+
+def _ruled(reading: Reading, name: str, held: Sequence[Holding], said: NamedRule) -> Ruling:
+    """The checkpoint's own rule. Its default, for names that no pattern matches, gives way to what the bytes show:
+    Megatron-DeepSpeed forgets a pattern for position embeddings, and DeepSpeed would stack their copies."""
+    shapes = [holding.shape for holding in held]
+    if said.origin == DEFAULT_ORIGIN:
+        slices = [(part.shape, part.fragments) for part in _evidence(held)]
+        if compare(reading.source, slices) is Sameness.EQUAL:
+            reading.note(
+                "rule-inferred", f"{name}: replicated (no pattern matches it, and all ranks hold the same bytes)"
+            )
+            return Ruling(REPLICATED, "bit-equal on all tensor-parallel ranks")
+    return Ruling(resolve(said.rule, shapes, name), said.origin)
 
 
 def _evidence(held: Sequence[Holding]) -> list[LocalSlice]:

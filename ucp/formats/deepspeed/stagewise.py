@@ -14,33 +14,53 @@ from ucp.formats.deepspeed.unsharded import read_unsharded, unwrap
 
 def read_stages(reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]) -> int:
     """Put the optimizer states of every model-parallel rank into the holdings; returns the ep degree."""
+    before = _parameters(reading)
     if files.expert_optim:
-        return _read_expert_parallel(reading, files, tp, models)
-    for holder, model in models.items():
-        optimizer = model.mapping().get("optimizer")
-        found = unwrap(model, optimizer)
-        if found is not None:
-            read_unsharded(reading, holder, found, _trained(reading, holder))
-        elif optimizer is not None:
-            reading.note(
-                "optimizer-unknown", f"{model.name}: its 'optimizer' is of a form that is not known; carried in extras"
-            )
-    return 1
+        owned, degree = _read_expert_parallel(reading, files, tp, models)
+    else:
+        owned, degree = _read_models(reading, models, pipeline=bool(files.layers)), 1
+    for name in before:
+        if name not in owned and name not in reading.holdings.aliases:
+            reading.holdings.roles[name] = "frozen"
+    return degree
+
+
+def _read_models(reading: Reading, models: Mapping[Holder, RankFile], pipeline: bool) -> set[str]:
+    """One optimizer a model file. Stages of a pipeline take their parameters one after the other."""
+    owned: set[str] = set()
+    for tp in sorted({holder.tp for holder in models}):
+        earlier: set[str] = set()
+        for holder in sorted(holder for holder in models if holder.tp == tp):
+            model = models[holder]
+            found = unwrap(model, model.mapping().get("optimizer"))
+            if found is None:
+                if model.mapping().get("optimizer") is not None:
+                    text = f"{model.name}: its 'optimizer' is of a form that is not known; carried in extras"
+                    reading.note("optimizer-unknown", text)
+                continue
+            names = _parameters(reading) if pipeline else _trained(reading, holder)
+            fresh, tied = [n for n in names if n not in earlier], [n for n in names if n in earlier]
+            earlier |= read_unsharded(reading, holder, found, fresh, tied, contiguous=pipeline)
+        owned |= earlier
+    return owned
+
+
+def _parameters(reading: Reading) -> list[str]:
+    holdings = reading.holdings
+    return [name for name, role in holdings.roles.items() if role != "buffer" and name not in holdings.aliases]
 
 
 def _trained(reading: Reading, holder: Holder) -> list[str]:
-    holdings = reading.holdings
-    return [
-        name
-        for name, role in holdings.roles.items()
-        if role != "buffer" and name not in holdings.aliases and holdings.get(name, holder) is not None
-    ]
+    return [name for name in _parameters(reading) if reading.holdings.get(name, holder) is not None]
 
 
-def _read_expert_parallel(reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]) -> int:
+def _read_expert_parallel(
+    reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]
+) -> tuple[set[str], int]:
     """Mixture of experts: one optimizer file an ep rank, with its experts and a copy of everything dense."""
     from ucp.formats.deepspeed.ranks import take_all
 
+    owned: set[str] = set()
     degree = max(ep for ep, _ in files.expert_optim) + 1
     for ep in range(degree):
         for holder, model in models.items():
@@ -52,10 +72,10 @@ def _read_expert_parallel(reading: Reading, files: StepFiles, tp: int, models: M
             file = reading.files.open(reading.prefix + name)
             found = unwrap(file, file.mapping().get("optimizer"))
             if found is not None:
-                read_unsharded(reading, holder, found, _local(reading, holder, ep, degree))
+                owned |= read_unsharded(reading, holder, found, _local(reading, holder, ep, degree))
             if ep == 0 and take_all(reading, model.mapping().get("optimizer")):
                 reading.note("second-copy", f"{model.name}: its 'optimizer' repeats that of {name}; left behind")
-    return degree
+    return owned, degree
 
 
 def _local(reading: Reading, holder: Holder, ep: int, degree: int) -> list[str]:

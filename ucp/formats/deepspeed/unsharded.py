@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from ucp.errors import InconsistentError
 from ucp.files.inert import Inert, TensorRef
 from ucp.formats.deepspeed.holdings import Group, Holder, Holding
 from ucp.formats.deepspeed.hyper import group_hyper
@@ -50,11 +50,22 @@ def unwrap(file: RankFile, optimizer: object) -> Unsharded | None:
     )
 
 
-def read_unsharded(reading: Reading, holder: Holder, found: Unsharded, names: Sequence[str]) -> None:
-    """Put the states of one model-parallel rank into the holdings. `names`: its parameters in the model's order."""
+def read_unsharded(
+    reading: Reading,
+    holder: Holder,
+    found: Unsharded,
+    names: Sequence[str],
+    tied: Sequence[str] = (),
+    contiguous: bool = False,
+) -> set[str]:
+    """Put the states of one model-parallel rank into the holdings; returns the names that the optimizer owns.
+
+    `names`: parameters that it may own, in the model's order; the first ones where `contiguous` (pipeline stages).
+    `tied`: parameters of earlier stages, of which it may own a copy.
+    """
     candidates = _candidates(reading, holder, names)
     slots = sum(len(_params(group)) for group in found.groups)
-    if found.flat is None and len(candidates) > slots:
+    if found.flat is None and not contiguous and len(candidates) > slots:
         copies = find_copies(reading.source, candidates)
         for alias, owner in copies.items():
             _make_alias(reading, holder, alias, owner)
@@ -62,15 +73,20 @@ def read_unsharded(reading: Reading, holder: Holder, found: Unsharded, names: Se
     if found.flat is not None:
         dealt = _read_flat(reading, holder, found, candidates)
     else:
-        dealt = _read_by_parameter(reading, holder, found, candidates)
-    taken = {name for group in dealt for name in group}
-    for candidate in candidates:
-        if candidate.name not in taken:
-            reading.holdings.roles[candidate.name] = "frozen"
+        dealt = _read_by_parameter(reading, holder, found, candidates, _candidates(reading, holder, tied), contiguous)
+    if dealt is None:
+        reading.note(
+            "optimizer-unnamed",
+            f"{found.file.name}: the optimizer numbers {slots} parameters without naming them (ZeRO is off), and its shapes"
+            f" fit the {len(candidates)} parameters of the module in more than one way, or in none; its state is carried in"
+            " extras as it is, and no atom has optimizer state. Saving with ZeRO stage 1 records the names",
+        )
+        return set(names)
     groups = [
         Group(group_hyper(reading, found.file, group), given) for group, given in zip(found.groups, dealt, strict=True)
     ]
     _merge_groups(reading.holdings.groups.setdefault(holder, []), groups)
+    return {name for group in dealt for name in group}
 
 
 def _merge_groups(known: list[Group], groups: list[Group]) -> None:
@@ -85,7 +101,8 @@ def _merge_groups(known: list[Group], groups: list[Group]) -> None:
 def _candidates(reading: Reading, holder: Holder, names: Sequence[str]) -> list[Candidate]:
     found: list[Candidate] = []
     for name in names:
-        held = reading.holdings.get(name, holder)
+        row = reading.holdings.row(name)
+        held = row.get(holder) or next((item for at, item in row.items() if at.tp == holder.tp), None)
         if held is not None:
             weights = held.kinds.get(WEIGHT)
             found.append(Candidate(name, held.shape, weights[0] if weights else None))
@@ -107,24 +124,29 @@ def _make_alias(reading: Reading, holder: Holder, alias: str, owner: str) -> Non
 
 
 def _read_by_parameter(
-    reading: Reading, holder: Holder, found: Unsharded, candidates: Sequence[Candidate]
-) -> list[list[str]]:
+    reading: Reading,
+    holder: Holder,
+    found: Unsharded,
+    candidates: Sequence[Candidate],
+    tied: Sequence[Candidate],
+    contiguous: bool,
+) -> list[list[str]] | None:
     slots = _slots(reading, found)
-    dealt = match_by_value(reading.source, slots, candidates) or match_by_shape(slots, candidates)
+    dealt = match_by_value(reading.source, slots, [*candidates, *tied])
+    count = sum(map(len, slots))
     if dealt is None:
-        raise InconsistentError(
-            f"{found.file.name}: the optimizer of {holder} numbers {sum(map(len, slots))} parameters without naming"
-            f" them, and the {len(candidates)} parameters of the module can be dealt out to its {len(slots)} groups in"
-            " more than one way, or in none",
-            hint="ZeRO stage 0 does not save which state belongs to which parameter; save again with ZeRO stage 1",
-        )
+        dealt = match_by_shape(slots, candidates[:count] if contiguous else candidates)
+    for copy in tied:
+        # A stage lists its copy of a tied weight first: tied modules are built before the layers.
+        dealt = dealt or match_by_shape(slots, [copy, *candidates[: count - 1]])
+    if dealt is None:
+        return None
+    shapes = {candidate.name: candidate.shape for candidate in (*candidates, *tied)}
     for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
         for position, (index, name) in enumerate(zip(_params(group), names, strict=True)):
-            held = reading.holdings.get(name, holder)
-            assert held is not None
+            held = reading.holdings.home(name, holder, shapes[name], found.file.name)
             if found.masters is not None:
-                ref = found.masters[g][position]
-                held.add(MASTER, found.file.whole(reading.take(ref)))
+                held.add(MASTER, found.file.whole(reading.take(found.masters[g][position])))
             _add_states(reading, held, found.file, found.state.get(index))
     return dealt
 
@@ -178,7 +200,9 @@ def _add_states(reading: Reading, held: Holding, file: RankFile, state: object) 
             reading.unplaced_states.setdefault(kind_of(key), f"a {type(value).__name__} in {file.name}")
 
 
-def _read_flat(reading: Reading, holder: Holder, found: Unsharded, candidates: Sequence[Candidate]) -> list[list[str]]:
+def _read_flat(
+    reading: Reading, holder: Holder, found: Unsharded, candidates: Sequence[Candidate]
+) -> list[list[str]] | None:
     """FusedAdam: one flat master a group. The module's weights are views of the same flat layout in 16 bit."""
     assert found.flat is not None
     buffers: dict[tuple[str, str], list[tuple[int, Candidate]]] = {}
@@ -187,30 +211,24 @@ def _read_flat(reading: Reading, holder: Holder, found: Unsharded, candidates: S
         if isinstance(weight, WholeTensor) and weight.spot.ref is not None:
             ref = weight.spot.ref
             buffers.setdefault((weight.spot.file, ref.storage.key), []).append((ref.offset, candidate))
-    dealt: list[list[str]] = []
-    for g, master in enumerate(found.flat):
+    groups: list[list[tuple[int, Candidate]]] = []
+    for master in found.flat:
         key = next((k for k, views in buffers.items() if _end_of(views) == master.numel), None)
         if key is None:
-            raise InconsistentError(
-                f"{found.file.name}: group {g} of the optimizer is a flat tensor of {master.numel} elements, and no set"
-                " of module weights lies in a buffer of that length; which parameters it holds is not recorded",
-                hint="save again with ZeRO stage 1",
-            )
-        views = sorted(buffers.pop(key), key=lambda item: item[0])
+            return None
+        groups.append(sorted(buffers.pop(key), key=lambda item: item[0]))
+    for g, (master, views) in enumerate(zip(found.flat, groups, strict=True)):
         state = found.state.get(g)
         member = Member(found.file, 0, state if isinstance(state, dict) else {}, (master.numel,))
         states = sort_states(reading, f"group {g} ({holder})", [member])
         masters = (master.dtype, [found.file.spot(reading.take(master))])
         for offset, candidate in views:
-            held = reading.holdings.get(candidate.name, holder)
-            assert held is not None
-            numel = _numel(candidate)
+            held = reading.holdings.home(candidate.name, holder, candidate.shape, found.file.name)
             for kind, (dtype, spots) in {MASTER: masters, **states.flat}.items():
-                held.add(kind, FlatSlice(spots, dtype, master.numel, offset, numel))
+                held.add(kind, FlatSlice(spots, dtype, master.numel, offset, prod(candidate.shape)))
             for kind, number in states.numbers.items():
                 held.add(kind, number, ())
-        dealt.append([candidate.name for _, candidate in views])
-    return dealt
+    return [[candidate.name for _, candidate in views] for views in groups]
 
 
 def _end_of(views: Sequence[tuple[int, Candidate]]) -> int:
@@ -219,12 +237,5 @@ def _end_of(views: Sequence[tuple[int, Candidate]]) -> int:
     for offset, candidate in sorted(views, key=lambda item: item[0]):
         if offset != at:
             return -1
-        at += _numel(candidate)
+        at += prod(candidate.shape)
     return at
-
-
-def _numel(candidate: Candidate) -> int:
-    count = 1
-    for length in candidate.shape:
-        count *= length
-    return count

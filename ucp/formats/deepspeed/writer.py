@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
+from ucp.errors import UsageError
 from ucp.files.local import SourceFiles
 from ucp.files.torchzip_writer import torch_file
 from ucp.formats.deepspeed import names
@@ -30,6 +31,11 @@ class Writer:
         self.notes: list[Note] = []
         self.mesh = target_mesh(source, options)
         self.world = World(source, self.mesh, options.dtype, options.first_layers, options.vocab_size)
+        if self.mesh.zero == 0 and flat.is_bf16_optimizer(self.world):
+            raise UsageError(
+                "a bf16 pipeline with ZeRO off: DeepSpeed fails to load such checkpoints, its own included",
+                hint="use --zero 1",
+            )
         self.models = ModelFiles(self.world)
         tag = source.details.get("tag")
         self.tag = tag if isinstance(tag, str) else f"global_step{source.step or 0}"
@@ -53,7 +59,7 @@ class Writer:
             for tp in range(self.mesh.tp):
                 if self.mesh.zero == 3:
                     yield from self._zero3(pp, tp, scalars)
-                elif self.mesh.zero or flat.is_bf16_optimizer(self.world):
+                elif self.mesh.zero:
                     yield from self._flat(pp, tp, scalars)
                 else:
                     yield from self._unsharded(pp, tp, scalars)
@@ -63,17 +69,13 @@ class Writer:
     def _flat(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
         by_ep = [flat.flat_groups(self.world, pp, tp, ep) for ep in range(self.mesh.ep)]
-        # BF16_Optimizer with ZeRO off leaves `param_shapes` out and a copy of the first rank's state in the model file.
-        shapes = [group.shapes for group in by_ep[0]] if self.mesh.zero else None
-        files = []
+        shapes = [group.shapes for group in by_ep[0]]
+        yield names.model_name(mp), self.models.model_tree(pp, tp, 0, shapes, None)
         for dp in range(self.mesh.dp):
             groups = by_ep[dp % self.mesh.ep]
             index = [dp // self.mesh.ep if group.group.experts else dp for group in groups]
-            files.append((self._optim_name(dp, mp), flat.optimizer_tree(self.world, groups, index, scalars)))
-        copy = None if self.mesh.zero else files[0][1]
-        yield names.model_name(mp), self.models.model_tree(pp, tp, 0, shapes, copy)
-        for name, tree in files:
-            yield name, self._optim_file(tree)
+            tree = flat.optimizer_tree(self.world, groups, index, scalars)
+            yield self._optim_name(dp, mp), self._optim_file(tree)
 
     def _zero3(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp

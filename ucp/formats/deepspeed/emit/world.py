@@ -10,7 +10,7 @@ from ucp.errors import UsageError
 from ucp.formats.deepspeed.emit.carried import Carried
 from ucp.formats.deepspeed.emit.slices import Local, Slicer
 from ucp.formats.deepspeed.emit.stages import Pipeline, place
-from ucp.formats.deepspeed.experts import expert_number, local_experts
+from ucp.formats.deepspeed.experts import local_experts, split_name
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32, DType
 from ucp.model.layout import Mesh
@@ -100,9 +100,10 @@ class World:
 
     def local_name(self, parameter: Parameter, ep: int) -> str | None:
         """The parameter's name in the files of expert-parallel rank `ep`; None where it lives on another one."""
-        if parameter.expert is None:
+        split = split_name(parameter.name)
+        if split is None:
             return parameter.name
-        layer, number, rest = _split_expert(parameter.name)
+        layer, number, rest = split
         per = self._per_rank[layer]
         if number // per != ep:
             return None
@@ -138,12 +139,6 @@ def round_robin(count: int, ranks: int) -> list[int]:
 
 def _is_float(atom: Atom) -> bool:
     return atom.dtype.family == "float"
-
-
-def _split_expert(name: str) -> tuple[str, int, str]:
-    number = expert_number(name)
-    layer, rest = name.split(f".{number}.", 1) if number is not None else (name, "")
-    return f"{layer}.", number or 0, f".{rest}"
 
 
 def _share(count: int, ep: int, layer: str) -> int:
