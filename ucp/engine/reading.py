@@ -14,7 +14,7 @@ from ucp import tunables
 from ucp.engine.casting import RawArray, cast, mean, raw_dtype, unscale
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.model.box import Box, Shape, flat_index, intersect
+from ucp.model.box import Box, Shape, flat_index, intersect, strides_of
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.region import Piece
 from ucp.model.slabs import slabs
@@ -142,7 +142,7 @@ class AtomReader:
             inner = common.shift(tuple(-a for a in slab.start))
             plain = (
                 fragment.dtype == self.atom.dtype
-                and fragment.strides is None
+                and _strides(extent, common) is None
                 and fragment.inline is None
                 and fragment.scale == 1.0
             )
@@ -162,8 +162,9 @@ class AtomReader:
         kind = raw_dtype(fragment.dtype)
         if fragment.inline is not None:
             return np.frombuffer(fragment.inline, kind).reshape(common.shape)
-        if fragment.strides is not None:
-            return self._strided(fragment, extent, common)
+        strides = _strides(extent, common)
+        if strides is not None:
+            return self._strided(strides, extent, common)
         nbytes = common.numel * fragment.dtype.itemsize
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
@@ -171,10 +172,9 @@ class AtomReader:
         self.files.read_into(fragment.file, _position(extent, common), block.data)
         return block.view(kind).reshape(common.shape)
 
-    def _strided(self, fragment: Fragment, extent: StoredBlock, common: Box) -> RawArray:
-        """Elements that do not lie row-major in the file: read spans that fit memory and pick from them."""
-        strides = fragment.strides
-        assert strides is not None
+    def _strided(self, strides: Shape, extent: StoredBlock, common: Box) -> RawArray:
+        """Elements that do not lie side by side in the file: read spans that fit memory and pick from them."""
+        fragment = extent.fragment
         itemsize = fragment.dtype.itemsize
         out = np.empty(common.shape, raw_dtype(fragment.dtype))
         for box in _fitting(common, strides, max(1, tunables.SLAB_BYTES // itemsize)):
@@ -197,6 +197,15 @@ def can_flatten(atom: Atom) -> bool:
     if atom.combine == "average":
         covers.extend(atom.replicas)
     return all(f.strides is None and is_flat(f.region.pieces(), atom.shape) for cover in covers for f in cover)
+
+
+def _strides(extent: StoredBlock, common: Box) -> Shape | None:
+    """In elements, where `common` does not lie row-major and without gaps in the file; None where it does."""
+    if extent.fragment.strides is not None:
+        return extent.fragment.strides
+    local = common.shift(tuple(-a for a in extent.box.start))
+    # Padding along an inner dimension lies between the rows.
+    return None if is_contiguous_in(local, extent.box.shape) else strides_of(extent.box.shape)
 
 
 def _position(extent: StoredBlock, common: Box) -> int:
