@@ -397,6 +397,7 @@ def test_tensors_come_back(name: str) -> None:
     assert differences(load(data), load(rewritten(data))) == []
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_bare_storages_come_back() -> None:
     back = load(rewritten(saved(torch.tensor([3, 4], dtype=torch.uint8).untyped_storage())))
     assert list(back) == [3, 4]

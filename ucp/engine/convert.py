@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
+from ucp import tunables
 from ucp.engine.plan import parts
+from ucp.engine.sealing import sealing_parts
 from ucp.engine.staging import Staging
 from ucp.engine.stream import Budget, stream
 from ucp.errors import StorageError
@@ -56,9 +59,18 @@ def run(
     try:
         progress.start(target.nbytes)
         with SourceFiles(source.root) as files:
-            todo = staging.remaining(parts(target))
             progress.advance(staging.finished_bytes)
-            stream(todo, files, staging.output, target.files, options.budget, staging.record, progress.advance)
+            write = partial(
+                stream,
+                source=files,
+                folder=staging.output,
+                files=target.files,
+                budget=options.budget,
+                done=staging.record,
+                progress=progress.advance,
+            )
+            write(staging.remaining(parts(target)))
+            write(staging.remaining(sealing_parts(target, staging.written())))
         staging.publish(last(staging.digests()), durable=options.durable)
     except (KeyboardInterrupt, StorageError) as error:
         # What was done is good: a full disk or an impatient person should not cost it.
@@ -74,12 +86,15 @@ def run(
 
 
 def fingerprint(target: Target, source: Checkpoint) -> str:
-    """Identity of a run: the target and the source files with their sizes and times."""
+    """Identity of a run: the target, how it is cut into parts, and the source files with their sizes and times."""
     digest = xxhash.xxh3_128()
-    digest.update(json.dumps(target.to_json(), sort_keys=True).encode())
+    digest.update(json.dumps([target.to_json(), tunables.PART_BYTES], sort_keys=True).encode())
     for file in target.files:
         for literal in file.literals:
             digest.update(literal.data)
+        for hole in file.holes:
+            digest.update(repr((hole.atom.dtype.name, hole.region)).encode())
+        digest.update(repr((file.zeros, file.seal.spans if file.seal is not None else None)).encode())
     for name in sorted(source.sizes):
         try:
             status = os.stat(source.root / name)

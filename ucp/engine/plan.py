@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 from ucp import tunables
 from ucp.engine.reading import can_flatten, flatten, is_flat
@@ -13,7 +14,12 @@ from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType
 from ucp.model.region import Piece
 from ucp.model.slabs import slabs
-from ucp.model.target import Hole, Target
+from ucp.model.target import Hole, Literal, Target, ZeroRange
+
+# How many output files one part may write: they are open at the same time.
+_FILES_OF_A_PART: Final = 128
+# How many literals or zero ranges one part may write: each is small, and a part costs a line of the journal.
+_RANGES_OF_A_PART: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +29,16 @@ class Extent:
     file: int  # index into Target.files
     offset: int
     nbytes: int
-    box: Box | None  # block of the atom that lies there, in the part's own geometry; None for literals
-    data: bytes | None = None
+    box: Box | None  # block of the atom that lies there, in the part's own geometry; None for literals and zeros
+    data: bytes | None = None  # of a literal; zeros have neither
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one thread does at a time: a block of one atom (or one literal), and every place it goes to."""
+    """What one thread does at a time: a block of one atom and every place it goes to, or some literals and zeros.
+
+    The block may reach past the atom's shape, where a hole does: what lies outside is zero.
+    """
 
     atom: Atom | None
     flat: bool  # the block and all extents are those of the flattened atom
@@ -46,9 +55,8 @@ def parts(target: Target) -> Iterator[Part]:
     holes: dict[int, list[tuple[int, Hole]]] = {}
     atoms: dict[int, Atom] = {}
     for number, file in enumerate(target.files):
-        for literal in file.literals:
-            extent = Extent(number, literal.offset, len(literal.data), None, literal.data)
-            yield Part(None, True, Box((), ()), (extent,))
+        yield from literal_parts(number, file.literals)
+        yield from _batched(_zero_extents(number, file.zeros))
         for hole in file.holes:
             holes.setdefault(id(hole.atom), []).append((number, hole))
             atoms[id(hole.atom)] = hole.atom
@@ -56,10 +64,34 @@ def parts(target: Target) -> Iterator[Part]:
         yield from _parts_of(atoms[key], places)
 
 
+def literal_parts(number: int, literals: Iterable[Literal]) -> Iterator[Part]:
+    """The parts that write literals of file `number`."""
+    return _batched(Extent(number, literal.offset, len(literal.data), None, literal.data) for literal in literals)
+
+
+def _zero_extents(number: int, zeros: Iterable[ZeroRange]) -> Iterator[Extent]:
+    for zero in zeros:
+        for start in range(0, zero.nbytes, tunables.PART_BYTES):
+            yield Extent(number, zero.offset + start, min(tunables.PART_BYTES, zero.nbytes - start), None)
+
+
+def _batched(extents: Iterable[Extent]) -> Iterator[Part]:
+    batch: list[Extent] = []
+    nbytes = 0
+    for extent in extents:
+        if batch and (len(batch) == _RANGES_OF_A_PART or nbytes + extent.nbytes > tunables.PART_BYTES):
+            yield Part(None, True, Box((), ()), tuple(batch))
+            batch, nbytes = [], 0
+        batch.append(extent)
+        nbytes += extent.nbytes
+    if batch:
+        yield Part(None, True, Box((), ()), tuple(batch))
+
+
 def _parts_of(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:
     pieces = [list(hole.region.pieces()) for _, hole in places]
     flat = can_flatten(atom) and all(is_flat(held, atom.shape) for held in pieces)
-    shape: Shape = (prod(atom.shape),) if flat else atom.shape
+    shape: Shape = (prod(atom.shape),) if flat else _padded(atom.shape, pieces)
     targets = [
         (number, hole.offset, Piece(flatten(piece.box, atom.shape) if flat else piece.box, piece.offset))
         for (number, hole), held in zip(places, pieces, strict=True)
@@ -67,9 +99,31 @@ def _parts_of(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:
     ]
     for block in slabs(shape, max(1, tunables.PART_BYTES // atom.dtype.itemsize)):
         found = (_extent(number, base, piece, block, atom.dtype) for number, base, piece in targets)
-        extents = tuple(extent for extent in found if extent is not None)
-        if extents:
-            yield Part(atom, flat, block, extents)
+        extents = [extent for extent in found if extent is not None]
+        for some in _by_files(extents):
+            yield Part(atom, flat, block, some)
+
+
+def _padded(shape: Shape, pieces: Iterable[Iterable[Piece]]) -> Shape:
+    """The smallest shape that holds the atom and everything that holes want of it."""
+    for held in pieces:
+        for piece in held:
+            shape = tuple(max(n, stop) for n, stop in zip(shape, piece.box.stop, strict=True))
+    return shape
+
+
+def _by_files(extents: Sequence[Extent]) -> Iterator[tuple[Extent, ...]]:
+    """The extents, cut where they would touch too many files at once."""
+    some: list[Extent] = []
+    files: set[int] = set()
+    for extent in extents:
+        if extent.file not in files and len(files) == _FILES_OF_A_PART:
+            yield tuple(some)
+            some, files = [], set()
+        some.append(extent)
+        files.add(extent.file)
+    if some:
+        yield tuple(some)
 
 
 def _extent(number: int, base: int, piece: Piece, block: Box, dtype: DType) -> Extent | None:

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from ucp import tunables
-from ucp.engine.plan import Part
+from ucp.engine.plan import Extent, Part
 from ucp.engine.stream import Written
 from ucp.errors import StorageError, UsageError
 from ucp.model.target import Digests, OutputFile, Target
@@ -118,33 +118,38 @@ class Staging:
     @property
     def finished_bytes(self) -> int:
         """Bytes that the journal says are on disk."""
-        return sum(w.nbytes for written in self.finished.values() for w in written)
+        return sum(w.nbytes for w in self.written())
 
     def remaining(self, parts: Iterable[Part]) -> Iterator[Part]:
         """The parts that are not yet on disk, journalled ones being read back and checked."""
         for part in parts:
             key = tuple((e.file, e.offset, e.nbytes) for e in part.extents)
             written = self.finished.get(key)
-            if written is None or not self._intact(written):
+            if written is None or not all(map(self._intact, part.extents, written)):
                 self.finished.pop(key, None)
                 yield part
 
-    def _intact(self, written: Sequence[Written]) -> bool:
-        return all(
-            digest_range(self.output / self.target.files[w.file].path, w.offset, w.nbytes) == w.digest for w in written
-        )
+    def _intact(self, extent: Extent, written: Written) -> bool:
+        if extent.data is not None and xxhash.xxh3_128_hexdigest(extent.data) != written.digest:
+            return False
+        path = self.output / self.target.files[written.file].path
+        return digest_range(path, written.offset, written.nbytes) == written.digest
+
+    def written(self) -> Iterator[Written]:
+        """Everything that is on disk, in no particular order."""
+        for written in self.finished.values():
+            yield from written
 
     def record(self, written: list[Written]) -> None:
         """Journal a finished part."""
         self.finished[tuple((w.file, w.offset, w.nbytes) for w in written)] = written
-        self._append({"written": [[w.file, w.offset, w.nbytes, w.digest] for w in written]})
+        self._append({"written": [_entry(w) for w in written]})
 
     def digests(self) -> Digests:
         """For each file of the target, what was written: `(offset, nbytes, digest)` in order of offset."""
         table: list[list[tuple[int, int, str]]] = [[] for _ in self.target.files]
-        for written in self.finished.values():
-            for w in written:
-                table[w.file].append((w.offset, w.nbytes, w.digest))
+        for w in self.written():
+            table[w.file].append((w.offset, w.nbytes, w.digest))
         for entries in table:
             entries.sort()
         return table
@@ -175,6 +180,12 @@ class Staging:
         if self._journal is not None:
             os.close(self._journal)
             self._journal = None
+
+
+def _entry(written: Written) -> list[int | str]:
+    """A journal entry; `Written(*entry)` reads it."""
+    entry: list[int | str] = [written.file, written.offset, written.nbytes, written.digest]
+    return entry if written.crc is None else [*entry, written.crc]
 
 
 def digest_range(path: Path, offset: int, nbytes: int) -> str | None:

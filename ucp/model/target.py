@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ Digests = Sequence[Sequence[tuple[int, int, str]]]
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A range of an output file that a region of an atom fills: contiguous from byte `offset`."""
+    """A range of an output file that a region of an atom fills: contiguous from byte `offset`.
+
+    Where the region reaches past the atom's shape (padding of a vocabulary), the file gets zeros.
+    """
 
     atom: Atom
     region: Region
@@ -35,13 +38,39 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroRange:
+    """Bytes `[offset, offset + nbytes)` of an output file that are zero: padding of flat buffers."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What of an output file depends on the CRC-32 of other bytes of it, as the directory of a zip archive does.
+
+    Each of the `spans` (offset, nbytes) is tiled by whole literals, holes and zero ranges of the file. When all of
+    these are written, `close` gets the CRC-32 of each span, in order, and gives the literals that fill the rest of the
+    file: always the same ranges, whatever the numbers.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    close: Callable[[Sequence[int]], Sequence[Literal]]
+
+
+@dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to write. `literals` and `holes` tile it exactly; `path` is relative to the target folder."""
+    """One file to write; `path` is relative to the target folder.
+
+    `literals`, `holes`, `zeros` and what `seal` gives in the end tile it exactly.
+    """
 
     path: str
     size: int
     literals: tuple[Literal, ...] = ()
     holes: tuple[Hole, ...] = ()
+    zeros: tuple[ZeroRange, ...] = ()
+    seal: Seal | None = None
 
 
 @dataclass(frozen=True, slots=True)

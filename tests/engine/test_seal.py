@@ -1,0 +1,400 @@
+"""Files that carry CRC-32s of their own contents: right in the end, whatever the cuts, the padding and the kills."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import zipfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values_of, write_shards
+from tests.engine.test_convert import StopAfter, checkpoint, contents, nothing_last, options
+from tests.files.likeness import differences
+from ucp import tunables
+from ucp.engine import plan, staging
+from ucp.engine.convert import Progress, fingerprint, run
+from ucp.engine.plan import parts
+from ucp.engine.sealing import sealing_parts
+from ucp.engine.staging import staging_folder
+from ucp.engine.stream import Written
+from ucp.errors import UsageError
+from ucp.files.inert import Inert, InertOrderedDict, StorageRef, TensorRef
+from ucp.files.torchzip import TorchFile
+from ucp.files.torchzip_writer import Fill, NewStorage, NewTensor, Zeros, new_tensor, torch_file
+from ucp.model.box import Box
+from ucp.model.checkpoint import Atom, Checkpoint, Fragment
+from ucp.model.dtypes import FLOAT32, UINT8, DType
+from ucp.model.region import Region
+from ucp.model.rules import Rule
+from ucp.model.target import Digests, Hole, Literal, OutputFile, Seal, Target, ZeroRange
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+def check_digests(folder: Path, target: Target, digests: Digests) -> None:
+    for file, entries in zip(target.files, digests, strict=True):
+        data = (folder / file.path).read_bytes()
+        position = 0
+        for offset, nbytes, digest in entries:
+            assert offset == position, "digested ranges tile the file"
+            assert digest == xxhash.xxh3_128_hexdigest(data[offset : offset + nbytes])
+            position += nbytes
+        assert position == len(data) == file.size
+
+
+@st.composite
+def padded_regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    """Any interval of any boxes, some of which reach past the shape."""
+    boxes = []
+    for _ in range(draw(st.integers(1, 3))):
+        start = tuple(draw(st.integers(0, n - 1)) for n in shape)
+        more = draw(st.booleans())
+        sizes = (draw(st.integers(1, n - a + (3 if more else 0))) for a, n in zip(start, shape, strict=True))
+        boxes.append(Box(start, tuple(sizes)))
+    region = Region.of(boxes)
+    a, b = sorted((draw(st.integers(0, region.numel)), draw(st.integers(0, region.numel))))
+    return region.cut(a, b)
+
+
+def expected(values: np.ndarray[Any, Any], region: Region) -> bytes:
+    wide = np.zeros(tuple(n + 3 for n in values.shape), values.dtype)
+    wide[tuple(slice(0, n) for n in values.shape)] = values
+    return pick(wide, region).tobytes()
+
+
+@given(data=st.data())
+def test_storages_tiled_by_anything(data: st.DataObject) -> None:
+    """Random storages of holes, zeros and bytes, in several files, from any cut of the source."""
+    shape, dtype = data.draw(shapes()), data.draw(st.sampled_from(DTYPES))
+    values = values_of(shape, dtype)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
+        patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 128)))
+        patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 512)))
+        patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
+        patch.setattr(plan, "_RANGES_OF_A_PART", data.draw(st.integers(1, 4)))
+        patch.setattr(plan, "_FILES_OF_A_PART", data.draw(st.integers(1, 2)))
+        folder = Path(name)
+        atom = write_shards(folder, values, dtype, data.draw(cuts(shape)))
+        wanted: list[list[bytes]] = []
+        files = []
+        for number in range(data.draw(st.integers(1, 3))):
+            tree = []
+            wanted.append([])
+            for _ in range(data.draw(st.integers(0, 3))):
+                storage, content = draw_storage(data, atom, values)
+                tree.append(NewTensor(storage, dtype, (len(content) // dtype.itemsize,)))
+                wanted[-1].append(content)
+            files.append(torch_file(f"{number}/states.pt", tree))
+        target = Target(tuple(files))
+        digests: list[Digests] = []
+        run(
+            target,
+            checkpoint(folder, [atom]),
+            folder / "out",
+            options(data.draw(st.integers(1, 3))),
+            lambda d: digests.append(d),
+            Progress(),
+        )
+        check_digests(folder / "out", target, digests[0])
+        for file, storages in zip(files, wanted, strict=True):
+            path = folder / "out" / file.path
+            assert zipfile.ZipFile(path).testzip() is None
+            loaded = torch.load(path, weights_only=True)
+            assert [bytes(tensor.untyped_storage()) for tensor in loaded] == storages
+
+
+def draw_storage(data: st.DataObject, atom: Atom, values: np.ndarray[Any, Any]) -> tuple[NewStorage, bytes]:
+    pieces: list[Fill | Zeros | bytes] = []
+    content = b""
+    for kind in data.draw(st.lists(st.sampled_from(["fill", "zeros", "bytes"]), max_size=4)):
+        if kind == "fill":
+            region = data.draw(padded_regions(atom.shape))
+            pieces.append(Fill(atom, region))
+            content += expected(values, region)
+        elif kind == "zeros":
+            count = data.draw(st.integers(0, 300))
+            pieces.append(Zeros(count))
+            content += bytes(count * atom.dtype.itemsize)
+        else:
+            some = b"\1" * (atom.dtype.itemsize * data.draw(st.integers(0, 9)))
+            pieces.append(some)
+            content += some
+    return NewStorage(atom.dtype, tuple(pieces)), content
+
+
+@given(data=st.data())
+def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
+    """A split over more rows than there are, along any dimension; the source has padding of its own, which is junk."""
+    rows, columns, tp = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    dim = data.draw(st.integers(0, 1))
+    shape = (rows, columns) if dim == 0 else (columns, rows)
+    padded = -(-rows // tp) * tp + tp * data.draw(st.integers(0, 2))
+    whole = tuple(padded if d == dim else n for d, n in enumerate(shape))
+    values = values_of(shape, FLOAT32)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
+        patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 64)))
+        patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 128)))
+        patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
+        folder = Path(name)
+        stored = np.full((rows + 2, columns) if dim == 0 else (columns, rows + 2), np.float32("nan"))
+        stored[tuple(slice(0, n) for n in shape)] = values
+        (folder / "source").write_bytes(stored.tobytes())
+        source = Fragment(Region.of([Box((0, 0), stored.shape)]), "source", 0, FLOAT32)
+        atom = Atom("embed", "weight", shape, FLOAT32, (source,))
+        held = regions(Cut(Rule("split", dim=dim), tp, ()), whole)
+        target = Target(
+            tuple(
+                OutputFile(str(rank), 3 + 4 * region.numel, (Literal(0, b"abc"),), (Hole(atom, region, 3),))
+                for rank, region in enumerate(held)
+            )
+        )
+        digests: list[Digests] = []
+        run(
+            target,
+            checkpoint(folder, [atom]),
+            folder / "out",
+            options(),
+            lambda d: digests.append(d),
+            Progress(),
+        )
+        check_digests(folder / "out", target, digests[0])
+        wide = np.zeros(whole, np.float32)
+        wide[tuple(slice(0, n) for n in shape)] = values
+        for rank, region in enumerate(held):
+            assert (folder / "out" / str(rank)).read_bytes() == b"abc" + pick(wide, region).tobytes()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Target, Checkpoint, Path]:
+    """Two torch files: a column-cut weight with padded rows in one, zeros and scalars around its rows in the other."""
+    monkeypatch.setattr(tunables, "PART_BYTES", 256)
+    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)
+    values = values_of((64, 16), FLOAT32)
+    atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, (500,)))
+    left = Region.of([Box((0, 0), (70, 8))])
+    flat = Region.all_of((64, 16)).cut(100, 900)
+    trees: list[Any] = [
+        {"w": new_tensor(FLOAT32, (70, 8), Fill(atom, left)), "n": 1},
+        [new_tensor(FLOAT32, (1000,), Zeros(150), Fill(atom, flat), Zeros(50)), new_tensor(FLOAT32, (), b"\0\0\x80?")],
+    ]
+    target = Target(tuple(torch_file(f"{number}.pt", tree) for number, tree in enumerate(trees)))
+    return target, checkpoint(tmp_path, [atom]), tmp_path / "out"
+
+
+def test_progress_ends_at_the_total(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+
+    class Sum(Progress):
+        total = done = 0
+
+        def start(self, total: int) -> None:
+            self.total = total
+
+        def advance(self, nbytes: int) -> None:
+            self.done += nbytes
+
+    progress = Sum()
+    run(target, source, path, options(), nothing_last, progress)
+    assert progress.done == progress.total == target.nbytes
+
+
+@pytest.mark.parametrize("after", [100, 2000, 4000, 6000, 6500, 7000])
+def test_a_killed_run_ends_with_the_same_bytes(job: tuple[Target, Checkpoint, Path], after: int) -> None:
+    target, source, path = job
+    digests: list[Digests] = []
+    fresh = path.with_name("fresh")
+    run(target, source, fresh, options(2), lambda d: digests.append(d), Progress())
+    assert target.nbytes > 7000
+    with pytest.raises(KeyboardInterrupt):
+        run(target, source, path, options(), nothing_last, StopAfter(after, KeyboardInterrupt()))
+    run(target, source, path, options(resume=True), lambda d: digests.append(d), Progress())
+    assert contents(path) == contents(fresh)
+    assert digests[0] == digests[1]
+    assert all(zipfile.ZipFile(path / file.path).testzip() is None for file in target.files)
+
+
+class KillBeforePublishing:
+    def __call__(self, digests: Digests) -> None:
+        del digests
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["hole", "zeros", "seal", "directory"])
+def test_resume_heals_any_damage(job: tuple[Target, Checkpoint, Path], where: str) -> None:
+    target, source, path = job
+    run(target, source, path.with_name("fresh"), options(), nothing_last, Progress())
+    with pytest.raises(KeyboardInterrupt):
+        run(target, source, path, options(), KillBeforePublishing(), Progress())
+    file = target.files[1]
+    assert file.seal is not None
+    offset, nbytes = file.seal.spans[0]
+    place = {"hole": offset + 1000, "zeros": offset + 3, "seal": offset + nbytes + 5, "directory": file.size - 150}
+    half = staging_folder(path) / "output" / file.path
+    damaged = bytearray(half.read_bytes())
+    damaged[place[where]] ^= 1
+    half.write_bytes(damaged)
+    run(target, source, path, options(resume=True), nothing_last, Progress())
+    assert contents(path) == contents(path.with_name("fresh"))
+
+
+def test_resume_does_not_believe_a_literal_that_has_changed(job: tuple[Target, Checkpoint, Path]) -> None:
+    """What a seal says may come out differently after damaged parts were written again."""
+    target, source, path = job
+    with pytest.raises(KeyboardInterrupt):
+        run(target, source, path, options(), KillBeforePublishing(), Progress())
+    half = staging.Staging(path, target, fingerprint(target, source), resume=True, restart=False)
+    assert list(half.remaining(parts(target))) == []
+    seals = list(sealing_parts(target, half.written()))
+    assert list(half.remaining(seals)) == []
+    extent = replace(seals[0].extents[0], data=b"x" * seals[0].extents[0].nbytes)
+    changed = replace(seals[0], extents=(extent, *seals[0].extents[1:]))
+    assert list(half.remaining([changed])) == [changed]
+    half.discard()
+
+
+def test_resume_refuses_another_cut_of_the_same_size(job: tuple[Target, Checkpoint, Path]) -> None:
+    target, source, path = job
+    with pytest.raises(KeyboardInterrupt):
+        run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
+    hole = target.files[0].holes[0]
+    other = replace(target.files[0], holes=(replace(hole, region=Region.of([Box((0, 8), (70, 8))])),))
+    with pytest.raises(UsageError, match="another source"):
+        run(Target((other, *target.files[1:])), source, path, options(resume=True), nothing_last, Progress())
+
+
+def test_a_seal_of_ones_own(tmp_path: Path) -> None:
+    """The engine knows nothing of zip: any file may say that its first bytes are the CRC-32s of its last."""
+    values = values_of((10,), UINT8)
+    atom = write_shards(tmp_path, values, UINT8, Cut(Rule("replicated"), 1, (300,)))
+    region = Region.all_of((10,))
+
+    def close(crcs: Any) -> list[Literal]:
+        return [Literal(0, b"".join(crc.to_bytes(4, "little") for crc in crcs))]
+
+    spans = ((8, 17), (25, 0))
+    file = OutputFile(
+        "f",
+        26,
+        (Literal(18, b"four"), Literal(25, b"!")),
+        (Hole(atom, region, 8),),
+        (ZeroRange(22, 3),),
+        Seal(spans, close),
+    )
+    run(Target((file,)), checkpoint(tmp_path, [atom]), tmp_path / "out", options(), nothing_last, Progress())
+    written = (tmp_path / "out" / "f").read_bytes()
+    content = values.tobytes() + b"four" + bytes(3)
+    assert written == zlib.crc32(content).to_bytes(4, "little") + bytes(4) + content + b"!"
+
+
+def test_a_span_must_be_tiled() -> None:
+    file = OutputFile("f", 9, seal=Seal(((2, 5),), lambda crcs: [Literal(0, bytes(len(crcs)))]))
+    for extents in ([], [(2, 4)], [(2, 3), (6, 1)], [(1, 6)], [(2, 6)]):
+        with pytest.raises(AssertionError, match="not tiled"):
+            list(sealing_parts(Target((file,)), [Written(0, a, n, "", 0) for a, n in extents]))
+    with pytest.raises(AssertionError, match="CRC-32"):
+        list(sealing_parts(Target((file,)), [Written(0, 2, 5, "")]))
+
+
+def test_atoms_in_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_FILES_OF_A_PART", 8)
+    values = values_of((6,), FLOAT32)
+    atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("replicated"), 1, ()))
+    hole = Hole(atom, Region.all_of((6,)), 0)
+    target = Target(tuple(OutputFile(str(n), 24, (), (hole,)) for n in range(20)))
+    assert [len(part.extents) for part in parts(target)] == [8, 8, 4]
+    run(target, checkpoint(tmp_path, [atom]), tmp_path / "out", options(), nothing_last, Progress())
+    assert set(contents(tmp_path / "out").values()) == {values.tobytes()}
+
+
+# Real files ---------------------------------------------------------------------------------------------------------
+
+
+def source_files() -> list[Path]:
+    folder = os.environ.get("UCP_CORPUS")
+    files = sorted(FIXTURES.rglob("*states.pt"))
+    if folder:
+        files += sorted((Path(folder) / "megatron_deepspeed").rglob("*states.pt"))
+    return files
+
+
+@pytest.mark.slow
+@pytest.mark.interop
+def test_copies_of_real_files_load_alike(tmp_path: Path) -> None:
+    """Every tensor file of the fixtures, taken apart into atoms and written again by the engine."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    files = source_files()
+    assert len(files) > 80
+    outputs, sizes = [], {}
+    for number, path in enumerate(files):
+        name = f"{number}.pt"
+        os.link(path, tmp_path / name) if os.stat(path).st_dev == os.stat(tmp_path).st_dev else (
+            tmp_path / name
+        ).write_bytes(path.read_bytes())
+        sizes[name] = path.stat().st_size
+        outputs.append(torch_file(f"{number}/{path.name}", Copier(TorchFile(path), name).copy()))
+    target = Target(tuple(outputs))
+    source = replace(checkpoint(tmp_path, []), sizes=sizes)
+    run(target, source, tmp_path / "out", options(2), nothing_last, Progress())
+    wrong = {}
+    for path, output in zip(files, outputs, strict=True):
+        written = tmp_path / "out" / output.path
+        assert zipfile.ZipFile(written).testzip() is None
+        original = torch.load(io.BytesIO(path.read_bytes()), weights_only=False)
+        if found := differences(original, torch.load(written, weights_only=False)):
+            wrong[str(path)] = found[:3]
+    assert wrong == {}
+
+
+class Copier:
+    """An inert tree with new storages, each a hole that the whole old storage fills."""
+
+    def __init__(self, file: TorchFile, name: str) -> None:
+        self.file, self.name = file, name
+        self.storages: dict[StorageRef, NewStorage] = {}
+        self.done: dict[int, Any] = {}
+
+    def copy(self) -> Any:
+        return self.convert(self.file.tree)
+
+    def convert(self, value: Any) -> Any:
+        if id(value) not in self.done:
+            self.done[id(value)] = self.make(value)
+        return self.done[id(value)]
+
+    def make(self, value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            view = (value.dtype, value.shape, value.offset, value.strides, value.requires_grad, value.parameter)
+            return NewTensor(self.storage(value), *view, self.convert(value.attributes), value.subclass)
+        if isinstance(value, InertOrderedDict):
+            made = InertOrderedDict({key: self.convert(item) for key, item in value.items()})
+            made.attributes = self.convert(value.attributes)
+            return made
+        if type(value) is dict:
+            return {key: self.convert(item) for key, item in value.items()}
+        if type(value) is list or type(value) is tuple:
+            return type(value)(self.convert(item) for item in value)
+        if isinstance(value, Inert):
+            value.state = self.convert(value.state)
+        return value
+
+    def storage(self, ref: TensorRef) -> NewStorage:
+        if ref.storage not in self.storages:
+            old = ref.storage
+            dtype: DType = old.dtype or ref.dtype
+            count = old.nbytes // dtype.itemsize
+            start = self.file.position(replace(ref, offset=0, shape=(count,), strides=(1,)))
+            region = Region.all_of((count,))
+            atom = Atom(old.key, "storage", (count,), dtype, (Fragment(region, self.name, start, dtype),))
+            self.storages[old] = NewStorage(dtype, (Fill(atom, region),))
+        return self.storages[ref.storage]
