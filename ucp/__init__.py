@@ -9,14 +9,21 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ucp.api import OpenCheckpoint, convert
     from ucp.api import open_checkpoint as open
+    from ucp.train.loading import LoadReport, load_into
 
-__all__ = ["OpenCheckpoint", "__version__", "convert", "open"]
+__all__ = ["LoadReport", "OpenCheckpoint", "__version__", "convert", "load_into", "open"]
+
+_LIVE = {"LoadReport": "ucp.train.loading", "load_into": "ucp.train.loading"}
 
 
 def __getattr__(name: str) -> Any:
     """Load the library on first use, so that the command line starts at once."""
     if name not in __all__:
         raise AttributeError(f"module 'ucp' has no attribute {name!r}")
+    if name in _LIVE:
+        from importlib import import_module
+
+        return getattr(import_module(_LIVE[name]), name)
     from ucp import api
 
     return getattr(api, "open_checkpoint" if name == "open" else name)

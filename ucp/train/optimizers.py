@@ -1,0 +1,31 @@
+"""What optimizers keep: the states that one needs before it can go on, and the form of its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
+    """States without which the optimizer would not continue; empty where that is not known."""
+    families = {cls.__name__ for cls in type(optimizer).__mro__}
+    if families & {"Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"}:
+        return {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group.get("amsgrad") else set())
+    if "SGD" in families:
+        return {"momentum_buffer"} if group.get("momentum") else set()
+    if "Adagrad" in families:
+        return {"sum"}
+    if "RMSprop" in families:
+        return {"square_avg"}
+    return set()
+
+
+def number_for(optimizer: Any, group: Mapping[str, Any], key: Any, value: float, *, was_int: bool) -> Any:
+    """A number such as `step` in the form that this optimizer keeps: a tensor of torch's own, else as it was stored."""
+    import torch
+
+    module = type(optimizer).__module__
+    if module.startswith("deepspeed.") or (was_int and not module.startswith("torch.")):
+        return int(value)
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(value), device=key.device if on_device else "cpu")
