@@ -81,6 +81,16 @@ class Holdings:
                 row[holder] = row.pop(strays[0])
         return self.put(name, holder, shape, "trained", source)
 
+    def rename(self, old: str, new: str) -> None:
+        """Give a parameter another name, in its place in the order."""
+        self.roles = {new if name == old else name: role for name, role in self.roles.items()}
+        self._table[new] = self._table.pop(old)
+        for held in self._table[new].values():
+            held.name = new
+        for groups in self.groups.values():
+            for group in groups:
+                group.names = [new if name == old else name for name in group.names]
+
     def row(self, name: str) -> dict[Holder, Holding]:
         """Every holder of `name`, in order."""
         return dict(sorted(self._table.get(name, {}).items()))

@@ -11,11 +11,12 @@ from ucp.files.inert import TensorRef
 from ucp.formats.deepspeed.holdings import Holder
 from ucp.formats.deepspeed.names import has_model_axis, layer_name
 from ucp.formats.deepspeed.reading import Reading
-from ucp.formats.deepspeed.shards import RankFile, flat_tensors
+from ucp.formats.deepspeed.shards import RankFile, flat_tensors, texts_of
 from ucp.model.box import Shape
 from ucp.model.checkpoint import WEIGHT, Role
 
 _TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+_TIED_IN_PATTERN: Final = re.compile(r"tied_modules\\?\.(\w+)")
 _OF_LAYER: Final = re.compile(r"(\d+)\.(.+)")
 
 
@@ -119,6 +120,23 @@ def _stages_of_layers(layers: list[int], stages: Mapping[int, StageNames]) -> di
         current = known.get(layer, current)
         result[layer] = current
     return result
+
+
+def name_tied(reading: Reading, info: object) -> None:
+    """Give parameters that several stages hold the name of a tied module, where the optimizer names nothing (ZeRO off).
+
+    Only the patterns of a universal_checkpoint_info (`info`) may say how the tied module is called.
+    """
+    patterns = info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None
+    keys = {found[1] for text in texts_of(patterns) if (found := _TIED_IN_PATTERN.search(text))}
+    for name in list(reading.holdings.roles):
+        found = _OF_LAYER.fullmatch(name)
+        if found is None or len({holder.pp for holder in reading.holdings.row(name)}) < 2:
+            continue
+        if len(keys) == 1:
+            reading.holdings.rename(name, f"tied_modules.{next(iter(keys))}.{found[2]}")
+        else:
+            reading.note("tied-name-unknown", f"{name}: tied over stages; DeepSpeed's own name for it is not recorded")
 
 
 def missing_layer_files(layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames], tp: int) -> list[str]:

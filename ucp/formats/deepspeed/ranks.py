@@ -11,7 +11,7 @@ from ucp.files.inert import Inert, TensorRef
 from ucp.formats.deepspeed.grid import Grid
 from ucp.formats.deepspeed.holdings import Holder
 from ucp.formats.deepspeed.names import StepFiles
-from ucp.formats.deepspeed.pipeline import StageNames, missing_layer_files, read_layers
+from ucp.formats.deepspeed.pipeline import StageNames, missing_layer_files, name_tied, read_layers
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile, shapes_of
 from ucp.formats.deepspeed.stagewise import read_stages
@@ -220,7 +220,10 @@ def _read_unsharded(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks
             "optimizer-missing", "no optimizer state: there are no *_optim_states.pt files, only weights were read"
         )
         return Shown()
-    return Shown(ep=read_stages(reading, files, grid.tp, {h: model for h, (model, *_) in ranks.models.items()}))
+    ep = read_stages(reading, files, grid.tp, {h: model for h, (model, *_) in ranks.models.items()})
+    if files.layers:
+        name_tied(reading, next(iter(ranks.models.values()))[0].mapping().get("universal_checkpoint_info"))
+    return Shown(ep=ep)
 
 
 def _read_pipeline(reading: Reading, files: StepFiles, grid: Grid, stages: Mapping[int, StageNames]) -> None:

@@ -77,9 +77,9 @@ def read_unsharded(
     if dealt is None:
         reading.note(
             "optimizer-unnamed",
-            f"{found.file.name}: the optimizer numbers {slots} parameters without naming them (ZeRO is off), and its shapes"
-            f" fit the {len(candidates)} parameters of the module in more than one way, or in none; its state is carried in"
-            " extras as it is, and no atom has optimizer state. Saving with ZeRO stage 1 records the names",
+            f"{found.file.name}: the optimizer numbers {slots} parameters without naming them (ZeRO is off), and its"
+            f" shapes fit the {len(candidates)} parameters of the module in more than one way, or in none; its state is"
+            " carried in extras as it is, and no atom has it. Saving with ZeRO stage 1 records the names",
         )
         return set(names)
     groups = [
