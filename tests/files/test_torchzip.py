@@ -268,8 +268,20 @@ def test_overlapping_entries(archive: Path) -> None:
         second = data.find(b"PK\x01\x02", data.find(b"PK\x01\x02") + 1)
         data[second + 42 : second + 46] = struct.pack("<L", 0)
 
-    with pytest.raises(UnsafeError, match="overlaps"):
+    with pytest.raises(UnsafeError, match="overlap"):
         TorchFile(change(archive, point_both_at_the_first))
+
+
+def test_entries_that_overlap_in_part(archive: Path) -> None:
+    """The first entry is said to reach into the second."""
+
+    def enlarge_first(data: bytearray) -> None:
+        first = data.find(b"PK\x01\x02")
+        (size,) = struct.unpack_from("<L", data, first + 20)
+        data[first + 20 : first + 28] = struct.pack("<LL", size + 1, size + 1)
+
+    with pytest.raises(UnsafeError, match="'archive/data.pkl' overlaps another"):
+        TorchFile(change(archive, enlarge_first))
 
 
 def test_entry_larger_than_the_file(archive: Path) -> None:

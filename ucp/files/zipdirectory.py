@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ucp import tunables
@@ -61,6 +62,10 @@ class ZipEntry(NamedTuple):
     raw_name: bytes
     sizes_follow: bool
     end: int
+
+
+_Unbounded = tuple[str, int, int, int, bool, bytes, bool]
+"""The fields of a `ZipEntry` without its `end`."""
 
 
 class _End(NamedTuple):
@@ -146,8 +151,8 @@ def _widen(record: bytes, narrow: tuple[int, ...], where: str) -> tuple[int, ...
     return tuple(wide)
 
 
-def _parse(directory: bytes, end: _End, start: int, where: str) -> list[ZipEntry]:
-    """The entries as the directory has them, each with `end` set to the end of all data."""
+def _parse(directory: bytes, end: _End, start: int, where: str) -> list[_Unbounded]:
+    """The entries as the directory has them."""
     fixed, total, unpack = _ENTRY.size, len(directory), _ENTRY.unpack_from
     if end.entries * fixed > total:
         raise IntegrityError(
@@ -176,7 +181,7 @@ def _parse(directory: bytes, end: _End, start: int, where: str) -> list[ZipEntry
         except UnicodeDecodeError:
             raise _damaged(number, where) from None
         follow = flags & _FLAG_SIZES_FOLLOW != 0
-        entries.append(ZipEntry(name, start + offset, packed, crc, method == 0, raw_name, follow, end.start))
+        entries.append((name, start + offset, packed, crc, method == 0, raw_name, follow))
     if at != total:
         raise IntegrityError(f"{where}: its zip directory holds {total - at} bytes too many", hint=COPY_AGAIN)
     return entries
@@ -201,27 +206,27 @@ def _zip64_values(extra: bytes, size: int, packed: int, offset: int, number: int
     raise _damaged(number, where)
 
 
-def _by_name(entries: list[ZipEntry], end: _End, where: str) -> dict[str, ZipEntry]:
+def _by_name(entries: list[_Unbounded], end: _End, where: str) -> dict[str, ZipEntry]:
     """The entries by name, each with its `end`; refuses duplicate names and entries that share bytes (zip bombs)."""
-    by_offset = sorted(entries, key=_header_offset)
-    bounded = {}
-    for entry, following in zip(by_offset, [*by_offset[1:], None], strict=True):
-        limit = end.start if following is None else following.header_offset
-        if entry.header_offset + _LOCAL.size + len(entry.raw_name) + entry.size > limit:
-            if following is None or entry.header_offset + entry.size > end.start:
-                raise IntegrityError(
-                    f"{where}: zip entry {entry.name!r} reaches past the archive's data", hint=COPY_AGAIN
-                )
-            raise UnsafeError(f"{where}: zip entry {entry.name!r} overlaps {following.name!r}", hint=_NOT_TORCH)
-        bounded[entry.name] = ZipEntry(*entry[:-1], limit)
+    offsets = sorted([entry[1] for entry in entries])
+    offsets.append(end.start)
+    following = dict(pairwise(offsets))
+    header_bytes = _LOCAL.size
+    bounded: dict[str, ZipEntry] = {}
+    for entry in entries:
+        name, header_offset, size, _, _, raw_name, _ = entry
+        limit = following[header_offset]
+        if header_offset + header_bytes + len(raw_name) + size > limit:
+            if limit == end.start or header_offset + size > end.start:
+                raise IntegrityError(f"{where}: zip entry {name!r} reaches past the archive's data", hint=COPY_AGAIN)
+            raise UnsafeError(f"{where}: zip entry {name!r} overlaps another", hint=_NOT_TORCH)
+        bounded[name] = ZipEntry._make((*entry, limit))
+    if len(following) != len(entries):
+        raise UnsafeError(f"{where}: two of its zip entries overlap", hint=_NOT_TORCH)
     if len(bounded) != len(entries):
-        twice, _ = Counter(entry.name for entry in entries).most_common(1)[0]
+        twice, _ = Counter(entry[0] for entry in entries).most_common(1)[0]
         raise UnsafeError(f"{where}: zip entry {twice!r} appears twice", hint=_NOT_TORCH)
-    return bounded if by_offset == entries else {entry.name: bounded[entry.name] for entry in entries}
-
-
-def _header_offset(entry: ZipEntry) -> int:
-    return entry.header_offset
+    return bounded
 
 
 def locate_payload(read: Read, entry: ZipEntry, where: str) -> int:
