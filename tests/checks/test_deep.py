@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.checks.made import flip
 from tests.checks.test_index import only
 from ucp import tunables
 from ucp.checks import verify
+from ucp.checks.spans import archive_ranges
 from ucp.files.inert import TensorRef
 from ucp.files.torchzip import TorchFile
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
@@ -161,3 +163,24 @@ def test_a_file_that_became_shorter_is_integrity(root: Path) -> None:
     report = verify(saved.checkpoint, "deep")
     assert report.exit_code == 4
     assert only(report, "zip-crc").severity == "error"
+
+
+def test_archives_end_to_end_are_told_apart(tmp_path: Path) -> None:
+    for number in range(3):
+        torch.save(torch.arange(10 * number), tmp_path / f"{number}.pt")
+    parts = [(tmp_path / f"{number}.pt").read_bytes() for number in range(3)]
+    (tmp_path / "joined").write_bytes(b"".join(parts))
+    edges = [0, len(parts[0]), len(parts[0] + parts[1]), sum(map(len, parts))]
+    assert archive_ranges(tmp_path / "joined") == list(pairwise(edges))
+    assert archive_ranges(tmp_path / "1.pt") == [(0, len(parts[1]))]
+
+
+def test_a_flipped_bit_of_any_archive_of_a_file_is_found(tmp_path: Path) -> None:
+    saved = save(tmp_path, tensors())
+    data = saved.path.read_bytes()
+    saved.path.write_bytes(data + data)
+    assert verify(saved.checkpoint, "deep").findings == []
+    for archive in (0, 1):
+        saved.path.write_bytes(data + data)
+        flip(saved.path, archive * len(data) + saved.offset("master"))
+        assert only(verify(saved.checkpoint, "deep"), "zip-crc").file == FILE

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import xxhash
 
@@ -15,6 +17,10 @@ from ucp.checks.findings import Finding
 from ucp.errors import NotUnderstoodError
 from ucp.files.torchzip import TorchFile
 from ucp.formats.atoms import manifest as manifests
+
+# The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
+_TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")
+_END_BYTES: Final = 22
 
 
 class Digest(Protocol):
@@ -82,15 +88,19 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
     With `torch.serialization.set_crc32_options(False)` torch writes 0 for every CRC of the archive. A single 0 among
     others is no such file, and has to fit its bytes like any other.
     """
-    if not _is_zip(root / file):
+    path = root / file
+    if not _is_zip(path):
         return
-    try:
-        archive = TorchFile(root / file)
-    except NotUnderstoodError:
-        return  # a zip archive of someone else's
-    filled = [entry for entry in archive.entries.values() if entry.size and entry.stored]
-    recorded = any(entry.crc for entry in filled)
-    if not recorded:
+    archives: list[TorchFile] = []
+    for start, stop in archive_ranges(path):
+        try:
+            archives.append(TorchFile(path, start, stop))
+        except NotUnderstoodError:
+            continue  # a zip archive of someone else's
+    members = [(archive, entry) for archive in archives for entry in archive.entries.values()]
+    filled = [(archive, entry) for archive, entry in members if entry.size and entry.stored]
+    recorded = any(entry.crc for _, entry in filled)
+    if filled and not recorded:
         yield Finding(
             "zip-crc",
             "note",
@@ -98,20 +108,45 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
             file,
             hint="torch.serialization.set_crc32_options(True) before torch.save records them",
         )
-    for entry in filled:
-        start = archive.payload(entry)
-        stop = start + entry.size
+    for archive, entry in filled:
+        begin = archive.payload(entry)
+        end = begin + entry.size
         yield Span(
             "zip-crc",
             file,
-            start,
-            stop,
-            f"member {entry.name}",
+            begin,
+            end,
+            f"member {entry.name}" + (f" at byte {begin}" if len(archives) > 1 else ""),
             crc_text(entry.crc) if recorded else None,
             Crc,
-            held.between(file, start, stop),
+            held.between(file, begin, end),
             padding if "/data/" in entry.name else 0,
         )
+
+
+def archive_ranges(path: Path) -> list[tuple[int, int]]:
+    """Bytes `[start, stop)` of each archive in a file: torch.save writes one, data files of DCP are many end to end.
+
+    Found from the back: the records at the end of an archive say how long it is. What they do not explain is left to
+    the reader of archives to complain about.
+    """
+    ranges: list[tuple[int, int]] = []
+    with path.open("rb", buffering=0) as file:
+        size = stop = file.seek(0, os.SEEK_END)
+        while stop >= _TAIL.size:
+            file.seek(stop - _TAIL.size)
+            signature, wide_at, last, length, offset = _TAIL.unpack(file.read(_TAIL.size))
+            if last != b"PK\5\6":
+                break
+            if signature == b"PK\6\7":  # the zip64 record, 56 bytes before its locator, says where it is in the archive
+                start = stop - _TAIL.size - 56 - wide_at
+            else:
+                start = stop - _END_BYTES - length - offset
+            if not 0 <= start < stop:
+                break
+            ranges.append((start, stop))
+            stop = start
+    return list(reversed(ranges)) if ranges and stop == 0 else [(0, size)]
 
 
 def _is_zip(path: Path) -> bool:

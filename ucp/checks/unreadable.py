@@ -21,7 +21,9 @@ from ucp.tunables import MIB
 _SMALL = 1 * MIB  # members up to this size are worth a look at any level: the pickles are among them
 
 
-def diagnose(path: Path, options: ReadOptions, level: Level, files: SourceFiles) -> Iterator[Finding | Task]:
+def diagnose(
+    path: Path, options: ReadOptions, level: Level, files: SourceFiles, error: UcpError
+) -> Iterator[Finding | Task]:
     """Missing rank files, missing or changed files of a manifest, and damaged archives."""
     if atoms.recognises(path):
         try:
@@ -30,10 +32,10 @@ def diagnose(path: Path, options: ReadOptions, level: Level, files: SourceFiles)
             return  # the manifest itself cannot be read, which was said
         return
     yield from missing(path, options.tag)
-    yield from _damaged_archives(files, level)
+    yield from _damaged_archives(files, level, error)
 
 
-def _damaged_archives(files: SourceFiles, level: Level) -> Iterator[Finding | Task]:
+def _damaged_archives(files: SourceFiles, level: Level, known: UcpError) -> Iterator[Finding | Task]:
     """A pickle that makes no sense is most often a pickle whose bytes were changed: its CRC tells."""
     folder = files.root
     nothing = FileMap(None)
@@ -44,4 +46,5 @@ def _damaged_archives(files: SourceFiles, level: Level) -> Iterator[Finding | Ta
                 if isinstance(span, Span) and (level is Level.DEEP or span.nbytes <= _SMALL):
                     yield task(files, span)
         except UcpError as error:
-            yield failure("zip-crc", error)
+            if error.what != known.what:
+                yield failure("zip-crc", error)
