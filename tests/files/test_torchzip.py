@@ -280,7 +280,7 @@ def test_entries_that_overlap_in_part(archive: Path) -> None:
         (size,) = struct.unpack_from("<L", data, first + 20)
         data[first + 20 : first + 28] = struct.pack("<LL", size + 1, size + 1)
 
-    with pytest.raises(UnsafeError, match="'archive/data.pkl' overlaps another"):
+    with pytest.raises(UnsafeError, match=r"'archive/data\.pkl' overlaps another"):
         TorchFile(change(archive, enlarge_first))
 
 

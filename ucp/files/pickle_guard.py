@@ -23,24 +23,24 @@ _TUPLE: Final = rb"[t\x85-\x87\x91]"  # TUPLE, TUPLE1, TUPLE2, TUPLE3, FROZENSET
 _EVENT: Final = rb"h.|j" + _SMALL_SLOT + b"|" + _TUPLE + _PUT
 
 
-def _counted(length_bytes: int) -> bytes:
-    """Bytes that follow their own number, for numbers below 256: one alternative a number."""
+def _counted(length_bytes: int, below: int) -> bytes:
+    """Bytes that follow their own number, for numbers below a limit: one alternative a number."""
+    # Each alternative costs some 20 µs when this module is imported, so only what is frequent is here.
     high = rb"\0" * (length_bytes - 1)
-    return b"(?:" + b"|".join(re.escape(bytes([n])) + high + b".{%d}" % n for n in range(256)) + b")"
+    return b"(?:" + b"|".join(re.escape(bytes([n])) + high + b".{%d}" % n for n in range(below)) + b")"
 
 
 # One opcode with its arguments, and with the PUT that picklers write right after a fresh object. A PUT anywhere else
 # could give a tuple a second name, so it matches nothing here.
 _PLAIN_OPCODES: Final = (
-    rb"X" + _counted(4) + _MAYBE_PUT,
+    rb"X" + _counted(4, below=128) + _MAYBE_PUT,
     rb"[(NabesuQ\x88\x89\x90]+",  # marks, constants, and what fills an object that is already there
     rb"[R\]})\x81old\x8f\x92\x93]" + _MAYBE_PUT,  # a fresh object that is no tuple
     rb"K.",
     rb"(?:h.|j" + _SMALL_SLOT + rb")\)[R\x81]" + _MAYBE_PUT,  # a call of an old object, which is no tuple then
     _TUPLE + rb"(?![qr])",
     rb"M..|J....|G.{8}",
-    rb"\x8a" + _counted(1),
-    rb"[\x8cUC]" + _counted(1) + _MAYBE_PUT,
+    rb"\x8a" + _counted(1, below=9),
     rb"c[^\n]*\n[^\n]*\n" + _MAYBE_PUT,
 )
 # As many plain opcodes as there are, then one event, or everything to the end of the window.
@@ -51,7 +51,12 @@ _ONE_EVENT: Final = re.compile(_EVENT, re.DOTALL)
 _SMALL_PUT: Final = re.compile(_PUT, re.DOTALL)
 
 _WINDOW: Final = 1 << 16
-_STRINGS: Final = {ord("X"): 4, ord("B"): 4, ord("T"): 4, 0x8D: 8, 0x8E: 8, 0x96: 8}  # opcode: bytes of length
+# Counted bytes that are not in the expression, with the size of their count.
+_STRINGS: Final = {
+    **dict.fromkeys(b"\x8aUC\x8c", 1),
+    **dict.fromkeys(b"XBT", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
 
 # Sixteen uses of shared tuples multiply the work of hashing by less than 350.
 _SHARED_TUPLES: Final = 16
