@@ -88,7 +88,9 @@ class Writer(Protocol):
 WRITERS: dict[str, str] = {
     "atoms": "ucp.formats.atoms.writer",
     "deepspeed": "ucp.formats.deepspeed.writer",
+    "deepspeed-universal": "ucp.formats.deepspeed.universal_writer",
     "safetensors": "ucp.formats.huggingface.writer",
+    "dcp": "ucp.formats.dcp.writer",
 }
 
 

@@ -1,0 +1,148 @@
+"""Writes universal folders, for DeepSpeed's `checkpoint: {load_universal: true}`: one that loads in every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ucp.errors import UsageError
+from ucp.files.local import SourceFiles
+from ucp.files.pickle_writer import bare_object
+from ucp.files.torchzip_writer import torch_file
+from ucp.formats.deepspeed import names
+from ucp.formats.deepspeed.emit.flat import flat_groups, zero_stage
+from ucp.formats.deepspeed.emit.modelfiles import ModelFiles
+from ucp.formats.deepspeed.emit.sliced import sub_groups
+from ucp.formats.deepspeed.emit.slices import Local
+from ucp.formats.deepspeed.emit.states import Scalars, element_kinds
+from ucp.formats.deepspeed.emit.tensors import whole_tensor
+from ucp.formats.deepspeed.emit.world import World
+from ucp.formats.registry import WriteOptions
+from ucp.formats.torchtrees import with_tensors
+from ucp.model.checkpoint import WEIGHT, Checkpoint, Note, Parameter
+from ucp.model.dtypes import FLOAT32
+from ucp.model.layout import Mesh
+from ucp.model.target import Digests, Literal, OutputFile, Target
+
+_MASTER_FILE = "fp32"
+
+
+class Writer:
+    """Lays out `DST/latest_universal` and `DST/<tag>_universal/`.
+
+    Every state file holds a dict with the whole tensor and how to cut it. Model files come under both names, that of
+    stage 3 and that of the others; `optimizer_state.pt` has what both loaders look for.
+    """
+
+    def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
+        self.source = source
+        self.notes: list[Note] = []
+        self.world = World(source, Mesh(zero=1), options.dtype, None, None)
+        tag = source.details.get("tag")
+        self.folder = f"{tag if isinstance(tag, str) else f'global_step{source.step or 0}'}_universal"
+        if len(source.groups) > 1:
+            self.notes.append(
+                Note(
+                    "stage-3-groups",
+                    "DeepSpeed's stage 3 gives every group the hyper-parameters of group 0 when it loads a universal"
+                    " folder; what `--to deepspeed` writes does not suffer from that",
+                )
+            )
+
+    def target(self) -> Target:
+        """Every file of the folder."""
+        with SourceFiles(self.source.root) as files:
+            scalars = Scalars(files)
+            made = [torch_file(f"{self.folder}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
+        latest = self.folder.encode()
+        return Target((*made, OutputFile("latest_universal", len(latest), (Literal(0, latest),))))
+
+    def last(self, target: Target, digests: Digests) -> OutputFile | None:
+        """Nothing: the format has no manifest."""
+        del target, digests
+        return None
+
+    def _trees(self, scalars: Scalars) -> Iterator[tuple[str, Any]]:
+        for parameter in self.source.parameters.values():
+            _check_name(parameter.name)
+            for kind, tree in self._states(parameter, scalars):
+                yield f"zero/{parameter.name}/{kind}.pt", tree
+        yield "zero/optimizer_state.pt", self._optimizer_state(scalars)
+        yield from self._model_files()
+
+    def _states(self, parameter: Parameter, scalars: Scalars) -> Iterator[tuple[str, Any]]:
+        if parameter.role != "trained":
+            # As DeepSpeed's own converter does: these have no optimizer state, and their fp32 is the weight itself.
+            weight = parameter.atoms.get(WEIGHT)
+            if weight is not None:
+                yield _MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
+            return
+        cut = _how_to_cut(parameter)
+        yield _MASTER_FILE, {"param": whole_tensor(self.world.master(parameter)), **cut}
+        local = self._whole(parameter)
+        for kind in element_kinds([local]):
+            yield kind, {"param": whole_tensor(parameter.atoms[kind]), **cut}
+        for kind, value in scalars.each(local).items():
+            yield kind, value
+
+    def _whole(self, parameter: Parameter) -> Local:
+        return self.world.slicer.local(parameter, 0)
+
+    def _optimizer_state(self, scalars: Scalars) -> dict[str, Any]:
+        carried = self.world.carried
+        groups = self.world.groups(0, 0, 0)
+        listed = [{**group.hyper, "params": [number]} for number, group in enumerate(groups)]
+        steps = scalars.of(groups[0].members) if groups else {}
+        return {
+            "loss_scaler": carried.loss_scaler,
+            "dynamic_loss_scale": carried.dynamic_loss_scale,
+            "overflow": carried.optimizer.get("overflow", False),
+            "clip_grad": carried.clip_grad,
+            "zero_stage": zero_stage(max(1, self.source.mesh.zero)),
+            "group_paddings": [0] * len(groups),
+            "partition_count": [self.source.mesh.dp] * len(groups),
+            "ds_version": carried.version,
+            "param_groups": listed,
+            # Stage 3 looks for the step and the hyper-parameters here.
+            "optimizer_state_dict": {"state": {0: {"step": steps.get("step", 0)}}, "param_groups": listed},
+        }
+
+    def _model_files(self) -> Iterator[tuple[str, Any]]:
+        models = ModelFiles(self.world)
+        shapes = [group.shapes for group in flat_groups(self.world, 0, 0, 0)]
+        yield names.model_name(0), self._of_source(models.model_tree(0, 0, 0, shapes, None))
+        third = World(self.source, Mesh(zero=3), self.world.dtype, None, None) if not self.world.has_experts else None
+        if third is not None:
+            subs = sub_groups(third, third.groups(0, 0, 0))
+            tree = ModelFiles(third).model_tree(0, 0, 0, [sub.shapes for sub in subs], None)
+            yield names.sharded_model_name(0, 0), self._of_source(tree)
+        yield from models.layer_files()
+        yield from models.expert_files()
+
+    def _of_source(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The configuration stays that of the run that was saved. `mp_world_size` must be the number of model files."""
+        tree["dp_world_size"] = self.source.mesh.dp
+        tree["ds_config"] = self.world.carried.config
+        return tree
+
+
+def _how_to_cut(parameter: Parameter) -> dict[str, Any]:
+    """The keys beside `param` that tell DeepSpeed's loader how to slice it for tensor parallelism."""
+    rule = parameter.rule
+    if rule.cut == "vocab":
+        return {"cat_dim": rule.dim, "vocab_tensor": True}
+    if rule.cut != "split":
+        return {}
+    if not rule.parts:
+        return {"cat_dim": rule.dim}
+    if rule.dim == 0 and len(rule.parts) == 2 and rule.parts[0] == rule.parts[1]:
+        return {"cat_dim": 0, "param_n_sub_params": 2}
+    shape = (*parameter.shape[: rule.dim], rule.parts, *parameter.shape[rule.dim + 1 :])
+    state = {"patterns": [f"^{parameter.name}$"], "shape": shape, "partition_dim": rule.dim}
+    return {"sub_param_shape": bare_object("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", state)}
+
+
+def _check_name(name: str) -> None:
+    if "/" in name or "\0" in name or name in ("", ".", ".."):
+        raise UsageError(f"parameter {name!r}: universal folders use names as folder names, and this one cannot be one")
