@@ -324,7 +324,7 @@ def source_files() -> list[Path]:
     folder = os.environ.get("UCP_CORPUS")
     files = sorted(FIXTURES.rglob("*states.pt"))
     if folder:
-        files += sorted((Path(folder) / "megatron_deepspeed").rglob("*states.pt"))
+        files += sorted((Path(folder) / "deepspeed").rglob("*states.pt"))
     return files
 
 
