@@ -11,7 +11,7 @@ from ucp.files.inert import TensorRef
 from ucp.files.local import SourceFiles
 from ucp.files.torchzip import TorchFile
 from ucp.formats.dcp.metadata import Item, ObjectEntry, TensorEntry
-from ucp.formats.dcp.tensors_in_trees import lift_tensors
+from ucp.formats.dcp.tensors_in_trees import replace_leaves
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.layout import Rank
@@ -129,7 +129,7 @@ class Objects:
         archive = TorchFile(self._files.root / item.file, item.start, item.stop)
         value = archive.tree
         if any("/data/" in name for name in archive.entries):
-            return lift_tensors(value, lambda ref, number: _extra(archive, item, f"{entry.key}#{number}", ref))
+            return replace_leaves(value, TensorRef, lambda ref, n: _extra(archive, item, f"{entry.key}#{n}", ref))
         if small:
             self._known[data] = value
         return value

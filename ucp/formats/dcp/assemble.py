@@ -15,7 +15,8 @@ from ucp.formats.dcp.groups import Group, Values, read_groups
 from ucp.formats.dcp.keys import ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
 from ucp.formats.dcp.metadata import METADATA, Entry, Folder, ObjectEntry, TensorEntry
 from ucp.formats.dcp.nesting import nest
-from ucp.formats.dcp.roles import find_roles, find_ties
+from ucp.formats.dcp.roles import find_roles, find_ties, surely_buffer
+from ucp.formats.dcp.style import Place
 from ucp.model.checkpoint import STEP, WEIGHT, Atom, Fragment, Note, Parameter, ParamGroup
 from ucp.model.dtypes import BOOL, FLOAT64, INT64
 from ucp.model.layout import Rank
@@ -147,7 +148,7 @@ class _Assembly:
     ) -> dict[str, str] | None:
         """Numbers count parameters group by group; only the model's order and the shapes tell which is which."""
         numbers = [name for group in groups for name in group.names] or sorted(optimizer.states, key=int)
-        floats = [name for name in names if tensors[name].dtype.family == "float"]
+        floats = [name for name in names if not surely_buffer(name, tensors[name])]
         orders = [
             floats,
             [n for n in floats if len(tensors[n].shape) > 1] + [n for n in floats if len(tensors[n].shape) < 2],
@@ -222,14 +223,11 @@ class _Assembly:
     ) -> None:
         style = self.contents.style
         if len(models) == 1:
-            style["model"] = {"folder": models[0][1].name, "prefix": list(models[0][0].prefix)}
+            model, folder = models[0]
+            style["model"] = Place(folder.name, model.prefix).to_json()
         if len(optimizers) == 1:
             optimizer, _, folder = optimizers[0]
-            style["optimizer"] = {
-                "folder": folder.name,
-                "prefix": list(optimizer.prefix),
-                "flattened": optimizer.flattened,
-            }
+            style["optimizer"] = {**Place(folder.name, optimizer.prefix).to_json(), "flattened": optimizer.flattened}
 
     def _extras(self) -> None:
         for entry in self.values.unread:

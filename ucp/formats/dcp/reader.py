@@ -9,6 +9,7 @@ from ucp.formats.dcp import safetensors_folder
 from ucp.formats.dcp.assemble import assemble
 from ucp.formats.dcp.metadata import Folder, TensorEntry, read_folder
 from ucp.formats.dcp.places import Place, find, must_find, neighbours
+from ucp.formats.dcp.style import DETAIL
 from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note
 from ucp.model.layout import Mesh
@@ -50,7 +51,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         extras=Extras(contents.trees, {name: name for name in carried}),
         notes=notes,
         sizes={**sizes, **carried},
-        details={"dcp": contents.style},
+        details={DETAIL: contents.style},
     )
 
 

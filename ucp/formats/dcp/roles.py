@@ -41,11 +41,16 @@ def find_roles(tensors: Mapping[str, TensorEntry], trained: set[str], *, has_opt
 
 
 def _role(name: str, entry: TensorEntry, all_cut: bool, has_optimizer: bool) -> Role:
-    if entry.dtype.family != "float" or not entry.shape or name.rpartition(".")[2] in _BUFFER_NAMES:
+    if surely_buffer(name, entry) or not entry.shape:
         return "buffer"
     if all_cut and entry.pieces == 1:
         return "buffer"
     return "frozen" if has_optimizer else "trained"
+
+
+def surely_buffer(name: str, entry: TensorEntry) -> bool:
+    """Whether type or name alone say that a tensor is no parameter."""
+    return entry.dtype.family != "float" or name.rpartition(".")[2] in _BUFFER_NAMES
 
 
 def find_ties(

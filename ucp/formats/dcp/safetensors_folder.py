@@ -12,6 +12,7 @@ from typing import Any, Final
 from ucp.errors import InconsistentError, IntegrityError, UcpError
 from ucp.files.local import SourceFiles
 from ucp.files.safetensors import SafetensorsFile, TensorEntry, read_safetensors
+from ucp.formats.dcp.style import DETAIL, Place
 from ucp.model.box import Box, Shape
 from ucp.model.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter, Role
 from ucp.model.coverage import Gap, coverage
@@ -80,7 +81,7 @@ def read(path: Path) -> Checkpoint:
             **{file.path.relative_to(path).as_posix(): file.size for file in (*files, *copies)},
             **{child.name: child.stat().st_size for child in beside},
         },
-        details={"dcp": {"model": {"folder": "", "prefix": []}}},
+        details={DETAIL: {"model": Place("", ()).to_json()}},
     )
 
 

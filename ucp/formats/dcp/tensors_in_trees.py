@@ -1,4 +1,4 @@
-"""Trees of objects with tensors in them: every tensor reference replaced by what the caller makes of it."""
+"""Trees of objects with tensors in them: copies in which each tensor became something else."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import Any
 
 from ucp import tunables
 from ucp.errors import UnsafeError
-from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, TensorRef, is_class
+from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, is_class
 
 
-def lift_tensors(tree: Any, make: Callable[[TensorRef, int], Any]) -> Any:
-    """A copy of `tree` in which `make(reference, running number)` stands for every tensor; shared parts stay shared."""
-    return _Lifter(make).lift(tree, 0)
+def replace_leaves(tree: Any, kind: type, make: Callable[[Any, int], Any]) -> Any:
+    """A copy of `tree` with `make(leaf, running number)` in place of every leaf of a kind; shared parts stay shared."""
+    return _Copier(kind, make).copy(tree, 0)
 
 
-class _Lifter:
-    def __init__(self, make: Callable[[TensorRef, int], Any]) -> None:
+class _Copier:
+    def __init__(self, kind: type, make: Callable[[Any, int], Any]) -> None:
+        self._kind = kind
         self._make = make
         self._done: dict[int, tuple[Any, Any]] = {}  # id → (the value, kept alive; what it became)
         self._open: set[int] = set()
-        self._tensors = 0
+        self._met = 0
 
-    def lift(self, value: Any, depth: int) -> Any:
-        if isinstance(value, TensorRef):
-            self._tensors += 1
-            return self._make(value, self._tensors - 1)
+    def copy(self, value: Any, depth: int) -> Any:
+        if isinstance(value, self._kind):
+            if id(value) not in self._done:
+                self._done[id(value)] = (value, self._make(value, self._met))
+                self._met += 1
+            return self._done[id(value)][1]
         if is_class(value) or not isinstance(value, (dict, list, tuple, Inert)) or isinstance(value, Size):
             return value
         known = self._done.get(id(value))
@@ -42,23 +45,23 @@ class _Lifter:
     def _container(self, value: Any, depth: int) -> Any:
         if isinstance(value, InertOrderedDict):
             made = InertDefaultDict(value.factory) if isinstance(value, InertDefaultDict) else InertOrderedDict()
-            made.update((key, self.lift(item, depth)) for key, item in value.items())
-            made.attributes = self.lift(value.attributes, depth)
+            made.update((key, self.copy(item, depth)) for key, item in value.items())
+            made.attributes = self.copy(value.attributes, depth)
             return made
         if isinstance(value, dict):
-            return {key: self.lift(item, depth) for key, item in value.items()}
+            return {key: self.copy(item, depth) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.lift(item, depth) for item in value]
+            return [self.copy(item, depth) for item in value]
         if isinstance(value, tuple):
-            return tuple(self.lift(item, depth) for item in value)
+            return tuple(self.copy(item, depth) for item in value)
         return self._instance(value, depth)
 
     def _instance(self, value: Inert, depth: int) -> Inert:
-        args = tuple(self.lift(item, depth) for item in value.args)
-        kwargs = {key: self.lift(item, depth) for key, item in value.kwargs.items()}
+        args = tuple(self.copy(item, depth) for item in value.args)
+        kwargs = {key: self.copy(item, depth) for key, item in value.kwargs.items()}
         made: Inert = Inert.__new__(type(value), *args, **kwargs)
         made.called = value.called
-        made.state = self.lift(value.state, depth)
-        made.items.extend(self.lift(item, depth) for item in value.items)
-        made.pairs.extend((key, self.lift(item, depth)) for key, item in value.pairs)
+        made.state = self.copy(value.state, depth)
+        made.items.extend(self.copy(item, depth) for item in value.items)
+        made.pairs.extend((key, self.copy(item, depth)) for key, item in value.pairs)
         return made

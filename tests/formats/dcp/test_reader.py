@@ -1,0 +1,213 @@
+"""What is read of folders that real torch writes, in every way that keys and values can be laid out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from tests.formats.dcp.saving import save, small_state
+from ucp.model.checkpoint import Atom, Checkpoint
+
+
+def index_of(path: Path) -> Checkpoint:
+    return ucp.open(path).index
+
+
+def assert_holds(path: Path, state: dict[str, Any]) -> None:
+    """Every tensor of `small_state` is there under its own name."""
+    import torch
+
+    opened = ucp.open(path)
+    assert list(opened) == list(state["model"])
+    for name, value in state["model"].items():
+        assert torch.equal(opened[name].read("weight", as_torch=True), value), name
+    for name, states in state["optim"]["state"].items():
+        for kind, value in states.items():
+            assert torch.equal(opened[name].read(kind, as_torch=True), value), (name, kind)
+
+
+def test_names_of_the_user(tmp_path: Path) -> None:
+    """Top-level names are free: the optimizer is known by its groups, the model by the optimizer's names."""
+    state = small_state(groups=2)
+    nested = {"app": {"net": state["model"], "opt": state["optim"]}, "epoch": 4}
+    path = save(nested, tmp_path / "saved")
+    assert_holds(path, state)
+    index = index_of(path)
+    assert index.step == 2
+    assert [group.hyper["weight_decay"] for group in index.groups] == [0.5, 0.01]
+    assert [group.names for group in index.groups] == [["0.weight", "0.bias"], ["1.weight", "1.bias", "2.weight"]]
+    assert index.groups[0].hyper["betas"] == (0.9, 0.999)
+    assert index.extras.trees == {".metadata": {"epoch": 4}}
+    assert {p.name: p.role for p in index.parameters.values() if p.role != "trained"} == {
+        "1.running_mean": "buffer",
+        "1.running_var": "buffer",
+        "1.num_batches_tracked": "buffer",
+    }
+
+
+def test_a_model_that_calls_things_state(tmp_path: Path) -> None:
+    """A module named `state` is no optimizer."""
+    import torch
+
+    state = small_state()
+    state["model"] = {**state["model"], "state.rho": torch.ones(3), "state.sigma.step": torch.zeros(2)}
+    assert_holds(save(state, tmp_path / "saved"), state)
+
+
+def test_averaged_copies_are_extras(tmp_path: Path) -> None:
+    state = small_state()
+    ema = {name: value * 2 if value.dtype.is_floating_point else value for name, value in state["model"].items()}
+    path = save({"ema": ema, **state}, tmp_path / "saved")
+    assert_holds(path, state)
+    assert isinstance(index_of(path).extras.trees[".metadata"]["ema"]["0.weight"], Atom)
+
+
+def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
+    import torch
+
+    first, second = small_state(), small_state(steps=5)
+    second["model"] = {f"d.{name}": value for name, value in second["model"].items()}
+    second["optim"]["state"] = {f"d.{name}": value for name, value in second["optim"]["state"].items()}
+    second["optim"]["param_groups"][0]["params"] = [f"d.{n}" for n in second["optim"]["param_groups"][0]["params"]]
+    state = {"g": first["model"], "g_opt": first["optim"], "d": second["model"], "d_opt": second["optim"]}
+    opened = ucp.open(save(state, tmp_path / "saved"))
+    assert torch.equal(opened["g.0.weight"].read("weight", as_torch=True), first["model"]["0.weight"])
+    moment = second["optim"]["state"]["d.0.weight"]["exp_avg"]
+    assert torch.equal(opened["d.d.0.weight"].read("exp_avg", as_torch=True), moment)
+
+
+def test_optimizer_saved_alone(tmp_path: Path) -> None:
+    import torch
+
+    state = small_state()
+    opened = ucp.open(save(state["optim"], tmp_path / "saved"))
+    assert opened.index.parameters["0.weight"].shape == (7, 5)
+    got = opened["0.weight"].read("exp_avg", as_torch=True)
+    assert torch.equal(got, state["optim"]["state"]["0.weight"]["exp_avg"])
+
+
+def raw_state(*, groups: int = 1) -> dict[str, Any]:
+    """As many people save: `optimizer.state_dict()` with numbers, and DDP's `module.` in the names."""
+    state = small_state(groups=groups)
+    names = [name for group in state["optim"]["param_groups"] for name in group["params"]]
+    optim = {
+        "state": {i: state["optim"]["state"][name] for i, name in enumerate(names)},
+        "param_groups": [
+            {**group, "params": [names.index(name) for name in group["params"]]}
+            for group in state["optim"]["param_groups"]
+        ],
+    }
+    return {"model": {f"module.{name}": value for name, value in state["model"].items()}, "optimizer": optim}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_numbered_parameters(tmp_path: Path, groups: int) -> None:
+    path = save(raw_state(groups=groups), tmp_path / "saved")
+    assert_holds(path, small_state(groups=groups))
+    assert {note.id for note in index_of(path).notes} == {"states-by-order", "wrapper-names"}
+
+
+def test_numbers_that_fit_no_order_stay_extras(tmp_path: Path) -> None:
+    state = raw_state()
+    numbered = state["optimizer"]["state"]
+    numbered[0], numbered[4] = numbered[4], numbered[0]
+    index = index_of(save(state, tmp_path / "saved"))
+    assert "states-unnamed" in {note.id for note in index.notes}
+    assert index.parameters["0.weight"].atoms.keys() == {"weight"}
+    assert isinstance(index.extras.trees[".metadata"]["optimizer"]["state"]["0"]["exp_avg"], Atom)
+
+
+def test_without_paths(tmp_path: Path) -> None:
+    """Flat state dicts saved without flattening: only the text of the keys is known."""
+    state = small_state(groups=2)
+    keys: dict[str, Any] = {f"model.{name}": value for name, value in state["model"].items()}
+    for name, states in state["optim"]["state"].items():
+        keys.update({f"optim.state.{name}.{kind}": value for kind, value in states.items()})
+    for number, group in enumerate(state["optim"]["param_groups"]):
+        keys.update({f"optim.param_groups.{number}.{key}": value for key, value in group.items()})
+    save(keys, tmp_path / "saved", flatten=False)
+    assert_holds(tmp_path / "saved", state)
+    assert len(index_of(tmp_path / "saved").groups) == 2
+
+
+def test_groups_in_one_object(tmp_path: Path) -> None:
+    """Before torch 2.4 containers without tensors were not opened."""
+    state = small_state(groups=2)
+    keys: dict[str, Any] = dict(state["model"].items())
+    for name, states in state["optim"]["state"].items():
+        keys.update({f"optim.state.{name}.{kind}": value for kind, value in states.items()})
+    keys["optim.param_groups"] = state["optim"]["param_groups"]
+    save(keys, tmp_path / "saved", flatten=False)
+    assert_holds(tmp_path / "saved", state)
+    assert [group.hyper["weight_decay"] for group in index_of(tmp_path / "saved").groups] == [0.5, 0.01]
+
+
+def test_transposed_and_typed_tensors(tmp_path: Path) -> None:
+    """Strides are kept in the archives, and every element type has its own storage."""
+    import torch
+
+    tensors = {
+        "transposed": torch.arange(12.0).reshape(3, 4).t(),
+        "sliced": torch.arange(40).reshape(5, 8)[1:4, ::2],
+        "bf16": torch.randn(9).to(torch.bfloat16),
+        "fp8": torch.randn(8).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    opened = ucp.open(save({"model": tensors}, tmp_path / "saved"))
+    for name, value in tensors.items():
+        got = opened[name].read("weight", as_torch=True)
+        assert got.dtype == value.dtype
+        assert got.shape == value.shape
+        raw = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (got, value)]
+        assert torch.equal(*raw), name
+
+
+def test_tensors_inside_objects(tmp_path: Path) -> None:
+    """Tuples are never opened: their tensors lie in the object's archive."""
+    import numpy as np
+    import torch
+
+    from ucp.engine.arrays import read_array
+
+    state = {**small_state(), "pair": (torch.arange(3), {"deep": [torch.tensor([[1.5]])]}, "text")}
+    index = index_of(save(state, tmp_path / "saved"))
+    first, nested, text = index.extras.trees[".metadata"]["pair"]
+    assert text == "text"
+    assert np.array_equal(read_array(index.root, first, None), [0, 1, 2])
+    assert np.array_equal(read_array(index.root, nested["deep"][0], None), [[1.5]])
+
+
+def test_learning_rate_as_tensor_and_plain_steps(tmp_path: Path) -> None:
+    import torch
+
+    state = small_state()
+    state["optim"]["param_groups"][0]["lr"] = torch.tensor(0.25)
+    for states in state["optim"]["state"].values():
+        states["step"] = 7
+    index = index_of(save(state, tmp_path / "saved"))
+    assert index.groups[0].hyper["lr"] == 0.25
+    assert index.step == 7
+    assert ucp.open(tmp_path / "saved")["0.weight"].read("step") == 7
+
+
+def test_the_newest_finished_step_of_a_run(tmp_path: Path) -> None:
+    for number in (5, 40):
+        save({**small_state(), "train_state": {"step": number}}, tmp_path / f"step-{number}")
+    save(small_state(), tmp_path / "step-100")
+    (tmp_path / "step-100" / ".metadata").unlink()
+    assert index_of(tmp_path).root.name == "step-40"
+    assert ucp.open(tmp_path, tag="step-5").index.extras.trees[".metadata"]["train_state"]["step"] == 5
+
+
+def test_files_beside_the_data_are_carried(tmp_path: Path) -> None:
+    save(small_state(), tmp_path / "saved")
+    (tmp_path / "saved" / "config.json").write_text("{}")
+    (tmp_path / "saved" / "__9_0.distcp").write_bytes(b"of another save")
+    index = index_of(tmp_path / "saved")
+    assert index.extras.files == {"config.json": "config.json"}
+    assert next(note.text for note in index.notes if note.id == "left-behind").endswith("__9_0.distcp")
