@@ -139,13 +139,16 @@ def _print_plan(conversion: api.Conversion, jobs: int, memory: int, as_json: boo
         "memory": 3 * jobs * slab,
         "jobs": jobs,
     }
+    mesh = conversion.writer.mesh
     if as_json:
-        click.echo(json.dumps({**target.to_json(), **totals}))
+        click.echo(json.dumps({**target.to_json(), **totals, "mesh": mesh and mesh.to_json()}))
         return
+    if mesh is not None:
+        click.echo(f"{conversion.source.mesh} → {mesh} ({mesh.world} ranks)\n")
     rows = [[file.path, human_bytes(file.size), str(len(file.holes))] for file in target.files]
     click.echo(table(rows, ["file", "bytes", "tensors"]))
     click.echo(
-        f"\n{len(target.files)} files and a manifest: reads {human_bytes(totals['reads'])},"
+        f"\n{len(target.files)} files: reads {human_bytes(totals['reads'])},"
         f" writes {human_bytes(totals['writes'])}, holds {human_bytes(totals['memory'])} in {jobs} threads"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, reading_options, source_argument, table
+from ucp.cli.options import human_bytes, source_argument, table
 from ucp.errors import UsageError
 from ucp.formats.inert_json import Encoder
 from ucp.formats.registry import open_checkpoint
@@ -20,21 +20,28 @@ from ucp.model.rule_json import rule_to_json
 
 @click.command("inspect", short_help="Show what a checkpoint holds.")
 @source_argument
-@reading_options
+@click.option("--tag", help="Step folder inside the save folder. [default: what `latest` names]")
+@click.option(
+    "--rules",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Show each parameter's rule and where it came from; with FILE, as that TOML file would have it.",
+)
+@click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`.")
 @click.option("--param", "name", metavar="NAME", help="Show where each byte of this parameter lies, rank by rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(
-    src: Path, tag: str | None, rules: Path | None, preset: str | None, name: str | None, as_json: bool
-) -> None:
+def command(src: Path, tag: str | None, rules: str | None, preset: str | None, name: str | None, as_json: bool) -> None:
     """Show the format, mesh, optimizer and parameters of the checkpoint SRC.
 
     \b
     Reads directories and small headers only, whatever the checkpoint's size:
       ucp inspect run/checkpoints
       ucp inspect run/checkpoints --param model.norm.weight
+      ucp inspect run/checkpoints --rules
       ucp inspect run/checkpoints --json | jq .parameters[0]
     """
-    checkpoint = open_checkpoint(src, api.read_options(tag, rules, preset))
+    checkpoint = open_checkpoint(src, api.read_options(tag, rules or None, preset))
     if name is not None:
         parameter = _find(checkpoint, name)
         click.echo(json.dumps(_places_json(parameter)) if as_json else _places_text(parameter))
@@ -42,7 +49,7 @@ def command(
     if as_json:
         click.echo(json.dumps(_summary_json(checkpoint)))
         return
-    click.echo(_summary_text(checkpoint))
+    click.echo(_rules_text(checkpoint) if rules is not None else _summary_text(checkpoint))
     for note in checkpoint.notes:
         click.echo(f"note: {note.text}", err=True)
 
@@ -94,6 +101,14 @@ def _summary_text(checkpoint: Checkpoint) -> str:
     header = ["parameter", "shape", "dtype", "bytes", "group", "states", "rule"]
     width = max(len(key) for key, _ in facts)
     return "\n".join(f"{key.ljust(width)}  {value}" for key, value in facts) + "\n\n" + table(rows, header)
+
+
+def _rules_text(checkpoint: Checkpoint) -> str:
+    rows = [
+        [parameter.name, "×".join(map(str, parameter.shape)) or "scalar", str(parameter.rule), parameter.rule_origin]
+        for parameter in checkpoint.parameters.values()
+    ]
+    return table(rows, ["parameter", "shape", "rule", "where it came from"])
 
 
 def _remarks(parameter: Parameter) -> str:

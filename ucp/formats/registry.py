@@ -10,6 +10,7 @@ from typing import Protocol, cast
 from ucp.errors import NotUnderstoodError, StorageError, UsageError
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.dtypes import DType
+from ucp.model.layout import Mesh
 from ucp.model.rules import RuleBook
 from ucp.model.target import Digests, OutputFile, Target
 
@@ -76,6 +77,7 @@ class Writer(Protocol):
     """The writing side of a format: lays out a checkpoint as files with holes. Module attribute `Writer` makes one."""
 
     notes: list[Note]  # what a person should know about how the target differs from the source
+    mesh: Mesh | None  # the target's ranks; None where the format knows none
 
     def target(self) -> Target:
         """Every file but the last."""

@@ -28,6 +28,7 @@ class Writer:
         self.source = source
         self.link = options.link
         self.notes: list[Note] = []
+        self.mesh = None
         self._names = file_names(source.parameters)
 
     def target(self) -> Target:

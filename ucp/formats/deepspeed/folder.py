@@ -63,7 +63,7 @@ def _find(path: Path, tag: str | None) -> Place:
         return _tagged(path, tag)
     named = _names_step(path)
     if named is not None:
-        if not is_step(path / named):
+        if not is_step_or_missing(path / named):
             tags = [step.name for step in _steps_in(path)]
             raise InconsistentError(
                 f"{path / 'latest'} names {named!r}, but there is no DeepSpeed checkpoint in {path / named}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -95,6 +96,25 @@ def optim_name(dp: int, mp: int, like: str) -> str:
     prefix = like[: like.index("zero_pp_rank_")]
     joint = "_" if like.endswith("_optim_states.pt") else ""
     return f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt"
+
+
+def missing_expert_files(experts: Mapping[tuple[int, int, int], str], mp: int, counts: object) -> list[str]:
+    """Files of experts that must exist and do not, by the number of experts of each MoE layer of this mp rank."""
+    if not experts or not isinstance(counts, (list, tuple)):
+        return []
+    wanted = [
+        (layer, expert)
+        for layer, count in enumerate(counts)
+        if type(count) is int
+        for expert in range(min(count, 10**6))
+    ]
+    if any(layer < 0 for layer, _, _ in experts):
+        return []  # the oldest releases number experts over all layers
+    return [
+        f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+        for layer, expert in wanted
+        if (layer, expert, mp) not in experts
+    ]
 
 
 def layer_name(layer: int, tp: int, like: str) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ucp.errors import NotUnderstoodError
 from ucp.files.inert import Inert, TensorRef
 from ucp.formats.deepspeed.grid import Grid
 from ucp.formats.deepspeed.holdings import Holder
-from ucp.formats.deepspeed.names import StepFiles
+from ucp.formats.deepspeed.names import StepFiles, missing_expert_files
 from ucp.formats.deepspeed.pipeline import StageNames, missing_layer_files, name_tied, read_layers
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile, shapes_of
@@ -58,6 +59,12 @@ class Shown:
 
 def read_states(reading: Reading, step: Path, files: StepFiles, grid: Grid, ranks: Ranks) -> Shown:
     """Fill the holdings from all files."""
+    for file in ranks.named_models().values():
+        if file.mapping().get("ds_autoep_layers") or file.mapping().get("autoep_layers"):
+            raise NotUnderstoodError(
+                f"{file.name}: experts were spread by AutoEP, whose files are not read yet",
+                hint="DeepSpeed's own ds_to_universal converts them; its output can be read",
+            )
     if ranks.optims and not grid.sharded_model and _stage(ranks) < 3:
         return _read_flat(reading, files, grid, ranks)
     if grid.sharded_model:
@@ -120,7 +127,7 @@ def _read_flat(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> 
             check_module(reading, holder, model, trained)
         _drop_second_copy(reading, model)
     _note_frozen(reading, ranks, _stage(ranks))
-    _read_experts(reading, files, grid)
+    _read_experts(reading, files, grid, ranks)
     reading.problems.raise_any(_RESTORE)
     ep = 1
     for holder in ranks.models:
@@ -161,7 +168,7 @@ def _read_zero3(reading: Reading, step: Path, files: StepFiles, grid: Grid, rank
         _take_other_modules(reading, models[1:])
         share = read_slices(reading, holder, shapes, open_slices(optims, grid.tp, holder.tp), swap)
         read_frozen_slices(reading, holder, models, share)
-    _read_experts(reading, files, grid)
+    _read_experts(reading, files, grid, ranks)
     _note_frozen(reading, ranks, 3)
     return Shown(stage=3, optimizer="ZeRO")
 
@@ -213,7 +220,7 @@ def _read_unsharded(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks
         shapes = param_shapes(model, None)
         read_module(reading, holder, model, _joined(shapes) if shapes is not None else None, shared)
         read_frozen(reading, holder, model)
-    _read_experts(reading, files, grid)
+    _read_experts(reading, files, grid, ranks)
     reading.problems.raise_any(_RESTORE)
     if not files.expert_optim and all(not m.mapping().get("optimizer") for (m, *_) in ranks.models.values()):
         reading.note(
@@ -233,7 +240,11 @@ def _read_pipeline(reading: Reading, files: StepFiles, grid: Grid, stages: Mappi
     read_layers(reading, files.layers, stages)
 
 
-def _read_experts(reading: Reading, files: StepFiles, grid: Grid) -> None:
+def _read_experts(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> None:
+    for holder, (model, *_) in ranks.models.items():
+        mp = holder.pp * grid.tp + holder.tp
+        for name in missing_expert_files(files.experts, mp, model.mapping().get("num_experts")):
+            reading.problems.add(f"expert file {name} is missing")
     for (_, expert, mp), name in sorted(files.experts.items()):
         file = reading.files.open(reading.prefix + name)
         read_expert_file(reading, Holder(mp // grid.tp, mp % grid.tp), file, expert)

@@ -66,7 +66,7 @@ def sort_states(reading: Reading, group: str, members: Sequence[Member]) -> Flat
 def _sort_one(reading: Reading, group: str, key: Any, members: Sequence[Member], found: FlatStates) -> None:
     first = members[0].state[key]
     spots = [_flat_spot(member, key) for member in members]
-    if any(spot is not None for spot in spots) and not (is_scalar(first) and str(key) == "step"):
+    if _is_flat(spots) and not (is_scalar(first) and str(key) == "step"):
         dtypes = {member.state[key].dtype for member in members if isinstance(member.state[key], TensorRef)}
         for member, spot in zip(members, spots, strict=True):
             if spot is None:
@@ -92,6 +92,11 @@ def _sort_one(reading: Reading, group: str, key: Any, members: Sequence[Member],
         )
     elif holds_tensor(first):
         reading.unplaced_states.setdefault(kind_of(key), f"{_shape_text(first)} in {members[0].file.name}")
+
+
+def _is_flat(spots: Sequence[Spot | None]) -> bool:
+    """Whether a state is meant to have one value an element: on the first rank (which has no padding), or on most."""
+    return spots[0] is not None or 2 * sum(spot is not None for spot in spots) > len(spots)
 
 
 def _flat_spot(member: Member, key: Any) -> Spot | None:

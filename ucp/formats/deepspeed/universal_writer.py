@@ -38,7 +38,9 @@ class Writer:
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
         self.notes: list[Note] = []
-        self.world = World(source, Mesh(zero=1), options.dtype, None, None)
+        self.mesh = None
+        self._options = WriteOptions(dtype=options.dtype)
+        self.world = World(source, Mesh(zero=1), self._options)
         tag = source.details.get("tag")
         self.folder = f"{tag if isinstance(tag, str) else f'global_step{source.step or 0}'}_universal"
         if len(source.groups) > 1:
@@ -112,7 +114,7 @@ class Writer:
         models = ModelFiles(self.world)
         shapes = [group.shapes for group in flat_groups(self.world, 0, 0, 0)]
         yield names.model_name(0), self._of_source(models.model_tree(0, 0, 0, shapes, None))
-        third = World(self.source, Mesh(zero=3), self.world.dtype, None, None) if not self.world.has_experts else None
+        third = World(self.source, Mesh(zero=3), self._options) if not self.world.has_experts else None
         if third is not None:
             subs = sub_groups(third, third.groups(0, 0, 0))
             tree = ModelFiles(third).model_tree(0, 0, 0, [sub.shapes for sub in subs], None)

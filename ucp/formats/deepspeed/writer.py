@@ -30,7 +30,7 @@ class Writer:
         self.source = source
         self.notes: list[Note] = []
         self.mesh = target_mesh(source, options)
-        self.world = World(source, self.mesh, options.dtype, options.first_layers, options.vocab_size)
+        self.world = World(source, self.mesh, options)
         if self.mesh.zero == 0 and flat.is_bf16_optimizer(self.world):
             raise UsageError(
                 "a bf16 pipeline with ZeRO off: DeepSpeed fails to load such checkpoints, its own included",

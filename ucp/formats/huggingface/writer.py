@@ -41,6 +41,7 @@ class Writer:
         self.source = source
         self.options = options
         self.notes: list[Note] = []
+        self.mesh = None
         self._naming = name_all(source.parameters)
         if self._naming.stripped:
             self._note("prefix-stripped", f"'{self._naming.stripped}' was taken off the front of every name")

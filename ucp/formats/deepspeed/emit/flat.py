@@ -40,7 +40,7 @@ def flat_groups(world: World, pp: int, tp: int, ep: int) -> list[FlatGroup]:
     for group in world.groups(pp, tp, ep):
         ranks = world.mesh.dp // world.mesh.ep if group.experts else world.mesh.dp
         members = group.members
-        if world.carried.zero_option("round_robin_gradients", False) and not is_bf16_optimizer(world):
+        if world.settings.zero_option("round_robin_gradients", False) and not is_bf16_optimizer(world):
             members = tuple(members[i] for i in round_robin(len(members), ranks))
         paddings = _paddings(world, members)
         shapes = {member.name: member.shape for member in members}
@@ -55,14 +55,14 @@ def is_bf16_optimizer(world: World) -> bool:
         return False
     if world.mesh.zero == 0:
         return world.pipeline is not None
-    types = world.carried.config.get("data_types")
+    types = world.settings.config.get("data_types")
     accumulates = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
-    return world.mesh.zero == 1 and accumulates and not world.carried.zero_option("offload_optimizer", None)
+    return world.mesh.zero == 1 and accumulates and not world.settings.zero_option("offload_optimizer", None)
 
 
 def _paddings(world: World, members: Sequence[Local]) -> tuple[int, ...]:
     """Alignment zeros after each parameter but the last (`zero_optimization.parameter_alignment`)."""
-    if not world.carried.zero_option("parameter_alignment", False) or is_bf16_optimizer(world):
+    if not world.settings.zero_option("parameter_alignment", False) or is_bf16_optimizer(world):
         return (0,) * len(members)
     unit = 16 // gcd(16, world.dtype.itemsize)
     paddings: list[int] = []

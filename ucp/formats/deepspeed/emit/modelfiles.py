@@ -64,7 +64,7 @@ class ModelFiles:
     def config(self) -> dict[str, Any]:
         """The configuration for the target's world."""
         mesh = self.world.mesh
-        return adjusted_config(self.world.carried.config, zero=mesh.zero, dp=mesh.dp, dtype=self.world.dtype)
+        return adjusted_config(self.world.settings.config, zero=mesh.zero, dp=mesh.dp, dtype=self.world.dtype)
 
     def _info(self, info: dict[str, Any]) -> dict[str, Any]:
         """The source's patterns still hold; what they spell out for the source's own ranks does not."""

@@ -47,7 +47,7 @@ def own_slice(region: Region, ranks: int, rank: int) -> tuple[Region, int]:
 
 def sub_groups(world: World, groups: Sequence[LocalGroup]) -> list[SubGroup]:
     """Every group is cut, in order, where the sum of what one rank holds reaches `sub_group_size`."""
-    limit = int(world.carried.zero_option("sub_group_size", _DEFAULT_SUB_GROUP_SIZE))
+    limit = int(world.settings.zero_option("sub_group_size", _DEFAULT_SUB_GROUP_SIZE))
     found: list[SubGroup] = []
     for number, group in enumerate(groups):
         current: list[Local] = []

@@ -30,12 +30,16 @@ class Local:
 
 
 class Slicer:
-    """Cuts parameters for `tp` ranks. `vocab` is the padded size of vocabulary dimensions, where the user says it."""
+    """Cuts parameters for `tp` ranks.
 
-    def __init__(self, source: Checkpoint, tp: int, vocab: int | None = None) -> None:
+    `vocab` is the padded size of vocabulary dimensions, where the user says it; else that of the checkpoint `like`.
+    """
+
+    def __init__(self, source: Checkpoint, tp: int, vocab: int | None = None, like: Checkpoint | None = None) -> None:
         self.source = source
         self.tp = tp
         self.vocab = vocab
+        self.like = like
         self._rules: dict[str, tuple[Rule, Shape]] = {}
 
     def check(self) -> None:
@@ -90,7 +94,7 @@ class Slicer:
         if self.tp != self.source.mesh.tp:
             rule = replace(rule, widths=None)
         if rule.cut != "vocab":
-            return rule, parameter.padded_shape or parameter.shape
+            return rule, _padded(parameter)
         size = self._vocab_size(parameter, rule)
         padded = (*parameter.shape[: rule.dim], size, *parameter.shape[rule.dim + 1 :])
         if logical_shape(rule, padded) != parameter.shape:
@@ -101,10 +105,16 @@ class Slicer:
 
     def _vocab_size(self, parameter: Parameter, rule: Rule) -> int:
         """The padded size for the new degree: as the user says, else the source's where it divides, else the next."""
-        size = self.vocab or (parameter.padded_shape or parameter.shape)[rule.dim]
-        if self.vocab and size % self.tp:
+        twin = self.like.parameters.get(parameter.name) if self.like is not None else None
+        asked = self.vocab or (_padded(twin)[rule.dim] if twin is not None else None)
+        size = asked or _padded(parameter)[rule.dim]
+        if asked and size % self.tp:
             raise UsageError(f"parameter {parameter.name}: a vocabulary of {size} does not divide over tp={self.tp}")
         return -(-size // self.tp) * self.tp
+
+
+def _padded(parameter: Parameter) -> Shape:
+    return parameter.padded_shape or parameter.shape
 
 
 def _is_unknown(parameter: Parameter) -> bool:

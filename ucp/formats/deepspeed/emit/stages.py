@@ -49,8 +49,21 @@ class Pipeline:
         return Pipeline(tuple(facts["layers"]), dict(facts["tied"]), bool(facts["model_axis"]))
 
 
-def place(source: Checkpoint, pp: int, first_layers: Sequence[int] | None = None) -> dict[str, tuple[int, ...]]:
-    """Parameter name → the stages that hold it. `first_layers` are the numbers of the first layer of every stage."""
+def place(
+    source: Checkpoint, pp: int, first_layers: Sequence[int] | None = None, like: Checkpoint | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Parameter name → the stages that hold it.
+
+    `first_layers` are the numbers of the first layer of every stage; without them the stages are those of `like`, or of
+    the source where it has as many, or what DeepSpeed chooses by default.
+    """
+    if (
+        first_layers is None
+        and like is not None
+        and like.mesh.pp == pp
+        and like.parameters.keys() >= source.parameters.keys()
+    ):
+        return {name: like.parameters[name].stages for name in source.parameters}
     if pp == source.mesh.pp and first_layers is None:
         return {name: parameter.stages for name, parameter in source.parameters.items()}
     if pp == 1:

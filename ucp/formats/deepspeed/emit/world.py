@@ -11,8 +11,9 @@ from ucp.formats.deepspeed.emit.carried import Carried
 from ucp.formats.deepspeed.emit.slices import Local, Slicer
 from ucp.formats.deepspeed.emit.stages import Pipeline, place
 from ucp.formats.deepspeed.experts import local_experts, split_name
+from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
-from ucp.model.dtypes import FLOAT32, DType
+from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh
 
 
@@ -26,20 +27,20 @@ class LocalGroup:
 
 
 class World:
-    """The source seen from the target mesh."""
+    """The source seen from the target mesh: `carried` is what the source says, `settings` is the target's set-up."""
 
-    def __init__(
-        self, source: Checkpoint, mesh: Mesh, dtype: DType | None, first_layers: Sequence[int] | None, vocab: int | None
-    ) -> None:
+    def __init__(self, source: Checkpoint, mesh: Mesh, options: WriteOptions) -> None:
         self.source = source
         self.mesh = mesh
         self.carried = Carried(source)
+        self.settings = Carried(options.like) if options.like is not None else self.carried
+        dtype = options.dtype or (self.settings.model_dtype if options.like is not None else None)
         self.dtype = dtype or self.carried.model_dtype
         self.recast = dtype is not None and dtype != self.carried.model_dtype
-        self.slicer = Slicer(source, mesh.tp, vocab)
+        self.slicer = Slicer(source, mesh.tp, options.vocab_size, options.like)
         self.slicer.check()
         self.pipeline = Pipeline.of(source)
-        self.stages = place(source, mesh.pp, first_layers)
+        self.stages = place(source, mesh.pp, options.first_layers, options.like)
         self._per_rank = {layer: _share(count, mesh.ep, layer) for layer, count in self._expert_counts().items()}
         self._weights: dict[str, Atom] = {}
         self._masters: dict[str, Atom] = {}
