@@ -1,7 +1,7 @@
 """A process that imports torch and DeepSpeed once and forks worlds of ranks: each runs one function on every rank.
 
-One JSON line in (`{"function": "module:name", "world": n, "out": folder, "arguments": {…}}`), one JSON line out; the ranks
-leave what the function returned in `rankNN.json`.
+One JSON line in (`{"function": "module:name", "world": n, "out": folder, "arguments": {…}}`), one JSON line out; the
+ranks leave what the function returned in `rankNN.json`.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ class Matcher:
         """The optimizer's states, where all parameters of the tensor have the same ones."""
         stepped = plan.stepped
         members = [p for p in (self.find(name) for name in stepped.names) if p is not None]
+        if not members:
+            return  # said already
         live = self.job.optimizer.state.get(stepped.key, {})
         expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or set(map(str, live))
         kinds: dict[str, None] = {}
