@@ -60,6 +60,7 @@ def test_nothing_is_lost_or_changed(tmp_path: Path, files: int) -> None:
     state = rich_state()
     ucp.convert(save(state, tmp_path / "a"), tmp_path / "b", to="dcp", dp=files)
     got = load_all(tmp_path / "b", tmp_path / "b.pt")
+    assert got.pop("ucp") == {"step": 2, "buffers": ["1.running_mean", "1.running_var", "1.num_batches_tracked"]}
     for group in (*state["optim"]["param_groups"], *got["optim"]["param_groups"]):
         group.setdefault("initial_lr", group["lr"])  # written for jobs with a scheduler
     assert_same(state, got)
@@ -123,7 +124,9 @@ def test_accelerate_keeps_its_two_folders(corpus: Path, tmp_path: Path) -> None:
     source = corpus / "huggingface/accelerate_llama_fsdp2/ckpt"
     ucp.convert(source, tmp_path / "b", to="dcp", dp=3)
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
-        assert_same(load_all(source / folder, tmp_path / "x.pt"), load_all(tmp_path / "b" / folder, tmp_path / "y.pt"))
+        got = load_all(tmp_path / "b" / folder, tmp_path / "y.pt")
+        assert got.pop("ucp", {"step": 3}) == {"step": 3}
+        assert_same(load_all(source / folder, tmp_path / "x.pt"), got)
     assert (tmp_path / "b/scheduler.bin").read_bytes() == (source / "scheduler.bin").read_bytes()
 
 
@@ -162,6 +165,16 @@ def test_fields_that_a_job_asks_for_are_filled_in(tmp_path: Path) -> None:
     assert got["param_groups"][0]["maximize"] is False
     step = got["state"]["0.weight"]["step"]
     assert (step.item(), step.shape, str(step.dtype)) == (9.0, (), "torch.float32")
+
+
+def test_what_a_folder_cannot_say_comes_back(corpus: Path, tmp_path: Path) -> None:
+    """Float buffers look like frozen parameters and SGD counts no steps: both return from folders of ours."""
+    source = corpus / "deepspeed/z1_bf16_sgd_dp2"
+    ucp.convert(source, tmp_path / "b", to="dcp")
+    before, after = ucp.open(source).index, ucp.open(tmp_path / "b").index
+    assert after.step == before.step == 3
+    assert {n: p.role for n, p in after.parameters.items()} == {n: p.role for n, p in before.parameters.items()}
+    assert "buffer" in {p.role for p in after.parameters.values()}
 
 
 def test_one_key_for_two_values(tmp_path: Path) -> None:

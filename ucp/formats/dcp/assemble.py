@@ -15,7 +15,9 @@ from ucp.formats.dcp.groups import Group, Values, read_groups
 from ucp.formats.dcp.keys import ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
 from ucp.formats.dcp.metadata import METADATA, Entry, Folder, ObjectEntry, TensorEntry
 from ucp.formats.dcp.nesting import nest
-from ucp.formats.dcp.roles import find_roles, find_ties, surely_buffer
+from ucp.formats.dcp.numbering import match_numbers
+from ucp.formats.dcp.own_facts import OwnFacts, take_facts
+from ucp.formats.dcp.roles import find_roles, find_ties
 from ucp.formats.dcp.style import Place
 from ucp.model.checkpoint import STEP, WEIGHT, Atom, Fragment, Note, Parameter, ParamGroup
 from ucp.model.dtypes import BOOL, FLOAT64, INT64
@@ -51,10 +53,13 @@ class _Assembly:
         self.archives = Archives(root)
         self.values = Values(self.archives, files, Objects(files))
         self.contents = Contents()
+        self.facts = OwnFacts()
         self.left: dict[str, list[Entry]] = {folder.name: [] for folder in folders}
         optimizers: list[tuple[OptimizerKeys, list[Group], Folder]] = []
         for folder in folders:
-            found, self.left[folder.name] = find_optimizers(folder)
+            found, left = find_optimizers(folder)
+            facts, self.left[folder.name] = take_facts(left, self.values.objects.value)
+            self.facts = facts if facts.buffers or facts.step is not None else self.facts
             optimizers.extend((optimizer, read_groups(optimizer, self.values), folder) for optimizer in found)
         wanted = [_used_names(optimizer, groups) for optimizer, groups, _ in optimizers if not optimizer.by_number]
         models: list[tuple[ModelKeys, Folder]] = []
@@ -90,6 +95,7 @@ class _Assembly:
             owned.append((optimizer, groups, translate))
             trained.update(translate.values())
         roles = find_roles(tensors, trained, has_optimizer=bool(owned))
+        roles.update((name, "buffer") for name in self.facts.buffers if name in roles and name not in trained)
         ties = find_ties(self.archives, self.files, tensors, trained, roles) if owned else {}
         parameters = self.contents.parameters
         for name, entry in tensors.items():
@@ -134,7 +140,7 @@ class _Assembly:
         """What this optimizer calls a parameter → our name; None, and its states are extras, where that is unknown."""
         used = list(dict.fromkeys([*(name for group in groups for name in group.names), *optimizer.states]))
         if optimizer.by_number:
-            return self._by_number(optimizer, groups, list(tensors), tensors)
+            return self._by_number(optimizer, groups, tensors)
         best: dict[str, str] = {}
         for names in names_of:
             ours = {**{unwrapped(theirs): own for theirs, own in names.items()}, **{own: own for own in names.values()}}
@@ -144,26 +150,19 @@ class _Assembly:
         return {name: best.get(name, unwrapped(name)) for name in used}
 
     def _by_number(
-        self, optimizer: OptimizerKeys, groups: list[Group], names: list[str], tensors: Mapping[str, TensorEntry]
+        self, optimizer: OptimizerKeys, groups: list[Group], tensors: Mapping[str, TensorEntry]
     ) -> dict[str, str] | None:
-        """Numbers count parameters group by group; only the model's order and the shapes tell which is which."""
-        numbers = [name for group in groups for name in group.names] or sorted(optimizer.states, key=int)
-        floats = [name for name in names if not surely_buffer(name, tensors[name])]
-        orders = [
-            floats,
-            [n for n in floats if len(tensors[n].shape) > 1] + [n for n in floats if len(tensors[n].shape) < 2],
-        ]
-        for order in orders if len(groups) > 1 else orders[:1]:
-            found = _match(numbers, order, optimizer.states, tensors)
-            if found is not None:
-                self._note(
-                    "states-by-order",
-                    "the optimizer numbers its parameters: they were matched to names by order and shapes",
-                )
-                return found
+        found = match_numbers(optimizer, groups, tensors)
+        if found is not None:
+            self._note(
+                "states-by-order",
+                "the optimizer numbers its parameters: they were matched to names by order and shapes",
+            )
+            return found
+        count = len(optimizer.states)
         self._note(
             "states-unnamed",
-            f"the optimizer numbers its {len(numbers)} parameters, in an unknown order: its states are extras",
+            f"the optimizer numbers its {count} parameters, in an unknown order: its states are extras",
         )
         name = next(iter(self.left))
         self.left[name].extend(entry for states in optimizer.states.values() for entry in states.values())
@@ -244,7 +243,9 @@ class _Assembly:
             self._note(
                 "tensors-in-extras", f"tensors of {large:,} bytes belong to no model here: they are carried as extras"
             )
-        if self.contents.step is None:
+        if self.facts.step is not None:
+            self.contents.step = self.facts.step
+        elif self.contents.step is None:
             self.contents.step = _counted_step(self.contents.trees)
 
     def _extra(self, folder: str, entry: Entry) -> Any:
@@ -258,30 +259,6 @@ class _Assembly:
 
 def _used_names(optimizer: OptimizerKeys, groups: list[Group]) -> set[str]:
     return {unwrapped(name) for name in (*optimizer.states, *(name for group in groups for name in group.names))}
-
-
-def _match(
-    numbers: list[str], order: list[str], states: Mapping[str, Mapping[str, Entry]], tensors: Mapping[str, TensorEntry]
-) -> dict[str, str] | None:
-    """Numbers to names in order, where the shapes of all states agree with that; buffers have no number."""
-    names = iter(order)
-    found: dict[str, str] = {}
-    for number in numbers:
-        shapes = [e.shape for e in states.get(number, {}).values() if isinstance(e, TensorEntry) and e.shape]
-        for name in names:
-            if all(shape == tensors[name].shape for shape in shapes) and (shapes or len(numbers) == len(order)):
-                found[number] = name
-                break
-        else:
-            return None
-    return found if len(found) == len(order) or _is_unambiguous(found, order, tensors) else None
-
-
-def _is_unambiguous(found: Mapping[str, str], order: list[str], tensors: Mapping[str, TensorEntry]) -> bool:
-    """Nothing that was skipped looks like anything that was matched."""
-    taken = set(found.values())
-    shapes = {tensors[name].shape for name in taken}
-    return not any(tensors[name].shape in shapes for name in order if name not in taken)
 
 
 def _counted_step(trees: Mapping[str, Any]) -> int | None:

@@ -11,6 +11,7 @@ from ucp.errors import UsageError
 from ucp.formats.dcp.keys import GROUPS, PARAMS, STATE
 from ucp.formats.dcp.metadata import METADATA, KeyPath
 from ucp.formats.dcp.nesting import flatten
+from ucp.formats.dcp.own_facts import facts_to_write
 from ucp.formats.dcp.style import Style
 from ucp.formats.dcp.torch_optimizers import NEEDS_STEP, complete_fields
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
@@ -47,6 +48,8 @@ class Entries:
         else:
             yield from self._numbered_groups()
         yield from self._extras()
+        for path, value in facts_to_write(self.source).items():
+            yield NewEntry(self.style.model.folder, path, value)
 
     # model ------------------------------------------------------------------------------------------------------
 
