@@ -110,19 +110,14 @@ def command(
         raise
     seconds = time.perf_counter() - begin
     target = conversion.target
-    summary = {
-        "schema": 1,
-        "target": str(dst),
-        "files": len(target.files) + 1,
-        "bytes": target.nbytes,
-        "seconds": seconds,
-    }
+    files = sum(path.is_file() for path in dst.rglob("*"))
+    summary = {"schema": 1, "target": str(dst), "files": files, "bytes": target.nbytes, "seconds": seconds}
     if as_json:
         click.echo(json.dumps(summary))
         return
     rate = f"{human_bytes(target.nbytes / seconds)}/s" if seconds > 0 else ""
     click.echo(
-        f"{dst}: {len(conversion.source.parameters)} parameters, {summary['files']} files,"
+        f"{dst}: {len(conversion.source.parameters)} parameters, {files} files,"
         f" {human_bytes(target.nbytes)} in {seconds:.2f} s ({rate})",
         err=True,
     )

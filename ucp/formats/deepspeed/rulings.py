@@ -53,7 +53,7 @@ def rule_all(
         shapes = [holding.shape for holding in held]
         named = user.find(name) if user is not None else None
         if tp == 1:
-            found[name] = _single(name, shapes[0], named or _said(own, name, speaks))
+            found[name] = _single(name, shapes[0], named or (_said(own, name, speaks) if role != "buffer" else None))
         elif named is not None:
             found[name] = Ruling(resolve(named.rule, shapes, name), named.origin)
         elif role == "buffer" and len(set(shapes)) == 1:

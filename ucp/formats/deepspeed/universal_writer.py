@@ -81,7 +81,8 @@ class Writer:
                 yield _MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
             return
         cut = _how_to_cut(parameter)
-        yield _MASTER_FILE, {"param": whole_tensor(self.world.master(parameter)), **cut}
+        master = replace(self.world.master(parameter), shape=parameter.shape)  # the loader pads vocabularies itself
+        yield _MASTER_FILE, {"param": whole_tensor(master), **cut}
         local = self._whole(parameter)
         for kind in element_kinds([local]):
             yield kind, {"param": whole_tensor(parameter.atoms[kind]), **cut}

@@ -45,6 +45,10 @@ class Writer:
         with SourceFiles(self.source.root) as files:
             scalars = Scalars(files)
             made = [torch_file(f"{self.tag}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
+        if self.world.lost_padding:
+            listed = ", ".join(sorted(self.world.lost_padding))
+            text = f"padding rows of the vocabulary are zero: the source no longer has them ({listed})"
+            self.notes.append(Note("vocabulary-padding", text))
         latest = self.tag.encode()
         made.append(OutputFile("latest", len(latest), (Literal(0, latest),)))
         return Target((*made, *self._neighbours()))

@@ -85,7 +85,7 @@ def optimizer_tree(world: World, groups: Sequence[FlatGroup], index: Sequence[in
         kinds = element_kinds(flat.members)
         common = scalars.of(flat.members)
         entries: dict[str, Any] = {kind: value for kind, value in common.items() if kind == "step"}
-        entries.update((kind, _partition(flat, index[g], _kind(kind), dtype)) for kind, dtype in kinds.items())
+        entries.update((kind, _partition(flat, index[g], world.state_of(kind), dtype)) for kind, dtype in kinds.items())
         entries.update((kind, value) for kind, value in common.items() if kind != "step")
         if entries:
             state[g] = entries
@@ -113,10 +113,6 @@ def optimizer_tree(world: World, groups: Sequence[FlatGroup], index: Sequence[in
     tree["ds_version"] = carried.version
     tree["param_slice_mappings"] = [_mapping(flat.layout, i) for flat, i in zip(groups, index, strict=True)]
     return tree
-
-
-def _kind(kind: str) -> Callable[[Local], Atom | None]:
-    return lambda member: member.parameter.atoms.get(kind)
 
 
 def _partition(

@@ -32,15 +32,16 @@ class ModelFiles:
         carried = world.carried.model(pp * mesh.tp + tp, mesh.tp * mesh.pp)
         held = world.on_stage(pp)
         frozen = [p for p in held if p.role == "frozen" and world.weight(p) is not None]
-        with_frozen = bool(frozen) and mesh.zero >= 2
+        # ZeRO-2 and 3 list frozen parameters, unless they were told to leave them out.
+        with_frozen = mesh.zero >= 2 and not any(note.id == "frozen-excluded" for note in world.source.notes)
         first = pp == 0 and tp == 0 and dp == 0
         tree: dict[str, Any] = {
             "module": None if world.pipeline is not None else self._module(held, tp),
             "buffer_names": [p.name for p in held if p.role == "buffer"],
             "optimizer": optimizer,
-            "param_shapes": list(shapes) if shapes is not None else None,
+            "param_shapes": self._shapes(shapes) if shapes is not None else None,
             "frozen_param_shapes": self._frozen_shapes(frozen, tp) if with_frozen else None,
-            "shared_params": dict(world.source.aliases()) if first else {},
+            "shared_params": (dict(world.source.aliases()) if first else {}) if mesh.zero else None,
             "frozen_param_fragments": self._frozen(frozen, tp, dp) if with_frozen else None,
         }
         defaults = {
@@ -60,6 +61,12 @@ class ModelFiles:
         if isinstance(tree.get("universal_checkpoint_info"), dict):
             tree["universal_checkpoint_info"] = self._info(tree["universal_checkpoint_info"])
         return tree
+
+    def _shapes(self, shapes: Sequence[InertOrderedDict]) -> list[InertOrderedDict]:
+        """Shapes by group; where experts are saved, DeepSpeed's way of copying the tree makes plain tuples of them."""
+        if not self.world.has_experts:
+            return list(shapes)
+        return [InertOrderedDict((name, tuple(shape)) for name, shape in group.items()) for group in shapes]
 
     def config(self) -> dict[str, Any]:
         """The configuration for the target's world."""
@@ -83,14 +90,16 @@ class ModelFiles:
 
     def _module(self, held: Sequence[Parameter], tp: int) -> InertOrderedDict:
         module = InertOrderedDict()
+        aliases: dict[str, NewTensor] = {}
         for parameter in held:
             if parameter.expert is not None:
                 continue
             tensor = self._tensor(parameter, tp)
             if tensor is None:
                 continue  # a frozen parameter that the source left out
-            for name in (parameter.name, *parameter.aliases):
-                module[name] = tensor
+            module[parameter.name] = tensor
+            aliases.update(dict.fromkeys(parameter.aliases, tensor))
+        module.update(aliases)
         return module
 
     def _tensor(self, parameter: Parameter, tp: int) -> NewTensor | None:

@@ -73,7 +73,7 @@ def optimizer_tree(
         common = scalars.of(sub.members)
         entries: dict[str, Any] = {kind: value for kind, value in common.items() if kind == "step"}
         for kind, dtype in element_kinds(sub.members).items():
-            entries[kind] = _buffer(world, sub, dp, _kind(kind), dtype)
+            entries[kind] = _buffer(world, sub, dp, world.state_of(kind), dtype)
         entries.update((kind, value) for kind, value in common.items() if kind != "step")
         if entries:
             state[number] = entries
@@ -93,10 +93,6 @@ def optimizer_tree(
         },
         "fp32_flat_groups": masters,
     }
-
-
-def _kind(kind: str) -> Callable[[Local], Atom | None]:
-    return lambda member: member.parameter.atoms.get(kind)
 
 
 def _buffer(world: World, sub: SubGroup, dp: int, atom_of: Callable[[Local], Atom | None], dtype: DType) -> NewTensor:

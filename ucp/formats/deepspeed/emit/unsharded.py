@@ -21,7 +21,7 @@ def optimizer_tree(world: World, groups: Sequence[LocalGroup], scalars: Scalars)
     at = 0
     for group in groups:
         for number, member in enumerate(group.members, at):
-            entries = _entries(member, scalars)
+            entries = _entries(world, member, scalars)
             if entries:
                 state[number] = entries
         listed.append({**group.hyper, "params": list(range(at, at + len(group.members)))})
@@ -46,11 +46,13 @@ def optimizer_tree(world: World, groups: Sequence[LocalGroup], scalars: Scalars)
     return tree
 
 
-def _entries(member: Local, scalars: Scalars) -> dict[str, Any]:
+def _entries(world: World, member: Local, scalars: Scalars) -> dict[str, Any]:
     numbers = scalars.each(member)
     entries: dict[str, Any] = {kind: value for kind, value in numbers.items() if kind == "step"}
     for kind in element_kinds([member]):
-        entries[kind] = shaped_tensor(member.parameter.atoms[kind], member.region, member.shape)
+        atom = world.state(member.parameter, kind)
+        assert atom is not None
+        entries[kind] = shaped_tensor(atom, member.region, member.shape)
     entries.update((kind, value) for kind, value in numbers.items() if kind != "step")
     return entries
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ucp.errors import UsageError
@@ -44,6 +45,8 @@ class World:
         self._per_rank = {layer: _share(count, mesh.ep, layer) for layer, count in self._expert_counts().items()}
         self._weights: dict[str, Atom] = {}
         self._masters: dict[str, Atom] = {}
+        self._states: dict[tuple[str, str], Atom | None] = {}
+        self.lost_padding: set[str] = set()  # vocabularies whose padding rows the source no longer has
         _check_mesh(source, mesh, bool(self._per_rank))
 
     def _expert_counts(self) -> dict[str, int]:
@@ -122,15 +125,40 @@ class World:
                 found = best and replace(best, kind=WEIGHT, dtype=self.dtype if _is_float(best) else best.dtype)
             if found is None:
                 return None
-            self._weights[parameter.name] = found
+            self._weights[parameter.name] = self._with_padding(parameter, found)
         return self._weights[parameter.name]
 
     def master(self, parameter: Parameter) -> Atom:
         """The optimizer's copy: stored, or the weight where it is all there is."""
         if parameter.name not in self._masters:
             stored = parameter.atoms.get(MASTER) or replace(parameter.atoms[WEIGHT], kind=MASTER, dtype=FLOAT32)
-            self._masters[parameter.name] = stored
+            self._masters[parameter.name] = self._with_padding(parameter, stored)
         return self._masters[parameter.name]
+
+    def state(self, parameter: Parameter, kind: str) -> Atom | None:
+        """An optimizer state of the parameter, or None where it has none."""
+        if (parameter.name, kind) not in self._states:
+            stored = parameter.atoms.get(kind)
+            self._states[parameter.name, kind] = stored and self._with_padding(parameter, stored)
+        return self._states[parameter.name, kind]
+
+    def state_of(self, kind: str) -> Callable[[Local], Atom | None]:
+        """`state` of one kind, for slices."""
+        return lambda member: self.state(member.parameter, kind)
+
+    def _with_padding(self, parameter: Parameter, atom: Atom) -> Atom:
+        """The atom with the padding rows of its vocabulary, where the source's files still have them.
+
+        They take part in the softmax, so training goes on bit for bit only with them. Atoms on disk are without: from
+        there they come back as zeros, and a note says so.
+        """
+        padded = parameter.padded_shape
+        if padded is None or parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
+            return atom
+        if sum(fragment.region.numel for fragment in atom.fragments) >= prod(padded):
+            return replace(atom, shape=padded)
+        self.lost_padding.add(parameter.name)
+        return atom
 
 
 def round_robin(count: int, ranks: int) -> list[int]:
