@@ -163,11 +163,13 @@ class _Loader:
             parameters=len(self.plan.loaded),
             client_state=self.state.client_state,
             not_restored=left,
-            notes=[*self._casts(), *(note.text for note in self.source.notes)],
+            notes=self._notes(),
         )
 
-    def _casts(self) -> list[str]:
-        return [f"{count} tensors were cast from {old} to {new}" for (old, new), count in self.plan.casts.items()]
+    def _notes(self) -> list[str]:
+        notes = [f"{count} tensors were cast from {old} to {new}" for (old, new), count in self.plan.casts.items()]
+        notes.extend(f"{name}: padding rows of the vocabulary are zero" for name in sorted(self.plan.padded))
+        return [*notes, *(note.text for note in self.source.notes)]
 
 
 def _half_done(error: Exception) -> Exception:

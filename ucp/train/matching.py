@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class LoadPlan:
     left: list[str] = field(default_factory=list)
     casts: dict[tuple[str, str], int] = field(default_factory=dict)  # (stored, live) dtype → number of tensors
     loaded: set[str] = field(default_factory=set)  # parameters of this rank
+    padded: set[str] = field(default_factory=set)  # vocabularies whose padding rows the source does not have
 
 
 class Matcher:
@@ -90,12 +92,11 @@ class Matcher:
 
     def find(self, name: str) -> Parameter | None:
         """The checkpoint's parameter for a live name: under the same name, or any name of a tied tensor."""
-        for known in (self.job.logical_name(name), *self.job.aliases.get(name, ())):
-            owner = self._aliases.get(known, known)
-            if owner in self.source.parameters:
-                self.plan.used.add(owner)
-                return self.source.parameters[owner]
-        return None
+        known = (self.job.logical_name(name), *self.job.aliases.get(name, ()))
+        owners = [self._aliases.get(each, each) for each in known]
+        found = [self.source.parameters[owner] for owner in owners if owner in self.source.parameters]
+        self.plan.used.update(parameter.name for parameter in found)  # a format may hold a tied tensor twice
+        return max(found, key=lambda parameter: len(parameter.atoms), default=None)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class Matcher:
             if parameter is not None:
                 atom = self._value(parameter, dtype)
                 if atom is not None:
-                    self._add(plan.values, atom, share, dtype)
+                    self._add(plan.values, parameter, atom, share, dtype)
         self._match_states(plan, dtype)
 
     def _match_states(self, plan: SteppedPlan, dtype: DType) -> None:
@@ -157,7 +158,7 @@ class Matcher:
         for share in stepped.shares:
             parameter = self.find(share.name)
             if parameter is not None:
-                self._add(reads, parameter.atoms[kind], share, wanted)
+                self._add(reads, parameter, parameter.atoms[kind], share, wanted)
 
     def _is_whole(self, share: Share) -> bool:
         return self.cutter.tp == 1 and share.region == Region.all_of(self.job.shapes[share.name])
@@ -192,7 +193,7 @@ class Matcher:
         atom = self._value(parameter, dtype)
         if atom is not None:
             reads: list[Read] = []
-            self._add(reads, atom, held.share, dtype)
+            self._add(reads, parameter, atom, held.share, dtype)
             self.plan.held.extend((held.tensor, read) for read in reads)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -221,10 +222,11 @@ class Matcher:
             return None
         return next((atom for atom in stored if atom.dtype == dtype), stored[0])
 
-    def _add(self, reads: list[Read], atom: Atom, share: Share, dtype: DType) -> None:
+    def _add(self, reads: list[Read], parameter: Parameter, atom: Atom, share: Share, dtype: DType) -> None:
         region = self._regions[share.name]
         if region is None:
             return
+        atom = self._with_padding(parameter, atom, region)
         if atom.dtype != dtype:
             if not (castable(atom.dtype, dtype) and atom.dtype.family == dtype.family == "float"):
                 self.plan.problems.append(f"{atom}: is {atom.dtype} in the checkpoint, but {dtype} in the job")
@@ -238,6 +240,19 @@ class Matcher:
             self.plan.problems.append(str(error))
             return
         reads.append(Read(atom, placed, share.start))
+
+    def _with_padding(self, parameter: Parameter, atom: Atom, region: Region) -> Atom:
+        """The atom with the padding rows of its vocabulary, where the source's files still have them.
+
+        They take part in the softmax, so training goes on bit for bit only with them.
+        """
+        padded = parameter.padded_shape
+        stored = sum(fragment.region.numel for fragment in atom.fragments) if padded is not None else 0
+        if padded is not None and atom.shape == parameter.shape and stored >= prod(padded):
+            return replace(atom, shape=padded)
+        if any(stop > n for box in region.boxes for stop, n in zip(box.stop, atom.shape, strict=True)):
+            self.plan.padded.add(parameter.name)
+        return atom
 
 
 def is_number(parameter: Parameter, kind: str) -> bool:
