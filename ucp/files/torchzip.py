@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
+from ucp.files.crc import crc32
 from ucp.files.inert import TensorRef
 from ucp.files.pickles import LoadedPickle, load_pickle
 from ucp.files.zipdirectory import COPY_AGAIN, LOCAL_SIGNATURE, Read, ZipEntry, locate_payload, read_directory
@@ -133,7 +134,11 @@ class TorchFile:
             raise NotUnderstoodError(f"{self.path}: zip entry {entry.name!r} is compressed", hint=_RESAVE)
         if entry.size > limit:
             raise UnsafeError(f"{self.path}: zip entry {entry.name!r} has {entry.size} bytes, the limit is {limit}")
-        return read(locate_payload(read, entry, self._where), entry.size)
+        data = read(locate_payload(read, entry, self._where), entry.size)
+        # What decides how everything else is read is checked at once; torch writes 0 where it was told to compute none.
+        if entry.crc and crc32(data, 0) != entry.crc:
+            raise self._damaged(f"zip entry {entry.name!r} does not have the checksum that the directory says")
+        return data
 
     def _locate_all(self) -> None:
         """Read every local header while the file is open once."""
