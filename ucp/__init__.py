@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ucp.api import OpenCheckpoint, convert
+    from ucp.api import OpenCheckpoint, convert, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
 
-__all__ = ["LoadReport", "OpenCheckpoint", "__version__", "convert", "load_into", "open"]
+__all__ = ["LoadReport", "OpenCheckpoint", "__version__", "convert", "load_into", "open", "verify"]
 
 _LIVE = {"LoadReport": "ucp.train.loading", "load_into": "ucp.train.loading"}
 

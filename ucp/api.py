@@ -6,6 +6,7 @@ ckpt.parameters                                     # name → parameter
 ckpt["lm_head.weight"].read("exp_avg")              # numpy
 ckpt["lm_head.weight"].read("weight", rows=slice(0, 8), as_torch=True)
 ucp.convert("run/checkpoints", "atoms", dtype="bf16")
+ucp.verify("run/checkpoints", "deep").ok
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ucp.checks import Report
     from ucp.engine.convert import Progress
 
 DEFAULT_MEMORY = 256 * MIB
@@ -233,6 +235,30 @@ def convert(
     conversion = plan(src, dst, **options)
     conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=progress)
     return conversion.source
+
+
+def verify(
+    src: str | os.PathLike[str],
+    level: str = "default",
+    *,
+    fail_on: str = "error",
+    allow: Sequence[str] = (),
+    baseline: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    preset: str | None = None,
+) -> Report:
+    """Check the checkpoint at `src` (`level`: `quick`, `default` or `deep`). What is wrong is reported, not raised.
+
+    `report.ok` and `report.exit_code` follow from `fail_on` (a severity or `never`), the checks in `allow` and the path
+    of an earlier report in `baseline`.
+    """
+    from ucp.checks import make_policy
+    from ucp.checks import verify as run_checks
+
+    policy = make_policy(fail_on, allow, baseline)
+    return run_checks(src, level, options=read_options(tag, rules, preset), jobs=jobs or default_jobs(), policy=policy)
 
 
 def _dtype(dtype: str | DType | None) -> DType | None:

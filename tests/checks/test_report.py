@@ -64,7 +64,7 @@ def test_findings_go_to_stdout_with_their_hint(tmp_path: Path, capfd: pytest.Cap
     first, hint = out.splitlines()
     assert first.startswith(f"error: manifest-files: {ATOM}: is missing")
     assert hint.startswith("  → ")
-    assert "NOT ok (1 errors)" in err
+    assert "NOT ok (1 error)" in err
 
 
 def test_json_has_every_field(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,10 @@ def test_json_has_every_field(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert [check["id"] for check in report["checks"]] == [check.id for check in CHECKS]
     finding = report["findings"][0]
     assert (finding["check"], finding["severity"], finding["file"]) == ("manifest-checksums", "error", ATOM)
-    assert finding.keys() == {"check", "severity", "message", "file", "rank", "parameter", "kind", "byte_range", "hint"}
+    assert finding.keys() == {
+        *("check", "severity", "message", "file", "rank", "parameter", "kind", "byte_range", "subject", "hint"),
+        *("fingerprint", "excused"),
+    }
     assert report["checked"]["parameters"] == 2
 
 
@@ -99,12 +102,12 @@ def test_quick_and_deep_exclude_each_other(tmp_path: Path, capfd: pytest.Capture
 def test_long_lists_are_cut_in_text_and_whole_in_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ucp.cli.verify._SHOWN", 1)
+    monkeypatch.setattr("ucp.checks.renderings.text._SHOWN", 1)
     atoms = write(tmp_path, link=False)
     for path in (atoms / "atoms").iterdir():
         path.unlink()
     assert run(["verify", str(atoms), "--quick"]) == 4
-    assert "… 1 more of manifest-files (--json has all)" in capfd.readouterr().out
+    assert "… 1 more of manifest-files (--format json has all)" in capfd.readouterr().out
     assert run(["verify", str(atoms), "--quick", "--json"]) == 4
     assert len(json.loads(capfd.readouterr().out)["findings"]) == 2
 

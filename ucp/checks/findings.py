@@ -1,26 +1,22 @@
-"""Findings: what a check has to say, and the report that collects them."""
+"""Findings: what a check has to say."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import hashlib
+import re
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
 
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError
+from ucp.errors import InconsistentError
 from ucp.model.checkpoint import Fragment
 from ucp.model.layout import Rank
-
-SCHEMA: Final = 1  # of the JSON report; raised when a field changes its meaning or goes away
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
 
-# Which failure a report with several of them ends with: damaged bytes explain most of what else is wrong.
-_GRAVEST_FIRST: Final = tuple(
-    kind.exit_code for kind in (IntegrityError, UnsafeError, StorageError, NotUnderstoodError, InconsistentError)
-)
+# A baseline of one step must hold for the next: the number in a step folder's name is no part of a finding's identity.
+_STEP_FOLDER: Final = re.compile(r"(?<![^/])(global_step|iter_|step[-_]?|checkpoint-|epoch=)[0-9][^/]*(?=/)")
 
 
 class Level(IntEnum):
@@ -37,7 +33,10 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong or worth knowing, and where. `byte_range` is half-open, in bytes of `file`."""
+    """One thing that is wrong or worth knowing, and where. `byte_range` is half-open, in bytes of `file`.
+
+    `subject` tells findings apart that agree in everything else but their words: the member of an archive, a key.
+    """
 
     check: str
     severity: Severity
@@ -49,6 +48,15 @@ class Finding:
     byte_range: tuple[int, int] | None = None
     hint: str | None = None
     exit_code: int = InconsistentError.exit_code
+    subject: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same trouble in the same place, at another step and with other numbers in the message."""
+        file = _STEP_FOLDER.sub(r"\1*", self.file) if self.file else None
+        where = [file, None if self.rank is None else str(self.rank), self.parameter, self.kind, self.subject]
+        identity = [self.check, self.severity, *where] if any(where) else [self.check, self.severity, self.message]
+        return hashlib.sha256("\0".join(part or "" for part in identity).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
         """Every field, those that do not apply as null."""
@@ -62,7 +70,9 @@ class Finding:
             "parameter": self.parameter,
             "kind": self.kind,
             "byte_range": None if self.byte_range is None else list(self.byte_range),
+            "subject": self.subject,
             "hint": self.hint,
+            "fingerprint": self.fingerprint,
         }
 
     def __str__(self) -> str:
@@ -72,78 +82,3 @@ class Finding:
 def place(fragment: Fragment) -> str:
     """Rank and file of a fragment, for messages."""
     return f"{fragment.rank} ({fragment.file or 'manifest'})"
-
-
-@dataclass(slots=True)
-class Report:
-    """Everything that a run of checks found, most important first."""
-
-    source: str
-    level: Level
-    checks: Sequence[str]  # ids of the checks that ran, most important first
-    format: str | None = None
-    findings: list[Finding] = field(default_factory=list)
-    parameters: int = 0
-    atoms: int = 0
-    files: int = 0
-    bytes_read: int = 0  # of tensors and archives, beyond what the index took
-
-    def add(self, findings: Iterable[Finding]) -> None:
-        """Take findings in; the same one counts once."""
-        known = set(self.findings)
-        for finding in findings:
-            if finding not in known:
-                known.add(finding)
-                self.findings.append(finding)
-
-    def sort(self) -> None:
-        """Errors first, then by the importance of the check, then by parameter and file."""
-        order = {check: position for position, check in enumerate(self.checks)}
-        self.findings.sort(
-            key=lambda f: (
-                SEVERITIES.index(f.severity),
-                order.get(f.check, len(order)),
-                f.parameter or "",
-                f.kind or "",
-                f.file or "",
-                f.message,
-            )
-        )
-
-    @property
-    def counts(self) -> dict[Severity, int]:
-        """Number of findings of each severity."""
-        counted = Counter(finding.severity for finding in self.findings)
-        return {severity: counted[severity] for severity in SEVERITIES}
-
-    @property
-    def ok(self) -> bool:
-        """No error; there may be warnings and notes."""
-        return self.counts["error"] == 0
-
-    @property
-    def exit_code(self) -> int:
-        """0 without errors, else that of the gravest one."""
-        codes = {finding.exit_code for finding in self.findings if finding.severity == "error"}
-        return next((code for code in _GRAVEST_FIRST if code in codes), InconsistentError.exit_code) if codes else 0
-
-    def to_json(self) -> dict[str, Any]:
-        """The report for scripts; `schema` says which form it has."""
-        found = Counter(finding.check for finding in self.findings)
-        return {
-            "schema": SCHEMA,
-            "source": self.source,
-            "format": self.format,
-            "level": self.level.title,
-            "ok": self.ok,
-            "exit_code": self.exit_code,
-            "counts": self.counts,
-            "checked": {
-                "parameters": self.parameters,
-                "atoms": self.atoms,
-                "files": self.files,
-                "bytes_read": self.bytes_read,
-            },
-            "checks": [{"id": check, "findings": found[check]} for check in self.checks],
-            "findings": [finding.to_json() for finding in self.findings],
-        }

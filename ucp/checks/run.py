@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Protocol, cast
 
-from ucp.checks.findings import Finding, Level, Report
+from ucp.checks.findings import Finding, Level
+from ucp.checks.policy import Policy
 from ucp.checks.registry import CHECKS, checks_of
+from ucp.checks.report import Report
 from ucp.checks.tasks import Context, Meter, Task, run_tasks
 from ucp.errors import UcpError, UsageError
 from ucp.files.local import SourceFiles
@@ -45,17 +48,20 @@ def verify(
     options: ReadOptions | None = None,
     jobs: int = 2,
     progress: Progress | None = None,
+    policy: Policy | None = None,
 ) -> Report:
     """Check a checkpoint, by path or already indexed. What is wrong with it is in the report, not raised.
 
     `level` is `quick` (the index alone), `default` (also copies, steps, masters) or `deep` (every byte once).
-    Raises `UsageError` only: a request that cannot be carried out says nothing about the checkpoint.
+    `policy` says what of it fails. Raises `UsageError` only: a request that cannot be carried out says nothing about
+    the checkpoint.
     """
+    began = time.monotonic()
     level = _level(level)
     checks = checks_of(level)
     options = options or ReadOptions()
     path = source.root if isinstance(source, Checkpoint) else Path(source)
-    report = Report(str(path), level, [check.id for check in checks])
+    report = Report(str(path), level, [check.id for check in checks], policy=policy or Policy())
     meter_to = progress or _Silent()
     try:
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(path, options)
@@ -70,6 +76,7 @@ def verify(
             _carry_out(report, diagnose(path, options, level, files, error), jobs, meter_to)
         report.add(_unreadable(error, report.findings))
         report.sort()
+        report.seconds = time.monotonic() - began
         return report
     report.format = checkpoint.format
     report.parameters = len(checkpoint.parameters)
@@ -80,6 +87,7 @@ def verify(
         # Coverage looks at every fragment: what cannot be located then, no other check may touch.
         modules = dict.fromkeys(["coverage", *(check.module for check in checks if check.module)])
         _carry_out(report, (item for module in modules for item in _look(module, context)), jobs, meter_to)
+    report.seconds = time.monotonic() - began
     return report
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +9,14 @@ import click
 
 from ucp import api
 from ucp.cli.options import human_bytes, reading_options, source_argument
-from ucp.errors import UsageError
+from ucp.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from ucp.checks import Report
 
-_SHOWN = 50  # findings of one check that are printed; --json has them all
+# Said twice, here and in ucp.checks, so that --help need not wait for the checks; a test compares them.
+FORMATS = ("text", "json", "junit", "sarif", "github")
+FAIL_ON = ("error", "warning", "note", "never")
 
 
 @click.command("verify", short_help="Say whether the shards of a checkpoint are consistent.")
@@ -24,7 +24,18 @@ _SHOWN = 50  # findings of one check that are printed; --json has them all
 @reading_options
 @click.option("--quick", is_flag=True, help="Look at the index alone: milliseconds, whatever the size.")
 @click.option("--deep", is_flag=True, help="Read every byte once: checksums, NaN, padding.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--format", "form", type=click.Choice(FORMATS), help="What to print. [default: text]")
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write it to this file, and print text."
+)
+@click.option("--fail-on", type=click.Choice(FAIL_ON), default="error", help="Least severity that fails. [error]")
+@click.option("--allow", metavar="CHECK", multiple=True, help="Findings of this check do not count. Repeatable.")
+@click.option(
+    "--baseline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Findings of this earlier report (JSON) do not count.",
+)
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
 @click.pass_context
 def command(
@@ -35,7 +46,12 @@ def command(
     preset: str | None,
     quick: bool,
     deep: bool,
+    form: str | None,
     as_json: bool,
+    output: Path | None,
+    fail_on: str,
+    allow: tuple[str, ...],
+    baseline: Path | None,
     jobs: int | None,
 ) -> None:
     """Check the checkpoint SRC: one line a finding, most important first.
@@ -45,46 +61,50 @@ def command(
     steps and master weights is read. docs/checks.md lists every check.
       ucp verify run/checkpoints
       ucp verify run/checkpoints --quick
-      ucp verify atoms --deep --json
+      ucp verify run/checkpoints --deep --format sarif -o ucp.sarif
+      ucp verify atoms --allow finite --fail-on warning
 
-    Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Warnings and notes do not change it.
+    Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Unless --fail-on says otherwise, warnings and notes
+    do not change it.
     """
-    from ucp.checks import Level, verify
+    from ucp.checks import Level, make_policy, verify
+    from ucp.checks.renderings import render
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")
+    if as_json and form not in (None, "json"):
+        raise UsageError(f"--json and --format {form} exclude each other")
+    form = "json" if as_json else form or "text"
     level = Level.QUICK if quick else Level.DEEP if deep else Level.DEFAULT
+    policy = make_policy(fail_on, allow, baseline)
     options = api.read_options(tag, rules, preset)
     progress = None
     if not quick:  # which has nothing to wait for, and so should not wait for the modules of the bar either
         from ucp.cli.progress import Bar
 
         progress = Bar()
-    report = verify(src, level, options=options, jobs=jobs or api.default_jobs(), progress=progress)
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    else:
-        _print(report)
+    report = verify(src, level, options=options, jobs=jobs or api.default_jobs(), progress=progress, policy=policy)
+    if output is not None:
+        _write(output, render(report, form))
+        form = "text"
+    click.echo(render(report, form), nl=False)
+    _conclude(report)
     ctx.exit(report.exit_code)
 
 
-def _print(report: Report) -> None:
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: the report cannot be written: {error.strerror}") from error
+
+
+def _conclude(report: Report) -> None:
     """Findings are data and go to stdout, the verdict is talk."""
-    printed: Counter[str] = Counter()
-    for finding in report.findings:
-        printed[finding.check] += 1
-        if printed[finding.check] > _SHOWN:
-            continue
-        click.echo(str(finding))
-        if finding.hint:
-            click.echo(f"  → {finding.hint}")
-    for check, count in printed.items():
-        if count > _SHOWN:
-            click.echo(f"… {count - _SHOWN} more of {check} (--json has all)")
-    counts = ", ".join(f"{count} {severity}s" for severity, count in report.counts.items() if count)
-    verdict = ("ok" if report.ok else "NOT ok") + (f" ({counts})" if counts else "")
+    from ucp.checks.renderings import verdict
+
     click.echo(
-        f"{report.source}: {verdict}; {len(report.checks)} checks ({report.level.title}) of"
+        f"{report.source}: {verdict(report)}; {len(report.checks)} checks ({report.level.title}) of"
         f" {report.parameters} parameters, {report.atoms} atoms, {report.files} files;"
         f" {human_bytes(report.bytes_read)} read",
         err=True,
