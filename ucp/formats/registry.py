@@ -38,6 +38,7 @@ READERS: dict[str, str] = {
     "atoms": "ucp.formats.atoms.reader",
     "deepspeed-universal": "ucp.formats.deepspeed.universal",
     "deepspeed": "ucp.formats.deepspeed.reader",
+    "megatron": "ucp.formats.megatron.reader",
     "dcp": "ucp.formats.dcp.reader",
 }
 

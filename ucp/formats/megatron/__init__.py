@@ -1,0 +1,1 @@
+"""Megatron-LM and megatron-core checkpoints: the legacy `torch` layout, `torch_dist`, and `zarr` of older releases."""

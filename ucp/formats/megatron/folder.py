@@ -1,0 +1,108 @@
+"""Where a checkpoint lies below the path that a user gives, and in which of Megatron's layouts it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
+
+Layout = Literal["torch", "torch_dist", "zarr"]
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+METADATA: Final = "metadata.json"
+COMMON: Final = "common.pt"
+INDEX: Final = ".metadata"
+MODEL_FILE: Final = "model_optim_rng.pt"
+OPTIMIZER_FILE: Final = "distrib_optim.pt"
+RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_LARGEST_TRACKER: Final = 64
+_LARGEST_METADATA: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checkpoint: the folder of one iteration, and its layout."""
+
+    root: Path
+    layout: Layout
+
+
+def find(path: Path, tag: str | None) -> Place | None:
+    """The checkpoint at `path`, or the one of iteration `tag` (else of the tracker file) below it; None for others."""
+    if not path.is_dir():
+        return None
+    if tag is not None:
+        named = path / (f"iter_{int(tag):07d}" if tag.isdecimal() else tag)
+        return _direct(named)
+    found = _direct(path)
+    if found is not None or not (path / TRACKER).is_file():
+        return found
+    name = tracked(path)
+    return _direct(path / name) if name is not None else None
+
+
+def must_find(path: Path, tag: str | None) -> Place:
+    """As `find`; says what is wrong where there is nothing to read."""
+    place = find(path, tag)
+    if place is not None:
+        return place
+    if tag is not None:
+        raise UsageError(f"{path}: has no checkpoint {tag!r}", hint="`--tag` names an iteration, as 2 or iter_0000002")
+    name = tracked(path) if (path / TRACKER).is_file() else None
+    if name is not None:
+        raise InconsistentError(
+            f"{path}: {TRACKER} names {name}, but no complete checkpoint is there",
+            hint="restore that folder, or give another one with --tag",
+        )
+    raise NotUnderstoodError(f"{path}: is not a Megatron checkpoint")
+
+
+def tracked(path: Path) -> str | None:
+    """The folder that the tracker file names: `iter_0000002` or `release`; None where it says something else."""
+    try:
+        with (path / TRACKER).open("rb") as file:
+            word = file.read(_LARGEST_TRACKER).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise StorageError(f"{path / TRACKER}: cannot be read: {error.strerror}") from error
+    if word == "release":
+        return word
+    return f"iter_{int(word):07d}" if word.isdecimal() else None
+
+
+def _direct(path: Path) -> Place | None:
+    if not path.is_dir():
+        return None
+    if (path / COMMON).is_file():
+        if not (path / METADATA).is_file():
+            return Place(path, "torch_dist") if (path / INDEX).is_file() else None  # cut short: `read` says so
+        backend = _backend(path / METADATA)
+        if backend == "torch_dist" or backend == "zarr":
+            return Place(path, backend)
+    return Place(path, "torch") if any(model_files(path)) else None
+
+
+def _backend(file: Path) -> object:
+    try:
+        if file.stat().st_size > _LARGEST_METADATA:
+            return None
+        data = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return data.get("sharded_backend") if isinstance(data, dict) else None
+
+
+def model_files(path: Path) -> dict[tuple[int, ...], str]:
+    """The rank folders with a model file: the numbers in the name → the name, in order."""
+    found: dict[tuple[int, ...], str] = {}
+    try:
+        for child in path.iterdir():
+            match = RANK_FOLDER.fullmatch(child.name)
+            if match and (child / MODEL_FILE).is_file():
+                found[tuple(int(number) for number in match.groups() if number is not None)] = child.name
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    return dict(sorted(found.items()))

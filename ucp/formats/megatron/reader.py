@@ -1,0 +1,126 @@
+"""Reads Megatron checkpoints of every layout into an index."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ucp.errors import StorageError
+from ucp.files.local import SourceFiles
+from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.assemble import Assembly
+from ucp.formats.megatron.carried import carried_tree, without_states
+from ucp.formats.megatron.folder import Place, find, must_find
+from ucp.formats.megatron.legacy import read_legacy
+from ucp.formats.megatron.order import order_key
+from ucp.formats.registry import ReadOptions
+from ucp.model.checkpoint import Checkpoint, Extras, Note, Parameter, ParamGroup
+from ucp.model.layout import Mesh
+
+
+def recognises(path: Path) -> bool:
+    """An iteration folder of any of Megatron's layouts, or a save folder whose tracker names one."""
+    place = find(path, None)
+    return place is not None and place.layout == "torch"
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """Index the checkpoint: names, shapes and places of all states; no tensor is loaded."""
+    place = must_find(path, options.tag)
+    with SourceFiles(place.root) as files:
+        return _read_legacy(place, options, files)
+
+
+def _read_legacy(place: Place, options: ReadOptions, files: SourceFiles) -> Checkpoint:
+    legacy = read_legacy(place.root)
+    assembly = Assembly(legacy.holdings, legacy.arguments, options.rules, files)
+    parameters = assembly.parameters()
+    trees: dict[str, Any] = {}
+    for rank in legacy.files.values():
+        rest = without_states(rank.model.mapping())
+        trees[rank.model.name] = carried_tree(rank.model.name, rank.model.archive, rest, rank.model.name)
+    groups = [ParamGroup(group.hyper, group.names) for group in legacy.holdings.groups]
+    first = next(iter(legacy.files.values())).model.mapping()
+    notes = [*legacy.notes, *assembly.notes]
+    return checkpoint_of(place, legacy.arguments, parameters, groups, trees, notes, first.get("iteration"))
+
+
+def checkpoint_of(
+    place: Place,
+    arguments: Arguments,
+    parameters: dict[str, Parameter],
+    groups: list[ParamGroup],
+    trees: dict[str, Any],
+    notes: list[Note],
+    iteration: Any,
+) -> Checkpoint:
+    """The index, with each parameter's group and what the arguments say of the model."""
+    for number, group in enumerate(groups):
+        group.names.sort(key=order_key)
+        for name in group.names:
+            if name in parameters and parameters[name].group is None:
+                parameters[name].group = number
+    vocabulary = any(p.rule.cut == "vocab" and p.rule.true_size is None for p in parameters.values())
+    if vocabulary:
+        notes.append(
+            Note(
+                "vocabulary-unknown",
+                "the size of the tokenizer is not in the checkpoint: rows that pad the vocabulary are kept"
+                " (name it in a rule file: cut = vocab, true_size)",
+            )
+        )
+    zero = 1 if arguments.is_distributed_optimizer else 0
+    return Checkpoint(
+        format="megatron" if place.layout == "torch" else "torch-dist",
+        root=place.root,
+        mesh=Mesh(arguments.tp, arguments.pp, arguments.dp, arguments.ep, zero),
+        parameters=parameters,
+        framework="Megatron-LM",
+        step=iteration if type(iteration) is int else None,
+        groups=groups,
+        extras=Extras(trees),
+        notes=list(dict.fromkeys(notes)),
+        sizes=_sizes(place.root),
+        details=_details(place, arguments),
+    )
+
+
+def _details(place: Place, arguments: Arguments) -> dict[str, Any]:
+    """What a writer and a mapping of names need to know of the model."""
+    fields = arguments.fields
+    heads = arguments.number("num_attention_heads", 0)
+    grouped = arguments.flag("group_query_attention")
+    hidden = arguments.number("hidden_size", 0)
+    dtype = "float16" if arguments.flag("fp16") else "bfloat16" if arguments.flag("bf16") else "float32"
+    return {
+        "layout": place.layout,
+        "dtype": dtype,
+        "layers": arguments.layers,
+        "hidden_size": hidden,
+        "heads": heads,
+        "query_groups": arguments.number("num_query_groups", heads) if grouped else heads,
+        "head_dim": arguments.number("kv_channels", hidden // heads if heads else 0),
+        "gated": arguments.gated,
+        "tied": arguments.tied,
+        "experts": arguments.number("num_experts", 0),
+        "expert_tp": arguments.etp,
+        "virtual_pp": arguments.vpp,
+        "distributed_optimizer": arguments.is_distributed_optimizer,
+        "transformer_engine": arguments.has_transformer_engine,
+        "normalization": str(fields.get("normalization", "LayerNorm")),
+        "position_embedding": str(fields.get("position_embedding_type", "learned_absolute")),
+        "iteration": fields.get("iteration") if type(fields.get("iteration")) is int else None,
+    }
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    try:
+        for folder, _, names in os.walk(root):
+            for name in names:
+                path = Path(folder) / name
+                sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+    except OSError as error:
+        raise StorageError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
+    return dict(sorted(sizes.items()))
