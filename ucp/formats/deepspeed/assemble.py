@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import pairwise
+from math import prod
 
 from ucp.formats.deepspeed.fragments import Slice, fragments_of, scalar_fragments
 from ucp.formats.deepspeed.holdings import Group, Holder, Holding, Holdings
@@ -11,7 +13,7 @@ from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.rulings import Ruling
 from ucp.formats.deepspeed.scalars import scalar_bytes, scalar_value
 from ucp.formats.deepspeed.stored import Stored
-from ucp.model.box import Shape, intersect
+from ucp.model.box import Box, Shape, intersect
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Fragment, Parameter, ParamGroup
 from ucp.model.layout import Rank
 from ucp.model.rules import Rule, SlicePiece, logical_shape, slice_pieces, whole_shape
@@ -152,16 +154,38 @@ def _deal(
         return parts, []
     main: Parts = []
     rest: list[Parts] = []
-    seen: list[SlicePiece] = []
+    seen: list[Box] = []
     for part, stored in parts:
-        new = tuple(piece for piece in part.pieces if not any(intersect(piece.box, old.box) for old in seen))
-        old = tuple(piece for piece in part.pieces if piece not in new)
-        seen.extend(new)
+        told = [apart for piece in part.pieces for apart in _told_apart(piece, seen)]
+        new = tuple(piece for piece, fresh in told if fresh)
+        old = tuple(piece for piece, fresh in told if not fresh)
+        seen.extend(piece.box for piece in new)
         if new:
             main.append((Slice(new, part.shape, part.rank), stored))
         if old:
             rest.append([(Slice(old, part.shape, part.rank), stored)])
     return main, rest
+
+
+def _told_apart(piece: SlicePiece, seen: Sequence[Box]) -> Iterator[tuple[SlicePiece, bool]]:
+    """Cut a piece into pieces that are new and pieces of boxes seen before; each is contiguous in the slice."""
+    common = [both for box in seen if (both := intersect(piece.box, box)) is not None]
+    if not common or piece.box in common:
+        yield piece, not common
+        return
+    box = piece.box
+    dim = next(d for d, n in enumerate(box.shape) if n > 1)
+    low, high = box.start[dim], box.start[dim] + box.shape[dim]
+    cuts = {edge for both in common for edge in (both.start[dim], both.start[dim] + both.shape[dim])}
+    edges = sorted({low, high, *cuts})
+    if len(edges) == 2:
+        edges = list(range(low, high + 1))  # the boxes part ways further in: look at every row
+    row = prod(box.shape[dim + 1 :])
+    for start, stop in pairwise(edges):
+        inner = Box(
+            (*box.start[:dim], start, *box.start[dim + 1 :]), (*box.shape[:dim], stop - start, *box.shape[dim + 1 :])
+        )
+        yield from _told_apart(SlicePiece(inner, piece.offset + (start - low) * row, piece.scale), seen)
 
 
 def _own_shaped(

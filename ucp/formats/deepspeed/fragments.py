@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 from typing import overload
 
 from ucp.formats.deepspeed.stored import Run, Stored
@@ -79,7 +80,13 @@ def scalar_fragments(rank: Rank, stored: Stored) -> LazyFragments:
 
 
 def _is_plain(part: Slice) -> bool:
-    return all(piece.scale == 1.0 for piece in part.pieces)
+    """Whether the pieces are the whole local tensor, end to end and unscaled."""
+    at = 0
+    for piece in part.pieces:
+        if piece.offset != at or piece.scale != 1.0:
+            return False
+        at += piece.box.numel
+    return at == prod(part.shape)
 
 
 def _make(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> Iterator[Fragment]:
@@ -88,22 +95,13 @@ def _make(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> Iterator[Fragment
             continue
         if getattr(stored, "strides", None) is not None:
             yield from _strided(kind, part, stored)
-        elif _is_plain(part) and part.pieces[0].offset == 0 and _is_gapless(part.pieces):
+        elif _is_plain(part):
             region = Region.of(piece.box for piece in part.pieces)
             for run in stored.runs():
                 cut = region if run.stop - run.start == region.numel else region.cut(run.start, run.stop)
                 yield Fragment(cut, run.file, run.offset, stored.dtype, _rank(part.rank, run))
         else:
             yield from _piecewise(kind, part, stored)
-
-
-def _is_gapless(pieces: Sequence[SlicePiece]) -> bool:
-    at = 0
-    for piece in pieces:
-        if piece.offset != at:
-            return False
-        at += piece.box.numel
-    return True
 
 
 def _piecewise(kind: str, part: Slice, stored: Stored) -> Iterator[Fragment]:

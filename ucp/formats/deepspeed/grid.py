@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.names import StepFiles, model_name, optim_name, sharded_model_name
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFile, RankFiles
+
+_MOST_RANKS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,11 @@ def find_grid(files: StepFiles, opened: RankFiles, prefix: str, problems: Proble
     written = max(ranks) + 1 if ranks else 1
     dp_world = max(_count(tree, "dp_world_size"), written)
     expected = _expected_ranks(files, opened, prefix, written, dp_world) if ranks else 1
+    if mp * expected > _MOST_RANKS:
+        raise NotUnderstoodError(
+            f"{first.name if first is not None else prefix}: claims {mp} model-parallel × {expected} dp ranks",
+            hint="no job had that many; the file is damaged",
+        )
     _name_missing(files, mp, expected, sharded, first, problems)
     tp = _tensor_parallel(files, opened, prefix, tree, mp)
     return Grid(tp, mp // tp, expected, dp_world, sharded)

@@ -102,12 +102,8 @@ def missing_expert_files(experts: Mapping[tuple[int, int, int], str], mp: int, c
     """Files of experts that must exist and do not, by the number of experts of each MoE layer of this mp rank."""
     if not experts or not isinstance(counts, (list, tuple)):
         return []
-    wanted = [
-        (layer, expert)
-        for layer, count in enumerate(counts)
-        if type(count) is int
-        for expert in range(min(count, 10**6))
-    ]
+    sizes = [count if type(count) is int else 0 for count in counts]
+    wanted = [(layer, expert) for layer, count in enumerate(sizes) for expert in range(min(count, 10**5))]
     if any(layer < 0 for layer, _, _ in experts):
         return []  # the oldest releases number experts over all layers
     return [
