@@ -170,3 +170,27 @@ def test_weights_alone_in_bf16(torch_trainer: TorchTrainer, trained: TorchResult
     for key, value in expected.items():
         rounds = key.endswith("|weight") and value.dtype == torch.float32 and not key.startswith("seen")
         assert torch.equal(got[key], value.to(torch.bfloat16) if rounds else value), key
+
+
+@pytest.mark.parametrize("zero, dtype", [(2, "bf16"), (1, "fp32"), (3, "bf16")])
+def test_fsdp2_goes_on_in_deepspeed(
+    trainer: Trainer, trained: TorchResult, tmp_path: Path, zero: int, dtype: str
+) -> None:
+    """Weights of an FSDP2 job are the masters of a DeepSpeed engine that loads them with plain `load_checkpoint`."""
+    import torch
+
+    ucp.convert(trained.out / "saved", tmp_path / "converted", to="deepspeed", dp=3, zero=zero, dtype=dtype)
+    # Where an LR scheduler stands in a dcp folder is the user's choice: an engine without one finds nothing to miss.
+    spec = replace(FP32, zero=zero, dtype=dtype, seed=99, scheduler=False)
+    after = trainer.run_job(3, spec, 1, tmp_path / "ds", load_dir=tmp_path / "converted")
+    got = after.state(0, "loaded")
+    expected = trained.state()
+    for key, value in expected.items():
+        name, _, kind = key.rpartition("|")
+        if kind == "weight" and f"{name}|fp32" in got:
+            assert torch.equal(got[f"{name}|fp32"], value), key
+        elif kind != "weight":
+            assert torch.equal(got[key], value), key
+        else:
+            assert torch.equal(got[key].to(value.dtype), value.to(got[key].dtype).to(value.dtype)), key
+    assert any(key.endswith("|fp32") for key in got) or dtype == "fp32"
