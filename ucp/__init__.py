@@ -10,10 +10,26 @@ if TYPE_CHECKING:
     from ucp.api import OpenCheckpoint, convert, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
+    from ucp.train.saving import SaveHandle, save
 
-__all__ = ["LoadReport", "OpenCheckpoint", "__version__", "convert", "load_into", "open", "verify"]
+__all__ = [
+    "LoadReport",
+    "OpenCheckpoint",
+    "SaveHandle",
+    "__version__",
+    "convert",
+    "load_into",
+    "open",
+    "save",
+    "verify",
+]
 
-_LIVE = {"LoadReport": "ucp.train.loading", "load_into": "ucp.train.loading"}
+_LIVE = {
+    "LoadReport": "ucp.train.loading",
+    "load_into": "ucp.train.loading",
+    "SaveHandle": "ucp.train.saving",
+    "save": "ucp.train.saving",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -115,9 +115,9 @@ def saved(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return make
 
 
-def places(results: list[dict[str, Any]], out: Path, when: str) -> list[RankState]:
+def places(results: list[dict[str, Any]], out: Path, when: str, experts: int = 0) -> list[RankState]:
     return [
-        RankState(Place(at["tp_rank"], at["tp"], at["ep_rank"], at["ep"]), state(out, when, at["rank"]))
+        RankState(Place(at["tp_rank"], at["tp"], at["ep_rank"], at["ep"], experts), state(out, when, at["rank"]))
         for at in results
     ]
 
@@ -202,6 +202,7 @@ PARALLEL: dict[str, tuple[int, Spec, int, Spec]] = {
     "tp 1 → tp 2": (2, Spec(zero=1, **WIDE), 2, Spec(zero=1, tp=2, **WIDE)),
     "tp 2 → tp 1, zero 3": (2, Spec(zero=1, tp=2, **WIDE), 2, Spec(zero=3, **WIDE)),
     "tp 2 → tp 2 × dp 2, zero 2": (2, Spec(zero=1, tp=2, **WIDE), 4, Spec(zero=2, tp=2, **WIDE)),
+    "experts, ep 1 → ep 2 × dp 2": (2, Spec(experts=4), 4, Spec(experts=4, ep=2)),
     "tp 2, zero 0 → tp 1": (2, Spec(zero=0, tp=2, swiglu=True, tied=False), 1, Spec(swiglu=True, tied=False)),
     "pp 1 → pp 2 × dp 2": (2, Spec(pipeline=True, gas=2), 4, Spec(pp=2, gas=2)),
     "pp 2 → pp 1, zero 0": (2, Spec(pp=2, gas=2), 2, Spec(zero=0, pipeline=True, gas=2)),
@@ -223,9 +224,9 @@ def test_slices_and_stages_hold_their_part(worlds: Worlds, saved: Saved, tmp_pat
         options=options,
     )
     # The reference's own arithmetic cuts the whole for each rank: both ends are checked against it.
-    assert differences(ucp.open(source / "saved"), places(results, out, "loaded")) == []
+    assert differences(ucp.open(source / "saved"), places(results, out, "loaded", new.experts)) == []
     for result in results:
-        if (new.tp, new.pp) == (old.tp, old.pp):  # the padding rows of the vocabulary as well
+        if (new.tp, new.pp, new.ep) == (old.tp, old.pp, old.ep):  # the padding rows of the vocabulary as well
             reference = state(source, "reference", result["pp_rank"] * new.tp + result["tp_rank"])
             assert unequal(reference, state(out, "loaded", result["rank"])) == []
         assert result["loaded"]["global_steps"] == 2

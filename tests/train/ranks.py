@@ -72,6 +72,15 @@ def resume(out: Path, rank: int, *, spec: dict[str, Any], steps: int, more: int,
     return {"first": first, "second": second}
 
 
+def native(out: Path, rank: int, *, spec: dict[str, Any], path: str) -> dict[str, Any]:
+    """Load with DeepSpeed's own `load_checkpoint`."""
+    engine, place = build(spec_of(spec), dist.get_world_size(), rank, universal=False)
+    found, _ = engine.load_checkpoint(path)
+    assert found is not None
+    write_state(engine, out / "loaded", rank)
+    return {"rank": rank, **place, "loaded": counters(engine)}
+
+
 def load_fails(
     _: Path, rank: int, *, spec: dict[str, Any], path: str, elsewhere: str | None = None, **options: Any
 ) -> dict[str, Any]:
@@ -86,6 +95,59 @@ def load_fails(
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         return {"class": type(error).__name__, "text": str(error), "code": error.exit_code, "unchanged": same}
     return {"class": None}
+
+
+def save_atoms(
+    out: Path, rank: int, *, spec: dict[str, Any], steps: int, atoms: str, asynchronous: bool = False, more: int = 0
+) -> dict[str, Any]:
+    """Train, save natively and as atoms, write the state down; with `asynchronous`, train on while it is written."""
+    made = spec_of(spec)
+    engine, place = build(made, dist.get_world_size(), rank, universal=False)
+    train(engine, made, place, steps)
+    save(engine, Job(made, dist.get_world_size(), steps, str(out), save_dir=str(out / "saved")))
+    write_state(engine, out / "reference", rank)
+    client_state = {"iteration": steps, "note": "atoms", "tensor": torch.arange(5), "seen": {"a": [1, 2.5, None]}}
+    if made.tp > 1 or made.pp > 1:
+        client_state["universal_checkpoint_info"] = gpt.universal_info(made)
+    handle = ucp.save(engine, atoms, client_state=client_state, asynchronous=asynchronous)
+    losses = train(engine, made, place, more)
+    assert handle.wait() == Path(atoms)
+    return {"rank": rank, **place, "final": counters(engine), "losses_after": losses}
+
+
+def save_fails(
+    _: Path, rank: int, *, spec: dict[str, Any], path: str, client_state: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Save where or what cannot be saved: the error on this rank. Rank 1 alone adds what is no plain data."""
+    made = spec_of(spec)
+    engine, place = build(made, dist.get_world_size(), rank, universal=False)
+    train(engine, made, place, 1)
+    try:
+        ucp.save(engine, path, client_state=client_state)
+    except UcpError as error:
+        return {"class": type(error).__name__, "text": str(error), "code": error.exit_code}
+    return {"class": None}
+
+
+def random_numbers(_: Path, rank: int, *, spec: dict[str, Any], path: str, save: bool) -> dict[str, Any]:
+    """Numbers that this rank's generators give right after saving, or after loading."""
+    import random
+
+    import numpy as np
+
+    made = spec_of(spec)
+    torch.manual_seed(rank + 50 * save)
+    random.seed(rank + 50 * save)
+    np.random.seed(rank + 50 * save)
+    engine, place = build(made, dist.get_world_size(), rank, universal=False)
+    left: list[str] = []
+    if save:
+        train(engine, made, place, 1)
+        ucp.save(engine, path)
+    else:
+        left = ucp.load_into(engine, path).not_restored
+    numbers = [random.random(), float(np.random.rand()), float(torch.rand(1))]
+    return {"numbers": numbers, "left": left}
 
 
 def told(report: ucp.LoadReport) -> dict[str, Any]:

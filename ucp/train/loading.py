@@ -10,7 +10,6 @@ from typing import Any
 
 from ucp.errors import InconsistentError, UcpError
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.formats.rulefiles import load_preset, load_rules
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.rules import RuleBook
 from ucp.train.cutting import Cutter
@@ -19,6 +18,7 @@ from ucp.train.extras import TrainingState, apply_training_state, find_training_
 from ucp.train.filling import CountingFiles, Filler
 from ucp.train.live import LiveJob
 from ucp.train.matching import LoadPlan, Matcher, match_groups, unexpected
+from ucp.train.rulebooks import rule_book
 from ucp.train.talk import agree, gather, world
 
 _SHOWN = 12  # problems that an error spells out
@@ -60,7 +60,7 @@ def load_into(
     loader: _Loader | None = None
     error: BaseException | None = None
     try:
-        loader = _Loader(model, optimizer, Path(path), tag, _rule_book(rules, preset), strict)
+        loader = _Loader(model, optimizer, Path(path), tag, rule_book(rules, preset), strict)
         loader.check(rank, size)
     except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
         error = caught
@@ -80,18 +80,6 @@ def _path_second(model: Any, second: Any) -> tuple[Any, Any, str | os.PathLike[s
     if isinstance(second, (str, os.PathLike)):
         return model, None, second
     raise TypeError("load_into needs the path of a checkpoint")
-
-
-def _rule_book(rules: str | Path | None, preset: str | None) -> RuleBook | None:
-    """The user's rules: a rule file wins over a preset."""
-    if rules is None and preset is None:
-        return None
-    book = RuleBook()
-    if rules is not None:
-        book.rules.extend(load_rules(Path(rules)).rules)
-    if preset is not None:
-        book.rules.extend(load_preset(preset).rules)
-    return book
 
 
 class _Loader:

@@ -54,3 +54,49 @@ def _told(error: BaseException) -> tuple[str, str | None, int]:
     if isinstance(error, UcpError):
         return error.what, error.hint, error.exit_code
     return f"{type(error).__name__}: {error}", None, 1
+
+
+def to_first(value: Any, group: Any = None) -> list[Any] | None:
+    """Every rank's value in order of rank, on rank 0; None elsewhere. Collective."""
+    rank, size = world()
+    if size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(value, values, dst=0, group=group)
+    return values
+
+
+def from_first(values: list[Any] | None, group: Any = None) -> Any:
+    """What rank 0 has for this rank: entry `rank` of its list. Collective."""
+    _, size = world()
+    if size == 1:
+        assert values is not None
+        return values[0]
+    import torch.distributed as dist
+
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, values, src=0, group=group)
+    return mine[0]
+
+
+_background: list[tuple[Any, Any]] = []  # (default group, the group for background threads)
+
+
+def background_group() -> Any:
+    """A group of all ranks that nothing else uses, for a thread beside the training. Collective when it is first made.
+
+    Collectives of two threads in one group would meet each other's on other ranks.
+    """
+    import torch.distributed as dist
+
+    if world()[1] == 1:
+        return None
+    default = dist.group.WORLD
+    for known, group in _background:
+        if known is default:
+            return group
+    made = dist.new_group(backend="gloo")
+    _background[:] = [(default, made)]
+    return made

@@ -5,18 +5,16 @@ The maps come from the optimizers' own lists. `p._hp_mapping` is not used: it is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ucp.errors import UsageError
+from ucp.formats.deepspeed.experts import expert_number, global_name, local_experts
 from ucp.model.box import whole
 from ucp.model.layout import Mesh, Rank
 from ucp.model.region import Region
 from ucp.train.live import Held, LiveJob, Share, Stepped
 from ucp.train.modules import add_buffers, add_resting, aliases_of, named_parameters, names_of, shapes_of
-
-_EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
 
 
 def is_engine(model: Any) -> bool:
@@ -257,19 +255,14 @@ def _data_parallel(engine: Any) -> tuple[int, int]:
 
 def _expert_names(module: Any) -> dict[str, str]:
     """Names of DeepSpeed's experts as checkpoints have them: with the expert's number over all ranks."""
-    found: dict[str, tuple[str, int, str, Any]] = {}
-    counts: dict[str, int] = {}
-    for name, p in named_parameters(module):
-        match = _EXPERT.fullmatch(name)
-        if match is not None and hasattr(p, "group_name"):
-            layer, number, rest = match[1], int(match[2]), match[3]
-            found[name] = (layer, number, rest, p.group_name)
-            counts[layer] = max(counts.get(layer, 0), number + 1)
-    if not found:
+    found = {name: p.group_name for name, p in named_parameters(module) if hasattr(p, "group_name")}
+    counts = local_experts(found)
+    if not counts:
         return {}
     from deepspeed.utils import groups
 
     return {
-        name: f"{layer}{groups._get_expert_parallel_rank(group) * counts[layer] + number}{rest}"
-        for name, (layer, number, rest, group) in found.items()
+        name: global_name(name, groups._get_expert_parallel_rank(group), counts)
+        for name, group in found.items()
+        if expert_number(name) is not None
     }
