@@ -11,6 +11,7 @@ import torch
 import ucp
 import ucp.api
 from ucp.errors import UsageError
+from ucp.files.torchzip import TorchFile
 from ucp.formats.deepspeed.emit.stages import balanced
 from ucp.formats.deepspeed.emit.world import round_robin
 
@@ -188,3 +189,18 @@ def test_padding_of_the_vocabulary_is_kept_where_it_exists(project: Path, tmp_pa
     new = load(tmp_path / "later/global_step3/mp_rank_01_model_states.pt")["module"]["embed.weight"]
     assert torch.equal(new[:-3], old[:-3])
     assert not new[-3:].any()
+
+
+def test_megatrons_vocabulary_is_padded_by_megatrons_rule(corpus: Path, tmp_path: Path) -> None:
+    source = corpus / "megatron_deepspeed" / "mds_swiglu_tp2_pp2_z1_bf16"
+    ucp.convert(source, tmp_path / "one", to="deepspeed", tp=1, pp=1)
+    shapes = TorchFile(tmp_path / "one/global_step2/mp_rank_00_model_states.pt").tree["param_shapes"][0]
+    assert tuple(shapes["1.word_embeddings.weight"]) == (132, 48), "122 entries, divisible by 12 × tp"
+    again = ucp.open(tmp_path / "one").index.parameters
+    assert again["1.word_embeddings.weight"].shape == (122, 48)
+    assert again["1.position_embeddings.weight"].rule.cut == "replicated", "what the bytes showed is written down"
+    ucp.convert(tmp_path / "one", tmp_path / "four", to="deepspeed", tp=4)
+    for name, view in ucp.open(tmp_path / "four").parameters.items():
+        for kind in view.kinds:
+            old: Any = ucp.open(source)[name].read(kind, as_torch=True)
+            assert torch.equal(bits(view.read(kind, as_torch=True)), bits(old)), (name, kind)  # type: ignore[arg-type]

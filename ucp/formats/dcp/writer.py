@@ -27,6 +27,7 @@ class Writer:
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
         self.options = options
+        self.mesh = None
         self.notes: list[Note] = []
         self.mesh: Mesh | None = None  # the folder loads on any
         self.style = (

@@ -44,6 +44,7 @@ def details_of(reading: Reading, place: folder.Place, files: StepFiles, ranks: R
     facts: dict[str, Any] = {
         "tag": place.step.name,
         "wrapper": _wrapper(place, model),
+        "client": _client(model),
         "dtype": _dtype(config),
         "zero": _zero(config, shown),
         "optimizer": _optimizer(config),
@@ -64,6 +65,13 @@ def _wrapper(place: folder.Place, model: Any) -> str | None:
         return "Lightning"
     found = folder.wrapper_of(place.root) if place.root != place.step else None
     return "Accelerate" if found is None and place.step.name.startswith("pytorch_model") else found
+
+
+def _client(model: Any) -> str | None:
+    """Megatron-DeepSpeed shows by the client state that it leaves in the model file."""
+    args = model.get("args")
+    is_megatron = isinstance(args, Inert) and args.path == "argparse.Namespace" and "checkpoint_version" in model
+    return "Megatron-DeepSpeed" if is_megatron else None
 
 
 def _dtype(config: Any) -> str:

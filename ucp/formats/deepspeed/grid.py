@@ -40,6 +40,12 @@ def find_grid(files: StepFiles, opened: RankFiles, prefix: str, problems: Proble
     written = max(ranks) + 1 if ranks else 1
     dp_world = max(_count(tree, "dp_world_size"), written)
     expected = _expected_ranks(files, opened, prefix, written, dp_world) if ranks else 1
+    said = tree.get("dp_world_size")
+    if type(said) is int and 0 < said < written and first is not None:
+        problems.add(
+            f"rank files of {written} data-parallel ranks are here, but {first.name} says that the job had {said}: the"
+            " folder holds files of an earlier save"
+        )
     if mp * expected > _MOST_RANKS:
         raise NotUnderstoodError(
             f"{first.name if first is not None else prefix}: claims {mp} model-parallel × {expected} dp ranks",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ucp.errors import NotUnderstoodError
-from ucp.files.inert import Inert, TensorRef
+from ucp.files.inert import Inert
 from ucp.formats.deepspeed.grid import Grid
 from ucp.formats.deepspeed.holdings import Holder
 from ucp.formats.deepspeed.names import StepFiles, missing_expert_files
@@ -192,22 +191,7 @@ def _take_other_modules(reading: Reading, models: list[RankFile]) -> None:
         module = model.mapping().get("module")
         if isinstance(module, dict) and id(module) not in seen:
             seen.add(id(module))
-            take_all(reading, module)
-
-
-def take_all(reading: Reading, value: Any) -> int:
-    """Mark every tensor of a plain tree as dealt with; returns how many there were."""
-    count = 0
-    todo, seen = [value], set()
-    while todo:
-        item = todo.pop()
-        if isinstance(item, TensorRef):
-            reading.take(item)
-            count += 1
-        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
-            seen.add(id(item))
-            todo.extend(item.values() if isinstance(item, dict) else item)
-    return count
+            reading.take_all(module)
 
 
 def _read_unsharded(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> Shown:
@@ -263,7 +247,7 @@ def _note_frozen(reading: Reading, ranks: Ranks, stage: int) -> None:
 def _drop_second_copy(reading: Reading, model: RankFile) -> None:
     """bf16 with a pipeline and ZeRO off: the model file repeats the optimizer file of data-parallel rank 0."""
     optimizer = model.mapping().get("optimizer")
-    if optimizer is not None and unwrap(model, optimizer) is None and take_all(reading, optimizer):
+    if optimizer is not None and unwrap(model, optimizer) is None and reading.take_all(optimizer):
         reading.note(
             "second-copy", f"{model.name}: its 'optimizer' repeats the optimizer file of dp rank 0; left behind"
         )

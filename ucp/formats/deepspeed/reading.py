@@ -38,5 +38,19 @@ class Reading:
     def is_taken(self, ref: TensorRef) -> bool:
         return id(ref) in self._taken
 
+    def take_all(self, value: Any) -> int:
+        """Take every tensor of a plain tree; returns how many there were."""
+        count = 0
+        todo, seen = [value], set()
+        while todo:
+            item = todo.pop()
+            if isinstance(item, TensorRef):
+                self.take(item)
+                count += 1
+            elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+                seen.add(id(item))
+                todo.extend(item.values() if isinstance(item, dict) else item)
+        return count
+
     def note(self, id: str, text: str) -> None:
         self.notes.append(Note(id, text))

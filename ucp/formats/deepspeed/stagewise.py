@@ -58,8 +58,6 @@ def _read_expert_parallel(
     reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]
 ) -> tuple[set[str], int]:
     """Mixture of experts: one optimizer file an ep rank, with its experts and a copy of everything dense."""
-    from ucp.formats.deepspeed.ranks import take_all
-
     owned: set[str] = set()
     degree = max(ep for ep, _ in files.expert_optim) + 1
     for ep in range(degree):
@@ -73,7 +71,7 @@ def _read_expert_parallel(
             found = unwrap(file, file.mapping().get("optimizer"))
             if found is not None:
                 owned |= read_unsharded(reading, holder, found, _local(reading, holder, ep, degree))
-            if ep == 0 and take_all(reading, model.mapping().get("optimizer")):
+            if ep == 0 and reading.take_all(model.mapping().get("optimizer")):
                 reading.note("second-copy", f"{model.name}: its 'optimizer' repeats that of {name}; left behind")
     return owned, degree
 

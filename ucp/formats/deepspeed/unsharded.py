@@ -133,14 +133,20 @@ def _read_by_parameter(
 ) -> list[list[str]] | None:
     slots = _slots(reading, found)
     dealt = match_by_value(reading.source, slots, [*candidates, *tied])
+    how = "by comparing master weights with the module's"
     count = sum(map(len, slots))
     if dealt is None:
         dealt = match_by_shape(slots, candidates[:count] if contiguous else candidates)
+        how = "by shape, in the order of the module"
     for copy in tied:
         # A stage lists its copy of a tied weight first: tied modules are built before the layers.
         dealt = dealt or match_by_shape(slots, [copy, *candidates[: count - 1]])
     if dealt is None:
         return None
+    reading.note(
+        "names-inferred",
+        f"{found.file.name}: the optimizer numbers its parameters without naming them (ZeRO is off); they were told {how}",
+    )
     shapes = {candidate.name: candidate.shape for candidate in (*candidates, *tied)}
     for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
         for position, (index, name) in enumerate(zip(_params(group), names, strict=True)):

@@ -53,6 +53,7 @@ def read_module(
     module = module_of(file)
     buffers = frozenset(buffers_of(file))
     frozen = frozen_shapes_of(file)
+    listed = isinstance(file.mapping().get("frozen_param_shapes"), dict)  # then it lists all frozen parameters
     owners = _owners(module, buffers, trained or {}, shared)
     for name, value in module.items():
         if not isinstance(value, TensorRef):
@@ -71,6 +72,8 @@ def read_module(
             continue
         if role == "frozen" and value.shape == (0,) and known is None:
             continue  # ZeRO-3 without its frozen parameters: a name and nothing else
+        if role == "frozen" and known is None and listed:
+            reading.note("weight-unexplained", f"{name}: neither parameter nor buffer as far as {file.name} says; kept")
         reading.holdings.put(name, holder, value.shape, role, file.name).kinds.setdefault(WEIGHT, []).insert(
             0, file.whole(value)
         )

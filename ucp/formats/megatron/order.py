@@ -6,6 +6,7 @@ It is what people expect to see, and the distributed optimizer fills its buffers
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ucp.formats.megatron.names import expert_of, layer_of
@@ -42,20 +43,37 @@ _INNER: Final = (
 _EMBEDDINGS: Final = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
 _NUMBER: Final = re.compile(r"\.layers\.(\d+)\.")
 
+# Transformer Engine fuses these norms into the linear layer after them, and so makes them with it.
+_FUSED_INTO: Final = {"input_layernorm.": "self_attention.linear_qkv."}
+_FUSED_INTO_LATENT: Final = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
+}
+
 Key = tuple[int, int, int, int, int, int]
 
 
-def order_key(name: str) -> Key:
-    """Sorts parameters into the order of the local implementation's modules; unknown modules come after known ones."""
+def order_key(name: str, *, fused: bool = False, latent: bool = False) -> Key:
+    """Sorts parameters into the order of the modules; unknown modules come after known ones.
+
+    The order is that of the local implementation, or with `fused` of Transformer Engine's. `latent` is for models with
+    multi-latent attention, where other norms are fused.
+    """
     section = next((i for i, prefix in enumerate(_SECTIONS) if name.startswith(prefix)), len(_SECTIONS))
     found = _NUMBER.search(name)
     layer = layer_of(name)
     if layer is None:
         layer = int(found[1]) if found else 0
-    inner = name[found.end() :] if found else name
     known = _EMBEDDINGS if section == 0 else _INNER
-    probe = name.removeprefix("embedding.") if section == 0 else inner
-    place = next((i for i, prefix in enumerate(known) if probe.startswith(prefix)), len(known))
+    inner = name.removeprefix("embedding.") if section == 0 else name[found.end() :] if found else name
     expert = expert_of(name)
     matrix = 1 if ".linear_fc2." in name else 0
+    place = _place(inner, known, (_FUSED_INTO_LATENT if latent else _FUSED_INTO) if fused else {})
     return section, layer, place, -1 if expert is None else expert, matrix, 1 if name.endswith(".bias") else 0
+
+
+def _place(inner: str, known: Sequence[str], fused: Mapping[str, str]) -> int:
+    for i, prefix in enumerate(known):
+        if inner.startswith(prefix):
+            return 2 * known.index(fused[prefix]) - 1 if prefix in fused else 2 * i
+    return 2 * len(known)

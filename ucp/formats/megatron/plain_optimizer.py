@@ -54,13 +54,13 @@ class GroupMatcher:
 
     def all_of(self, group: Mapping[str, Any]) -> list[Entry]:
         """Every parameter that belongs to a group which does not list its own."""
-        wanted = _said(group)
+        wanted = said_of(group)
         taken = [entry for entry in self._left if self._flags(entry) == wanted]
         return self._take(taken)
 
     def next_of(self, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...] | None]) -> list[Entry] | None:
         """The next parameters of a group, one for each shape; None where shapes do not allow it."""
-        wanted = _said(group)
+        wanted = said_of(group)
         alike = [entry for entry in self._left if self._flags(entry) == wanted][: len(shapes)]
         if len(alike) == len(shapes) and all(
             shape is None or shape == entry.ref.shape for shape, entry in zip(shapes, alike, strict=True)
@@ -81,15 +81,19 @@ class GroupMatcher:
         return entries
 
     def _flags(self, entry: Entry) -> Flags:
-        apart = self._arguments.ep > 1 or self._arguments.etp != self._arguments.tp
-        decayed = len(entry.ref.shape) > 1 and not entry.stored.endswith(".bias")
-        own_rate = self._arguments.fields.get("decoupled_lr") is not None and entry.stored.startswith(
-            ("embedding.", "output_layer.")
-        )
-        return is_expert(entry.stored) and apart, decayed, own_rate
+        return flags_of(entry.stored, len(entry.ref.shape), self._arguments)
 
 
-def _said(group: Mapping[str, Any]) -> Flags:
+def flags_of(name: str, dimensions: int, arguments: Arguments) -> Flags:
+    """What the group of a parameter says of itself."""
+    apart = arguments.ep > 1 or arguments.etp != arguments.tp
+    decayed = dimensions > 1 and not name.endswith(".bias")
+    own_rate = arguments.fields.get("decoupled_lr") is not None and name.startswith(("embedding.", "output_layer."))
+    return is_expert(name) and apart, decayed, own_rate
+
+
+def said_of(group: Mapping[str, Any]) -> Flags:
+    """What a stored group says of itself."""
     return (
         group.get("is_expert_parallel") is True,
         group.get("wd_mult", 1.0) != 0.0,

@@ -6,14 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ucp.errors import StorageError
+from ucp.errors import InconsistentError, StorageError
 from ucp.files.local import SourceFiles
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.assemble import Assembly
 from ucp.formats.megatron.carried import carried_tree, without_states
-from ucp.formats.megatron.folder import Place, find, must_find
+from ucp.formats.megatron.distributed import read_torch_dist
+from ucp.formats.megatron.folder import METADATA, Place, find, must_find
 from ucp.formats.megatron.legacy import read_legacy
 from ucp.formats.megatron.order import order_key
+from ucp.formats.megatron.sharded_reader import ShardedReader
 from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.layout import Mesh
@@ -22,14 +24,29 @@ from ucp.model.layout import Mesh
 def recognises(path: Path) -> bool:
     """An iteration folder of any of Megatron's layouts, or a save folder whose tracker names one."""
     place = find(path, None)
-    return place is not None and place.layout == "torch"
+    return place is not None and place.layout != "zarr"
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint: names, shapes and places of all states; no tensor is loaded."""
     place = must_find(path, options.tag)
     with SourceFiles(place.root) as files:
-        return _read_legacy(place, options, files)
+        if place.layout == "torch":
+            return _read_legacy(place, options, files)
+        return _read_sharded(place, options)
+
+
+def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
+    if not (place.root / METADATA).is_file():
+        raise InconsistentError(
+            f"{place.root}: has no {METADATA}: the save was not finished",
+            hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
+        )
+    reader = ShardedReader(place.root, read_torch_dist(place.root), options.rules)
+    parameters = reader.parameters()
+    groups = reader.groups(parameters)
+    iteration = reader.common.mapping().get("iteration")
+    return checkpoint_of(place, reader.arguments, parameters, groups, reader.trees(), reader.notes, iteration)
 
 
 def _read_legacy(place: Place, options: ReadOptions, files: SourceFiles) -> Checkpoint:

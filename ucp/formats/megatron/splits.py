@@ -46,7 +46,9 @@ def rule_of(
     down = _DOWN.match(name)
     if down:
         # Transformer Engine's down-projections are whole on every rank, those of the local implementation are cut.
-        return REPLICATED if local[0][0] == _down_rows(down[1], arguments) and len(local) > 1 else Rule("split", 0)
+        if len(local) == 1:
+            return REPLICATED if arguments.has_transformer_engine else Rule("split", 0)
+        return REPLICATED if local[0][0] == _down_rows(down[1], arguments) else Rule("split", 0)
     if _ROW.match(name):
         return Rule("split", 1)
     return REPLICATED if _WHOLE.match(name) else None

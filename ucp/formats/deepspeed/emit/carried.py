@@ -79,6 +79,13 @@ class Carried:
         return default if value is None else value
 
     @property
+    def vocab_multiple(self) -> int | None:
+        """Megatron's `make_vocab_size_divisible_by`, where the source carries Megatron's arguments."""
+        args = next(iter(self._models.values()), {}).get("args")
+        value = args.get("make_vocab_size_divisible_by") if isinstance(args, Inert) else None
+        return value if type(value) is int and value > 0 else None
+
+    @property
     def clip_grad(self) -> float:
         stored = self.optimizer.get("clip_grad", self.config.get("gradient_clipping", 0.0))
         return stored if isinstance(stored, (int, float)) else 0.0

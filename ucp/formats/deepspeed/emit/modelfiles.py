@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,9 +12,11 @@ from ucp.files.torchzip_writer import NewTensor, Zeros
 from ucp.formats.deepspeed import names
 from ucp.formats.deepspeed.emit.carried import adjusted_config
 from ucp.formats.deepspeed.emit.sliced import own_slice
+from ucp.formats.deepspeed.emit.slices import UNKNOWN_ORIGIN
 from ucp.formats.deepspeed.emit.stages import layer_name
 from ucp.formats.deepspeed.emit.tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
 from ucp.formats.deepspeed.emit.world import World
+from ucp.formats.deepspeed.ucinfo import DEFAULT_ORIGIN, rules_from_info, speaks_of_tp
 from ucp.model.checkpoint import Parameter
 
 
@@ -77,7 +80,7 @@ class ModelFiles:
         """The source's patterns still hold; what they spell out for the source's own ranks does not."""
         world = self.world
         if world.mesh.tp == world.source.mesh.tp:
-            return info
+            return self._completed(info)
         kept = {key: value for key, value in info.items() if key not in ("affine_map", "sub_param_shard_widths")}
         version = kept.get("universal_checkpoint_version")
         if "sub_param_shard_widths" in info and isinstance(version, float):
@@ -86,7 +89,26 @@ class ModelFiles:
             if parameter.rule.cut == "vocab" and "padded_vocab_size" in kept:
                 local = world.slicer.local(parameter, 0)
                 kept["padded_vocab_size"] = local.shape[parameter.rule.dim] * world.mesh.tp
-        return kept
+        return self._completed(kept)
+
+    def _completed(self, info: dict[str, Any]) -> dict[str, Any]:
+        """The info with a pattern for each parameter that it would stack although all ranks hold the same."""
+        if not speaks_of_tp(info):
+            return info
+        book = rules_from_info(info, "the source's universal_checkpoint_info")
+        missing = [
+            f"^{re.escape(parameter.name)}$"
+            for parameter in self.world.source.parameters.values()
+            if parameter.role == "trained"
+            and parameter.rule.cut == "replicated"
+            and parameter.rule_origin != UNKNOWN_ORIGIN
+            and (said := book.find(parameter.name)) is not None
+            and said.origin == DEFAULT_ORIGIN
+        ]
+        if not missing:
+            return info
+        listed = list(info.get("tp_replicated_parameter_patterns") or ())
+        return {**info, "tp_replicated_parameter_patterns": listed + missing}
 
     def _module(self, held: Sequence[Parameter], tp: int) -> InertOrderedDict:
         module = InertOrderedDict()

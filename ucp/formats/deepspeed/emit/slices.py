@@ -32,14 +32,23 @@ class Local:
 class Slicer:
     """Cuts parameters for `tp` ranks.
 
-    `vocab` is the padded size of vocabulary dimensions, where the user says it; else that of the checkpoint `like`.
+    `vocab` is the padded size of vocabulary dimensions, where the user says it; else it is that of the checkpoint
+    `like`, or by Megatron's rule a multiple of `tp * multiple`.
     """
 
-    def __init__(self, source: Checkpoint, tp: int, vocab: int | None = None, like: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        tp: int,
+        vocab: int | None = None,
+        like: Checkpoint | None = None,
+        multiple: int | None = None,
+    ) -> None:
         self.source = source
         self.tp = tp
         self.vocab = vocab
         self.like = like
+        self.multiple = multiple
         self._rules: dict[str, tuple[Rule, Shape]] = {}
 
     def check(self) -> None:
@@ -104,13 +113,18 @@ class Slicer:
         return rule, padded
 
     def _vocab_size(self, parameter: Parameter, rule: Rule) -> int:
-        """The padded size for the new degree: as the user says, else the source's where it divides, else the next."""
+        """The padded size for the new degree: as the user says, by Megatron's rule, or the source's."""
         twin = self.like.parameters.get(parameter.name) if self.like is not None else None
         asked = self.vocab or (_padded(twin)[rule.dim] if twin is not None else None)
-        size = asked or _padded(parameter)[rule.dim]
-        if asked and size % self.tp:
-            raise UsageError(f"parameter {parameter.name}: a vocabulary of {size} does not divide over tp={self.tp}")
-        return -(-size // self.tp) * self.tp
+        if asked and asked % self.tp:
+            raise UsageError(f"parameter {parameter.name}: a vocabulary of {asked} does not divide over tp={self.tp}")
+        if asked is None and self.multiple is not None:
+            return _up(parameter.shape[rule.dim], self.multiple * self.tp)
+        return asked or _up(_padded(parameter)[rule.dim], self.tp)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _padded(parameter: Parameter) -> Shape:

@@ -38,7 +38,7 @@ class World:
         dtype = options.dtype or (self.settings.model_dtype if options.like is not None else None)
         self.dtype = dtype or self.carried.model_dtype
         self.recast = dtype is not None and dtype != self.carried.model_dtype
-        self.slicer = Slicer(source, mesh.tp, options.vocab_size, options.like)
+        self.slicer = Slicer(source, mesh.tp, options.vocab_size, options.like, self.carried.vocab_multiple)
         self.slicer.check()
         self.pipeline = Pipeline.of(source)
         self.stages = place(source, mesh.pp, options.first_layers, options.like)
