@@ -86,6 +86,17 @@ def test_every_missing_file_is_named(real: Callable[[str], Path]) -> None:
     assert all(name in str(error.value) for name in gone)
 
 
+@pytest.mark.parametrize("saved", [save_flat, save_even])
+def test_files_of_an_earlier_save_with_more_ranks(tmp_path: Path, saved: Callable[[Path, int], Path]) -> None:
+    folder = saved(tmp_path / "c", 2)
+    older = saved(tmp_path / "older", 4)
+    for path in (older / "global_step7").iterdir():
+        if "rank_2" in path.name or "rank_3" in path.name:
+            shutil.copy(path, folder / "global_step7")
+    with pytest.raises(InconsistentError, match=r"4 data-parallel ranks are here, but .* says that the job had 2"):
+        read(folder)
+
+
 @pytest.mark.parametrize("kind", ["model", "optim"])
 def test_a_missing_rank_of_stage_3(tmp_path: Path, kind: str) -> None:
     folder = save_even(tmp_path / "c", 3)

@@ -211,6 +211,13 @@ def test_buffers_and_frozen_parameters(tmp_path: Path) -> None:
     assert list(checkpoint.parameters["mask"].atoms) == ["weight"]
 
 
+def test_a_weight_that_nothing_explains_is_kept_and_said(tmp_path: Path) -> None:
+    module = {**{name: value(name, "master").bfloat16() for name in SHAPES}, "quant.absmax": torch.ones(3)}
+    checkpoint = read(save_flat(tmp_path / "c", module=OrderedDict(module)))
+    assert "quant.absmax" in checkpoint.parameters
+    assert "weight-unexplained" in notes(checkpoint)
+
+
 def sharded_files(dp: int, **model: Any) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for rank in range(dp):
@@ -321,6 +328,8 @@ def test_zero_off(tmp_path: Path, masters: bool) -> None:
     checkpoint = read(save(tmp_path / "c", {MODEL: model}))
     check_values(checkpoint, ("master", *STATES) if masters else STATES)
     assert (checkpoint.mesh.zero, checkpoint.mesh.dp) == (0, 2)
+    (note,) = [note for note in checkpoint.notes if note.id == "names-inferred"]
+    assert ("comparing master weights" if masters else "by shape") in note.text
     assert [group.names for group in checkpoint.groups] == [list(group) for group in GROUPS]
 
 

@@ -145,7 +145,8 @@ def _read_by_parameter(
         return None
     reading.note(
         "names-inferred",
-        f"{found.file.name}: the optimizer numbers its parameters without naming them (ZeRO is off); they were told {how}",
+        f"{found.file.name}: the optimizer numbers its parameters without naming them (ZeRO is off);"
+        f" they were told {how}",
     )
     shapes = {candidate.name: candidate.shape for candidate in (*candidates, *tied)}
     for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
