@@ -50,7 +50,9 @@ _FUSED_INTO_LATENT: Final = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
 }
 
-Key = tuple[int, int, int, int, int, int]
+_KINDS: Final = {"weight": 0, "bias": 1}
+
+Key = tuple[int, int, int, int, int, int, str]
 
 
 def order_key(name: str, *, fused: bool = False, latent: bool = False) -> Key:
@@ -69,7 +71,8 @@ def order_key(name: str, *, fused: bool = False, latent: bool = False) -> Key:
     expert = expert_of(name)
     matrix = 1 if ".linear_fc2." in name else 0
     place = _place(inner, known, (_FUSED_INTO_LATENT if latent else _FUSED_INTO) if fused else {})
-    return section, layer, place, -1 if expert is None else expert, matrix, 1 if name.endswith(".bias") else 0
+    last = _KINDS.get(name.rpartition(".")[2], len(_KINDS))
+    return section, layer, place, -1 if expert is None else expert, matrix, last, name
 
 
 def _place(inner: str, known: Sequence[str], fused: Mapping[str, str]) -> int:

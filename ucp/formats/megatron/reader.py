@@ -16,6 +16,7 @@ from ucp.formats.megatron.folder import METADATA, Place, find, must_find
 from ucp.formats.megatron.legacy import read_legacy
 from ucp.formats.megatron.order import order_key
 from ucp.formats.megatron.sharded_reader import ShardedReader
+from ucp.formats.megatron.zarr import read_zarr
 from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.layout import Mesh
@@ -23,8 +24,7 @@ from ucp.model.layout import Mesh
 
 def recognises(path: Path) -> bool:
     """An iteration folder of any of Megatron's layouts, or a save folder whose tracker names one."""
-    place = find(path, None)
-    return place is not None and place.layout != "zarr"
+    return find(path, None) is not None
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
@@ -42,7 +42,8 @@ def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
             f"{place.root}: has no {METADATA}: the save was not finished",
             hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
         )
-    reader = ShardedReader(place.root, read_torch_dist(place.root), options.rules)
+    sharded = read_torch_dist(place.root) if place.layout == "torch_dist" else read_zarr(place.root)
+    reader = ShardedReader(place.root, sharded, options.rules)
     parameters = reader.parameters()
     groups = reader.groups(parameters)
     iteration = reader.common.mapping().get("iteration")

@@ -1,0 +1,144 @@
+"""The parameters of one rank's module, in the module's own order: what a checkpoint of whole tensors does not say.
+
+The distributed optimizer's buffers can only be understood, or filled, by replaying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.names import EMBEDDING, OUTPUT, expert_of, is_expert, layer_of
+from ucp.formats.megatron.order import Key, order_key
+from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
+from ucp.model.box import Shape
+from ucp.model.dtypes import DType
+from ucp.model.rules import Rule, SlicePiece, slice_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter as every rank's slice is cut from it."""
+
+    shape: Shape  # vocabulary padding included
+    rule: Rule
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Lodger:
+    """A parameter inside a tensor of the module: the slice, `shift` elements from the tensor's start."""
+
+    name: str
+    pieces: tuple[SlicePiece, ...]
+    shape: Shape  # of the slice
+    shift: int = 0
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensor:
+    """A tensor of a rank's module."""
+
+    chunk: int
+    dtype: DType
+    numel: int
+    lodgers: tuple[Lodger, ...]
+    tied: bool = False  # shared between the first and the last stage
+
+    @property
+    def is_expert(self) -> bool:
+        return is_expert(self.lodgers[0].name)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRank:
+    """Coordinates of a rank among those that hold different parameters."""
+
+    pp: int
+    tp: int
+    ep: int = 0
+    etp: int = 0
+
+
+def module_of(rank: ModuleRank, model: Mapping[str, Whole], arguments: Arguments) -> list[ModuleTensor]:
+    """Every tensor of the rank's module, chunk by chunk, in the order of `named_parameters()`."""
+    return [
+        tensor
+        for chunk in chunks_of_job(arguments)
+        if chunk.pp == rank.pp
+        for tensor in _chunk(rank, chunk, model, arguments)
+    ]
+
+
+def _chunk(rank: ModuleRank, chunk: Chunk, model: Mapping[str, Whole], arguments: Arguments) -> Iterator[ModuleTensor]:
+    experts = arguments.number("num_experts", 0) // arguments.ep
+    mine = range(rank.ep * experts, (rank.ep + 1) * experts)
+    names = [name for name in model if _is_here(name, chunk, mine)]
+    tied_copy = arguments.tied and chunk.output and not chunk.embedding
+    if tied_copy:
+        names.append(OUTPUT)
+
+    def key(name: str) -> Key:
+        return order_key(name, fused=arguments.has_transformer_engine, latent=arguments.flag("multi_latent_attention"))
+
+    names.sort(key=key)
+    for group in _grouped(names, arguments):
+        whole = [model[EMBEDDING if name == OUTPUT and tied_copy else name] for name in group]
+        lodgers: list[Lodger] = []
+        shift = 0
+        transposed = len(group) > 1 or _is_transposed(group[0], arguments)
+        for name, what in zip(group, whole, strict=True):
+            degree, number = (arguments.etp, rank.etp) if is_expert(name) else (arguments.tp, rank.tp)
+            pieces = slice_pieces(what.rule, what.shape, degree, number, name)
+            shape = _slice_shape(what, pieces, degree)
+            owner = EMBEDDING if name == OUTPUT and tied_copy else name
+            lodgers.append(Lodger(owner, pieces, shape, shift, transposed))
+            shift += prod(shape)
+        tied = arguments.tied and arguments.pp > 1 and lodgers[0].name == EMBEDDING and chunk.embedding != chunk.output
+        yield ModuleTensor(chunk.vp, whole[0].dtype, shift, tuple(lodgers), tied)
+
+
+def _is_here(name: str, chunk: Chunk, experts: range) -> bool:
+    layer, expert = layer_of(name), expert_of(name)
+    if layer is not None:
+        return chunk.first <= layer < chunk.stop and (expert is None or expert in experts)
+    return chunk.embedding if name.startswith("embedding.") else chunk.output
+
+
+def _is_transposed(name: str, arguments: Arguments) -> bool:
+    """Whether an expert's matrix lies in a tensor of the legacy grouped GEMM, which keeps transposes."""
+    if not is_expert(name) or not arguments.flag("moe_grouped_gemm"):
+        return False
+    return arguments.flag("moe_use_legacy_grouped_gemm") or not arguments.has_transformer_engine
+
+
+def _grouped(names: Sequence[str], arguments: Arguments) -> Iterator[list[str]]:
+    """Parameters by the tensor that they lie in. Grouped experts of a layer: all first matrices, then all second."""
+    at = 0
+    while at < len(names):
+        if not is_expert(names[at]) or not arguments.flag("moe_grouped_gemm"):
+            yield [names[at]]
+            at += 1
+            continue
+        layer = layer_of(names[at])
+        here = [name for name in names[at:] if is_expert(name) and layer_of(name) == layer]
+        for matrix in (".linear_fc1.", ".linear_fc2."):
+            found = [name for name in here if matrix in name]
+            if not found:
+                continue
+            if _is_transposed(found[0], arguments):
+                yield found
+            else:
+                yield from ([name] for name in found)
+        at += len(here)
+
+
+def _slice_shape(whole: Whole, pieces: Sequence[SlicePiece], degree: int) -> Shape:
+    if whole.rule.cut in ("replicated", "average") or degree == 1:
+        return whole.shape
+    dim = whole.rule.dim
+    width = sum(piece.box.numel for piece in pieces) * whole.shape[dim] // prod(whole.shape)
+    return (*whole.shape[:dim], width, *whole.shape[dim + 1 :])

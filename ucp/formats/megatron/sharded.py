@@ -1,0 +1,192 @@
+"""Sharded checkpoints (`torch_dist`, `zarr`): tensors as blocks, and the parameters that are stacked in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any, Final, Protocol
+
+from ucp.errors import InconsistentError
+from ucp.formats.megatron.names import Stack, stack_of
+from ucp.model.box import Box, Shape, flat_index, strides_of
+from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
+from ucp.model.coverage import Gap, coverage
+from ucp.model.dtypes import DType
+from ucp.model.layout import Rank
+from ucp.model.region import Region
+from ucp.model.rules import SlicePiece
+
+_STATE: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
+_BUCKET: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
+_MASTERS: Final = frozenset({"fp32_param", "param"})
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a block starts in its file, in bytes; `strides` (in elements) where it does not lie row-major."""
+
+    offset: int
+    strides: Shape | None = None
+
+
+class Block(Protocol):
+    """A block of a tensor in a file."""
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def writer(self) -> int:
+        """The rank that wrote it."""
+
+    def locate(self) -> Found: ...
+
+
+@dataclass(slots=True)
+class ShardedTensor:
+    """A tensor under one key; its blocks tile it."""
+
+    key: str
+    shape: Shape
+    dtype: DType
+    blocks: dict[Box, Block] = field(default_factory=dict)
+
+    def check_cover(self, where: str) -> None:
+        """Refuse blocks that leave a gap or overlap."""
+        boxes = list(self.blocks)
+        if boxes == [Box((0,) * len(self.shape), self.shape)]:
+            return
+        for defect in coverage(self.shape, boxes):
+            if isinstance(defect, Gap):
+                raise InconsistentError(f"{where}: no rank holds {defect.box} of {self.key} {list(self.shape)}")
+            owners = ", ".join(self.blocks[boxes[i]].file for i in defect.owners)
+            raise InconsistentError(f"{where}: several blocks hold {defect.box} of {self.key}: {owners}")
+
+
+@dataclass(slots=True)
+class Sharded:
+    """Everything in a sharded checkpoint but its common part. Objects are inert, their tensors atoms."""
+
+    tensors: dict[str, ShardedTensor]
+    objects: dict[str, Any]
+
+
+Make = Callable[[], Iterator[Fragment]]
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What a sharded checkpoint holds of one state of one parameter: makers of fragments, and copies of some."""
+
+    dtype: DType
+    makers: list[Make] = field(default_factory=list)
+    copies: list[Sequence[Fragment]] = field(default_factory=list)
+    _slices: set[tuple[SlicePiece, ...]] = field(default_factory=set)
+
+    def fragments(self) -> Iterator[Fragment]:
+        for make in self.makers:
+            yield from make()
+
+    def add_slice(self, pieces: tuple[SlicePiece, ...], fragments: Sequence[Fragment]) -> None:
+        """A rank's slice; one that another rank already gave is a copy."""
+        if pieces in self._slices:
+            self.copies.append(fragments)
+        else:
+            self._slices.add(pieces)
+            self.makers.append(lambda: iter(fragments))
+
+
+class Unstacked:
+    """Parameters taken out of the tensors that stack them: shapes by name, pieces by name and kind."""
+
+    def __init__(self, sharded: Sharded, where: str) -> None:
+        self.shapes: dict[str, Shape] = {}  # of the whole, vocabulary padding included
+        self.pieces: dict[str, dict[str, Pieces]] = {}
+        self.buckets: dict[str, ShardedTensor] = {}  # flat buffers, which know no parameters
+        states: list[tuple[str, str, ShardedTensor]] = []
+        globals_: dict[str, Shape] = {}  # model key → shape of its whole stack
+        for key, tensor in sharded.tensors.items():
+            tensor.check_cover(where)
+            found = _STATE.match(key)
+            if found:
+                kind = MASTER if found[1] in _MASTERS else found[1]
+                states.append((kind, found[2], tensor))
+            elif _BUCKET.match(key):
+                self.buckets[key] = tensor
+            else:
+                globals_[key] = tensor.shape
+                self._blocks(stack_of(key), WEIGHT, tensor)
+        for kind, key, tensor in states:
+            stack = stack_of(key)
+            whole = globals_.get(key, tensor.shape)
+            if tensor.shape == whole:
+                self._blocks(stack, kind, tensor)
+            else:
+                self._ranges(stack, kind, tensor, whole, where)
+
+    def _put(self, name: str, kind: str, tensor: ShardedTensor, shape: Shape, make: Make) -> None:
+        self.shapes.setdefault(name, shape)
+        self.pieces.setdefault(name, {}).setdefault(kind, Pieces(tensor.dtype)).makers.append(make)
+
+    def _blocks(self, stack: Stack, kind: str, tensor: ShardedTensor) -> None:
+        """Blocks of the stack: each is a block of every parameter that it reaches into."""
+        axes = len(stack.axes)
+        for box, block in tensor.blocks.items():
+            part = Box(box.start[axes:], box.shape[axes:])
+            for inside in product(*(range(n) for n in box.shape[:axes])):
+                index = tuple(a + i for a, i in zip(box.start[:axes], inside, strict=True))
+
+                def make(
+                    block: Block = block, box: Box = box, inside: Shape = inside, part: Box = part
+                ) -> Iterator[Fragment]:
+                    yield _block_fragment(block, box, inside, part, tensor.dtype)
+
+                self._put(stack.name(index), kind, tensor, tensor.shape[axes:], make)
+
+    def _ranges(self, stack: Stack, kind: str, tensor: ShardedTensor, whole: Shape, where: str) -> None:
+        """Flat ranges of each rank's slice: the stored shape is a grid of slices with the elements of one behind it."""
+        grid = tensor.shape[:-1]
+        if len(grid) != len(whole) or any(n % cells for n, cells in zip(whole, grid, strict=True)):
+            raise InconsistentError(
+                f"{where}: {tensor.key} is stored as {list(tensor.shape)}, which is no grid of slices of {list(whole)}"
+            )
+        local = tuple(n // cells for n, cells in zip(whole, grid, strict=True))
+        axes = len(stack.axes)
+        numel = prod(local[axes:])
+        for box, block in tensor.blocks.items():
+            lo, hi = box.start[-1], box.start[-1] + box.shape[-1]
+            corner = tuple(cell * n for cell, n in zip(box.start[:-1], local, strict=True))
+            slice_ = Region.of((Box(corner[axes:], local[axes:]),))
+            for inside in product(*(range(n) for n in local[:axes])):
+                at = flat_index(inside, local[:axes]) * numel
+                start, stop = max(lo, at), min(hi, at + numel)
+                if start >= stop:
+                    continue
+                index = tuple(a + i for a, i in zip(corner[:axes], inside, strict=True))
+                cut = slice_.cut(start - at, stop - at)
+
+                def make(block: Block = block, cut: Region = cut, skip: int = start - lo) -> Iterator[Fragment]:
+                    offset = block.locate().offset + skip * tensor.dtype.itemsize
+                    yield Fragment(cut, block.file, offset, tensor.dtype, Rank(dp=block.writer))
+
+                self._put(stack.name(index), kind, tensor, whole[axes:], make)
+
+
+def _block_fragment(block: Block, box: Box, inside: Shape, part: Box, dtype: DType) -> Fragment:
+    """The parameter at index `inside` of a block of stacked parameters."""
+    found = block.locate()
+    strides = found.strides or strides_of(box.shape)
+    skip = sum(i * step for i, step in zip(inside, strides, strict=False))
+    own = strides[len(inside) :]
+    plain = own == strides_of(part.shape)
+    return Fragment(
+        Region.of((part,)),
+        block.file,
+        found.offset + skip * dtype.itemsize,
+        dtype,
+        Rank(dp=block.writer),
+        None if plain else own,
+    )

@@ -1,0 +1,147 @@
+"""From a sharded checkpoint to parameters: rules by name, steps and groups from the common part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.files.inert import TensorRef
+from ucp.formats.megatron.arguments import Arguments, arguments_of
+from ucp.formats.megatron.carried import carried_tree, strip_optimizer
+from ucp.formats.megatron.folder import COMMON
+from ucp.formats.megatron.fragments import LazyFragments
+from ucp.formats.megatron.holdings import Scalar, number_of
+from ucp.formats.megatron.local_module import Whole
+from ucp.formats.megatron.names import EMBEDDING, OUTPUT, expert_of, is_buffer
+from ucp.formats.megatron.order import order_key
+from ucp.formats.megatron.plain_optimizer import flags_of, groups_of, hyper_of, optimizers_of, said_of
+from ucp.formats.megatron.rankfile import RankFile
+from ucp.formats.megatron.sharded import Pieces, Sharded, Unstacked
+from ucp.formats.megatron.sharded_buffers import Buckets
+from ucp.formats.megatron.splits import ORIGIN, rule_of
+from ucp.model.box import Shape
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Note, Parameter, ParamGroup
+from ucp.model.layout import Rank
+from ucp.model.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
+
+_OPTIMIZER: Final = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1$")
+
+
+class ShardedReader:
+    """The parameters, groups and extras of one sharded checkpoint."""
+
+    def __init__(self, root: Path, sharded: Sharded, user: RuleBook | None) -> None:
+        self.common = RankFile(root, COMMON)
+        self.arguments: Arguments = arguments_of(self.common.mapping().get("args"), str(root / COMMON))
+        self.notes: list[Note] = []
+        self._root = root
+        self._sharded = sharded
+        self._user = user
+        self._unstacked = Unstacked(sharded, str(root))
+        self._rules = {name: self._rule(name) for name in self._unstacked.shapes}
+        if self._unstacked.buckets:
+            self._place_buckets()
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter in the model's order, without step counters."""
+        return {name: self._parameter(name) for name in sorted(self._unstacked.shapes, key=order_key)}
+
+    def _place_buckets(self) -> None:
+        unstacked = self._unstacked
+        model = {
+            name: Whole(shape, self._rules[name][0], unstacked.pieces[name][WEIGHT].dtype)
+            for name, shape in unstacked.shapes.items()
+            if WEIGHT in unstacked.pieces[name] and not is_buffer(name)
+        }
+        Buckets(unstacked.buckets, self.arguments, str(self._root)).place(model, unstacked.pieces)
+
+    def _rule(self, name: str) -> tuple[Rule, str]:
+        shape = self._unstacked.shapes[name]
+        named = self._user.find(name) if self._user is not None else None
+        rule = named.rule if named is not None else rule_of(name, [shape], self.arguments, self._unstacked.shapes.get)
+        if rule is None:
+            return REPLICATED, "not cut in the checkpoint"
+        return resolve(rule, [shape], name), named.origin if named is not None else ORIGIN
+
+    def _parameter(self, name: str) -> Parameter:
+        rule, origin = self._rules[name]
+        padded = self._unstacked.shapes[name]
+        shape = logical_shape(rule, padded)
+        pieces = self._unstacked.pieces[name]
+        kinds = sorted(pieces, key=lambda kind: (kind != WEIGHT, kind != MASTER, kind))
+        return Parameter(
+            name,
+            shape,
+            "buffer" if is_buffer(name) or _is_no_float(pieces) else "trained",
+            {kind: _atom(name, kind, shape, pieces[kind]) for kind in kinds},
+            rule,
+            origin,
+            padded if padded != shape else None,
+            aliases=(OUTPUT,) if name == EMBEDDING and self.arguments.tied else (),
+            expert=expert_of(name),
+        )
+
+    def groups(self, parameters: Mapping[str, Parameter]) -> list[ParamGroup]:
+        """The parameter groups; gives parameters the step that their group or optimizer counts."""
+        left = [parameter for parameter in parameters.values() if parameter.role == "trained"]
+        return list(self._groups(left))
+
+    def _optimizers(self) -> list[Mapping[str, Any]]:
+        """What every optimizer of a chain says of its groups: in the common part, or as an object of each rank."""
+        found = optimizers_of(self.common.mapping().get("optimizer"))
+        if any(map(groups_of, found)):
+            return found
+        by_chain: dict[str, Mapping[str, Any]] = {}
+        for key, value in sorted(self._sharded.objects.items()):
+            match = _OPTIMIZER.match(key)
+            if match and isinstance(value, dict):
+                by_chain.setdefault(match[1] or "", value)
+        return list(by_chain.values())
+
+    def _groups(self, left: list[Parameter]) -> Iterator[ParamGroup]:
+        for optimizer in self._optimizers():
+            step = _common_step(self.common, optimizer)
+            for group in groups_of(optimizer):
+                wanted = said_of(group)
+                mine = [p for p in left if flags_of(p.name, len(p.shape), self.arguments) == wanted]
+                left = [p for p in left if p not in mine]
+                counted = group.get(STEP)
+                put_steps(mine, number_of(COMMON, counted) if isinstance(counted, (int, float)) else step)
+                yield ParamGroup(hyper_of(group), [p.name for p in mine])
+
+    def trees(self) -> dict[str, Any]:
+        """What is no parameter state: the common part and the sharded objects."""
+        rest = {
+            key: strip_optimizer(value) if key == "optimizer" else value for key, value in self.common.mapping().items()
+        }
+        trees = {COMMON: carried_tree(COMMON, self.common.archive, rest, COMMON)}
+        if self._sharded.objects:
+            trees["objects"] = dict(self._sharded.objects)
+        return trees
+
+
+def put_steps(parameters: Sequence[Parameter], step: Scalar | None) -> None:
+    """Give parameters that have optimizer states the counter of their group."""
+    for parameter in parameters:
+        if step is not None and any(kind not in (WEIGHT, MASTER) for kind in parameter.atoms):
+            fragment = step.fragment(Rank())
+            parameter.atoms[STEP] = Atom(parameter.name, STEP, (), step.dtype, (fragment,))
+
+
+def _common_step(common: RankFile, optimizer: Mapping[str, Any]) -> Scalar | None:
+    inner = optimizer.get("optimizer", optimizer)
+    state = inner.get("state") if isinstance(inner, dict) else None
+    step = state.get("common_step") if isinstance(state, dict) else None
+    if isinstance(step, TensorRef):
+        return common.scalar(step)
+    return number_of(common.name, step) if isinstance(step, (int, float)) else None
+
+
+def _atom(name: str, kind: str, shape: Shape, pieces: Pieces) -> Atom:
+    return Atom(name, kind, shape, pieces.dtype, LazyFragments(pieces.fragments), tuple(pieces.copies))
+
+
+def _is_no_float(pieces: Mapping[str, Pieces]) -> bool:
+    return any(piece.dtype.family != "float" for piece in pieces.values())
