@@ -66,6 +66,13 @@ def test_latest_that_names_nothing(tmp_path: Path) -> None:
     assert "--tag: global_step1" in str(error.value)
 
 
+def test_latest_of_another_format(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step-5")
+    assert recognises(tmp_path)  # the folder is gone: that must be said
+    (tmp_path / "step-5").mkdir()
+    assert not recognises(tmp_path)
+
+
 def test_the_step_folder_itself_or_a_file_in_it(tmp_path: Path) -> None:
     folder = step(tmp_path / "global_step1")
     for path in (folder, folder / STATE):

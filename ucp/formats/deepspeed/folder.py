@@ -34,7 +34,11 @@ def recognises(path: Path) -> bool:
     try:
         if path.is_file():
             return is_state_file(path.name)
-        return path.is_dir() and (is_step(path) or _names_step(path) is not None or bool(_search(path)))
+        if not path.is_dir():
+            return False
+        named = _names_step(path)
+        # `latest` that names a folder which is gone is ours to explain; one that names another format's is not.
+        return is_step(path) or bool(_search(path)) or (named is not None and not (path / named).exists())
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
