@@ -1,0 +1,223 @@
+"""`ucp.load_into` and `ucp.save` in one process: every kind of tensor and optimizer, damage, and memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from ucp.errors import InconsistentError, IntegrityError, UsageError
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, width, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(width)
+        self.table = nn.Embedding(5, 4)
+        self.table.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.randn(()))  # no dimensions at all
+        self.register_buffer("mask", torch.rand(3) > 0.5)
+        self.register_buffer("scratch", torch.rand(3), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        return (self.norm(self.conv(x)) * self.scale).square().mean() + self.table.weight.sum()
+
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.01), amsgrad=True, foreach=False),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
+}
+
+
+def job(optimizer: str, seed: int, steps: int, *, swapped: bool = False) -> tuple[Any, Any]:
+    net = Net(seed)
+    groups = [
+        {"params": [net.conv.weight, net.scale], "weight_decay": 0.1},
+        {"params": [net.conv.bias, *net.norm.parameters()], "weight_decay": 0.0},
+    ]
+    made = OPTIMIZERS[optimizer](groups[::-1] if swapped else groups)
+    for step in range(steps):
+        train(net, made, seed + step)
+    return net, made
+
+
+def train(net: Any, optimizer: Any, seed: int) -> float:
+    torch.manual_seed(seed)
+    loss = net(torch.randn(2, 3, 5, 5))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return bool(torch.equal(one, two)) and one.dtype == two.dtype and one.stride() == two.stride()
+    return bool(one == two)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("used", [0, 2])
+def test_a_module_and_its_optimizer_come_back_exactly(tmp_path: Path, optimizer: str, used: int) -> None:
+    net, made = job(optimizer, 1, 3)
+    handle = ucp.save(net, made, tmp_path / "atoms", client_state={"epoch": 4, "rates": torch.rand(3)})
+    assert handle.done
+    fresh, other = job(optimizer, 7, used)
+    scratch = fresh.scratch.clone()
+    report = ucp.load_into(fresh, other, tmp_path / "atoms")
+    for name, value in net.state_dict().items():
+        assert same(value, fresh.state_dict()[name]), name
+    assert torch.equal(fresh.scratch, scratch)
+    for (name, p), q in zip(net.named_parameters(), fresh.parameters(), strict=True):
+        assert made.state[p].keys() == other.state[q].keys()
+        for kind, value in made.state[p].items():
+            assert same(value, other.state[q][kind]), (name, kind)
+    assert report.client_state["epoch"] == 4
+    assert report.client_state["rates"].shape == (3,)
+    assert report.not_restored == []
+    assert report.bytes_read <= 1.05 * report.bytes_held
+    assert [train(net, made, 40), train(net, made, 41)] == [train(fresh, other, 40), train(fresh, other, 41)]
+
+
+def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:
+    net, made = job("amsgrad", 1, 1)
+    made.param_groups[0]["lr"].fill_(0.5)
+    made.param_groups[1]["betas"] = (0.8, 0.9)
+    ucp.save(net, made, tmp_path / "atoms")
+    fresh, other = job("amsgrad", 7, 0, swapped=True)
+    rate = other.param_groups[1]["lr"]
+    ucp.load_into(fresh, other, tmp_path / "atoms")
+    assert [group["weight_decay"] for group in other.param_groups] == [0.0, 0.1]
+    assert [group["betas"] for group in other.param_groups] == [(0.8, 0.9), (0.9, 0.999)]
+    assert other.param_groups[1]["lr"] is rate
+    assert float(rate) == 0.5
+
+
+def test_groups_that_the_job_joined_must_agree(tmp_path: Path) -> None:
+    net, made = job("adamw", 1, 1)
+    ucp.save(net, made, tmp_path / "atoms")
+    fresh = Net(7)
+    joined = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad])
+    with pytest.raises(InconsistentError, match="checkpoint's groups 0 and 1: weight_decay differ"):
+        ucp.load_into(fresh, joined, tmp_path / "atoms")
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    net, made = job("sgd", 1, 1)
+    ucp.save(net, made, tmp_path / "atoms")
+    fresh, other = job("adamw", 7, 0)
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    with pytest.raises(InconsistentError, match=r"no 'exp_avg' for conv.weight, which this optimizer \(AdamW\) needs"):
+        ucp.load_into(fresh, other, tmp_path / "atoms")
+    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in before.items())
+    report = ucp.load_into(fresh, None, tmp_path / "atoms")
+    assert torch.equal(fresh.conv.weight, net.conv.weight)
+    assert report.not_restored == ["optimizer states: the job has no optimizer"]
+
+
+def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:
+    net, made = job("adamw", 1, 1)
+    ucp.save(net, made, tmp_path / "atoms")
+    wide = Net(7, width=8)
+    with pytest.raises(
+        InconsistentError, match=r"conv.weight: its shape is \[6, 3, 3, 3\] in the checkpoint, but \[8,"
+    ):
+        ucp.load_into(wide, None, tmp_path / "atoms")
+    odd = Net(7)
+    odd.mask = torch.zeros(3)
+    with pytest.raises(InconsistentError, match=r"mask\|weight: is bool in the checkpoint, but float32 in the job"):
+        ucp.load_into(odd, None, tmp_path / "atoms")
+
+
+def test_other_precision_is_cast_and_said(tmp_path: Path) -> None:
+    net, made = job("adamw", 1, 1)
+    ucp.save(net, made, tmp_path / "atoms")
+    half = Net(7).bfloat16()
+    report = ucp.load_into(half, None, tmp_path / "atoms")
+    assert torch.equal(half.conv.weight, net.conv.weight.bfloat16())
+    assert any("were cast from float32 to bfloat16" in note for note in report.notes)
+
+
+def test_a_damaged_file_is_said_with_what_it_leaves_behind(tmp_path: Path) -> None:
+    net, made = job("sgd", 1, 1)
+    ucp.save(net, made, tmp_path / "atoms")
+    file = tmp_path / "atoms" / "atoms" / "conv.weight.safetensors"
+    file.write_bytes(file.read_bytes()[:4200])
+    with pytest.raises(IntegrityError, match="half loaded"):
+        ucp.load_into(*job("sgd", 7, 0), tmp_path / "atoms")
+
+
+def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
+    net, made = job("adamw", 1, 1)
+    with pytest.raises(UsageError, match="neither a DeepSpeed engine nor a torch module"):
+        ucp.load_into([net], made, tmp_path)
+    with pytest.raises(UsageError, match=r"a parameter of shape .* that the module lacks"):
+        ucp.save(Net(3), made, tmp_path / "atoms")
+    with pytest.raises(UsageError, match=r"client_state: client_state.x is a builtins.object"):
+        ucp.save(net, made, tmp_path / "atoms", client_state={"x": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_asynchronous_saves_hold_the_state_of_the_call(tmp_path: Path) -> None:
+    net, made = job("adamw", 1, 2)
+    weight = net.conv.weight.detach().clone()
+    first = ucp.save(net, made, tmp_path / "first", asynchronous=True)
+    train(net, made, 3)
+    second = ucp.save(net, made, tmp_path / "second", asynchronous=True)  # waits for the first
+    assert first.done
+    train(net, made, 4)
+    assert second.wait() == tmp_path / "second"
+    assert torch.equal(ucp.open(tmp_path / "first")["conv.weight"].read(as_torch=True), weight)
+    assert ucp.open(tmp_path / "second").index.step == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+MEMORY = """
+import sys, torch, ucp
+verb, folder = sys.argv[1:]
+
+def peak():  # bytes; the kernel's high-water mark
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
+made = torch.optim.AdamW(net.parameters(), foreach=False)
+for p in net.parameters():
+    p.grad = torch.zeros_like(p)
+made.step()
+made.zero_grad()
+ucp.save, ucp.load_into
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+if verb == "save":
+    ucp.save(net, made, folder)
+else:
+    ucp.load_into(net, made, folder)
+print(peak() - before, sum(p.numel() for p in net.parameters()) * 12)
+"""
+
+
+@pytest.mark.slow
+def test_loading_and_saving_need_little_memory(tmp_path: Path) -> None:
+    """200 MB of state, on top of which a save and a load take less than 64 MB."""
+    for verb in ("save", "load"):
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, verb, str(tmp_path / "atoms")], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        extra, state = map(int, done.stdout.split())
+        assert state > 200_000_000
+        assert extra < 64 * 2**20, (verb, extra)
