@@ -118,6 +118,44 @@ def test_a_live_save_converts_like_a_native_one(worlds: Worlds, tmp_path: Path) 
     assert results[0]["loaded"]["global_steps"] == 2
 
 
+def test_fused_optimizers_without_zero_resume_too(worlds: Worlds, tmp_path: Path) -> None:
+    spec = Spec(zero=0, dtype="fp16", groups=3)
+    for result in worlds.run(2, RANKS + "fused", tmp_path / "run", spec=asdict(spec), steps=3, more=2):
+        assert result["class"] == "FP16_Optimizer"
+        assert result["losses"] == result["losses_after"]
+        assert result["report"]["not_restored"] == []
+        assert result["scale"] != 2.0**8  # where it starts
+
+
+FORMS = {
+    "atoms": {"to": "atoms"},
+    "virtual atoms": {"to": "atoms", "link": True},
+    "universal": {"to": "deepspeed-universal"},
+    "dcp": {"to": "dcp"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_checkpoint_loads(
+    worlds: Worlds, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, form: str
+) -> None:
+    spec = Spec(zero=1, groups=3, frozen=("pos",))
+    out = tmp_path_factory.getbasetemp() / "every-form"
+    if not out.exists():
+        worlds.run(2, RANKS + "train_and_save", out, spec=asdict(spec), steps=2, saved=out / "saved")
+    ucp.convert(out / "saved", tmp_path / "form", **FORMS[form])
+    results = worlds.run(
+        *(3, RANKS + "load", tmp_path / "run"),
+        spec=asdict(replace(spec, zero=2, seed=5)),
+        path=tmp_path / "form",
+        steps=1,
+    )
+    for rank, result in enumerate(results):
+        assert unequal(state(out, "reference", 0), state(tmp_path / "run", "loaded", rank)) == []
+        assert result["report"]["bytes_read"] <= 1.05 * result["report"]["bytes_held"]
+        assert [group["lr"] for group in result["loaded"]["groups"]] == pytest.approx([0.009, 0.009, 0.00225])
+
+
 def test_random_generators_come_back_on_the_same_world(worlds: Worlds, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"spec": asdict(Spec()), "path": tmp_path / "atoms"}
     before = worlds.run(2, RANKS + "random_numbers", tmp_path / "a", save=True, **arguments)

@@ -129,6 +129,29 @@ def save_fails(
     return {"class": None}
 
 
+def fused(out: Path, rank: int, *, spec: dict[str, Any], steps: int, more: int) -> dict[str, Any]:
+    """ZeRO off with the optimizer class that DeepSpeed takes for fused optimizers, which need a GPU otherwise."""
+    import deepspeed.runtime.engine
+
+    deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW
+    made = spec_of(spec)
+    engine, place = build(made, dist.get_world_size(), rank, universal=False)
+    kind = type(engine.optimizer).__name__
+    train(engine, made, place, steps)
+    ucp.save(engine, out / "atoms")
+    first = train(engine, made, place, more)
+    engine, place = build(replace(made, seed=5), dist.get_world_size(), rank, universal=False)
+    report = ucp.load_into(engine, out / "atoms")
+    scale = float(engine.optimizer.loss_scale_config.cur_scale)
+    return {
+        "class": kind,
+        "losses_after": first,
+        "losses": train(engine, made, place, more),
+        "report": told(report),
+        "scale": scale,
+    }
+
+
 def random_numbers(_: Path, rank: int, *, spec: dict[str, Any], path: str, save: bool) -> dict[str, Any]:
     """Numbers that this rank's generators give right after saving, or after loading."""
     import random

@@ -95,6 +95,23 @@ def _unfused(job: LiveJob, optimizer: Any) -> None:
     job.begin, job.refresh = _clear_gradients(optimizer), refresh
 
 
+def _fused(job: LiveJob, optimizer: Any) -> None:
+    """ZeRO off in 16 bit with a fused optimizer: one flat fp32 copy of each group, whole on every rank."""
+    names = names_of(job.engine.module)
+    for number, (parameters, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+        whole_ones = [Share(names[id(p)], Region.all_of(tuple(p.shape))) for p in parameters]
+        starts = _running(parameters)
+        shares = [Share(s.name, s.region, start) for s, start in zip(whole_ones, starts, strict=True)]
+        job.stepped.append(Stepped(flat, shares, [share.name for share in shares], number))
+        job.weights.extend(Held(share, p) for share, p in zip(whole_ones, parameters, strict=True))
+
+    def refresh() -> None:  # the parameters are views of the flat low-precision groups
+        for low, high in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+            low.data.copy_(high.data)
+
+    job.begin, job.refresh = _clear_gradients(optimizer), refresh
+
+
 def _zero_1_2(job: LiveJob, optimizer: Any) -> None:
     groups = optimizer.round_robin_bit16_groups
     offsets = getattr(optimizer, "round_robin_bit16_offsets", None) or [_running(group) for group in groups]
@@ -220,6 +237,7 @@ _CLASSES: dict[str, Callable[[LiveJob, Any], None]] = {
     "DeepSpeedZeroOptimizer": _zero_1_2,
     "BF16_Optimizer": _bf16_optimizer,
     "DeepSpeedZeroOptimizer_Stage3": _stage_3,
+    "FP16_Optimizer": _fused,
     "FP16_UnfusedOptimizer": _unfused,
 }
 
