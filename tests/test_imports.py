@@ -19,9 +19,11 @@ WALLS: dict[str, set[str]] = {
     "formats": {"files", "model"},
     "engine": {"files", "model"},
     "checks": {"engine", "formats", "files", "model"},
+    "compare": {"engine", "formats", "files", "model"},
+    "reports": {"compare", "checks", "engine", "formats", "files", "model"},
     "log": {"engine", "files", "model"},
     "train": {"log", "checks", "engine", "formats", "files", "model"},
-    "cli": {"train", "log", "checks", "engine", "formats", "files", "model"},
+    "cli": {"reports", "compare", "train", "log", "checks", "engine", "formats", "files", "model"},
 }
 OPEN_TO_ALL = {"ucp.errors", "ucp.tunables"}
 LAZY = {"torch", "deepspeed"}  # imported inside the functions that compute with tensors, never with the module
@@ -147,6 +149,7 @@ def test_only_the_command_line_prints(path: Path) -> None:
         ["convert", "{fixture}", "{target}"],
         ["convert", "{fixture}", "{target}", "--link"],
         ["verify", "{fixture}"],
+        ["diff", "{fixture}", "{fixture}"],
     ],
     ids=" ".join,
 )

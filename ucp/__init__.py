@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ucp.api import OpenCheckpoint, convert, verify
+    from ucp.api import OpenCheckpoint, convert, diff, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
     from ucp.train.saving import SaveHandle, save
@@ -18,6 +18,7 @@ __all__ = [
     "SaveHandle",
     "__version__",
     "convert",
+    "diff",
     "load_into",
     "open",
     "save",

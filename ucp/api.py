@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from ucp.checks import Report
+    from ucp.compare import Comparison
     from ucp.engine.convert import Progress
 
 DEFAULT_MEMORY = 256 * MIB
@@ -259,6 +260,38 @@ def verify(
 
     policy = make_policy(fail_on, allow, baseline)
     return run_checks(src, level, options=read_options(tag, rules, preset), jobs=jobs or default_jobs(), policy=policy)
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ulp: int = 0,
+    only: Only | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    strict: bool = False,
+    updates: bool = False,
+    jobs: int | None = None,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    rules: str | Path | None = None,
+    preset: str | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare the checkpoints at `a` and `b`, whatever their formats and layouts, in one pass.
+
+    Without a tolerance only equal bits are the same. `updates` also measures how far each parameter moved.
+    """
+    from ucp.compare import Options, Tolerance, compare
+
+    options = Options(Tolerance(rtol, atol, ulp), only, tuple(include), tuple(exclude), strict, updates)
+    one, other = (
+        index_checkpoint(Path(path), read_options(tag, rules, preset)) for path, tag in ((a, tag_a), (b, tag_b))
+    )
+    return compare(one, other, options, jobs=jobs or default_jobs(), progress=progress)
 
 
 def _dtype(dtype: str | DType | None) -> DType | None:

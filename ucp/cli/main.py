@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint holds, and where each byte of a parameter lies.",
     "convert": "Turn a checkpoint into another format or layout, in one pass and constant memory.",
     "verify": "Say whether the shards of a checkpoint are consistent, and if not, which rank and parameter.",
+    "diff": "Say whether two checkpoints are the same, whatever their formats, and if not, by how much they differ.",
 }
 
 

@@ -1,0 +1,98 @@
+"""Relative updates drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from ucp.compare.layers import layer_of
+from ucp.compare.plot import svg, write_plot
+from ucp.compare.updates import Update, Updates
+from ucp.errors import StorageError, UsageError
+
+HOSTILE = 'evil.7.</title><script>alert(1)</script>&"'
+
+
+def updates(count: int = 3, relative: float = 1e-3) -> Updates:
+    names = [f"blocks.{i}.weight" for i in range(count)] + [HOSTILE]
+    parameters = tuple(Update(name, relative, 1.0) for name in names)
+    layers = tuple(Update(layer, relative, 1.0) for layer in dict.fromkeys(map(layer_of, names)))
+    return Updates(parameters, layers, Update("all", relative, 1.0))
+
+
+@pytest.mark.parametrize(
+    "name, layer",
+    [
+        ("model.layers.12.mlp.experts.3.up.weight", "model.layers.12"),
+        ("2.ln1.weight", "2"),
+        ("lm_head.weight", "lm_head"),
+        ("encoder.norm.bias", "encoder.norm"),
+        ("scale", "scale"),
+    ],
+)
+def test_layers_by_name(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
+
+
+def test_the_drawing_is_sound_xml_and_holds_every_layer() -> None:
+    drawing = ET.fromstring(svg(updates(), "a & b"))
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [title.text for title in drawing.iter(f"{space}title")]
+    assert sorted(titles) == sorted(
+        f"{u.name}: {u.relative:.3g}" for u in (*updates().parameters, *updates().layers)
+    ), "names are text, whatever they are"
+    assert not list(drawing.iter(f"{space}script"))
+    circles = list(drawing.iter(f"{space}circle"))
+    assert len({circle.get("cx") for circle in circles}) == 4
+
+
+def test_larger_updates_stand_higher() -> None:
+    names = ["a.0.w", "b.0.w", "c.0.w", "d.0.w"]
+    values = [0.0, 1e-4, 1e-2, math.inf]
+    made = tuple(
+        Update(name, 1.0, 0.0) if value == math.inf else Update(name, value, 1.0)
+        for name, value in zip(names, values, strict=True)
+    )
+    layers = tuple(Update(layer_of(u.name), u.change, u.norm) for u in made)
+    drawing = ET.fromstring(svg(Updates(made, layers, Update("all", 0, 1)), "heights"))
+    circles = list(drawing.iter("{http://www.w3.org/2000/svg}circle"))[:4]
+    heights = [-float(circle.get("cy", "")) for circle in circles]
+    assert heights == sorted(heights)
+    assert len(set(heights[1:3])) == 2
+    assert [circle.get("class") for circle in circles] == ["none", "dot", "dot", "none"]
+
+
+def test_nothing_moved() -> None:
+    assert ET.fromstring(svg(updates(2, 0.0), "still")) is not None
+
+
+def test_many_layers_stay_legible() -> None:
+    drawing = svg(updates(2000), "many")
+    assert drawing.count("rotate(-45)") <= 48
+    width = float(ET.fromstring(drawing).get("width", ""))
+    assert width < 3000
+
+
+def test_files(tmp_path: Path) -> None:
+    write_plot(updates(), tmp_path / "plot.svg", "title")
+    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+    with pytest.raises(UsageError, match=r"\.svg or a \.png"):
+        write_plot(updates(), tmp_path / "plot.pdf", "title")
+    with pytest.raises(StorageError):
+        write_plot(updates(), tmp_path / "nowhere" / "plot.svg", "title")
+
+
+def test_png(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(UsageError, match="matplotlib") as refused:
+            write_plot(updates(), path, "title")
+        assert ".svg" in (refused.value.hint or "")
+        assert not path.exists()
+    else:
+        write_plot(updates(), path, "costs $5 and $6")
+        assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,178 @@
+"""`ucp diff`: are two checkpoints the same, and if not, where and by how much do they differ?"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucp import api
+from ucp.cli.options import human_bytes, table
+from ucp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ucp.compare import AtomDifference, Comparison
+
+
+@click.command("diff", short_help="Say whether two checkpoints are the same.")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--tag-a", help="Step folder inside the save folder A. [default: what `latest` names]")
+@click.option("--tag-b", help="Step folder inside the save folder B. [default: what `latest` names]")
+@click.option(
+    "--rules",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="TOML file of rules that say how parameters are cut over tensor-parallel ranks, for both.",
+)
+@click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`, for both.")
+@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative distance that counts as equal.")
+@click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute distance that counts as equal.")
+@click.option("--ulp", type=click.IntRange(0), default=0, help="Steps in the last place that count as equal.")
+@click.option("--only", type=click.Choice(["weights", "optimizer"]), help="Compare only these states.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Compare only parameters that match (shell pattern).")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out parameters that match (shell pattern).")
+@click.option("--strict", is_flag=True, help="Let what is merely noted otherwise be a difference.")
+@click.option("--updates", is_flag=True, help="Two steps of one run: print how far each parameter and layer moved.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Draw the updates to this .svg (or .png, with matplotlib); implies --updates.",
+)
+@click.option("--limit", type=click.IntRange(0), default=50, show_default=True, help="Most rows to print of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    a: Path,
+    b: Path,
+    plot: Path | None,
+    updates: bool,
+    limit: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare the checkpoints A and B, atom by atom, whatever their formats and layouts.
+
+    \b
+    One line an atom that differs: how many elements, the largest absolute and
+    relative difference and that in units in the last place, where the first
+    is. What only one side has, and other hyper-parameters, come after.
+      ucp diff run/checkpoints atoms
+      ucp diff before after --rtol 1e-5
+      ucp diff before after --only weights --include 'blocks.0.*'
+      ucp diff run run --tag-a global_step100 --tag-b global_step200 --updates
+
+    Exit code 0: the same (within the tolerances) · 1: different. With --updates it is 0 whatever moved.
+    """
+    from ucp.cli.progress import Bar
+
+    if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
+        raise UsageError(f"{plot}: a plot is an .svg or a .png file")
+    result = api.diff(a, b, updates=updates or plot is not None, progress=Bar(), **options)
+    if plot is not None and result.updates is not None:
+        from ucp.compare.plot import write_plot
+
+        write_plot(result.updates, plot, f"{_title(result, 'a')} → {_title(result, 'b')}")
+    if as_json:
+        click.echo(json.dumps(result.to_json(), allow_nan=False))
+    elif result.updates is not None:
+        _print_updates(result, limit)
+    else:
+        _print(result, limit)
+    for note in result.notes:
+        click.echo(f"note: {note.text}", err=True)
+    click.echo(_verdict(result), err=True)
+    ctx.exit(0 if result.updates is not None else result.exit_code)
+
+
+def _title(result: Comparison, side: str) -> str:
+    checkpoint = result.a if side == "a" else result.b
+    return checkpoint.root.name if checkpoint.step is None else f"{checkpoint.root.name} step {checkpoint.step}"
+
+
+def _print(result: Comparison, limit: int) -> None:
+    tables: list[tuple[list[str], list[list[str]]]] = [
+        (
+            ["parameter", "state", "differ", "of", "max abs", "max rel", "max ulp", "first", ""],
+            [_row(atom) for atom in result.atoms],
+        ),
+        (["only in A", "states"], _grouped(result.only_a)),
+        (["only in B", "states"], _grouped(result.only_b)),
+        (
+            ["setting", "A", "B", "parameters"],
+            [[one.key, json.dumps(one.a), json.dumps(one.b), str(len(one.names) or "-")] for one in result.settings],
+        ),
+    ]
+    shown = []
+    for header, rows in tables:
+        if rows:
+            more = f"\n… {len(rows) - limit} more (--limit, --json)" if len(rows) > limit else ""
+            shown.append(table(rows[:limit], header) + more)
+    if shown:
+        click.echo("\n\n".join(shown))
+
+
+def _row(atom: AtomDifference) -> list[str]:
+    remarks = []
+    if atom.differing is None:
+        remarks.append(f"shape {list(atom.shapes[0])} in A, {list(atom.shapes[1])} in B")
+    if atom.dtypes[0] != atom.dtypes[1]:
+        remarks.append(f"{atom.dtypes[0]} in A, {atom.dtypes[1]} in B")
+    if atom.one_sided_nan:
+        remarks.append(f"{atom.one_sided_nan} NaN in one only")
+    if atom.differing and not atom.max_abs and not atom.one_sided_nan:
+        remarks.append("equal as numbers")
+    return [
+        atom.name,
+        atom.kind,
+        "-" if atom.outside is None else str(atom.outside),
+        str(atom.numel),
+        *("-" if value is None else f"{value:.3g}" for value in (atom.max_abs, atom.max_rel)),
+        "-" if atom.max_ulp is None else str(atom.max_ulp),
+        "-" if atom.first is None else "[" + ", ".join(map(str, atom.first)) + "]",
+        ", ".join(remarks),
+    ]
+
+
+def _grouped(states: Sequence[tuple[str, str]]) -> list[list[str]]:
+    by_name: dict[str, list[str]] = {}
+    for name, kind in states:
+        by_name.setdefault(name, []).append(kind)
+    return [[name, " ".join(kinds)] for name, kinds in by_name.items()]
+
+
+def _print_updates(result: Comparison, limit: int) -> None:
+    assert result.updates is not None
+    shown = []
+    for title, rows in (
+        ("layer", (*result.updates.layers, result.updates.total)),
+        ("parameter", result.updates.parameters),
+    ):
+        cells = [[u.name, f"{u.relative:.3e}", f"{u.change:.4g}", f"{u.norm:.4g}"] for u in rows]
+        more = f"\n… {len(cells) - limit} more (--limit, --json)" if len(cells) > limit else ""
+        shown.append(table(cells[:limit], [title, "relative update", "‖b − a‖", "‖a‖"]) + more)
+    click.echo("\n\n".join(shown))
+
+
+def _verdict(result: Comparison) -> str:
+    read = f"{result.compared} atoms, {human_bytes(result.bytes_read)} read"
+    if result.identical:
+        return f"identical: {read}"
+    if result.same:
+        return f"the same within the tolerances: {len(result.within)} atoms differ by less; {read}"
+    parts = Counter(
+        {
+            "atoms differ": len(result.atoms),
+            "atoms only in A": len(result.only_a),
+            "atoms only in B": len(result.only_b),
+            "settings differ": len(result.settings),
+        }
+    )
+    return f"DIFFERENT: {', '.join(f'{count} {what}' for what, count in parts.items() if count)}; {read}"

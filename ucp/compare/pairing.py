@@ -1,0 +1,160 @@
+"""Pairing: which atom of one checkpoint is to be compared with which of the other, and what has no partner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from ucp.engine.casting import castable
+from ucp.engine.reading import can_flatten
+from ucp.errors import UsageError
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
+from ucp.model.selection import Only, Selection, select
+
+
+@dataclass(frozen=True, slots=True)
+class AtomPair:
+    """Two atoms that should be the same. `name` and `kind` are those of the first checkpoint."""
+
+    name: str
+    kind: str
+    a: Atom
+    b: Atom
+
+    @property
+    def comparable(self) -> bool:
+        """Have they the same shape? A single number may come with any number of dimensions."""
+        if self.a.shape == self.b.shape:
+            return True
+        return self.a.numel == self.b.numel == 1 and can_flatten(self.a) and can_flatten(self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class Tying:
+    """Names that a parameter goes by in one of the two checkpoints only."""
+
+    name: str
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sides = [(self.only_a, "A"), (self.only_b, "B")]
+        return "; ".join(f"{self.name} is {', '.join(more)} as well in {side} only" for more, side in sides if more)
+
+
+@dataclass(slots=True)
+class Pairing:
+    """All pairs in the order of the first checkpoint, and what only one side has, as (name, kind)."""
+
+    parameters: list[tuple[Parameter, Parameter]] = field(default_factory=list)
+    atoms: list[AtomPair] = field(default_factory=list)
+    only_a: list[tuple[str, str]] = field(default_factory=list)
+    only_b: list[tuple[str, str]] = field(default_factory=list)
+    tying: list[Tying] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+def narrow(
+    a: Checkpoint, b: Checkpoint, only: Only | None, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[Checkpoint, Checkpoint]:
+    """Both without what is not wanted. A pattern must match a name (or an alias) on one side at least."""
+    for pattern in (*include, *exclude):
+        if not any(_matches(p, [pattern]) for side in (a, b) for p in side.parameters.values()):
+            raise UsageError(
+                f"pattern {pattern!r} matches no parameter of either checkpoint",
+                hint="`ucp inspect` lists the names; quote the pattern so that the shell leaves it alone",
+            )
+    return tuple(  # type: ignore[return-value]
+        replace(
+            side,
+            parameters={
+                name: parameter
+                for name, parameter in side.parameters.items()
+                if (not include or _matches(parameter, include)) and not _matches(parameter, exclude)
+            },
+        )
+        for side in (select(side, Selection(only)) for side in (a, b))
+    )
+
+
+def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
+    names = (parameter.name, *parameter.aliases)
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def pair(a: Checkpoint, b: Checkpoint, *, strict: bool = False) -> Pairing:
+    """Find the partner of every parameter and state.
+
+    Tied parameters are found under any of their names: where one side keeps one tensor and the other two, both are
+    compared with it. A weight or master that one side does not store and the other can stand for is no difference
+    but a note; with `strict` it is missing.
+    """
+    found = Pairing()
+    owners_a, owners_b = _owners(a), _owners(b)
+    names = dict.fromkeys([*owners_a, *owners_b])
+    pairs = dict.fromkeys((owners_a[name], owners_b[name]) for name in names if name in owners_a and name in owners_b)
+    found.parameters = [(a.parameters[one], b.parameters[other]) for one, other in pairs]
+    paired_a, paired_b = {one for one, _ in pairs}, {other for _, other in pairs}
+    found.only_a = [(name, kind) for name, p in a.parameters.items() if name not in paired_a for kind in p.atoms]
+    found.only_b = [(name, kind) for name, p in b.parameters.items() if name not in paired_b for kind in p.atoms]
+    remarks: Counter[str] = Counter()
+    for one, other in found.parameters:
+        _pair_states(found, one, other, remarks, strict=strict)
+    found.notes = [Note("stand-in", f"{count} parameters: {remark}") for remark, count in remarks.items()]
+    found.tying = list(_tying(found.parameters))
+    return found
+
+
+def _owners(checkpoint: Checkpoint) -> dict[str, str]:
+    """Every name and alias → the parameter that owns the tensor, in the model's order."""
+    own = {name: name for name in checkpoint.parameters}
+    return {**own, **{alias: name for alias, name in checkpoint.aliases().items() if alias not in own}}
+
+
+def _pair_states(found: Pairing, one: Parameter, other: Parameter, remarks: Counter[str], *, strict: bool) -> None:
+    ours = one.atoms if strict else _as_kept_by(other, one, "A", remarks)
+    theirs = other.atoms if strict else _as_kept_by(one, other, "B", remarks)
+    for kind in dict.fromkeys([*ours, *theirs]):
+        if kind in ours and kind in theirs:
+            found.atoms.append(AtomPair(one.name, kind, ours[kind], theirs[kind]))
+        elif kind == STEP and not strict:
+            remarks[f"only {'A' if kind in ours else 'B'} keeps a count of their steps"] += 1
+        elif kind in ours:
+            found.only_a.append((one.name, kind))
+        else:
+            found.only_b.append((other.name, kind))
+
+
+def _as_kept_by(partner: Parameter, parameter: Parameter, side: str, remarks: Counter[str]) -> Mapping[str, Atom]:
+    """The states of `parameter`, with a weight and a master made of one another where its partner has both.
+
+    ZeRO-3 keeps masters only: rounded, they are the weights. A job in full precision keeps weights only: they are their
+    own masters, and what a partner of lower precision keeps as the weight is their rounding.
+    """
+    weight, master = parameter.atoms.get(WEIGHT), parameter.atoms.get(MASTER)
+    wanted_weight, wanted_master = partner.atoms.get(WEIGHT), partner.atoms.get(MASTER)
+    atoms = dict(parameter.atoms)
+    if weight is None and master is not None and wanted_weight is not None:
+        if castable(master.dtype, wanted_weight.dtype):
+            atoms[WEIGHT] = replace(master, kind=WEIGHT, dtype=wanted_weight.dtype)
+            remarks[f"{side} keeps the master alone, which stood for the weight{_rounded(master, wanted_weight)}"] += 1
+    elif master is None and weight is not None and wanted_master is not None and weight.dtype == wanted_master.dtype:
+        atoms[MASTER] = replace(weight, kind=MASTER)
+        remarks[f"{side} keeps the {weight.dtype} weight alone, which stood for the master"] += 1
+        if wanted_weight is not None and wanted_weight.dtype != weight.dtype:
+            atoms[WEIGHT] = replace(weight, dtype=wanted_weight.dtype)
+            remarks[f"{side} keeps the weight in {weight.dtype}; it was{_rounded(weight, wanted_weight)}"] += 1
+    return atoms
+
+
+def _rounded(ours: Atom, theirs: Atom) -> str:
+    return "" if ours.dtype == theirs.dtype else f" rounded to {theirs.dtype}"
+
+
+def _tying(parameters: Sequence[tuple[Parameter, Parameter]]) -> Iterator[Tying]:
+    for one, other in parameters:
+        names_a, names_b = {one.name, *one.aliases}, {other.name, *other.aliases}
+        if names_a != names_b:
+            yield Tying(one.name, tuple(sorted(names_a - names_b)), tuple(sorted(names_b - names_a)))
