@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ucp.checks.tasks import Context
-from ucp.model.checkpoint import Fragment, Role
+from ucp.model.checkpoint import Atom, Fragment, Role
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 
@@ -40,9 +40,7 @@ class FileMap:
             for cover in (atom.fragments, *atom.replicas):
                 for fragment in cover:
                     if fragment.inline is None and fragment.region.numel:
-                        stop = fragment.offset + _span(fragment)
-                        held = Held(fragment.offset, stop, atom.name, atom.kind, fragment.dtype, fragment.rank, role)
-                        self._held.setdefault(fragment.file, []).append(held)
+                        self._held.setdefault(fragment.file, []).append(held_by(fragment, atom, role))
         for file, ranges in self._held.items():
             ranges.sort(key=lambda held: (held.start, held.stop))
             self._starts[file] = [held.start for held in ranges]
@@ -59,6 +57,12 @@ class FileMap:
         first = bisect_right(self._stops[file], start)
         last = bisect_left(self._starts[file], stop)
         return [held for held in self._held[file][first:last] if held.stop > start]
+
+
+def held_by(fragment: Fragment, atom: Atom, role: Role) -> Held:
+    """The bytes that a fragment of an atom takes up."""
+    start = fragment.offset
+    return Held(start, start + _span(fragment), atom.name, atom.kind, fragment.dtype, fragment.rank, role)
 
 
 def _span(fragment: Fragment) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from ucp import tunables
 from ucp.checks.differences import Differences
 from ucp.checks.findings import Finding, place
 from ucp.checks.replicas import holder_of
-from ucp.checks.tasks import Context, Meter, Task
+from ucp.checks.tasks import Meter
 from ucp.engine.casting import cast, castable, raw_dtype
 from ucp.engine.reading import AtomReader, can_flatten
 from ucp.files.local import SourceFiles
@@ -23,18 +22,8 @@ from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Parameter
 from ucp.model.slabs import slabs
 
 
-def look(context: Context) -> Iterator[Task]:
-    """One task a parameter that has both; where the ranks average, one for each rank's own pair."""
-    for parameter in context.checkpoint.parameters.values():
-        if not all(map(context.is_sound, parameter.atoms.values())):
-            continue
-        for weight, master in _pairs(parameter):
-            nbytes = sum(f.nbytes for atom in (weight, master) for f in atom.fragments)
-            run = partial(_compare, context.files, weight, master)
-            yield Task("master-matches-weight", nbytes, run, parameter.name, MASTER)
-
-
-def _pairs(parameter: Parameter) -> Iterator[tuple[Atom, Atom]]:
+def pairs(parameter: Parameter) -> Iterator[tuple[Atom, Atom]]:
+    """Weights with their masters, as stored; where the ranks average, each rank's own pair."""
     weight, master = parameter.atoms.get(WEIGHT), parameter.atoms.get(MASTER)
     if weight is None or master is None or weight.shape != master.shape or weight.dtype.family != "float":
         return
@@ -54,7 +43,8 @@ def _plain(atom: Atom, cover: int) -> Atom:
     return replace(atom, fragments=fragments, replicas=(), combine="copy")
 
 
-def _compare(files: SourceFiles, weight: Atom, master: Atom, meter: Meter) -> Iterator[Finding]:
+def compare(files: SourceFiles, weight: Atom, master: Atom, meter: Meter) -> Iterator[Finding]:
+    """Put slabs of both together and compare them, however each is cut."""
     flat = can_flatten(weight) and can_flatten(master)
     weights, masters = AtomReader(files, weight, flat=flat), AtomReader(files, master, flat=flat)
     found = Differences(weight.shape)
@@ -68,10 +58,15 @@ def _compare(files: SourceFiles, weight: Atom, master: Atom, meter: Meter) -> It
         masters.read(slab, precise)
         meter.read(saved.nbytes + precise.nbytes)
         found.compare(slab, saved, cast(precise, master.dtype, weight.dtype), weights.shape, weight.dtype)
-    if found.first is None:
-        return
+    if found.count:
+        yield finding(weight, master, found)
+
+
+def finding(weight: Atom, master: Atom, found: Differences) -> Finding:
+    """What is said of a pair that differs."""
+    assert found.first is not None
     one, other = holder_of(weight, weight.fragments, found.first), holder_of(master, master.fragments, found.first)
-    yield Finding(
+    return Finding(
         "master-matches-weight",
         "error",
         f"parameter {weight.name}: {found.count} of {weight.numel} elements of the {master.dtype} master on"

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from ucp import tunables
 from ucp.checks.differences import Differences
 from ucp.checks.findings import Finding, Severity, place
-from ucp.checks.tasks import Context, Meter, Task
+from ucp.checks.tasks import Meter
 from ucp.engine.casting import raw_dtype
 from ucp.engine.reading import AtomReader, can_flatten
 from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import STEP, Atom, Fragment
+from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.slabs import slabs
 
 
-def look(context: Context) -> Iterator[Task]:
-    """One task an atom that has copies. (Steps have a check of their own; averaged parameters differ by design.)"""
-    for atom in context.atoms():
-        if atom.replicas and atom.combine == "copy" and atom.kind != STEP:
-            nbytes = sum(fragment.nbytes for cover in (atom.fragments, *atom.replicas) for fragment in cover)
-            # Nothing keeps buffers equal over ranks: each may count for itself, and the first one's is taken.
-            severity: Severity = "warning" if context.checkpoint.parameters[atom.name].role == "buffer" else "error"
-            yield Task("replicas", nbytes, partial(_compare, context.files, atom, severity), atom.name, atom.kind)
-
-
-def _compare(files: SourceFiles, atom: Atom, severity: Severity, meter: Meter) -> Iterator[Finding]:
+def compare(files: SourceFiles, atom: Atom, severity: Severity, meter: Meter) -> Iterator[Finding]:
+    """Put slabs of every copy together and compare them, however each is cut."""
     copies = [replace(atom, fragments=cover, replicas=()) for cover in atom.replicas]
     flat = can_flatten(atom) and all(map(can_flatten, copies))
     reader = AtomReader(files, atom, flat=flat)
@@ -50,10 +40,11 @@ def _compare(files: SourceFiles, atom: Atom, severity: Severity, meter: Meter) -
             differences.compare(slab, ours, theirs, reader.shape)
     for cover, differences in zip(atom.replicas, found, strict=True):
         if differences.count:
-            yield _finding(atom, cover, differences, severity)
+            yield finding(atom, cover, differences, severity)
 
 
-def _finding(atom: Atom, cover: Sequence[Fragment], differences: Differences, severity: Severity) -> Finding:
+def finding(atom: Atom, cover: Sequence[Fragment], differences: Differences, severity: Severity) -> Finding:
+    """What is said of a copy that differs."""
     assert differences.first is not None
     one, other = holder_of(atom, atom.fragments, differences.first), holder_of(atom, cover, differences.first)
     return Finding(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ucp.checks.findings import Finding, Level
 from ucp.checks.policy import Policy
@@ -18,6 +18,9 @@ from ucp.errors import UcpError, UsageError
 from ucp.files.local import SourceFiles
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ucp.checks.deep import Deep
 
 
 class Progress(Protocol):
@@ -83,12 +86,23 @@ def verify(
     report.atoms = sum(len(parameter.atoms) for parameter in checkpoint.parameters.values())
     report.files = len(checkpoint.sizes)
     with SourceFiles(checkpoint.root) as files:
-        context = Context(checkpoint, files, level)
-        # Coverage looks at every fragment: what cannot be located then, no other check may touch.
-        modules = dict.fromkeys(["coverage", *(check.module for check in checks if check.module)])
+        context = Context(checkpoint, files, level, deep=_deep() if level is Level.DEEP else None)
+        # Coverage looks at every fragment: what cannot be located then, no other check may touch. The scan comes last,
+        # because it reads what the others leave.
+        modules = sorted({check.module for check in checks if check.module}, key=_turn)
         _carry_out(report, (item for module in modules for item in _look(module, context)), jobs, meter_to)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _deep() -> Deep:
+    from ucp.checks.deep import Deep  # a quick look does without numpy
+
+    return Deep()
+
+
+def _turn(module: str) -> tuple[int, str]:
+    return {"coverage": 0, "scan": 2}.get(module, 1), module
 
 
 def _level(level: Level | str) -> Level:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Final
 
 import numpy as np
 
 from ucp import tunables
+from ucp.checks.deep import Deep
 from ucp.checks.filemap import FileMap
 from ucp.checks.findings import Finding
+from ucp.checks.ledger import Notebook, Track
 from ucp.checks.registry import BY_ID
-from ucp.checks.spans import Span, manifest_spans, torch_spans
+from ucp.checks.spans import Archive, Span, manifest_spans, torch_spans
 from ucp.checks.tasks import Context, Meter, Task, failure
-from ucp.checks.values import SECOND_MOMENTS, bits_of, negative, not_finite, scannable
+from ucp.checks.zipframes import frame_bytes, frame_defects
 from ucp.engine.casting import RawArray
-from ucp.errors import UcpError
+from ucp.errors import IntegrityError, UcpError
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import MASTER, WEIGHT
 
@@ -27,90 +28,120 @@ _NAMED: Final = 3  # parameters that a message names
 
 
 def look(context: Context) -> Iterator[Finding | Task]:
-    """One task a span of every file of the checkpoint."""
+    """The tasks that read what no other check reads, and compare all checksums."""
     checkpoint = context.checkpoint
+    assert context.deep is not None
     held = FileMap(context)
     # ZeRO rounds a flat buffer up to a multiple of two elements a rank, and may align each parameter to 16 bytes.
     # Universal folders keep whole tensors; what is left out of those are rows beyond the vocabulary.
     padding = 0 if checkpoint.format == "deepspeed-universal" else max(2 * checkpoint.mesh.dp, 16)
+    found: list[Finding | Span | Archive] = []
     if checkpoint.format == "atoms":
-        for part in manifest_spans(checkpoint.root, held):
-            yield task(context.files, part)
+        found.extend(manifest_spans(checkpoint.root, held))
     for file in dict.fromkeys((*checkpoint.sizes, *held.files)):
         try:
-            for span in torch_spans(checkpoint.root, file, held, padding):
-                yield task(context.files, span) if isinstance(span, Span) else span
+            found.extend(torch_spans(checkpoint.root, file, held, padding))
         except UcpError as error:
-            yield failure("zip-crc", error)
+            found.append(failure("zip-crc", error))
+    yield from tasks_of(context.files, context.deep, found)
 
 
-def task(files: SourceFiles, span: Span) -> Task:
-    """The task that scans a span."""
-    return Task(span.check, span.nbytes, partial(scan, files, span))
+def tasks_of(files: SourceFiles, deep: Deep, found: Iterable[Finding | Span | Archive]) -> Iterator[Finding | Task]:
+    """Findings as they are, and the tasks that scan spans and look at the frames of archives."""
+    tracks: list[Track] = []
+    for item in found:
+        if isinstance(item, Span):
+            tracks.append(deep.ledger.add(item))
+        elif isinstance(item, Archive):
+            nbytes = frame_bytes(item.index, item.start, item.stop)
+            yield Task("zip-structure", nbytes, partial(_frame, files, item))
+        else:
+            yield item
+    deep.ledger.close()
+    for track in tracks:
+        yield from _span_tasks(files, deep, track)
+    yield Task("finite", 0, lambda _: deep.tallies.findings(), turn=2)
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What was found in one held range."""
+def _span_tasks(files: SourceFiles, deep: Deep, track: Track) -> Iterator[Task]:
+    """One task for a span; parts of a long one for several threads; the rest of one that other checks read from."""
+    span = track.span
+    complete = partial(_complete, files, deep, track)
+    elsewhere = sum(held.stop - held.start for held in span.held if (held.parameter, held.kind) in deep.elsewhere)
+    if elsewhere:
+        yield Task(span.check, max(0, span.nbytes - elsewhere), complete, turn=1)
+    elif track.is_sequential or span.nbytes <= tunables.PART_BYTES:
+        yield Task(span.check, span.nbytes, complete)
+    else:
+        step = max(_ALIGN, tunables.PART_BYTES // _ALIGN * _ALIGN)
+        for start in range(span.start, span.stop, step):
+            stop = min(start + step, span.stop)
+            yield Task(span.check, stop - start, partial(_some, files, deep, span, start, stop))
+        yield Task(span.check, 0, complete, turn=1)
 
-    count: int = 0
-    first: int = 0  # byte of the file
 
-    def take(self, count: int, first: int) -> None:
-        if count and not self.count:
-            self.first = first
-        self.count += count
+def _frame(files: SourceFiles, archive: Archive, meter: Meter) -> Iterator[Finding]:
+    def read(offset: int, size: int) -> bytes:
+        meter.read(size)
+        return files.read(archive.file, offset, size)
+
+    for start, stop, what in frame_defects(read, archive.index, archive.start, archive.stop):
+        yield Finding(
+            "zip-structure",
+            "error",
+            f"{archive.file}: {what} (bytes [{start}, {stop})) contradicts the rest of the archive",
+            archive.file,
+            byte_range=(start, stop),
+            subject=what,
+            hint="bytes of the file were changed where no loader looks: restore it from a copy",
+            exit_code=IntegrityError.exit_code,
+        )
 
 
-def scan(files: SourceFiles, span: Span, meter: Meter) -> Iterator[Finding]:
-    """Read one span once and say everything that is wrong with it."""
-    digest = span.digest()
-    buffer = memoryview(bytearray(min(max(tunables.SLAB_BYTES // _ALIGN, 1) * _ALIGN, span.nbytes)))
+def _some(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, meter: Meter) -> Iterator[Finding]:
+    notebook = Notebook(deep.ledger)
+    _read(files, deep, span, start, stop, notebook, meter)
+    notebook.close()
+    return iter(())
+
+
+def _complete(files: SourceFiles, deep: Deep, track: Track, meter: Meter) -> Iterator[Finding]:
+    """Read what nobody has read of a span, and compare its checksum."""
+    span = track.span
+    notebook = Notebook(deep.ledger)
+    for start, stop in list(track.rest()):
+        _read(files, deep, span, start, stop, notebook, meter)
+    notebook.close()
+    if span.expected is not None:
+        found = track.found()
+        if found != span.expected:
+            yield _damaged(span, found)
+
+
+def _read(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, notebook: Notebook, meter: Meter) -> None:
+    """Bytes `[start, stop)` of a span, block by block; nothing in it is cut through by `start`."""
+    buffer = memoryview(bytearray(min(max(tunables.SLAB_BYTES // _ALIGN, 1) * _ALIGN, stop - start)))
     block: RawArray = np.frombuffer(buffer, np.uint8)
-    scratch = np.empty_like(block)
-    infinite: dict[int, _Tally] = {}
-    below: dict[int, _Tally] = {}
-    padding = _Tally()
     gaps = _gaps(span)
     starts = [held.start for held in span.held]
     longest = max((held.stop - held.start for held in span.held), default=0)
-    for at in range(span.start, span.stop, len(block)):
-        data = block[: min(len(block), span.stop - at)]
-        files.read_into(span.file, at, buffer[: len(data)])
-        digest.update(buffer[: len(data)])
+    for at in range(start, stop, len(block)):
+        data = block[: min(len(block), stop - at)]
+        view = buffer[: len(data)]
+        files.read_into(span.file, at, view)
         meter.read(len(data))
+        notebook.take(span.file, at, view)
         end = at + len(data)
         for number in range(bisect_right(starts, at - longest - 1), bisect_right(starts, end - 1)):
             held = span.held[number]
             lo, hi = max(held.start, at), min(held.stop, end)
-            # Buffers hold what they like: masks are made of infinities.
-            if lo >= hi or held.role == "buffer" or not scannable(held.dtype):
-                continue
-            size = held.dtype.itemsize
-            bits = bits_of(_aligned(data[lo - at : hi - at], size), held.dtype)
-            count, first = not_finite(bits, held.dtype, scratch)
-            infinite.setdefault(number, _Tally()).take(count, lo + first * size)
-            if held.kind in SECOND_MOMENTS:
-                count, first = negative(bits, held.dtype)
-                below.setdefault(number, _Tally()).take(count, lo + first * size)
-        for start, stop in gaps:
-            lo, hi = max(start, at), min(stop, end)
+            if lo < hi:
+                deep.tallies.look(span.file, held, _aligned(data[lo - at : hi - at], held.dtype.itemsize), lo)
+        for first, last in gaps:
+            lo, hi = max(first, at), min(last, end)
             if lo < hi and data[lo - at : hi - at].any():
                 bad = data[lo - at : hi - at] != 0
-                padding.take(int(np.count_nonzero(bad)), lo + int(np.argmax(bad)))
-    if span.expected is not None and digest.hexdigest() != span.expected:
-        yield _damaged(span, digest.hexdigest())
-    yield from _values("finite", "NaN or infinite", span, infinite, "training that goes on from here will not recover")
-    yield from _values("second-moments", "below zero", span, below, "a sum of squares cannot be: the bytes are damaged")
-    if padding.count:
-        yield Finding(
-            "padding",
-            "warning",
-            f"{span.file}, {span.title}: {padding.count} bytes of padding are not zero, the first at {padding.first}",
-            span.file,
-            byte_range=(padding.first, padding.first + 1),
-            hint="padding never gets a gradient: the file was damaged or the layout is not what ucp takes it for",
-        )
+                deep.tallies.pad(span.file, span.title, int(np.count_nonzero(bad)), lo + int(np.argmax(bad)))
 
 
 def _aligned(data: RawArray, size: int) -> RawArray:
@@ -154,23 +185,5 @@ def _damaged(span: Span, found: str) -> Finding:
         (span.start, span.stop),
         hint="bytes of the file were changed: restore it from a copy",
         exit_code=BY_ID[span.check].exit_code,
+        subject=span.title,
     )
-
-
-def _values(check: str, what: str, span: Span, tallies: dict[int, _Tally], hint: str) -> Iterator[Finding]:
-    for number, tally in tallies.items():
-        if tally.count:
-            held = span.held[number]
-            size = held.dtype.itemsize
-            yield Finding(
-                check,
-                "warning",
-                f"parameter {held.parameter}, {held.kind}: {tally.count} of {(held.stop - held.start) // size} elements"
-                f" on {held.rank} ({span.file}) are {what}, the first at byte {tally.first}",
-                span.file,
-                held.rank,
-                held.parameter,
-                held.kind,
-                (tally.first, tally.first + size),
-                hint=hint,
-            )

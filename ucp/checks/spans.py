@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,24 +23,11 @@ _END_BYTES: Final = 22
 
 
 class Digest(Protocol):
-    """A running checksum."""
+    """A running checksum that cannot be put together from those of parts."""
 
     def update(self, data: memoryview, /) -> None: ...
 
     def hexdigest(self) -> str: ...
-
-
-class Crc:
-    """CRC-32, as zip archives have it."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: memoryview, /) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return crc_text(self._value)
 
 
 def crc_text(crc: int) -> str:
@@ -51,7 +37,10 @@ def crc_text(crc: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes `[start, stop)` of a file under one checksum; `expected` is None where the writer recorded none."""
+    """Bytes `[start, stop)` of a file under one checksum; `expected` is None where the writer recorded none.
+
+    `digest` makes the running checksum; None stands for CRC-32.
+    """
 
     check: str
     file: str
@@ -59,13 +48,23 @@ class Span:
     stop: int
     title: str
     expected: str | None
-    digest: Callable[[], Digest]
+    digest: Callable[[], Digest] | None
     held: Sequence[Held] = ()  # which parameters lie in it
     padding: int = 0  # elements: up to so many between what parameters hold of a storage are padding
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A torch archive at bytes `[start, stop)` of a file."""
+
+    file: str
+    start: int
+    stop: int
+    index: TorchFile
 
 
 def manifest_spans(root: Path, held: FileMap) -> Iterator[Span]:
@@ -81,8 +80,8 @@ def manifest_spans(root: Path, held: FileMap) -> Iterator[Span]:
                 yield Span("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, inside)
 
 
-def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Iterator[Finding | Span]:
-    """Every member of a torch file that holds bytes; nothing where the file is of another kind.
+def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Iterator[Finding | Span | Archive]:
+    """Every archive of a torch file, and every member that holds bytes; nothing where the file is of another kind.
 
     `padding` is the most elements that a flat buffer of this checkpoint is padded with in one place.
     With `torch.serialization.set_crc32_options(False)` torch writes 0 for every CRC of the archive. A single 0 among
@@ -91,13 +90,14 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
     path = root / file
     if not _is_zip(path):
         return
-    archives: list[TorchFile] = []
+    archives: list[Archive] = []
     for start, stop in archive_ranges(path):
         try:
-            archives.append(TorchFile(path, start, stop))
+            archives.append(Archive(file, start, stop, TorchFile(path, start, stop)))
         except NotUnderstoodError:
             continue  # a zip archive of someone else's
-    members = [(archive, entry) for archive in archives for entry in archive.entries.values()]
+    yield from archives
+    members = [(archive.index, entry) for archive in archives for entry in archive.index.entries.values()]
     filled = [(archive, entry) for archive, entry in members if entry.size and entry.stored]
     recorded = any(entry.crc for _, entry in filled)
     if filled and not recorded:
@@ -118,7 +118,7 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
             end,
             f"member {entry.name}" + (f" at byte {begin}" if len(archives) > 1 else ""),
             crc_text(entry.crc) if recorded else None,
-            Crc,
+            None,
             held.between(file, begin, end),
             padding if "/data/" in entry.name else 0,
         )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
+from ucp import tunables
 from ucp.checks.findings import Finding, Level
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import Atom, Checkpoint
+
+if TYPE_CHECKING:
+    from ucp.checks.deep import Deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ class Context:
     files: SourceFiles
     level: Level = Level.DEFAULT
     broken: set[tuple[str, str]] = field(default_factory=set)
+    deep: Deep | None = None  # at that level
 
     def atoms(self) -> Iterator[Atom]:
         """Every atom whose fragments can be located."""
@@ -37,13 +43,17 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A piece of reading for one check: costs `nbytes` of reads, and `run` gives what it found."""
+    """A piece of reading for one check: costs `nbytes` of reads, and `run` gives what it found.
+
+    Tasks of a later `turn` are run when all of the turns before are done: they go by what those have read.
+    """
 
     check: str
     nbytes: int
     run: Callable[[Meter], Iterable[Finding]]
     parameter: str | None = None
     kind: str | None = None
+    turn: int = 0
 
 
 class StoppedError(Exception):
@@ -77,11 +87,19 @@ class Meter:
 
 def run_tasks(tasks: Iterable[Task], jobs: int, meter: Meter) -> list[Finding]:
     """Carry out all tasks, the longest first so that threads finish together. A failure to read becomes a finding."""
-    ordered = sorted(tasks, key=lambda task: -task.nbytes)
-    if jobs <= 1 or len(ordered) <= 1:
-        return [finding for task in ordered for finding in _carry_out(task, meter)]
-    with ThreadPoolExecutor(min(jobs, len(ordered)), thread_name_prefix="ucp-check") as pool:
-        futures = [pool.submit(partial(_carry_out, task, meter)) for task in ordered]
+    # Those of a part or more are all the same: neighbours in a file stay neighbours.
+    ordered = sorted(tasks, key=lambda task: -min(task.nbytes, tunables.PART_BYTES))
+    findings: list[Finding] = []
+    for turn in sorted({task.turn for task in ordered}):
+        findings += _run([task for task in ordered if task.turn == turn], jobs, meter)
+    return findings
+
+
+def _run(tasks: Sequence[Task], jobs: int, meter: Meter) -> list[Finding]:
+    if jobs <= 1 or len(tasks) <= 1:
+        return [finding for task in tasks for finding in _carry_out(task, meter)]
+    with ThreadPoolExecutor(min(jobs, len(tasks)), thread_name_prefix="ucp-check") as pool:
+        futures = [pool.submit(partial(_carry_out, task, meter)) for task in tasks]
         try:
             wait(futures, return_when="FIRST_EXCEPTION")
         finally:  # an interrupt of the waiting thread ends the workers too

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ucp.checks.deep import Deep
 from ucp.checks.filemap import FileMap
 from ucp.checks.findings import Finding, Level
 from ucp.checks.grid import missing
 from ucp.checks.manifests import compare_folder
-from ucp.checks.scan import task
-from ucp.checks.spans import Span, torch_spans
+from ucp.checks.scan import tasks_of
+from ucp.checks.spans import Archive, Span, torch_spans
 from ucp.checks.tasks import Task, failure
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
@@ -39,12 +40,14 @@ def _damaged_archives(files: SourceFiles, level: Level, known: UcpError) -> Iter
     """A pickle that makes no sense is most often a pickle whose bytes were changed: its CRC tells."""
     folder = files.root
     nothing = FileMap(None)
+    found: list[Finding | Span | Archive] = []
     for file in sorted(folder.rglob("*.pt")):
         name = file.relative_to(folder).as_posix()
         try:
-            for span in torch_spans(folder, name, nothing):
-                if isinstance(span, Span) and (level is Level.DEEP or span.nbytes <= _SMALL):
-                    yield task(files, span)
+            for item in torch_spans(folder, name, nothing):
+                if level is Level.DEEP or (isinstance(item, Span) and item.nbytes <= _SMALL):
+                    found.append(item)
         except UcpError as error:
             if error.what != known.what:
-                yield failure("zip-crc", error)
+                found.append(failure("zip-crc", error))
+    yield from tasks_of(files, Deep(), found)

@@ -33,12 +33,23 @@ def bits_of(data: RawArray, dtype: DType) -> RawArray:
     return data.reshape(-1).view(np.dtype(f"uint{8 * dtype.itemsize}"))
 
 
-def not_finite(bits: RawArray, dtype: DType, scratch: RawArray) -> tuple[int, int]:
-    """How many elements are NaN or infinite, and the position of the first. `scratch`: at least as many bytes."""
-    magnitude = _magnitude(bits, dtype, scratch)
-    if int(magnitude.max()) < _INFINITY[dtype.name]:
-        return 0, 0
-    bad = magnitude >= _INFINITY[dtype.name]
+def quite_right(bits: RawArray, dtype: DType, squares: bool) -> bool:
+    """Is every element finite and, with `squares`, none below zero? At least one element.
+
+    As integers, what is wrong is larger than what is right, so the largest one tells: one or two passes in the cache.
+    """
+    infinity, sign = _INFINITY[dtype.name], 1 << (8 * dtype.itemsize - 1)
+    top = int(bits.max())
+    if top < infinity:
+        return True
+    if top >= sign | infinity or (squares and top > sign):
+        return False
+    return int(bits.view(f"int{8 * dtype.itemsize}").max()) < infinity
+
+
+def not_finite(bits: RawArray, dtype: DType) -> tuple[int, int]:
+    """How many elements are NaN or infinite, and the position of the first."""
+    bad = _magnitude(bits, dtype) >= _INFINITY[dtype.name]
     return int(np.count_nonzero(bad)), int(np.argmax(bad))
 
 
@@ -53,12 +64,11 @@ def negative(bits: RawArray, dtype: DType) -> tuple[int, int]:
 
 def is_nan(bits: RawArray, dtype: DType) -> RawArray:
     """Which elements are NaN."""
-    magnitude = _magnitude(bits, dtype, np.empty(bits.nbytes, np.uint8))
+    magnitude = _magnitude(bits, dtype)
     infinity = _INFINITY[dtype.name]
     return magnitude >= infinity if dtype.name == "float8_e4m3fn" else magnitude > infinity
 
 
-def _magnitude(bits: RawArray, dtype: DType, scratch: RawArray) -> RawArray:
-    out: RawArray = scratch[: bits.nbytes].view(bits.dtype)
-    np.bitwise_and(bits, bits.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1), out=out)
-    return out
+def _magnitude(bits: RawArray, dtype: DType) -> RawArray:
+    magnitude: RawArray = bits & bits.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)
+    return magnitude
