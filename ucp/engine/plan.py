@@ -8,7 +8,7 @@ from math import prod
 from typing import Final
 
 from ucp import tunables
-from ucp.engine.reading import can_flatten, flatten, is_flat
+from ucp.engine.flat import can_flatten, flatten, is_flat
 from ucp.model.box import Box, Shape, flat_index, intersect
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -12,36 +12,13 @@ import numpy as np
 
 from ucp import tunables
 from ucp.engine.casting import RawArray, cast, mean, raw_dtype, unscale
+from ucp.engine.flat import can_flatten as can_flatten
+from ucp.engine.flat import flatten, is_contiguous_in
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape, flat_index, intersect, strides_of
 from ucp.model.checkpoint import Atom, Fragment
-from ucp.model.region import Piece
 from ucp.model.slabs import slabs
-
-
-def is_contiguous_in(box: Box, shape: Shape) -> bool:
-    """Do the elements of `box` lie side by side in a row-major tensor of `shape`?"""
-    seen = False
-    for n, extent in zip(box.shape, shape, strict=True):
-        if seen and n != extent:
-            return False
-        seen = seen or n > 1
-    return True
-
-
-def is_flat(pieces: Iterable[Piece], shape: Shape) -> bool:
-    """Does every piece occupy one interval of the flattened tensor, so that dimensions do not matter?"""
-    return all(is_contiguous_in(piece.box, shape) and _inside(piece.box, shape) for piece in pieces)
-
-
-def flatten(box: Box, shape: Shape) -> Box:
-    """A box that is contiguous in `shape`, as a box of the flattened tensor."""
-    return Box((flat_index(box.start, shape),), (box.numel,))
-
-
-def _inside(box: Box, shape: Shape) -> bool:
-    return all(stop <= extent for stop, extent in zip(box.stop, shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +166,6 @@ class AtomReader:
                 view
             )
         return out
-
-
-def can_flatten(atom: Atom) -> bool:
-    """May this atom be read as if it had one dimension?"""
-    covers: list[Sequence[Fragment]] = [atom.fragments]
-    if atom.combine == "average":
-        covers.extend(atom.replicas)
-    return all(f.strides is None and is_flat(f.region.pieces(), atom.shape) for cover in covers for f in cover)
 
 
 def _strides(extent: StoredBlock, common: Box) -> Shape | None:

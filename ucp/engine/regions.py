@@ -15,7 +15,8 @@ import numpy as np
 
 from ucp import tunables
 from ucp.engine.casting import RawArray, cast, raw_dtype, unscale
-from ucp.engine.reading import AtomReader, Cover, StoredBlock, can_flatten, flatten, is_contiguous_in, is_flat
+from ucp.engine.flat import can_flatten, flatten, is_contiguous_in, is_flat
+from ucp.engine.reading import AtomReader, Cover, StoredBlock
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape, flat_index, intersect, strides_of, whole

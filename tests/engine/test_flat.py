@@ -1,0 +1,104 @@
+"""The straight copy: bytes that go as they are, without arrays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.shards import DTYPES, Cut, cuts, shapes, values_of, write_shards
+from ucp.engine.flat import StraightReader, can_flatten, is_stored_as_is
+from ucp.errors import InconsistentError
+from ucp.files.local import SourceFiles
+from ucp.model.checkpoint import Atom
+from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
+from ucp.model.rules import Rule
+
+THREE_INTERVALS = Cut(Rule("replicated"), 1, (300, 600))
+
+
+def read(folder: Path, atom: Atom, start: int, stop: int) -> bytes:
+    out = bytearray(stop - start)
+    with SourceFiles(folder) as files:
+        StraightReader(files, atom).read(start, memoryview(out))
+    return bytes(out)
+
+
+@given(data=st.data(), shape=shapes(), dtype=st.sampled_from(DTYPES))
+def test_any_range_of_any_flat_cut(
+    data: st.DataObject, shape: tuple[int, ...], dtype: DType, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("flat")
+    values = values_of(shape, dtype)
+    atom = write_shards(folder, values, dtype, data.draw(cuts(shape)))
+    whole = values.tobytes()
+    if not can_flatten(atom):
+        return
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    assert read(folder, atom, start, stop) == whole[start:stop]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda fragments: fragments[1:], id="first missing"),
+        pytest.param(lambda fragments: (fragments[0], fragments[2]), id="middle missing"),
+        pytest.param(lambda fragments: fragments[:2], id="last missing"),
+        pytest.param(lambda fragments: (*fragments, fragments[1]), id="middle twice"),
+        pytest.param(lambda _: (), id="nothing there"),
+    ],
+)
+def test_says_which_element_is_not_there_once(damage: Callable[..., tuple[object, ...]], tmp_path: Path) -> None:
+    values = values_of((10, 7), FLOAT32)
+    atom = write_shards(tmp_path, values, FLOAT32, THREE_INTERVALS)
+    damaged = replace(atom, fragments=damage(atom.fragments))
+    with pytest.raises(InconsistentError, match=r"parameter p, weight: element \d+ of 70 is missing or there twice"):
+        read(tmp_path, damaged, 0, values.nbytes)
+
+
+def test_casts_scales_means_and_numbers_are_not_stored_as_they_are(tmp_path: Path) -> None:
+    atom = write_shards(tmp_path, values_of((4, 4), FLOAT32), FLOAT32, THREE_INTERVALS)
+    first, *rest = atom.fragments
+    assert is_stored_as_is(atom)
+    assert not is_stored_as_is(replace(atom, dtype=BFLOAT16))
+    assert not is_stored_as_is(replace(atom, combine="average"))
+    assert not is_stored_as_is(replace(atom, fragments=(replace(first, scale=2.0), *rest)))
+    assert not is_stored_as_is(replace(atom, fragments=(replace(first, inline=b"0123"), *rest)))
+
+
+CONVERSION = """
+import sys
+from pathlib import Path
+from ucp.engine.convert import Progress, RunOptions, run
+from ucp.engine.stream import Budget
+from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.model.dtypes import FLOAT32
+from ucp.model.layout import Mesh
+from ucp.model.region import Region
+from ucp.model.target import Hole, Literal, OutputFile, Target
+
+shape = (64, 64)
+region = Region.all_of(shape)
+atom = Atom("p", "weight", shape, FLOAT32, (Fragment(region, "source", 0, FLOAT32),))
+source = Checkpoint("test", Path(sys.argv[1]), Mesh(), {"p": Parameter("p", shape, atoms={"weight": atom})})
+target = Target((OutputFile("file", 4 + 4 * 64 * 64, (Literal(0, b"head"),), (Hole(atom, region, 4),)),))
+run(target, source, Path(sys.argv[2]), RunOptions(Budget(2, 1 << 20)), lambda digests: None, Progress())
+print("numpy" in sys.modules)
+"""
+
+
+def test_a_straight_copy_imports_no_numpy(tmp_path: Path) -> None:
+    data = os.urandom(4 * 64 * 64)
+    (tmp_path / "source").write_bytes(data)
+    command = [sys.executable, "-c", CONVERSION, str(tmp_path), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert (tmp_path / "out" / "file").read_bytes() == b"head" + data
