@@ -21,6 +21,7 @@ class ReadOptions:
 
     tag: str | None = None  # step folder below the save folder; default: what `latest` names
     rules: RuleBook | None = None  # the user's own rules (--rules, then --preset); they win over the checkpoint's
+    repair: bool = False  # put right what a known bug of the framework damaged, where the bytes survive
 
 
 class Reader(Protocol):

@@ -10,6 +10,8 @@ import torch
 
 import ucp
 from ucp.api import OpenCheckpoint
+from ucp.errors import InconsistentError
+from ucp.formats.registry import ReadOptions, open_checkpoint
 
 # Every variant, by the training state that it holds; those of one state are compared with the first.
 STATES: dict[str, list[str]] = {
@@ -105,3 +107,40 @@ def test_every_element_is_stored_once_and_copies_agree(corpus: Path, variant: st
 def test_no_variant_is_left_out(corpus: Path) -> None:
     found = [path.name for path in (corpus / "megatron").iterdir() if path.is_dir()]
     assert sorted(found) == sorted([*VARIANTS, DAMAGED])
+
+
+def test_shifted_state_is_refused_and_weights_are_not(corpus: Path) -> None:
+    checkpoint = ucp.open(corpus / "megatron" / DAMAGED)
+    assert [note.id for note in checkpoint.index.notes] == ["optimizer-state-shifted"]
+    hurt = "decoder.layers.2.mlp.linear_fc1.weight"
+    assert tensor(checkpoint, hurt, "weight").shape == (192, 48)
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        with pytest.raises(InconsistentError, match="--repair"):
+            checkpoint[hurt].read(kind)
+    intact = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert torch.equal(tensor(checkpoint, intact, "master").bfloat16(), tensor(checkpoint, intact, "weight"))
+
+
+def test_shifted_state_is_reported(corpus: Path) -> None:
+    from ucp.checks.run import verify
+
+    report = verify(corpus / "megatron" / DAMAGED)
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    assert {finding.parameter for finding in errors if finding.kind == "master"} >= {
+        "decoder.layers.2.input_layernorm.weight",
+        "decoder.final_layernorm.bias",
+    }
+
+
+def test_shifted_state_is_put_right(corpus: Path) -> None:
+    index = open_checkpoint(corpus / "megatron" / DAMAGED, ReadOptions(repair=True))
+    checkpoint = OpenCheckpoint(index)
+    assert [note.id for note in index.notes] == ["optimizer-state-repaired", "optimizer-state-lost"]
+    assert "decoder.final_layernorm.bias 48" in index.notes[1].text
+    assert "input_layernorm" not in index.notes[1].text
+    for name in checkpoint:
+        weight, master = tensor(checkpoint, name, "weight"), tensor(checkpoint, name, "master")
+        assert torch.equal(master.to(weight.dtype), weight), name
+        first, second = tensor(checkpoint, name, "exp_avg"), tensor(checkpoint, name, "exp_avg_sq")
+        # After two steps of Adam: (0.1·(0.9·a + b))² against 0.05·(0.95·a² + b²).
+        assert (first.double() ** 2 <= 0.3706 * second.double() + 1e-30).all(), name

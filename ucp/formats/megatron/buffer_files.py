@@ -8,7 +8,7 @@ from typing import Any, Final
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.files.inert import TensorRef
 from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.buffers import BufferLayout, Resident, lay_out
+from ucp.formats.megatron.buffers import BufferLayout, Resident, bucket_size, lay_out
 from ucp.formats.megatron.holdings import Group, Holder, number_of
 from ucp.formats.megatron.names import EMBEDDING, is_expert
 from ucp.formats.megatron.plain_optimizer import GroupMatcher, groups_of, hyper_of, optimizers_of
@@ -87,16 +87,6 @@ def layout_of(
     dp = arguments.expert_dp if expert else arguments.dp
     size = bucket_size(arguments, sum(entry.ref.numel for entry in of_model)) if pp == 0 and chunk == 0 else None
     return lay_out(residents, size, dp, wide=arguments.flag("ddp_pad_buckets_for_high_nccl_busbw"))
-
-
-def bucket_size(arguments: Arguments, numel: int) -> int | None:
-    """Elements at which a bucket closes; None for one bucket. `numel` counts the parameters of the rank."""
-    if not arguments.flag("overlap_grad_reduce"):
-        return None
-    buckets = arguments.number("ddp_num_buckets", 0)
-    if buckets:
-        return numel // buckets
-    return arguments.number("ddp_bucket_size", max(40_000_000, 1_000_000 * arguments.dp))
 
 
 def _put_states(file: RankFile, table: Mapping[str, Any], mine: Sequence[Entry], layout: BufferLayout) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
+from ucp.formats.megatron.arguments import Arguments
+
 _PARAMETER_ALIGNMENT: Final = 64
 _BUCKET_ALIGNMENT: Final = 128
 _WIDE_BUCKET_ALIGNMENT: Final = 1 << 16
@@ -81,6 +83,16 @@ def lay_out(residents: Sequence[Resident], bucket_size: int | None, dp: int, *, 
     if opened:
         close(at)
     return BufferLayout(tuple(reversed(seats)), tuple(lengths), tuple(padded))
+
+
+def bucket_size(arguments: Arguments, numel: int) -> int | None:
+    """Elements at which a bucket closes; None for one bucket. `numel` counts the parameters of the rank."""
+    if not arguments.flag("overlap_grad_reduce"):
+        return None
+    buckets = arguments.number("ddp_num_buckets", 0)
+    if buckets:
+        return numel // buckets
+    return arguments.number("ddp_bucket_size", max(40_000_000, 1_000_000 * arguments.dp))
 
 
 def _round_up(number: int, divisor: int) -> int:

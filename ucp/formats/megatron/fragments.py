@@ -20,14 +20,15 @@ from ucp.model.rules import SlicePiece
 class LazyFragments(Sequence[Fragment]):
     """Fragments that are made when they are looked at: where a tensor's bytes start is read from the archive."""
 
-    __slots__ = ("_held", "_make")
+    __slots__ = ("_count", "_held", "_make")
 
-    def __init__(self, make: Callable[[], Iterator[Fragment]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[Fragment]], count: int | None = None) -> None:
         self._make = make
+        self._count = count
         self._held: tuple[Fragment, ...] | None = None
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._all()) if self._count is None else self._count
 
     def __iter__(self) -> Iterator[Fragment]:
         return iter(self._all())
@@ -107,7 +108,9 @@ class Slice:
 
 def fragments_of(parts: Sequence[tuple[Slice, Stored]]) -> LazyFragments:
     """The fragments of several ranks' slices, rank by rank."""
-    return LazyFragments(lambda: _make(parts))
+    plain = all(not stored.transposed and all(run.strides is None for run in stored.runs) for _, stored in parts)
+    count = sum(len(stored.runs) for part, stored in parts if prod(part.shape)) if plain else None
+    return LazyFragments(lambda: _make(parts), count)
 
 
 def _make(parts: Sequence[tuple[Slice, Stored]]) -> Iterator[Fragment]:

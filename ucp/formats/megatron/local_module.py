@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.buffers import BufferLayout, Resident, bucket_size, lay_out
 from ucp.formats.megatron.names import EMBEDDING, OUTPUT, expert_of, is_expert, layer_of
 from ucp.formats.megatron.order import Key, order_key
 from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
@@ -36,6 +37,7 @@ class Lodger:
     shape: Shape  # of the slice
     shift: int = 0
     transposed: bool = False
+    repeats: bool = False  # the same slice as that of the first tensor-parallel rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class ModuleTensor:
     numel: int
     lodgers: tuple[Lodger, ...]
     tied: bool = False  # shared between the first and the last stage
+    copy: bool = False  # the last stage's copy of it, which checkpoints of whole tensors leave out
 
     @property
     def is_expert(self) -> bool:
@@ -95,10 +98,12 @@ def _chunk(rank: ModuleRank, chunk: Chunk, model: Mapping[str, Whole], arguments
             pieces = slice_pieces(what.rule, what.shape, degree, number, name)
             shape = _slice_shape(what, pieces, degree)
             owner = EMBEDDING if name == OUTPUT and tied_copy else name
-            lodgers.append(Lodger(owner, pieces, shape, shift, transposed))
+            repeats = number > 0 and what.rule.cut == "replicated"
+            lodgers.append(Lodger(owner, pieces, shape, shift, transposed, repeats))
             shift += prod(shape)
         tied = arguments.tied and arguments.pp > 1 and lodgers[0].name == EMBEDDING and chunk.embedding != chunk.output
-        yield ModuleTensor(chunk.vp, whole[0].dtype, shift, tuple(lodgers), tied)
+        copy = tied_copy and group == [OUTPUT]
+        yield ModuleTensor(chunk.vp, whole[0].dtype, shift, tuple(lodgers), tied, copy)
 
 
 def _is_here(name: str, chunk: Chunk, experts: range) -> bool:
@@ -142,3 +147,29 @@ def _slice_shape(whole: Whole, pieces: Sequence[SlicePiece], degree: int) -> Sha
     dim = whole.rule.dim
     width = sum(piece.box.numel for piece in pieces) * whole.shape[dim] // prod(whole.shape)
     return (*whole.shape[:dim], width, *whole.shape[dim + 1 :])
+
+
+def buffers_of_module(tensors: Sequence[ModuleTensor]) -> list[list[ModuleTensor]]:
+    """The tensors of each gradient buffer: one a chunk and dtype, in order of first appearance."""
+    buffers: dict[tuple[int, DType], list[ModuleTensor]] = {}
+    for tensor in tensors:
+        buffers.setdefault((tensor.chunk, tensor.dtype), []).append(tensor)
+    return [mine for _, mine in sorted(buffers.items(), key=lambda item: item[0][0])]
+
+
+def layout_of_buffer(
+    mine: Sequence[ModuleTensor],
+    tensors: Sequence[ModuleTensor],
+    rank: ModuleRank,
+    arguments: Arguments,
+    *,
+    expert: bool,
+) -> BufferLayout:
+    """Where each tensor of a buffer lies; `tensors` are all of the rank's that its optimizer has."""
+    numel = sum(tensor.numel for tensor in tensors)
+    return lay_out(
+        [Resident(tensor.numel, tensor.tied) for tensor in mine],
+        bucket_size(arguments, numel) if rank.pp == 0 and mine[0].chunk == 0 else None,
+        arguments.expert_dp if expert else arguments.dp,
+        wide=arguments.flag("ddp_pad_buckets_for_high_nccl_busbw"),
+    )

@@ -43,7 +43,7 @@ def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
             hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
         )
     sharded = read_torch_dist(place.root) if place.layout == "torch_dist" else read_zarr(place.root)
-    reader = ShardedReader(place.root, sharded, options.rules)
+    reader = ShardedReader(place.root, sharded, options.rules, repair=options.repair)
     parameters = reader.parameters()
     groups = reader.groups(parameters)
     iteration = reader.common.mapping().get("iteration")

@@ -83,6 +83,7 @@ class Pieces:
 
     dtype: DType
     makers: list[Make] = field(default_factory=list)
+    count: int = 0  # fragments that the makers give
     copies: list[Sequence[Fragment]] = field(default_factory=list)
     _slices: set[tuple[SlicePiece, ...]] = field(default_factory=set)
 
@@ -90,13 +91,20 @@ class Pieces:
         for make in self.makers:
             yield from make()
 
+    def add(self, make: Make, count: int = 1) -> None:
+        self.makers.append(make)
+        self.count += count
+
+    def replace(self, make: Make, count: int) -> None:
+        self.makers, self.count = [make], count
+
     def add_slice(self, pieces: tuple[SlicePiece, ...], fragments: Sequence[Fragment]) -> None:
         """A rank's slice; one that another rank already gave is a copy."""
         if pieces in self._slices:
             self.copies.append(fragments)
         else:
             self._slices.add(pieces)
-            self.makers.append(lambda: iter(fragments))
+            self.add(lambda: iter(fragments), len(fragments))
 
 
 class Unstacked:
@@ -129,7 +137,7 @@ class Unstacked:
 
     def _put(self, name: str, kind: str, tensor: ShardedTensor, shape: Shape, make: Make) -> None:
         self.shapes.setdefault(name, shape)
-        self.pieces.setdefault(name, {}).setdefault(kind, Pieces(tensor.dtype)).makers.append(make)
+        self.pieces.setdefault(name, {}).setdefault(kind, Pieces(tensor.dtype)).add(make)
 
     def _blocks(self, stack: Stack, kind: str, tensor: ShardedTensor) -> None:
         """Blocks of the stack: each is a block of every parameter that it reaches into."""

@@ -9,14 +9,19 @@ from typing import Final
 
 from ucp.errors import InconsistentError
 from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.buffer_files import bucket_size
-from ucp.formats.megatron.buffers import BufferLayout, Resident, Seat, lay_out
+from ucp.formats.megatron.buffers import BufferLayout, Seat
 from ucp.formats.megatron.fragments import Run, Slice, Stored, fragments_of
-from ucp.formats.megatron.local_module import ModuleRank, ModuleTensor, Whole, module_of
+from ucp.formats.megatron.local_module import (
+    ModuleRank,
+    ModuleTensor,
+    Whole,
+    buffers_of_module,
+    layout_of_buffer,
+    module_of,
+)
 from ucp.formats.megatron.sharded import Block, Pieces, ShardedTensor
 from ucp.model.box import Box
 from ucp.model.checkpoint import MASTER
-from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 
 _KEY: Final = re.compile(
@@ -95,25 +100,15 @@ class Buckets:
         buffers: Mapping[int, Mapping[str, Mapping[int, ShardedTensor]]],
         pieces: dict[str, dict[str, Pieces]],
     ) -> None:
-        needed: dict[tuple[int, DType], list[ModuleTensor]] = {}
-        for tensor in tensors:
-            needed.setdefault((tensor.chunk, tensor.dtype), []).append(tensor)
+        needed = buffers_of_module(tensors)
         if len(needed) != len(buffers):
             raise InconsistentError(
                 f"{self._where}: rank group {owner.group} has {len(buffers)} buffers, its parameters need"
                 f" {len(needed)}",
                 hint=_HINT,
             )
-        numel = sum(tensor.numel for tensor in tensors)
-        ordered = sorted(needed.items(), key=lambda item: item[0][0])
-        for number, ((chunk, _), mine) in zip(sorted(buffers), ordered, strict=True):
-            size = bucket_size(self._arguments, numel) if rank.pp == 0 and chunk == 0 else None
-            layout = lay_out(
-                [Resident(tensor.numel, tensor.tied) for tensor in mine],
-                size,
-                self._arguments.expert_dp if owner.chained == 1 else self._arguments.dp,
-                wide=self._arguments.flag("ddp_pad_buckets_for_high_nccl_busbw"),
-            )
+        for number, mine in zip(sorted(buffers), needed, strict=True):
+            layout = layout_of_buffer(mine, tensors, rank, self._arguments, expert=owner.chained == 1)
             for kind, buckets in buffers[number].items():
                 self._check(owner, kind, buckets, layout)
                 for tensor, seat in zip(mine, layout.seats, strict=True):

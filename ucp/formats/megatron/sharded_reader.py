@@ -20,6 +20,7 @@ from ucp.formats.megatron.plain_optimizer import flags_of, groups_of, hyper_of, 
 from ucp.formats.megatron.rankfile import RankFile
 from ucp.formats.megatron.sharded import Pieces, Sharded, Unstacked
 from ucp.formats.megatron.sharded_buffers import Buckets
+from ucp.formats.megatron.shifted_state import treat_shifts
 from ucp.formats.megatron.splits import ORIGIN, rule_of
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Note, Parameter, ParamGroup
@@ -32,7 +33,7 @@ _OPTIMIZER: Final = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp
 class ShardedReader:
     """The parameters, groups and extras of one sharded checkpoint."""
 
-    def __init__(self, root: Path, sharded: Sharded, user: RuleBook | None) -> None:
+    def __init__(self, root: Path, sharded: Sharded, user: RuleBook | None, *, repair: bool = False) -> None:
         self.common = RankFile(root, COMMON)
         self.arguments: Arguments = arguments_of(self.common.mapping().get("args"), str(root / COMMON))
         self.notes: list[Note] = []
@@ -42,20 +43,29 @@ class ShardedReader:
         self._unstacked = Unstacked(sharded, str(root))
         self._rules = {name: self._rule(name) for name in self._unstacked.shapes}
         if self._unstacked.buckets:
-            self._place_buckets()
+            Buckets(self._unstacked.buckets, self.arguments, str(root)).place(self._model(), self._unstacked.pieces)
+        if self._sharding() == "fully_reshardable":
+            self.notes += treat_shifts(root, self._model(), self._unstacked.pieces, self.arguments, repair=repair)
 
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter in the model's order, without step counters."""
         return {name: self._parameter(name) for name in sorted(self._unstacked.shapes, key=order_key)}
 
-    def _place_buckets(self) -> None:
+    def _model(self) -> dict[str, Whole]:
+        """The parameters that the optimizer has, as ranks cut them."""
         unstacked = self._unstacked
-        model = {
+        return {
             name: Whole(shape, self._rules[name][0], unstacked.pieces[name][WEIGHT].dtype)
             for name, shape in unstacked.shapes.items()
             if WEIGHT in unstacked.pieces[name] and not is_buffer(name)
         }
-        Buckets(unstacked.buckets, self.arguments, str(self._root)).place(model, unstacked.pieces)
+
+    def _sharding(self) -> Any:
+        """How the distributed optimizer's state was laid out, where the common part says it."""
+        content = self.common.mapping().get("content_metadata")
+        said = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+        first = next(iter(optimizers_of(self.common.mapping().get("optimizer"))), {})
+        return said or first.get("param_state_sharding_type")
 
     def _rule(self, name: str) -> tuple[Rule, str]:
         shape = self._unstacked.shapes[name]
@@ -140,7 +150,7 @@ def _common_step(common: RankFile, optimizer: Mapping[str, Any]) -> Scalar | Non
 
 
 def _atom(name: str, kind: str, shape: Shape, pieces: Pieces) -> Atom:
-    return Atom(name, kind, shape, pieces.dtype, LazyFragments(pieces.fragments), tuple(pieces.copies))
+    return Atom(name, kind, shape, pieces.dtype, LazyFragments(pieces.fragments, pieces.count), tuple(pieces.copies))
 
 
 def _is_no_float(pieces: Mapping[str, Pieces]) -> bool:
