@@ -15,12 +15,12 @@ SLOW = """
 import sys, time
 from ucp import tunables
 tunables.SLAB_BYTES, tunables.PART_BYTES = 256, 4096
-from ucp.engine import stream
-whole = stream.AtomReader.read
-def dawdle(self, slab, out):
+from ucp.files.local import SourceFiles
+read = SourceFiles.read_into
+def dawdle(self, file, offset, target):
     time.sleep(0.0005)
-    whole(self, slab, out)
-stream.AtomReader.read = dawdle
+    read(self, file, offset, target)
+SourceFiles.read_into = dawdle
 from ucp.cli.main import run
 sys.exit(run(sys.argv[1:]))
 """
