@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parent.parent
+from tests.transcripts import PROJECT, check, python_blocks, run, run_python
+
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 
 
@@ -23,37 +21,15 @@ def example(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path) -> str:
-    """What a command prints, stdout first."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        command, shell=True, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path}
-    )
-    return done.stdout + done.stderr
-
-
-def without_figures(text: str) -> str:
-    """Times and rates differ between runs, sizes and numbers of checks with every key that a release adds."""
-    text = re.sub(r"in [\d.]+ s \([^)]*/s\)", "in … s", text)
-    text = re.sub(r"[\d.]+ [KM]iB", "… KiB", text)
-    return re.sub(r"\d+ checks", "… checks", text).strip()
-
-
 def test_transcripts(example: Path) -> None:
-    blocks = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
-    steps = [step for block in blocks for step in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)]
-    assert len(steps) >= 6
-    for command, shown in steps:
-        said = without_figures(run(command, example))
-        expected, cut, _ = without_figures(shown).partition("\n…")
-        assert said.startswith(expected) if cut else said == expected, f"$ {command}\n{said}"
+    assert check(README, example, as_processes=True) >= 6
 
 
 def test_python(example: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = python_blocks(README)
     assert run("ucp convert checkpoints atoms", example)
     kinds = re.search(r"\.kinds +# (.*)", code)
     assert kinds
-    check = f"\nassert ckpt['blocks.0.attn.proj.weight'].kinds == {kinds[1]}\n"
-    assert run(f"{sys.executable} - <<'EOF'\n{code}{check}EOF\n", example) == ""
+    check_kinds = f"\nassert ckpt['blocks.0.attn.proj.weight'].kinds == {kinds[1]}\n"
+    assert run_python(code + check_kinds, example) == ""
     assert (example / "weights" / "ucp.json").exists()

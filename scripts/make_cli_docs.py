@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Write docs/cli.md: every command's help text and every exit code, taken from the program itself.
+
+* `scripts/make_cli_docs.py` writes it,
+* `scripts/make_cli_docs.py --check` fails if it is not what would be written (a test does the same).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import click
+
+from ucp import errors
+from ucp.cli.main import COMMANDS, cli
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+WIDTH = 100
+
+TOP = """\
+# Commands
+
+This page is made by `scripts/make_cli_docs.py` from the program itself. `ucp COMMAND --help` prints the same.
+
+Data goes to stdout, talk (progress, notes, verdicts) to stderr. `--json` prints one JSON object with a `schema` number.
+The progress bar appears only where stderr is a terminal. Sizes are powers of 1,024: `512M`, `2G`, `1048576`.
+Nothing that lies in a checkpoint is ever executed.
+"""
+
+CODES = """\
+## Exit codes
+
+| code | meaning | in Python |
+| --- | --- | --- |
+| 0 | done; consistent; the same | |
+"""
+
+VARIABLES = """\
+A mistake of yours shows one paragraph and its code. A traceback is a bug of `ucp`: please report it.
+[Troubleshooting](troubleshooting.md) goes through the messages.
+
+| environment variable | effect |
+| --- | --- |
+| `UCP_DEBUG=1` | show the traceback of every failure |
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    with click.Context(cli, info_name="ucp", terminal_width=WIDTH, **cli.context_settings) as ctx:
+        parts = [TOP, _help(ctx)]
+        for name in COMMANDS:
+            command = cli.get_command(ctx, name)
+            assert command is not None
+            parts.append(f"## `ucp {name}`\n\n{_help(click.Context(command, parent=ctx, info_name=name))}")
+    return "\n".join([*parts, CODES + _codes(), VARIABLES])
+
+
+def _help(ctx: click.Context) -> str:
+    text = "\n".join(line.rstrip() for line in ctx.get_help().splitlines())
+    return f"```text\n{text}\n```\n"
+
+
+def _codes() -> str:
+    classes = sorted(errors.UcpError.__subclasses__(), key=lambda each: each.exit_code)
+    rows = [f"| {each.exit_code} | {_first_line(each)} | `ucp.errors.{each.__name__}` |" for each in classes]
+    return "\n".join([*rows, f"| {errors.INTERRUPTED_EXIT_CODE} | Interrupted with Ctrl-C. | |", ""])
+
+
+def _first_line(each: type) -> str:
+    return (each.__doc__ or "").splitlines()[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is stale")
+    if not parser.parse_args().check:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print(f"{PAGE.name} is stale: run scripts/make_cli_docs.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
