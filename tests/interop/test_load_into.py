@@ -287,6 +287,19 @@ def test_what_fails_on_one_rank_fails_on_all(worlds: Worlds, saved: Saved, tmp_p
     assert all(result["unchanged"] for result in results)
 
 
+def test_gradients_that_are_half_accumulated_are_not_mixed_in(worlds: Worlds, saved: Saved, tmp_path: Path) -> None:
+    spec = replace(Spec(zero=1), gas=2)
+    results = worlds.run(
+        2,
+        RANKS + "load_fails",
+        tmp_path / "run",
+        spec=asdict(spec),
+        path=saved(Spec(zero=1), 2) / "saved",
+        halfway=True,
+    )
+    assert all("gradients are half accumulated" in result["text"] for result in results)
+
+
 def test_lenient_loads_leave_the_rest_and_say_so(worlds: Worlds, saved: Saved, tmp_path: Path) -> None:
     source = saved(Spec(zero=1), 2)
     deeper = replace(Spec(zero=2), layers=3, seed=5)

@@ -82,14 +82,21 @@ def native(out: Path, rank: int, *, spec: dict[str, Any], path: str) -> dict[str
 
 
 def load_fails(
-    _: Path, rank: int, *, spec: dict[str, Any], path: str, elsewhere: str | None = None, **options: Any
+    _: Path, rank: int, *, spec: dict[str, Any], path: str, elsewhere: str | None = None, halfway: bool = False
 ) -> dict[str, Any]:
-    """Load what does not fit: the error on this rank, and is the engine as it was? Rank 1 may look elsewhere."""
+    """Load what does not fit: the error on this rank, and is the engine as it was? Rank 1 may look elsewhere.
+
+    With `halfway`, the engine has taken one micro-step of a step.
+    """
     made = spec_of(spec)
     engine, _ = build(made, dist.get_world_size(), rank, universal=False)
+    if halfway:
+        tokens, targets = gpt.global_batch(made, 0)
+        engine.backward(engine(tokens[:2], targets[:2]))
+        engine.step()
     before = export_state(engine)
     try:
-        ucp.load_into(engine, elsewhere if elsewhere and rank == 1 else path, **options)
+        ucp.load_into(engine, elsewhere if elsewhere and rank == 1 else path)
     except UcpError as error:
         after = export_state(engine)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)

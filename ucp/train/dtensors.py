@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucp.errors import UsageError
 from ucp.model.box import Box, Shape
-
-if TYPE_CHECKING:
-    import torch
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -74,11 +71,6 @@ def _check_strided(
             )
         if any(j < i and placements[j].dim == placements[i].dim for j in plain):
             raise UsageError(f"parameter {name}: DTensor placements {_told(placements)} are not supported")
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's memory of a tensor or DTensor."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _kind(placement: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ucp.errors import InconsistentError, UcpError
+from ucp.errors import InconsistentError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.rules import RuleBook
@@ -16,8 +16,9 @@ from ucp.train.cutting import Cutter
 from ucp.train.describe import describe
 from ucp.train.extras import TrainingState, apply_training_state, find_training_state
 from ucp.train.filling import CountingFiles, Filler
+from ucp.train.grouping import match_groups
 from ucp.train.live import LiveJob
-from ucp.train.matching import LoadPlan, Matcher, match_groups, unexpected
+from ucp.train.matching import LoadPlan, Matcher, unexpected
 from ucp.train.rulebooks import rule_book
 from ucp.train.talk import agree, gather, world
 
@@ -90,6 +91,7 @@ class _Loader:
     ) -> None:
         self.strict = strict
         self.job: LiveJob = describe(model, optimizer)
+        _check_between_steps(self.job)
         self.source: Checkpoint = open_checkpoint(path, ReadOptions(tag, book))
         self.files = CountingFiles(self.source.root)
         self.cutter = Cutter(self.job.mesh.tp, self.job.rank.tp, book)
@@ -158,6 +160,17 @@ class _Loader:
         notes = [f"{count} tensors were cast from {old} to {new}" for (old, new), count in self.plan.casts.items()]
         notes.extend(f"{name}: padding rows of the vocabulary are zero" for name in sorted(self.plan.padded))
         return [*notes, *(note.text for note in self.source.notes)]
+
+
+def _check_between_steps(job: LiveJob) -> None:
+    """Gradients that are half accumulated belong to the old state, and nothing restores how far they were."""
+    engine = job.engine
+    if engine is not None and engine.micro_steps % engine.gradient_accumulation_steps():
+        raise UsageError(
+            f"the engine has taken {engine.micro_steps} micro-steps, {engine.gradient_accumulation_steps()} of which"
+            " make a step: gradients are half accumulated",
+            hint="load between two optimizer steps",
+        )
 
 
 def _half_done(error: Exception) -> Exception:

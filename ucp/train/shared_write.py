@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from ucp import tunables
-from ucp.engine.reading import is_flat
+from ucp.engine.flat import is_flat
 from ucp.engine.staging import digest_range
 from ucp.engine.stream import Written
 from ucp.errors import InconsistentError, StorageError
