@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from ucp.version import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
-    from ucp.api import OpenCheckpoint, convert, diff, verify
+    from ucp.api import OpenCheckpoint, convert, diff, report, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
     from ucp.train.saving import SaveHandle, save
@@ -21,6 +23,7 @@ __all__ = [
     "diff",
     "load_into",
     "open",
+    "report",
     "save",
     "verify",
 ]

@@ -9,8 +9,8 @@ from importlib import import_module
 
 import click
 
-import ucp
 from ucp.errors import INTERRUPTED_EXIT_CODE, UcpError, UsageError
+from ucp.version import VERSION
 
 # Commands are imported when they are called, so that `ucp --help` is instant.
 COMMANDS = {
@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "Turn a checkpoint into another format or layout, in one pass and constant memory.",
     "verify": "Say whether the shards of a checkpoint are consistent, and if not, which rank and parameter.",
     "diff": "Say whether two checkpoints are the same, whatever their formats, and if not, by how much they differ.",
+    "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",
 }
 
 
@@ -45,7 +46,7 @@ class _Commands(click.Group):
     epilog="Exit codes: 0 ok · 1 inconsistent · 2 usage · 3 not understood · 4 integrity · 5 I/O or space"
     " · 6 refused as unsafe · 130 interrupted. UCP_DEBUG=1 shows tracebacks.",
 )
-@click.version_option(ucp.__version__, prog_name="ucp")
+@click.version_option(VERSION, prog_name="ucp")
 def cli() -> None:
     """The universal checkpoint converter for DeepSpeed and Megatron.
 

@@ -7,10 +7,10 @@ from pathlib import PurePath
 from typing import Any, Final
 from urllib.parse import quote
 
-from ucp import __version__
 from ucp.checks.findings import Finding
 from ucp.checks.registry import BY_ID, CHECKS, Check
 from ucp.checks.report import Report
+from ucp.version import VERSION
 
 _SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"
 _SUPPRESSED: Final = {"allowed": "allowed by --allow", "baseline": "known from the baseline"}
@@ -19,7 +19,7 @@ _SUPPRESSED: Final = {"allowed": "allowed by --allow", "baseline": "known from t
 def render(report: Report) -> str:
     """One run with a rule a check. Excused findings are there as suppressed results."""
     run = {
-        "tool": {"driver": {"name": "ucp verify", "semanticVersion": __version__, "rules": [_rule(c) for c in CHECKS]}},
+        "tool": {"driver": {"name": "ucp verify", "semanticVersion": VERSION, "rules": [_rule(c) for c in CHECKS]}},
         "invocations": [
             {"executionSuccessful": True, "exitCode": report.exit_code, "properties": {"level": report.level.title}}
         ],

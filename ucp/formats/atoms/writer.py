@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import ucp
 from ucp import tunables
 from ucp.errors import NotUnderstoodError
 from ucp.formats.atoms import extras, manifest
@@ -17,6 +16,7 @@ from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import Atom, Checkpoint, Note, Parameter
 from ucp.model.rule_json import rule_to_json
 from ucp.model.target import Digests, Literal, OutputFile, Target
+from ucp.version import VERSION
 
 FOLDER = "atoms"
 
@@ -94,7 +94,7 @@ class Writer:
         content: dict[str, Any] = {
             "format": manifest.FORMAT,
             "version": manifest.VERSION,
-            "made_by": f"ucp {ucp.__version__}",
+            "made_by": f"ucp {VERSION}",
             "source": {
                 "format": source.format,
                 "framework": source.framework,
