@@ -24,6 +24,7 @@ from ucp.model.dtypes import DType
 _DATA_FILE: Final = re.compile(r"__(\d+)_\d+\.distcp")
 _DAMAGED: Final = "the file was changed or copied incompletely; restore the folder and try again"
 _LONGEST_HEAD: Final = 4096
+_SMALL: Final = 4096  # bytes of an object's archive that are worth remembering
 
 
 class Archives:
@@ -81,15 +82,18 @@ class ArchiveBlock:
 
 def read_torch_dist(root: Path) -> Sharded:
     """What `.metadata` says, checked against the files that are there."""
-    return _Metadata(root).read()
+    with SourceFiles(root) as files:
+        return _Metadata(root, files).read()
 
 
 class _Metadata:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: SourceFiles) -> None:
         self._root = root
         self._file = root / INDEX
         self._sizes: dict[str, int] = {}
         self._archives = Archives(root)
+        self._files = files
+        self._objects: dict[bytes, Any] = {}  # linear layers all keep the same little: each is read once
 
     def read(self) -> Sharded:
         tree = self._tree()
@@ -189,9 +193,15 @@ class _Metadata:
         if place is None:
             raise self._damaged(f"it does not say where {key} lies")
         file, start, stop = place
+        data = self._files.read(file, start, stop - start) if stop - start <= _SMALL else b""
+        if data and data in self._objects:
+            return self._objects[data]
         archive = TorchFile(self._root / file, start, stop)
         value = carried_tree(file, archive, archive.tree, key)
-        return value[0] if isinstance(value, list) and len(value) == 1 else value
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if data and not any("/data/" in name for name in archive.entries):
+            self._objects[data] = value
+        return value
 
     def _shape(self, key: str, lengths: Any) -> Shape:
         if (

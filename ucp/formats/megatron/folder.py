@@ -19,6 +19,7 @@ INDEX: Final = ".metadata"
 MODEL_FILE: Final = "model_optim_rng.pt"
 OPTIMIZER_FILE: Final = "distrib_optim.pt"
 RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_ITERATION: Final = re.compile(r"iter_(\d{7,})")
 _LARGEST_TRACKER: Final = 64
 _LARGEST_METADATA: Final = 1 << 20
 
@@ -30,19 +31,34 @@ class Place:
     root: Path
     layout: Layout
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the file that sharded saves write last is there."""
+        return self.layout == "torch" or (self.root / METADATA).is_file()
+
 
 def find(path: Path, tag: str | None) -> Place | None:
-    """The checkpoint at `path`, or the one of iteration `tag` (else of the tracker file) below it; None for others."""
+    """The checkpoint at `path`, or one below it; None where there is none.
+
+    Below it, `tag` names the iteration, else the tracker file does, else the newest finished one counts.
+    """
     if not path.is_dir():
         return None
     if tag is not None:
         named = path / (f"iter_{int(tag):07d}" if tag.isdecimal() else tag)
         return _direct(named)
     found = _direct(path)
-    if found is not None or not (path / TRACKER).is_file():
+    if found is not None:
         return found
-    name = tracked(path)
-    return _direct(path / name) if name is not None else None
+    if (path / TRACKER).is_file():
+        name = tracked(path)
+        return _direct(path / name) if name is not None else None
+    saves = sorted(
+        ((int(match[1]), child) for child in path.glob("iter_*") if (match := _ITERATION.fullmatch(child.name))),
+        reverse=True,
+    )
+    places = (_direct(save) for _, save in saves)
+    return next((place for place in places if place is not None and place.is_finished), None)
 
 
 def must_find(path: Path, tag: str | None) -> Place:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.errors import InconsistentError
+from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.megatron.arguments import Arguments, arguments_of
 from ucp.formats.megatron.buffer_files import read_buffers
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, model_files
@@ -85,7 +85,7 @@ def _check_same_save(opened: Mapping[tuple[int, ...], RankFile], arguments: Argu
     first, *others = opened.values()
     version = first.mapping().get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < _OLDEST:
-        raise InconsistentError(
+        raise NotUnderstoodError(
             f"{first.name}: is of checkpoint version {version}, from before 2021",
             hint="load and save it again with a Megatron of 2021 or later",
         )

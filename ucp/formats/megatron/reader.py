@@ -12,7 +12,7 @@ from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.assemble import Assembly
 from ucp.formats.megatron.carried import carried_tree, without_states
 from ucp.formats.megatron.distributed import read_torch_dist
-from ucp.formats.megatron.folder import METADATA, Place, find, must_find
+from ucp.formats.megatron.folder import METADATA, TRACKER, Place, find, must_find, tracked
 from ucp.formats.megatron.legacy import read_legacy
 from ucp.formats.megatron.order import order_key
 from ucp.formats.megatron.sharded_reader import ShardedReader
@@ -23,21 +23,30 @@ from ucp.model.layout import Mesh
 
 
 def recognises(path: Path) -> bool:
-    """An iteration folder of any of Megatron's layouts, or a save folder whose tracker names one."""
-    return find(path, None) is not None
+    """An iteration folder of any of Megatron's layouts, or a save folder with one, even if its tracker names none."""
+    if find(path, None) is not None:
+        return True
+    name = tracked(path) if (path / TRACKER).is_file() else None
+    return name is not None and not (path / name).exists()
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint: names, shapes and places of all states; no tensor is loaded."""
     place = must_find(path, options.tag)
-    with SourceFiles(place.root) as files:
-        if place.layout == "torch":
-            return _read_legacy(place, options, files)
-        return _read_sharded(place, options)
+    if place.layout == "torch":
+        with SourceFiles(place.root) as files:
+            checkpoint = _read_legacy(place, options, files)
+    else:
+        checkpoint = _read_sharded(place, options)
+    if place.root != path and options.tag is None and not (path / TRACKER).is_file():
+        checkpoint.notes.append(
+            Note("step-folder", f"{place.root.name} is read, the newest finished save in {path} (no {TRACKER})")
+        )
+    return checkpoint
 
 
 def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
-    if not (place.root / METADATA).is_file():
+    if not place.is_finished:
         raise InconsistentError(
             f"{place.root}: has no {METADATA}: the save was not finished",
             hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",

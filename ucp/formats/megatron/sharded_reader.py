@@ -116,7 +116,8 @@ class ShardedReader:
             for group in groups_of(optimizer):
                 wanted = said_of(group)
                 mine = [p for p in left if flags_of(p.name, len(p.shape), self.arguments) == wanted]
-                left = [p for p in left if p not in mine]
+                taken = {p.name for p in mine}
+                left = [p for p in left if p.name not in taken]
                 counted = group.get(STEP)
                 put_steps(mine, number_of(COMMON, counted) if isinstance(counted, (int, float)) else step)
                 yield ParamGroup(hyper_of(group), [p.name for p in mine])
