@@ -95,6 +95,7 @@ WRITERS: dict[str, str] = {
     "deepspeed-universal": "ucp.formats.deepspeed.universal_writer",
     "safetensors": "ucp.formats.huggingface.writer",
     "dcp": "ucp.formats.dcp.writer",
+    "megatron": "ucp.formats.megatron.writer",
 }
 
 

@@ -1,0 +1,211 @@
+"""The legacy layout as ucp writes it is what Megatron itself wrote for the same training state and the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+import ucp.api
+from ucp.errors import UsageError
+from ucp.files.inert import TensorRef
+from ucp.files.torchzip import TorchFile
+from ucp.formats.registry import ReadOptions, open_checkpoint
+
+VOCABULARY = 122
+PADDED = ("word_embeddings.weight", "output_layer.weight")
+
+# (source, the variant that Megatron wrote, options)
+JOURNEYS: list[tuple[str, str, dict[str, Any]]] = [
+    ("gpt_tp1_pp1_torch", "gpt_tp2_pp2_torch", {"tp": 2, "pp": 2}),
+    ("gpt_tp2_pp2_torch", "gpt_tp1_pp1_torch", {"tp": 1, "pp": 1}),
+    ("gpt_tp1_pp2_vpp2_torch", "gpt_tp2_pp2_torch", {"tp": 2, "pp": 2, "stages": (0, 2)}),
+    ("gpt_tp2_pp2_torchdist", "gpt_tp1_pp1_torch", {"tp": 1, "pp": 1}),
+    ("gpt_tp1_pp1_torchdist", "gpt_tp2_pp2_torch", {"tp": 2, "pp": 2}),
+    ("gptfp16_tp1_torchdist", "gptfp16_tp1_torch", {}),
+    ("llama_tp2_pp2_torchdist", "llama_tp2_pp2_torch", {}),
+    ("llama_tp1_pp1_torchdist", "llama_tp2_pp2_torch", {"tp": 2, "pp": 2}),
+    ("qwen_tp1_pp1_torchdist", "qwen_tp1_pp1_torch", {}),
+    ("moe_ep2_torchdist", "moe_tp2_ep2_etp2_torch", {"tp": 2, "ep": 2}),
+    ("moegg_ep2_torchdist", "moegg_ep2_torch", {}),
+    ("moegg_ep2_torchdist", "moegg_ep1_torch", {"ep": 1, "only": "weights"}),
+    ("moe_tp2_ep2_etp2_torch", "moe_ep1_torch", {"tp": 1, "ep": 1, "only": "weights"}),
+    ("mla_tp2_ep2_torchdist", "mla_tp1_torch", {"tp": 1, "ep": 1, "only": "weights"}),
+]
+
+
+def files_of(root: Path) -> dict[str, TorchFile]:
+    return {str(file.relative_to(root)): TorchFile(file) for file in sorted(root.glob("iter_*/mp_rank_*/*.pt"))}
+
+
+def tensors(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every leaf below model and optimizer, with its path."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from tensors(value, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from tensors(value, (*path, number))
+    else:
+        yield path, tree
+
+
+def payload(file: TorchFile, ref: TensorRef) -> bytes:
+    assert ref.is_contiguous
+    with file.path.open("rb") as handle:
+        handle.seek(file.position(ref))
+        return handle.read(ref.numel * ref.dtype.itemsize)
+
+
+def numbered(tree: Any) -> list[list[str]]:
+    """The names behind the numbers of each chained optimizer: matrices first, then vectors, in the model's order."""
+    named = [(name, ref) for part in ("model", "model0", "model1") for name, ref in tree.get(part, {}).items() if ref]
+    lists = [[(n, r) for n, r in named if (".mlp.experts." in n) == experts] for experts in (False, True)]
+    if not isinstance(tree.get("optimizer"), list):
+        lists = [named]
+    return [sorted([n for n, _ in part], key=lambda n: len(dict(part)[n].shape) < 2) for part in lists]
+
+
+def is_vocabulary(section: str, path: tuple[Any, ...], order: list[list[str]]) -> bool:
+    if section != "optimizer":
+        return bool(path) and str(path[-1]).endswith(PADDED)
+    chain, rest = (path[0], path[1:]) if type(path[0]) is int else (0, path)
+    if "state" in rest:
+        return order[chain][rest[rest.index("state") + 1]].endswith(PADDED)
+    return bool(rest[:2] == ("fp32_from_fp16_params", 0)) and order[chain][rest[2]].endswith(PADDED)
+
+
+def check_same(made: TorchFile, real: TorchFile, tp: int) -> int:
+    """Compare the model and the optimizer of two rank files; gives the number of tensors compared."""
+    count = 0
+    order = numbered(real.tree)
+    for section in ("model", "model0", "model1", "optimizer", "opt_param_scheduler", "iteration", "checkpoint_version"):
+        ours, theirs = made.tree.get(section), real.tree.get(section)
+        if section.startswith("model") and theirs is not None:
+            assert list(ours) == list(theirs), section
+        mine, other = list(tensors(ours)), list(tensors(theirs))
+        assert [path for path, _ in mine] == [path for path, _ in other], section
+        for (path, a), (_, b) in zip(mine, other, strict=True):
+            if not isinstance(b, TensorRef):
+                assert a == b, (section, path)
+                continue
+            assert (a.dtype, a.shape, a.attributes) == (b.dtype, b.shape, b.attributes), (section, path)
+            rows = b.shape[0] if b.shape else 1
+            nbytes = b.numel * b.dtype.itemsize
+            if is_vocabulary(section, path, order):
+                nbytes = nbytes // rows * min(max(VOCABULARY - tp * rows, 0), rows)
+            assert payload(made, a)[:nbytes] == payload(real, b)[:nbytes], (section, path)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("source, expected, options", JOURNEYS, ids=[f"{a}-{b}" for a, b, _ in JOURNEYS])
+def test_it_is_what_megatron_writes(
+    corpus: Path, tmp_path: Path, source: str, expected: str, options: dict[str, Any]
+) -> None:
+    root = corpus / "megatron"
+    ucp.api.convert(root / source, tmp_path / "out", to="megatron", **options)
+    made, real = files_of(tmp_path / "out"), files_of(root / expected)
+    assert list(made) == list(real)
+    for name, file in made.items():
+        tp = int(Path(name).parent.name.split("_")[2])
+        assert check_same(file, real[name], tp) > 10
+        ours, theirs = file.tree["args"].state, real[name].tree["args"].state
+        for field in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "padded_vocab_size",
+            "num_layers",
+            "use_distributed_optimizer",
+        ):
+            assert ours.get(field) == theirs.get(field), field
+        assert len(file.tree["rng_state"]) == len(real[name].tree["rng_state"])
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+@pytest.mark.parametrize("source", ["gpt_tp1_pp1_torch", "gpt_tp2_pp2_torchdist"])
+def test_virtual_pipelines_are_copied_from_another_checkpoint(corpus: Path, tmp_path: Path, source: str) -> None:
+    expected = corpus / "megatron/gpt_tp1_pp2_vpp2_torch"
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="megatron", like=expected)
+    made, real = files_of(tmp_path / "out"), files_of(expected)
+    assert list(made) == list(real)
+    for name, file in made.items():
+        assert list(file.tree)[:5] == ["args", "checkpoint_version", "iteration", "model0", "model1"]
+        assert check_same(file, real[name], 0) > 20
+
+
+# source → the options that take it elsewhere
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "gpt_dp2_do_buckets_torch": {"tp": 2, "pp": 2, "dp": 1},
+    "gpt_tp2_dp2_do_torch": {"tp": 4, "pp": 4},
+    "gptfp32_tp1_torch": {"tp": 2, "pp": 2},
+    "llama_tp2_dp2_do_dpresh_torchdist": {"tp": 1, "pp": 4},
+    "llama_tp2_dp2_do_full_torchdist": {"tp": 4, "pp": 2, "stages": (0, 3)},
+    "llama_tp1_dp1_do_torch": {"tp": 2},
+    "mla_tp2_ep2_torchdist": {"tp": 1, "pp": 3, "ep": 1},
+    "moe_ep2_dp2_do_torch": {"tp": 2, "ep": 4},
+    "moe_ep2_dp2_do_dpresh_torchdist": {"ep": 1, "pp": 2},
+    "moegg_ep2_torch": {"ep": 4, "tp": 2},
+    "old_gpt_tp1_zarr": {"tp": 2},
+    "old_gpt_tp2_dp2_do_flat_torchdist": {"tp": 1, "pp": 2},
+    "old_premcore_tp1_torch": {"tp": 2, "pp": 2},
+    "qwen_tp1_pp1_torch": {"tp": 2},
+}
+
+
+@pytest.mark.parametrize("source", ELSEWHERE)
+def test_what_is_written_reads_as_the_same_atoms(corpus: Path, tmp_path: Path, source: str) -> None:
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="megatron", **ELSEWHERE[source])
+    check_same_atoms(corpus / "megatron" / source, tmp_path / "out")
+    made = open_checkpoint(tmp_path / "out", ReadOptions())
+    for degree, value in ELSEWHERE[source].items():
+        if degree != "stages":
+            assert getattr(made.mesh, degree) == value
+    assert made.mesh.zero == 0
+
+
+def check_same_atoms(source: Path, made: Path) -> None:
+    """Every state of every parameter, bit for bit. Masters of single-precision runs are the weights themselves."""
+    a, b = ucp.open(source), ucp.open(made)
+    assert list(a.parameters) == list(b.parameters)
+    single = open_checkpoint(source, ReadOptions()).details["dtype"] == "float32"
+    for name in a.parameters:
+        kinds = [kind for kind in a[name].kinds if kind != "master" or not single]
+        assert sorted(kinds) == sorted(b[name].kinds), name
+        for kind in kinds:
+            ours, theirs = b[name].read(kind), a[name].read(kind)
+            assert ours.dtype == theirs.dtype, (name, kind)
+            assert ours.shape == theirs.shape, (name, kind)
+            assert ours.tobytes() == theirs.tobytes(), (name, kind)
+
+
+@pytest.mark.parametrize(
+    "source, options, said",
+    [
+        ("gpt_tp1_pp1_torch", {"tp": 5}, "do not divide over tp=5"),
+        ("gpt_tp1_pp1_torch", {"pp": 3}, "4 layers do not divide over 3 stages"),
+        ("gpt_tp1_pp1_torch", {"ep": 2}, "the model has no experts"),
+        ("gpt_tp1_pp1_torch", {"zero": 1}, "the distributed optimizer is not written"),
+        ("gpt_tp1_pp1_torch", {"dtype": "float16"}, "as float16 for Megatron is not supported"),
+        ("gpt_tp1_pp1_torch", {"vocab_size": 100}, "a vocabulary of 122 does not fit a size of 100"),
+        ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (1, 2)}, "do not deal 4 layers to pp=2"),
+        ("moe_ep1_torch", {"ep": 3}, "4 experts do not divide over ep=3"),
+        ("moe_ep1_torch", {"ep": 2, "dp": 3}, "ep=2 does not divide dp=3"),
+    ],
+)
+def test_impossible_jobs_are_refused(
+    corpus: Path, tmp_path: Path, source: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="megatron", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_frameworks_are_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="carries no arguments of a Megatron job"):
+        ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="megatron")

@@ -1,0 +1,176 @@
+"""The job that the target is for: the source's arguments with the parallel layout that the options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ucp.errors import UsageError
+from ucp.files.inert import Inert
+from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.emit.carried import Carried
+from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
+from ucp.formats.registry import WriteOptions
+from ucp.model.checkpoint import Checkpoint, Note
+from ucp.model.layout import Mesh
+
+# How layers are dealt to stages. Where the number of stages changes, none of it holds any more.
+_PIPELINE: Final = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+_PHANTOMS: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_FORMATS: Final = ("megatron", "torch-dist")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The target's layout: `arguments` are those of the job that is to load it."""
+
+    mesh: Mesh
+    arguments: Arguments
+    chunks: tuple[Chunk, ...]
+    notes: tuple[Note, ...]
+
+    def args(self, stored: Inert, rank: int) -> Inert:
+        """The namespace for the file of global rank `rank`; everything that is not about the layout is the source's."""
+        made = object.__new__(type(stored))
+        made.called = stored.called
+        made.args, made.kwargs = stored.args, stored.kwargs
+        made.state = {**self.arguments.fields, **_ranked(self.arguments.fields, rank)}
+        return made
+
+
+def _ranked(fields: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    return {name: rank for name in ("rank", "local_rank") if name in fields}
+
+
+def job_for(source: Checkpoint, carried: Carried, options: WriteOptions, *, zero: int) -> Job:
+    """The job that the options ask for; refuses what no Megatron job can be."""
+    like = options.like
+    if like is not None and like.format not in _FORMATS:
+        raise UsageError(f"--like {like.root}: is {like.format}, not a checkpoint of Megatron's")
+    if options.dtype is not None and options.dtype.name != source.details.get("dtype"):
+        raise UsageError(
+            f"the model's weights are {source.details.get('dtype')}: writing them as {options.dtype} for Megatron is"
+            " not supported",
+            hint="leave --dtype out",
+        )
+    base = like.mesh if like is not None else source.mesh
+    pattern = Carried(like).arguments if like is not None else carried.arguments
+    mesh = _mesh(base, options, zero)
+    _check_experts(mesh, carried.arguments)
+    notes: list[Note] = []
+    fields = _fields(carried.arguments, pattern, mesh, options, notes)
+    arguments = Arguments(fields)
+    layers = arguments.layers or 0
+    if fields.get("pipeline_model_parallel_layout") is None and not _is_dealt(arguments, layers):
+        raise UsageError(
+            f"{layers} layers do not divide over {mesh.pp} stages of {arguments.vpp} chunks",
+            hint="choose another --pp, or name the first layer of every stage",
+        )
+    return Job(mesh, arguments, tuple(chunks_of_job(arguments)), tuple(notes))
+
+
+def _mesh(base: Mesh, options: WriteOptions, zero: int) -> Mesh:
+    def choose(asked: int | None, kept: int) -> int:
+        return kept if asked is None else asked
+
+    tp, pp, ep = choose(options.tp, base.tp), choose(options.pp, base.pp), choose(options.ep, base.ep)
+    dp = options.dp if options.dp is not None else -(-base.dp // ep) * ep  # expert ranks are data-parallel ranks
+    mesh = Mesh(tp, pp, dp, ep, zero)
+    if min(tp, pp, dp, ep) < 1:
+        raise UsageError(f"no such job: {mesh}")
+    if dp % ep:
+        raise UsageError(f"ep={ep} does not divide dp={dp}: expert-parallel ranks are data-parallel ranks")
+    return mesh
+
+
+def _check_experts(mesh: Mesh, arguments: Arguments) -> None:
+    experts = arguments.number("num_experts", 0)
+    if mesh.ep > 1 and not experts:
+        raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
+    if experts % mesh.ep:
+        raise UsageError(f"{experts} experts do not divide over ep={mesh.ep}")
+
+
+def _fields(
+    stored: Arguments, pattern: Arguments, mesh: Mesh, options: WriteOptions, notes: list[Note]
+) -> dict[str, Any]:
+    fields = dict(stored.fields)
+    etp = mesh.tp if stored.etp == stored.tp else stored.etp
+    if mesh.tp % etp:
+        raise UsageError(f"experts are cut over {etp} ranks, which does not divide tp={mesh.tp}")
+    fields.update(
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=etp,
+        context_parallel_size=1,
+        world_size=mesh.world,
+        use_distributed_optimizer=bool(mesh.zero),
+    )
+    known = {
+        "data_parallel_size": mesh.dp,
+        "transformer_pipeline_model_parallel_size": mesh.pp,
+        "inprocess_active_world_size": mesh.world,
+        "use_legacy_models": False,
+        "use_mcore_models": True,
+    }
+    fields.update({name: value for name, value in known.items() if name in fields})
+    if not mesh.zero:
+        fields.update({name: False for name in ("overlap_param_gather",) if name in fields})
+    _deal_layers(fields, stored, pattern, mesh, options, notes)
+    return fields
+
+
+def _deal_layers(
+    fields: dict[str, Any],
+    stored: Arguments,
+    pattern: Arguments,
+    mesh: Mesh,
+    options: WriteOptions,
+    notes: list[Note],
+) -> None:
+    """Keep the way in which layers are dealt to stages where it still holds, else deal them evenly."""
+    if options.first_layers is None and mesh.pp == pattern.pp:
+        for name in (*_PIPELINE, *_PHANTOMS):
+            if name in pattern.fields:
+                fields[name] = pattern.fields[name]
+        layout = fields.get("pipeline_model_parallel_layout")
+        if layout is None or isinstance(layout, str):
+            return
+        notes.append(Note("stages-even", "the job's own pipeline layout cannot be read: layers are dealt evenly"))
+    elif stored.vpp > 1:
+        notes.append(Note("stages-even", f"written with one model chunk a stage; the source had {stored.vpp}"))
+    for name in _PIPELINE:
+        if name in fields:
+            fields[name] = None
+    for name in _PHANTOMS:
+        if name in fields:
+            fields[name] = False
+    if options.first_layers is not None:
+        fields["pipeline_model_parallel_layout"] = _spelled(options.first_layers, stored.layers or 0, mesh.pp)
+
+
+def _spelled(first_layers: tuple[int, ...], layers: int, pp: int) -> str:
+    """The stages in Megatron's own notation."""
+    stops = (*first_layers[1:], layers)
+    counts = [stop - start for start, stop in zip(first_layers, stops, strict=True)]
+    if len(first_layers) != pp or first_layers[:1] != (0,) or min(counts) < 0:
+        raise UsageError(
+            f"stages that start at layers {list(first_layers)} do not deal {layers} layers to pp={pp}",
+            hint="name the first layer of every stage, starting with 0",
+        )
+    return "E" + "|".join("t" * count for count in counts) + "L"
+
+
+def _is_dealt(arguments: Arguments, layers: int) -> bool:
+    uneven = any(arguments.number(name, 0) for name in _PIPELINE[3:5])
+    phantoms = sum(arguments.flag(name) for name in _PHANTOMS)
+    return uneven or (layers + phantoms) % (arguments.pp * arguments.vpp) == 0

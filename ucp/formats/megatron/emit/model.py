@@ -1,0 +1,225 @@
+"""The model as the target cuts it: the tensors of each rank's module, and the atoms that fill them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final
+
+from ucp.errors import UsageError
+from ucp.files.torchzip_writer import Fill, NewTensor, new_tensor
+from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.emit.job import Job
+from ucp.formats.megatron.local_module import Lodger, ModuleRank, ModuleTensor, Whole, module_of
+from ucp.formats.megatron.names import OUTPUT, expert_of, is_expert, with_expert_after, with_layer_after
+from ucp.formats.registry import WriteOptions
+from ucp.model.box import Box, Shape
+from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
+from ucp.model.dtypes import FLOAT32, parse_dtype
+from ucp.model.region import Region
+from ucp.model.rules import REPLICATED, Rule
+
+_KNOWN: Final = re.compile(r"^(?:embedding|decoder|output_layer)\.")
+_UNCUT: Final = ("one tensor-parallel rank", "not cut in the checkpoint")  # origins of rules that nobody gave
+_FUSED_MLP: Final = (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1")
+_FUSED_ATTENTION: Final = (
+    (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
+)
+_FUSED_LATENT: Final = (
+    (re.compile(r"\.q_layernorm\.(weight|bias)$"), r".linear_q_up_proj.layer_norm_\1"),
+    (re.compile(r"\.kv_layernorm\.(weight|bias)$"), r".linear_kv_up_proj.layer_norm_\1"),
+)
+_GROUPED_EXPERT: Final = re.compile(r"\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A tensor of a rank's module under its name there."""
+
+    name: str
+    tensor: ModuleTensor
+    shape: Shape
+    parameter: Parameter  # the first that lies in it
+
+    @property
+    def is_trained(self) -> bool:
+        return self.parameter.role == "trained"
+
+
+class Model:
+    """The source's parameters, cut for a job."""
+
+    def __init__(self, source: Checkpoint, job: Job, options: WriteOptions) -> None:
+        self.source = source
+        self.job = job
+        self.lost_padding: set[str] = set()  # vocabularies that got rows which the source has not
+        self._options = options
+        self._atoms: dict[tuple[str, str], Atom | None] = {}
+        _check(source, job.arguments)
+        self.wholes = {p.name: self._whole(p) for p in source.parameters.values() if p.atoms}
+        self._moe_layers = {layer for name in self.wholes if (layer := _layer(name)) is not None and ".router." in name}
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The padded size of the vocabulary, or None where nothing is cut by it."""
+        return next((w.shape[w.rule.dim] for w in self.wholes.values() if w.rule.cut == "vocab"), None)
+
+    def tenants(self, rank: ModuleRank) -> Iterator[Tenant]:
+        """The tensors of one rank's module, in the module's order."""
+        arguments = self.job.arguments
+        firsts = {chunk.vp: chunk.first for chunk in self.job.chunks if chunk.pp == rank.pp}
+        experts = rank.ep * (arguments.number("num_experts", 0) // arguments.ep)
+        for tensor in module_of(rank, self.wholes, arguments):
+            name = OUTPUT if tensor.copy else tensor.lodgers[0].name
+            parameter = self.source.parameters[tensor.lodgers[0].name]
+            yield Tenant(
+                self._local_name(name, tensor, firsts[tensor.chunk], experts), tensor, _shape(tensor), parameter
+            )
+
+    def _local_name(self, name: str, tensor: ModuleTensor, layers: int, experts: int) -> str:
+        """The name in the rank's module: numbers are local, norms may be part of the next module."""
+        arguments = self.job.arguments
+        is_moe = _layer(name) in self._moe_layers
+        name = with_layer_after(name, -layers)
+        if is_expert(name) and tensor.lodgers[0].transposed:
+            stem = name[: name.index(".local_experts.")]
+            return f"{stem}.weight{1 if '.linear_fc1.' in name else 2}"
+        if expert_of(name) is not None:
+            name = with_expert_after(name, -experts)
+            if arguments.has_transformer_engine and arguments.flag("moe_grouped_gemm"):
+                name = _GROUPED_EXPERT.sub(r".linear_fc\2.\3\1", name)
+            return name
+        if arguments.has_transformer_engine:
+            attention = _FUSED_LATENT if arguments.flag("multi_latent_attention") else _FUSED_ATTENTION
+            for pattern, new in attention if is_moe else (*attention, _FUSED_MLP):
+                name = pattern.sub(new, name)
+        return name
+
+    def tensor(self, tenant: Tenant, kind: str, attributes: dict[str, Any] | None = None) -> NewTensor | None:
+        """One state of a tensor of the module; None where the source has none."""
+        contents: list[Fill] = []
+        for lodger in tenant.tensor.lodgers:
+            atom = self.atom(lodger.name, kind)
+            if atom is None:
+                return None
+            region = _region(lodger)
+            if region.numel:
+                contents.append(Fill(atom, region))
+        atom = self.atom(tenant.tensor.lodgers[0].name, kind)
+        assert atom is not None
+        made = new_tensor(atom.dtype, tenant.shape, *contents)
+        return replace(made, attributes=attributes) if attributes is not None else made
+
+    def atom(self, name: str, kind: str) -> Atom | None:
+        """A state of a parameter, with the padding rows that the source still has; the same object each time."""
+        if (name, kind) not in self._atoms:
+            parameter = self.source.parameters[name]
+            stored = parameter.atoms.get(kind)
+            if stored is None and kind == WEIGHT:
+                named = self.source.details.get("dtype")
+                dtype = parse_dtype(named) if isinstance(named, str) else None
+                stored = replace(parameter.atoms[MASTER], kind=WEIGHT, dtype=dtype or FLOAT32)
+            if stored is None and kind == MASTER:
+                stored = replace(parameter.atoms[WEIGHT], kind=MASTER, dtype=FLOAT32)
+            self._atoms[name, kind] = stored and self._padded(parameter, stored)
+        return self._atoms[name, kind]
+
+    def _padded(self, parameter: Parameter, atom: Atom) -> Atom:
+        if parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
+            return atom
+        padded = parameter.padded_shape
+        if padded is not None and sum(f.region.numel for f in atom.fragments) >= prod(padded):
+            atom = replace(atom, shape=padded)
+        dim = parameter.rule.dim
+        if atom.shape[dim] < self.wholes[parameter.name].shape[dim]:
+            self.lost_padding.add(parameter.name)
+        return atom
+
+    def _whole(self, parameter: Parameter) -> Whole:
+        """The parameter with its rule, padded by Megatron's rule where it is a vocabulary."""
+        rule = parameter.rule
+        shape = parameter.padded_shape or parameter.shape
+        if rule.cut == "pieces":
+            if self.job.mesh.tp > 1:
+                raise UsageError(
+                    f"parameter {parameter.name}: its slices are spelled out for the source's ranks only"
+                    f" ({parameter.rule_origin})",
+                    hint="give a rule for it with --rules",
+                )
+            rule = REPLICATED
+        if self.job.mesh.tp != self.source.mesh.tp:
+            rule = replace(rule, widths=None)
+        if rule.cut == "vocab":
+            size = self._vocabulary(parameter, rule)
+            shape = (*parameter.shape[: rule.dim], size, *parameter.shape[rule.dim + 1 :])
+        atom = parameter.atoms.get(WEIGHT) or next(iter(parameter.atoms.values()))
+        return Whole(shape, rule, atom.dtype)
+
+    def _vocabulary(self, parameter: Parameter, rule: Rule) -> int:
+        real = parameter.shape[rule.dim]
+        unit = self.job.arguments.number("make_vocab_size_divisible_by", 128) * self.job.mesh.tp
+        like = self._options.like.parameters.get(parameter.name) if self._options.like is not None else None
+        size = self._options.vocab_size
+        if size is None and like is not None:
+            size = (like.padded_shape or like.shape)[rule.dim]
+        if size is None:
+            size = -(-real // unit) * unit
+        if size < real:
+            raise UsageError(f"parameter {parameter.name}: a vocabulary of {real} does not fit a size of {size}")
+        return size
+
+
+def _check(source: Checkpoint, arguments: Arguments) -> None:
+    strange = [name for name in source.parameters if not _KNOWN.match(name)]
+    if strange:
+        raise UsageError(
+            f"{_some(strange)}: not parameters of a megatron-core decoder, so nothing says where they belong",
+            hint="leave them out with --exclude, or map the names first",
+        )
+    if not source.parameters:
+        raise UsageError(f"{source.root}: there is nothing to write")
+    if arguments.tp > 1:
+        uncut = [p.name for p in source.parameters.values() if p.rule == REPLICATED and p.rule_origin in _UNCUT]
+        if uncut:
+            raise UsageError(
+                f"no rule says how to cut {_some(uncut)} over tp={arguments.tp}", hint="give one with --rules FILE"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _layer(name: str) -> int | None:
+    found = re.match(r"decoder\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _shape(tensor: ModuleTensor) -> Shape:
+    """The declared shape. Grouped experts are one matrix, whatever their memory is."""
+    first = tensor.lodgers[0]
+    if not first.transposed:
+        return first.shape
+    count = len(tensor.lodgers)
+    rows, columns = first.shape
+    return (columns, count * rows) if ".linear_fc1." in first.name else (count * columns, rows)
+
+
+def _region(lodger: Lodger) -> Region:
+    at = 0
+    for piece in lodger.pieces:
+        if piece.offset != at or piece.scale != 1.0:
+            raise UsageError(f"parameter {lodger.name}: its slices are cut in a way that cannot be written again")
+        at += piece.box.numel
+    if not lodger.transposed:
+        return Region.of(piece.box for piece in lodger.pieces)
+    return Region.of(_columns([piece.box for piece in lodger.pieces]))
+
+
+def _columns(boxes: Sequence[Box]) -> Iterator[Box]:
+    """The transpose of a matrix that is made of these boxes, one above the other: column by column."""
+    for column in range(boxes[0].shape[1]):
+        for box in boxes:
+            yield Box((box.start[0], box.start[1] + column), (box.shape[0], 1))
