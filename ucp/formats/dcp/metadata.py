@@ -13,6 +13,7 @@ from ucp import tunables
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError
 from ucp.files.inert import Inert
 from ucp.files.pickles import read_pickle
+from ucp.formats.distcp import Item
 from ucp.model.box import Box, Shape
 from ucp.model.coverage import Gap, coverage
 from ucp.model.dtypes import DType
@@ -24,21 +25,6 @@ _DAMAGED: Final = "the file was changed or copied incompletely; restore the fold
 
 # Where an entry stands in the nested state dict: text is a key of a dictionary, a number an index of a list.
 KeyPath = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Bytes [start, stop) of a data file (relative to the checkpoint's root): one archive of `torch.save`."""
-
-    file: str
-    start: int
-    stop: int
-
-    @property
-    def rank(self) -> int:
-        """The rank that wrote it, by the name of the file; 0 where the name does not say."""
-        found = _DATA_FILE.fullmatch(PurePosixPath(self.file).name)
-        return int(found[1]) if found else 0
 
 
 @dataclass(slots=True)

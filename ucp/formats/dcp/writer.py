@@ -6,10 +6,10 @@ from math import prod
 
 from ucp.errors import UsageError
 from ucp.formats.dcp.datafiles import DataFiles
-from ucp.formats.dcp.emit_metadata import MetadataTree
 from ucp.formats.dcp.entries import Entries
 from ucp.formats.dcp.metadata import METADATA
 from ucp.formats.dcp.style import Style, style_of
+from ucp.formats.distcp_metadata import MetadataTree
 from ucp.formats.outputs import carried_file
 from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import Atom, Checkpoint, Note
@@ -27,7 +27,6 @@ class Writer:
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
         self.options = options
-        self.mesh = None
         self.notes: list[Note] = []
         self.mesh: Mesh | None = None  # the folder loads on any
         self.style = (

@@ -1,4 +1,4 @@
-"""The `.metadata` pickle to write, built of stand-ins for torch's own classes."""
+"""The `.metadata` pickle of torch's distributed checkpoints to write, built of stand-ins for torch's own classes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any, Final
 
 from ucp.files.inert import Inert, Size
 from ucp.files.pickle_writer import bare_object, called_object, write_pickle
-from ucp.formats.dcp.metadata import Item, KeyPath
+from ucp.formats.distcp import Item
 from ucp.model.box import Box, Shape
 from ucp.model.dtypes import DType
+
+# Where an entry stands in the nested state dict: text is a key of a dictionary, a number an index of a list.
+KeyPath = tuple[str | int, ...]
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _STORAGE: Final = "torch.distributed.checkpoint.filesystem"
@@ -19,8 +22,12 @@ _VERSION: Final = "1.0.0"
 
 @dataclass(slots=True)
 class MetadataTree:
-    """Collects the entries of one folder."""
+    """Collects the entries of one folder.
 
+    `nested` is for torch's own state dicts: the file then says where each key stands in them.
+    """
+
+    nested: bool = True
     _described: dict[str, Inert] = field(default_factory=dict)
     _paths: dict[str, KeyPath] = field(default_factory=dict)
     _stored: dict[Inert, Inert] = field(default_factory=dict)
@@ -49,7 +56,7 @@ class MetadataTree:
         meta: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
         state: Mapping[str, Any] = {
             "state_dict_metadata": self._described,
-            "planner_data": self._paths,
+            "planner_data": self._paths if self.nested else None,
             "storage_data": self._stored,
             "storage_meta": bare_object(_METADATA, "StorageMeta", meta),
             "version": _VERSION,
