@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, Final, Protocol
@@ -146,12 +147,7 @@ class Unstacked:
             part = Box(box.start[axes:], box.shape[axes:])
             for inside in product(*(range(n) for n in box.shape[:axes])):
                 index = tuple(a + i for a, i in zip(box.start[:axes], inside, strict=True))
-
-                def make(
-                    block: Block = block, box: Box = box, inside: Shape = inside, part: Box = part
-                ) -> Iterator[Fragment]:
-                    yield _block_fragment(block, box, inside, part, tensor.dtype)
-
+                make = partial(_block_fragment, block, box, inside, part, tensor.dtype)
                 self._put(stack.name(index), kind, tensor, tensor.shape[axes:], make)
 
     def _ranges(self, stack: Stack, kind: str, tensor: ShardedTensor, whole: Shape, where: str) -> None:
@@ -166,31 +162,40 @@ class Unstacked:
         numel = prod(local[axes:])
         for box, block in tensor.blocks.items():
             lo, hi = box.start[-1], box.start[-1] + box.shape[-1]
-            corner = tuple(cell * n for cell, n in zip(box.start[:-1], local, strict=True))
-            slice_ = Region.of((Box(corner[axes:], local[axes:]),))
-            for inside in product(*(range(n) for n in local[:axes])):
-                at = flat_index(inside, local[:axes]) * numel
-                start, stop = max(lo, at), min(hi, at + numel)
-                if start >= stop:
-                    continue
-                index = tuple(a + i for a, i in zip(corner[:axes], inside, strict=True))
-                cut = slice_.cut(start - at, stop - at)
+            for number, steps in enumerate(product(*(range(n) for n in box.shape[:-1]))):
+                cell = tuple(a + i for a, i in zip(box.start[:-1], steps, strict=True))
+                corner = tuple(i * n for i, n in zip(cell, local, strict=True))
+                slice_ = Region.of((Box(corner[axes:], local[axes:]),))
+                for inside in product(*(range(n) for n in local[:axes])):
+                    at = flat_index(inside, local[:axes]) * numel
+                    start, stop = max(lo, at), min(hi, at + numel)
+                    if start >= stop:
+                        continue
+                    index = tuple(a + i for a, i in zip(corner[:axes], inside, strict=True))
+                    make = partial(
+                        _range_fragment,
+                        block,
+                        slice_.cut(start - at, stop - at),
+                        number * box.shape[-1] + start - lo,
+                        tensor.dtype,
+                    )
+                    self._put(stack.name(index), kind, tensor, whole[axes:], make)
 
-                def make(block: Block = block, cut: Region = cut, skip: int = start - lo) -> Iterator[Fragment]:
-                    offset = block.locate().offset + skip * tensor.dtype.itemsize
-                    yield Fragment(cut, block.file, offset, tensor.dtype, Rank(dp=block.writer))
 
-                self._put(stack.name(index), kind, tensor, whole[axes:], make)
+def _range_fragment(block: Block, region: Region, skip: int, dtype: DType) -> Iterator[Fragment]:
+    """A region that lies contiguous, `skip` elements into a block."""
+    offset = block.locate().offset + skip * dtype.itemsize
+    yield Fragment(region, block.file, offset, dtype, Rank(dp=block.writer))
 
 
-def _block_fragment(block: Block, box: Box, inside: Shape, part: Box, dtype: DType) -> Fragment:
+def _block_fragment(block: Block, box: Box, inside: Shape, part: Box, dtype: DType) -> Iterator[Fragment]:
     """The parameter at index `inside` of a block of stacked parameters."""
     found = block.locate()
     strides = found.strides or strides_of(box.shape)
     skip = sum(i * step for i, step in zip(inside, strides, strict=False))
     own = strides[len(inside) :]
     plain = own == strides_of(part.shape)
-    return Fragment(
+    yield Fragment(
         Region.of((part,)),
         block.file,
         found.offset + skip * dtype.itemsize,

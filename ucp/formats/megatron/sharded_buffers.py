@@ -113,7 +113,8 @@ class Buckets:
                 self._check(owner, kind, buckets, layout)
                 for tensor, seat in zip(mine, layout.seats, strict=True):
                     bucket = buckets[seat.bucket]
-                    self._check_seat(bucket, seat)
+                    if len(bucket.blocks) > 1:
+                        self._check_seat(bucket, seat)
                     _put(pieces, MASTER if kind == "param" else kind, tensor, seat, bucket, rank)
 
     def _check(self, owner: _Owner, kind: str, buckets: Mapping[int, ShardedTensor], layout: BufferLayout) -> None:
@@ -126,7 +127,7 @@ class Buckets:
             )
 
     def _check_seat(self, bucket: ShardedTensor, seat: Seat) -> None:
-        """Blocks are cut where parameters start and end, so that a wrong order of parameters shows."""
+        """Megatron cuts blocks where parameters start and end, so that a wrong order of parameters shows."""
         starts = {box.start[0] for box in bucket.blocks}
         stops = {box.start[0] + box.shape[0] for box in bucket.blocks}
         if seat.start not in starts or seat.start + seat.numel not in stops:

@@ -1,0 +1,218 @@
+"""Sharded checkpoints of a model whose numbers are known: torch_dist through torch's own writer, zarr by hand."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+import ucp
+from tests.formats.megatron.made import LAYERS, VOCABULARY, arguments, whole_model
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError
+
+_FUSED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+}
+
+
+def stacked() -> dict[str, torch.Tensor]:
+    """The whole model under the keys of sharded checkpoints: layers stacked, norms under the fused spelling."""
+    made: dict[str, Any] = {}
+    for name, tensor in whole_model().items():
+        if name.startswith("decoder.layers."):
+            _, _, number, rest = name.split(".", 3)
+            made.setdefault(f"decoder.layers.{_FUSED.get(rest, rest)}", [None] * LAYERS)[int(number)] = tensor
+        else:
+            made[name] = tensor
+    return {key: torch.stack(value) if isinstance(value, list) else value for key, value in made.items()}
+
+
+def common(args: Namespace, **more: Any) -> dict[str, Any]:
+    groups = [{"wd_mult": 1.0, "lr": 0.1, "step": 7}, {"wd_mult": 0.0, "lr": 0.1, "step": 7}]
+    tree = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "optimizer": {"optimizer": {"param_groups": groups}},
+    }
+    return {**tree, **more}
+
+
+def finish(root: Path, tree: dict[str, Any], backend: str = "torch_dist") -> Path:
+    torch.save(tree, root / "common.pt")
+    (root / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+    return root
+
+
+def save(root: Path, state: dict[str, Any], tree: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there is one process, and that it will change its API
+        dcp.save(state, checkpoint_id=root, no_dist=True)
+    return finish(root, tree)
+
+
+def check(checkpoint: Any) -> None:
+    expected = whole_model()
+    assert list(checkpoint) == list(expected)
+    for name, whole in expected.items():
+        rows = VOCABULARY if "embedding" in name or "output" in name else len(whole)
+        assert torch.equal(checkpoint[name].read("weight", as_torch=True).float(), whole[:rows]), name
+        assert torch.equal(checkpoint[name].read("master", as_torch=True), whole[:rows]), name
+        assert torch.equal(checkpoint[name].read("exp_avg", as_torch=True), whole[:rows] / 2), name
+        assert checkpoint[name].read("step") == 7
+    assert [len(group.names) for group in checkpoint.index.groups] == [10, 3]
+
+
+def model_and_states(master: str) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for key, tensor in stacked().items():
+        state[key] = tensor.bfloat16()
+        state[f"optimizer.state.{master}.{key}"] = tensor
+        state[f"optimizer.state.exp_avg.{key}"] = tensor / 2
+    return state
+
+
+@pytest.mark.parametrize("master", ["fp32_param", "param"])
+def test_stacks_are_taken_apart(tmp_path: Path, master: str) -> None:
+    check(ucp.open(save(tmp_path, model_and_states(master), common(arguments(1, 1)))))
+
+
+def flat_ranges(tensor: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+    """A tensor as each rank's flat slice: the grid of slices, with the elements of one behind it."""
+    local = [n // cells for n, cells in zip(tensor.shape, grid, strict=True)]
+    pairs = [size for cells, n in zip(grid, local, strict=True) for size in (cells, n)]
+    split = tensor.reshape(pairs)
+    order = [2 * i for i in range(len(grid))] + [2 * i + 1 for i in range(len(grid))]
+    return split.permute(order).reshape(*grid, -1).contiguous()
+
+
+def test_flat_ranges_of_slices(tmp_path: Path) -> None:
+    state = model_and_states("fp32_param")
+    for key, tensor in stacked().items():
+        grid = [1] * tensor.ndim
+        if key.startswith("decoder.layers."):
+            grid[0] = LAYERS
+        if "norm" not in key:
+            grid[-1 if "proj" in key or "fc2" in key else -2] = 2
+        state[f"optimizer.state.fp32_param.{key}"] = flat_ranges(tensor, tuple(grid))
+        state[f"optimizer.state.exp_avg.{key}"] = flat_ranges(tensor / 2, tuple(grid))
+    check(ucp.open(save(tmp_path, state, common(arguments(2, 1, use_distributed_optimizer=True)))))
+
+
+def test_flat_ranges_of_another_shape_are_refused(tmp_path: Path) -> None:
+    state = model_and_states("fp32_param")
+    state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(3, 5)
+    with pytest.raises(InconsistentError, match=r"stored as \[3, 5\].*no grid of slices of \[4\]"):
+        ucp.open(save(tmp_path, state, common(arguments(1, 1))))
+
+
+def bucket_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Parameters backwards, each at a multiple of 64 elements, with rubbish between them."""
+    flat: list[torch.Tensor] = []
+    at = 0
+    for tensor in reversed(tensors):
+        gap = -at % 64
+        flat += [torch.full((gap,), 1e9), tensor.flatten()]
+        at += gap + tensor.numel()
+    return torch.cat(flat)
+
+
+def buckets() -> dict[str, Any]:
+    state: dict[str, Any] = {key: tensor.bfloat16() for key, tensor in stacked().items()}
+    prefix = "optimizer.distributed.dp_group_idx_0"
+    buffer = f"{prefix}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+    state[f"{buffer}.param"] = bucket_of(list(whole_model().values()))
+    state[f"{buffer}.exp_avg"] = state[f"{buffer}.param"] / 2
+    return state
+
+
+def test_buckets_are_replayed(tmp_path: Path) -> None:
+    check(ucp.open(save(tmp_path, buckets(), common(arguments(1, 1, use_distributed_optimizer=True)))))
+
+
+def test_buckets_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
+    state = buckets()
+    key = next(key for key in state if key.endswith(".param"))
+    state[key] = state[key][:-1].clone()
+    with pytest.raises(InconsistentError, match="the buckets of 'param' of rank group 0"):
+        ucp.open(save(tmp_path, state, common(arguments(1, 1, use_distributed_optimizer=True))))
+
+
+def test_objects_are_extras(tmp_path: Path) -> None:
+    state = {**model_and_states("param"), "rng_state/shard_0.0_1.1": ["state"]}
+    checkpoint = ucp.open(save(tmp_path, state, common(arguments(1, 1))))
+    assert checkpoint.extras.trees["objects"] == {"rng_state/shard_0.0_1.1": "state"}
+    assert checkpoint.extras.trees["common.pt"]["iteration"] == 7
+
+
+def test_an_unfinished_save_is_refused(tmp_path: Path) -> None:
+    root = save(tmp_path, model_and_states("param"), common(arguments(1, 1)))
+    (root / "metadata.json").unlink()
+    with pytest.raises(InconsistentError, match="not finished"):
+        ucp.open(root)
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
+    root = save(tmp_path, model_and_states("param"), common(arguments(1, 1)))
+    next(root.glob("*.distcp")).unlink()
+    with pytest.raises(InconsistentError, match=r"__0_0\.distcp: is missing"):
+        ucp.open(root)
+
+
+def test_a_short_data_file_is_refused(tmp_path: Path) -> None:
+    root = save(tmp_path, model_and_states("param"), common(arguments(1, 1)))
+    data = next(root.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match=r"__0_0\.distcp: has"):
+        ucp.open(root)
+
+
+def save_zarr(root: Path, rows: int, **described: Any) -> Path:
+    """Arrays cut into blocks of `rows` along the second dimension of stacks, the first of others."""
+    for key, tensor in model_and_states("fp32_param").items():
+        folder = root / key
+        folder.mkdir()
+        chunks = list(tensor.shape)
+        dim = 1 if "decoder.layers." in key and tensor.ndim > 1 else 0
+        chunks[dim] = min(rows, chunks[dim])
+        named = "bfloat16" if tensor.dtype == torch.bfloat16 else "<f4"
+        array = {"zarr_format": 2, "shape": list(tensor.shape), "chunks": chunks, "dtype": named, "order": "C"}
+        (folder / ".zarray").write_text(json.dumps({**array, "compressor": None, "filters": None, **described}))
+        for number in range(-(-tensor.shape[dim] // chunks[dim])):
+            block = torch.full(chunks, 1e9, dtype=tensor.dtype)  # edges are stored in full size
+            kept = tensor.narrow(dim, number * chunks[dim], min(chunks[dim], tensor.shape[dim] - number * chunks[dim]))
+            block.narrow(dim, 0, kept.shape[dim]).copy_(kept)
+            cell = [0] * tensor.ndim
+            cell[dim] = number
+            (folder / ".".join(map(str, cell))).write_bytes(block.view(torch.uint8).numpy().tobytes())
+    return finish(root, common(arguments(1, 1)), "zarr")
+
+
+@pytest.mark.parametrize("rows", [5, 100])
+def test_zarr_folders(tmp_path: Path, rows: int) -> None:
+    check(ucp.open(save_zarr(tmp_path, rows)))
+
+
+def test_a_missing_zarr_block_is_named(tmp_path: Path) -> None:
+    root = save_zarr(tmp_path, 100)
+    (root / "output_layer.weight" / "0.0").unlink()
+    with pytest.raises(InconsistentError, match=r"output_layer\.weight/0\.0: is missing"):
+        ucp.open(root)
+
+
+def test_a_short_zarr_block_is_refused(tmp_path: Path) -> None:
+    root = save_zarr(tmp_path, 100)
+    (root / "output_layer.weight" / "0.0").write_bytes(b"12")
+    with pytest.raises(IntegrityError, match="has 2 bytes"):
+        ucp.open(root)
+
+
+def test_compressed_zarr_is_not_understood(tmp_path: Path) -> None:
+    with pytest.raises(NotUnderstoodError, match="compressed"):
+        ucp.open(save_zarr(tmp_path, 100, compressor={"id": "blosc"}))
