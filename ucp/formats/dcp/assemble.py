@@ -10,15 +10,15 @@ from typing import Any, Final
 
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.formats.dcp.archives import Archives, Objects
 from ucp.formats.dcp.groups import Group, Values, read_groups
 from ucp.formats.dcp.keys import ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
-from ucp.formats.dcp.metadata import METADATA, Entry, Folder, ObjectEntry, TensorEntry
 from ucp.formats.dcp.nesting import nest
 from ucp.formats.dcp.numbering import match_numbers
 from ucp.formats.dcp.own_facts import OwnFacts, take_facts
 from ucp.formats.dcp.roles import find_roles, find_ties
 from ucp.formats.dcp.style import Place
+from ucp.formats.distcp_archives import Archives, Objects
+from ucp.formats.distcp_index import METADATA, Entry, Folder, ObjectEntry, TensorEntry
 from ucp.model.checkpoint import STEP, WEIGHT, Atom, Fragment, Note, Parameter, ParamGroup
 from ucp.model.dtypes import BOOL, FLOAT64, INT64
 from ucp.model.layout import Rank

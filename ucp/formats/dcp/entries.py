@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from ucp.errors import UsageError
 from ucp.formats.dcp.keys import GROUPS, PARAMS, STATE
-from ucp.formats.dcp.metadata import METADATA, KeyPath
 from ucp.formats.dcp.nesting import flatten
 from ucp.formats.dcp.own_facts import facts_to_write
 from ucp.formats.dcp.style import Style
 from ucp.formats.dcp.torch_optimizers import NEEDS_STEP, complete_fields
+from ucp.formats.distcp_index import METADATA, KeyPath
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
 from ucp.model.dtypes import FLOAT32, DType
 from ucp.model.region import Region

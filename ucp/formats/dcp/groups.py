@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from ucp.errors import IntegrityError
 from ucp.files.local import SourceFiles
-from ucp.formats.dcp.archives import Archives, Objects
 from ucp.formats.dcp.keys import PARAMS, OptimizerKeys
-from ucp.formats.dcp.metadata import Entry, ObjectEntry, TensorEntry
+from ucp.formats.distcp_archives import Archives, Objects
+from ucp.formats.distcp_index import Entry, ObjectEntry, TensorEntry
 from ucp.model.dtypes import DType
 
 _FORMATS: Final = {

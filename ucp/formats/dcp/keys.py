@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ucp.formats.dcp.metadata import Entry, Folder, KeyPath, ObjectEntry, TensorEntry
+from ucp.formats.distcp_index import Entry, Folder, KeyPath, ObjectEntry, TensorEntry
 
 GROUPS: Final = "param_groups"
 STATE: Final = "state"

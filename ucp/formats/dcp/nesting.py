@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ucp.formats.dcp.metadata import KeyPath
+from ucp.formats.distcp_index import KeyPath
 from ucp.model.checkpoint import Atom
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ucp.formats.dcp.groups import Group
 from ucp.formats.dcp.keys import OptimizerKeys
-from ucp.formats.dcp.metadata import Entry, TensorEntry
 from ucp.formats.dcp.roles import surely_buffer
+from ucp.formats.distcp_index import Entry, TensorEntry
 
 
 def match_numbers(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ucp.formats.dcp.metadata import Entry, KeyPath, ObjectEntry
+from ucp.formats.distcp_index import Entry, KeyPath, ObjectEntry
 from ucp.model.checkpoint import Checkpoint
 
 _STEP: Final[KeyPath] = ("ucp", "step")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import NotUnderstoodError, UsageError
-from ucp.formats.dcp.metadata import has_data_files, metadata_files
+from ucp.formats.distcp_index import has_data_files, metadata_files
 from ucp.tunables import MIB
 
 _MODEL: Final = re.compile(r"pytorch_model_fsdp(?:_(\d+))?")

@@ -7,9 +7,9 @@ from pathlib import Path
 from ucp.errors import NotUnderstoodError
 from ucp.formats.dcp import safetensors_folder
 from ucp.formats.dcp.assemble import assemble
-from ucp.formats.dcp.metadata import Folder, TensorEntry, read_folder
 from ucp.formats.dcp.places import Place, find, must_find, neighbours
 from ucp.formats.dcp.style import DETAIL
+from ucp.formats.distcp_index import Folder, TensorEntry, read_folder
 from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note
 from ucp.model.layout import Mesh

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from ucp.files.local import SourceFiles
-from ucp.formats.dcp.archives import Archives
-from ucp.formats.dcp.metadata import TensorEntry
+from ucp.formats.distcp_archives import Archives
+from ucp.formats.distcp_index import TensorEntry
 from ucp.formats.equality import Sameness, compare
 from ucp.model.checkpoint import Role
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ucp.formats.dcp.metadata import KeyPath
+from ucp.formats.distcp_index import KeyPath
 
 DETAIL: Final = "dcp"  # key of Checkpoint.details under which a style is kept
 

@@ -7,8 +7,8 @@ from math import prod
 from ucp.errors import UsageError
 from ucp.formats.dcp.datafiles import DataFiles
 from ucp.formats.dcp.entries import Entries
-from ucp.formats.dcp.metadata import METADATA
 from ucp.formats.dcp.style import Style, style_of
+from ucp.formats.distcp_index import METADATA
 from ucp.formats.distcp_metadata import MetadataTree
 from ucp.formats.outputs import carried_file
 from ucp.formats.registry import WriteOptions

@@ -10,9 +10,9 @@ from ucp.errors import IntegrityError
 from ucp.files.inert import TensorRef
 from ucp.files.local import SourceFiles
 from ucp.files.torchzip import TorchFile
-from ucp.formats.dcp.metadata import ObjectEntry, TensorEntry
-from ucp.formats.dcp.tensors_in_trees import replace_leaves
 from ucp.formats.distcp import Item
+from ucp.formats.distcp_index import ObjectEntry, TensorEntry
+from ucp.formats.tensors_in_trees import replace_leaves
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.layout import Rank
