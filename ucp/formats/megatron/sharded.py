@@ -14,7 +14,6 @@ from ucp.errors import InconsistentError
 from ucp.formats.megatron.names import Stack, stack_of
 from ucp.model.box import Box, Shape, flat_index, strides_of
 from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
-from ucp.model.coverage import Gap, coverage
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
@@ -54,17 +53,6 @@ class ShardedTensor:
     shape: Shape
     dtype: DType
     blocks: dict[Box, Block] = field(default_factory=dict)
-
-    def check_cover(self, where: str) -> None:
-        """Refuse blocks that leave a gap or overlap."""
-        boxes = list(self.blocks)
-        if boxes == [Box((0,) * len(self.shape), self.shape)]:
-            return
-        for defect in coverage(self.shape, boxes):
-            if isinstance(defect, Gap):
-                raise InconsistentError(f"{where}: no rank holds {defect.box} of {self.key} {list(self.shape)}")
-            owners = ", ".join(self.blocks[boxes[i]].file for i in defect.owners)
-            raise InconsistentError(f"{where}: several blocks hold {defect.box} of {self.key}: {owners}")
 
 
 @dataclass(slots=True)
@@ -118,7 +106,6 @@ class Unstacked:
         states: list[tuple[str, str, ShardedTensor]] = []
         globals_: dict[str, Shape] = {}  # model key → shape of its whole stack
         for key, tensor in sharded.tensors.items():
-            tensor.check_cover(where)
             found = _STATE.match(key)
             if found:
                 kind = MASTER if found[1] in _MASTERS else found[1]
