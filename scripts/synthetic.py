@@ -179,10 +179,10 @@ class Maker:
                 if not self.sparse:
                     self.noise.fill(buffer[at : at + count], name, "master", tp_rank, 0)
                 module[name] = buffer[at : at + count].view(group.shapes[name])
-        save(
-            self._model_tree(module, [group.shapes for group in flat]),
-            f"mp_rank_{tp_rank:02d}_model_states.pt",
-        )
+        name = f"mp_rank_{tp_rank:02d}_model_states.pt"
+        save(self._model_tree(module, [group.shapes for group in flat]), name)
+        if self.sparse and self.tp > 1:
+            _mark_rank(self.folder / name, flat, tp_rank)
         del module, buffer
         for dp_rank in range(self.dp):
             save(self._optimizer_stage1(flat, tp_rank, dp_rank), self._optimizer_name(tp_rank, dp_rank))
@@ -330,6 +330,20 @@ class Maker:
                 "parameter_with_row_parallelism_patterns": ROW_PARALLEL,
             }
         return info
+
+
+def _mark_rank(path: Path, flat: list[FlatGroup], tp_rank: int) -> None:
+    """Write the rank where each weight that is cut begins: slices of holes alone would look like copies."""
+    reader = torch._C.PyTorchFileReader(str(path))
+    mark = bytes([1 + tp_rank % 255]) * 64
+    with path.open("r+b", buffering=0) as file:
+        for group in flat:
+            keys = (record for record in reader.get_all_records() if record.startswith("data/"))
+            key = next(key for key in keys if reader.get_record_size(key) == 2 * group.total)
+            for name, _, at, count in group.overlaps(0, group.total):
+                if not _matches(REPLICATED, name):
+                    file.seek(reader.get_record_offset(key) + 2 * at)
+                    file.write(mark[: 2 * count])
 
 
 def make(save_dir: Path, nbytes: float, *, zero: int = 1, tp: int = 1, dp: int = 4, sparse: bool = False) -> Gpt:
