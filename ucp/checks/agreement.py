@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from ucp import tunables
 from ucp.checks import masters, replicas
+from ucp.checks.blocks import Block, aligned
 from ucp.checks.deep import Deep
 from ucp.checks.differences import Differences, Rounding, unequal
 from ucp.checks.filemap import held_by
@@ -148,25 +147,25 @@ def _walk(
     limit = max(1, tunables.SLAB_BYTES // max(lane.atom.dtype.itemsize for lane in bundle.lanes))
     limit = min(limit, max(stop - start for _, start, stop in spaces))
     reader = _Reader(files, deep, bundle.parameter.role, meter)
-    blocks = [np.empty(limit, raw_dtype(lane.atom.dtype)) for lane in bundle.mains]
-    others = [np.empty_like(block) for block in blocks] if bundle.copies else []
+    blocks = [Block(limit * lane.atom.dtype.itemsize) for lane in bundle.mains]
+    others = [Block(limit * lane.atom.dtype.itemsize) for lane in bundle.mains] if bundle.copies else []
     rounding = Rounding(bundle.mains[1].atom.dtype, bundle.mains[0].atom.dtype, limit) if bundle.rounding else None
     lanes = bundle.lanes
     for boxes, first, last in spaces:
         for start, stop, runs in steps([lane.spaces.get(boxes, ()) for lane in lanes], (first, last), limit):
-            mains = [block[: stop - start] for block in blocks]
+            mains: list[RawArray] = []
             finite = True
-            for lane, run, main in zip(bundle.mains, runs, mains, strict=False):
+            for lane, run, block in zip(bundle.mains, runs, blocks, strict=False):
                 assert run is not None
-                finite = reader.read(lane, run, start, main)
+                main, finite = reader.read(lane, run, start, stop, block)
+                mains.append(main)
             if rounding is not None and bundle.rounding is not None:
                 found = rounding.wrong(mains[1], mains[0], finite and _is_finite(mains[1], bundle.mains[1].atom, deep))
                 if found.size:
                     bundle.rounding.take(boxes, found + start)
             for (number, lane, differences), run in zip(bundle.copies, runs[len(mains) :], strict=True):
                 if run is not None:
-                    copy = others[number][: stop - start]
-                    reader.read(lane, run, start, copy)
+                    copy, _ = reader.read(lane, run, start, stop, others[number])
                     found = unequal(mains[number], copy)
                     if found.size:
                         differences.take(boxes, found + start)
@@ -189,18 +188,21 @@ class _Reader:
         self._meter = meter
         self._notebook = None if deep is None else Notebook(deep.ledger)
 
-    def read(self, lane: Lane, run: Run, start: int, out: RawArray) -> bool:
-        """Fill `out` from element `start` of a run's space on; False if it holds numbers that should not be there."""
+    def read(self, lane: Lane, run: Run, start: int, stop: int, block: Block) -> tuple[RawArray, bool]:
+        """Raw elements `[start, stop)` of a run's space, and whether all of them are numbers that should be there."""
         fragment = run.fragment
-        data = out.view(np.uint8)
+        dtype = fragment.dtype
         at = run.byte(start)
+        data = block.place(at, (stop - start) * dtype.itemsize)
         self._files.read_into(fragment.file, at, data.data)
         self._meter.read(data.size)
-        if self._deep is None or self._notebook is None:
-            return True
-        self._notebook.take(fragment.file, at, data.data)
-        held = held_by(fragment, lane.atom, self._role)
-        return self._deep.tallies.look(fragment.file, held, data, at)
+        right = True
+        if self._deep is not None and self._notebook is not None:
+            self._notebook.take(fragment.file, at, data.data)
+        raw = aligned(data, dtype.itemsize).view(raw_dtype(dtype))
+        if self._deep is not None:
+            right = self._deep.tallies.look(fragment.file, held_by(fragment, lane.atom, self._role), raw, at)
+        return raw, right
 
     def close(self) -> None:
         if self._notebook is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from ucp.checks.values import is_nan, scannable
 from ucp.engine.casting import RawArray, cast
 from ucp.model.box import Box, Shape, flat_index
 from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
+
+_IN_CACHE: Final = 1 << 16  # elements that are rounded at a time
 
 
 @dataclass(slots=True)
@@ -83,30 +86,37 @@ class Rounding:
         self._master, self._weight = master, weight
         self._screens = (master, weight) == (FLOAT32, BFLOAT16)
         if self._screens:
-            self._widened = np.full(limit, 0x7FFF, np.uint32)
-            self._halves = self._widened.view(np.uint16)[1::2]  # little-endian: the upper half of each
-            self._distance = np.empty(limit, np.uint32)
-            self._far = np.empty(limit, np.bool_)
+            self._step = min(limit, _IN_CACHE)
+            self._wide = np.empty(self._step, np.uint32)
+            self._narrow = np.empty(self._step, np.uint16)
+            self._odd = np.empty(self._step, np.bool_)
 
     def wrong(self, precise: RawArray, saved: RawArray, finite: bool) -> RawArray:
         """Positions of raw masters that do not round to the saved raw weights; `finite`: no master is NaN or infinite.
 
-        A finite float32 rounds to a bfloat16 if their bits, as integers, are less than half a unit apart. This is
-        quicker than rounding. Only what is just half a unit apart, or wrong, has to be rounded.
+        Rounding half up is simpler than rounding half to even, and differs only where a number is just in between: what
+        it gives is compared first, and rounded with care only where it is not the weight.
         """
         if not self._screens or not finite:
             return unequal(saved, cast(precise, self._master, self._weight), self._weight)
-        n = precise.size
-        self._halves[:n] = saved
-        distance = np.subtract(self._widened[:n], precise.view(np.uint32), out=self._distance[:n])
-        far = np.greater_equal(distance, np.uint32(0xFFFF), out=self._far[:n])
-        places = np.flatnonzero(far)
-        if not places.size:
-            return places
-        found: RawArray = places[
-            unequal(saved[places], cast(precise[places], self._master, self._weight), self._weight)
+        found = [
+            start + odd
+            for start in range(0, precise.size, self._step)
+            if (odd := self._screen(precise[start : start + self._step], saved[start : start + self._step])).size
         ]
-        return found
+        if not found:
+            return np.empty(0, np.int64)
+        places: RawArray = np.concatenate(found)
+        rounded = cast(precise[places], self._master, self._weight)
+        return places[unequal(saved[places], rounded, self._weight)]
+
+    def _screen(self, precise: RawArray, saved: RawArray) -> RawArray:
+        """Positions of float32 that do not round half up to the bfloat16."""
+        n = precise.size
+        wide = np.add(precise.view(np.uint32), np.uint32(0x8000), out=self._wide[:n])
+        np.right_shift(wide, np.uint32(16), out=wide)
+        np.copyto(self._narrow[:n], wide, casting="unsafe")
+        return np.flatnonzero(np.not_equal(self._narrow[:n], saved, out=self._odd[:n]))
 
 
 def _bits(raw: RawArray) -> RawArray:

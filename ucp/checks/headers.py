@@ -26,8 +26,8 @@ def look(context: Context) -> Iterator[Task]:
 
 
 def _compare(root: Path, file: str, parameter: Parameter, meter: Meter) -> Iterator[Finding]:
+    meter.check()
     header = read_safetensors(root / file)
-    meter.read(header.data_start)
     said = {kind: (entry.dtype, entry.shape, entry.start) for kind, entry in header.entries.items()}
     known = {
         kind: (atom.dtype, atom.shape, fragment.offset)

@@ -114,28 +114,35 @@ class Ledger:
 class Notebook:
     """What one task has read, until it hands it to the ledger: neighbouring blocks make one piece. One thread's own."""
 
-    __slots__ = ("_ledger", "_open")
+    __slots__ = ("_last", "_ledger", "_open")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._last: dict[str, Track] = {}
         self._open: dict[Track, tuple[int, int, int]] = {}
 
     def take(self, file: str, start: int, data: memoryview) -> None:
         """Bytes of a file from `start` on were read, for the first time."""
         stop = start + len(data)
+        last = self._last.get(file)
+        if last is not None and last.span.start <= start and stop <= last.span.stop:
+            self._add(last, start, data)
+            return
         for track in self._ledger.within(file, start, stop):
+            self._last[file] = track
             lo, hi = max(start, track.span.start), min(stop, track.span.stop)
-            some = data if hi - lo == len(data) else data[lo - start : hi - start]
-            if track.is_sequential:
-                track.follow(lo, some)
-                continue
-            known = self._open.get(track)
-            if known is not None and known[1] == lo:
-                self._open[track] = (known[0], hi, crc32(some, known[2]) if track.span.expected else 0)
-            else:
-                if known is not None:
-                    track.add(*known)
-                self._open[track] = (lo, hi, crc32(some, 0) if track.span.expected else 0)
+            self._add(track, lo, data if hi - lo == len(data) else data[lo - start : hi - start])
+
+    def _add(self, track: Track, start: int, data: memoryview) -> None:
+        if track.is_sequential:
+            track.follow(start, data)
+            return
+        known = self._open.get(track)
+        if known is not None and known[1] != start:
+            track.add(*known)
+            known = None
+        first, crc = (start, 0) if known is None else (known[0], known[2])
+        self._open[track] = (first, start + len(data), crc32(data, crc) if track.span.expected else 0)
 
     def close(self) -> None:
         """Hand over what is left."""

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from ucp import tunables
+from ucp.checks.blocks import Block, aligned
 from ucp.checks.deep import Deep
 from ucp.checks.filemap import FileMap
 from ucp.checks.findings import Finding
@@ -18,7 +19,6 @@ from ucp.checks.registry import BY_ID
 from ucp.checks.spans import Archive, Span, manifest_spans, torch_spans
 from ucp.checks.tasks import Context, Meter, Task, failure
 from ucp.checks.zipframes import frame_bytes, frame_defects
-from ucp.engine.casting import RawArray
 from ucp.errors import IntegrityError, UcpError
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import MASTER, WEIGHT
@@ -120,34 +120,27 @@ def _complete(files: SourceFiles, deep: Deep, track: Track, meter: Meter) -> Ite
 
 def _read(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, notebook: Notebook, meter: Meter) -> None:
     """Bytes `[start, stop)` of a span, block by block; nothing in it is cut through by `start`."""
-    buffer = memoryview(bytearray(min(max(tunables.SLAB_BYTES // _ALIGN, 1) * _ALIGN, stop - start)))
-    block: RawArray = np.frombuffer(buffer, np.uint8)
+    size = min(max(tunables.SLAB_BYTES // _ALIGN, 1) * _ALIGN, stop - start)
+    block = Block(size)
     gaps = _gaps(span)
     starts = [held.start for held in span.held]
     longest = max((held.stop - held.start for held in span.held), default=0)
-    for at in range(start, stop, len(block)):
-        data = block[: min(len(block), stop - at)]
-        view = buffer[: len(data)]
-        files.read_into(span.file, at, view)
+    for at in range(start, stop, size):
+        data = block.place(at, min(size, stop - at))
+        files.read_into(span.file, at, data.data)
         meter.read(len(data))
-        notebook.take(span.file, at, view)
+        notebook.take(span.file, at, data.data)
         end = at + len(data)
         for number in range(bisect_right(starts, at - longest - 1), bisect_right(starts, end - 1)):
             held = span.held[number]
             lo, hi = max(held.start, at), min(held.stop, end)
             if lo < hi:
-                deep.tallies.look(span.file, held, _aligned(data[lo - at : hi - at], held.dtype.itemsize), lo)
+                deep.tallies.look(span.file, held, aligned(data[lo - at : hi - at], held.dtype.itemsize), lo)
         for first, last in gaps:
             lo, hi = max(first, at), min(last, end)
             if lo < hi and data[lo - at : hi - at].any():
                 bad = data[lo - at : hi - at] != 0
                 deep.tallies.pad(span.file, span.title, int(np.count_nonzero(bad)), lo + int(np.argmax(bad)))
-
-
-def _aligned(data: RawArray, size: int) -> RawArray:
-    """Whole elements only, at an address that numpy can view them at."""
-    data = data[: len(data) // size * size]
-    return data if data.ctypes.data % size == 0 else data.copy()
 
 
 def _gaps(span: Span) -> list[tuple[int, int]]:
