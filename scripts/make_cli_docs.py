@@ -64,7 +64,8 @@ def _help(ctx: click.Context) -> str:
 
 
 def _codes() -> str:
-    classes = sorted(errors.UcpError.__subclasses__(), key=lambda each: each.exit_code)
+    classes = [each for each in errors.UcpError.__subclasses__() if each.__module__ == errors.__name__]
+    classes.sort(key=lambda each: each.exit_code)
     rows = [f"| {each.exit_code} | {_first_line(each)} | `ucp.errors.{each.__name__}` |" for each in classes]
     return "\n".join([*rows, f"| {errors.INTERRUPTED_EXIT_CODE} | Interrupted with Ctrl-C. | |", ""])
 

@@ -111,7 +111,7 @@ def checked(code: str) -> str:
         last = lines[statement.end_lineno - 1]
         if isinstance(statement, ast.Expr) and (result := _RESULT.search(last)):
             expression = ast.get_source_segment(code, statement)
-            lines[statement.lineno - 1 : statement.end_lineno] = [f"_shown({expression}, {result[1]!r})"]
+            lines[statement.lineno - 1 : statement.end_lineno] = [f"_shown(({expression}), {result[1]!r})"]
     return "\n".join((_SHOWN, *lines, ""))
 
 
