@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,25 @@ def test_a_short_zarr_block_is_refused(tmp_path: Path) -> None:
 def test_compressed_zarr_is_not_understood(tmp_path: Path) -> None:
     with pytest.raises(NotUnderstoodError, match="compressed"):
         ucp.open(save_zarr(tmp_path, 100, compressor={"id": "blosc"}))
+
+
+class Gathered:
+    """Pickles as a dictionary, which torch's planner would otherwise take apart."""
+
+    def __init__(self, content: dict[Any, Any]) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.content.items())
+
+
+def test_gathered_buffers_are_replayed(tmp_path: Path) -> None:
+    state: dict[str, Any] = {key: tensor.bfloat16() for key, tensor in stacked().items()}
+    buffer = bucket_of(list(whole_model().values()))
+    table = {"param": buffer, "exp_avg": buffer / 2, "numel_unpadded": len(buffer)}
+    content = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): table}}
+    key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
+    root = save(tmp_path, {**state, key: [Gathered(content)]}, common(arguments(1, 1, use_distributed_optimizer=True)))
+    checkpoint = ucp.open(root)
+    check(checkpoint)
+    assert checkpoint.extras.trees["objects"] == {}

@@ -19,7 +19,7 @@ from ucp.formats.megatron.order import order_key
 from ucp.formats.megatron.plain_optimizer import flags_of, groups_of, hyper_of, optimizers_of, said_of
 from ucp.formats.megatron.rankfile import RankFile
 from ucp.formats.megatron.sharded import Pieces, Sharded, Unstacked
-from ucp.formats.megatron.sharded_buffers import Buckets
+from ucp.formats.megatron.sharded_buffers import Buckets, is_state
 from ucp.formats.megatron.shifted_state import treat_shifts
 from ucp.formats.megatron.splits import ORIGIN, rule_of
 from ucp.model.box import Shape
@@ -42,8 +42,8 @@ class ShardedReader:
         self._user = user
         self._unstacked = Unstacked(sharded, str(root))
         self._rules = {name: self._rule(name) for name in self._unstacked.shapes}
-        if self._unstacked.buckets:
-            Buckets(self._unstacked.buckets, self.arguments, str(root)).place(self._model(), self._unstacked.pieces)
+        buckets = Buckets(self._unstacked.buckets, sharded.objects, self.arguments, str(root))
+        buckets.place(self._model(), self._unstacked.pieces)
         if self._sharding() == "fully_reshardable":
             self.notes += treat_shifts(root, self._model(), self._unstacked.pieces, self.arguments, repair=repair)
 
@@ -129,7 +129,7 @@ class ShardedReader:
         }
         trees = {COMMON: carried_tree(COMMON, self.common.archive, rest, COMMON)}
         if self._sharded.objects:
-            trees["objects"] = dict(self._sharded.objects)
+            trees["objects"] = {key: value for key, value in self._sharded.objects.items() if not is_state(key)}
         return trees
 
 
