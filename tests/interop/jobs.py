@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.interop.spec import Job, Spec
+from tests.interop.worker import JobError, Worker
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
-
-
-class JobError(Exception):
-    """A rank of the job raised, died or hung; the message has every rank's traceback."""
+__all__ = ["JobError", "JobResult", "Trainer"]
 
 
 @dataclass(frozen=True)
@@ -40,37 +33,14 @@ class JobResult:
         return load_file(self.out / when / f"rank{rank:02d}.safetensors")
 
 
-class Trainer:
+class Trainer(Worker):
     """A running worker process. Use as a context manager."""
 
     def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.interop.ds_worker"],
-            cwd=PROJECT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        self._reply()
+        super().__init__("tests.interop.ds_worker")
 
     def __enter__(self) -> Trainer:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the worker: it stops at the end of its input."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-        self._process.stdout.close()
-        self._log.close()
 
     def run_job(
         self,
@@ -106,18 +76,5 @@ class Trainer:
             export_final=export_final,
             steps_after=steps_after,
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(job.to_json() + "\n")
-        self._process.stdin.flush()
-        reply = self._reply()
-        if "error" in reply:
-            raise JobError(reply["error"])
+        self.send(job.to_json())
         return JobResult(out, [json.loads((out / f"rank{rank:02d}.json").read_text()) for rank in range(world)])
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise JobError("the worker died:\n" + self._log.read().decode(errors="replace")[-4000:])
-        return json.loads(line)
