@@ -84,6 +84,14 @@ def test_stacks_are_taken_apart(tmp_path: Path, master: str) -> None:
     check(ucp.open(save(tmp_path, model_and_states(master), common(arguments(1, 1)))))
 
 
+def test_gate_and_projection_under_keys_of_their_own(tmp_path: Path) -> None:
+    state = model_and_states("param")
+    for key in [key for key in state if ".linear_fc1." in key and "layer_norm" not in key]:
+        gate, projection = state.pop(key).chunk(2, dim=1)
+        state[f"{key}_w"], state[f"{key}_v"] = gate.clone(), projection.clone()
+    check(ucp.open(save(tmp_path, state, common(arguments(1, 1)))))
+
+
 def flat_ranges(tensor: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
     """A tensor as each rank's flat slice: the grid of slices, with the elements of one behind it."""
     local = [n // cells for n, cells in zip(tensor.shape, grid, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -21,6 +21,7 @@ from ucp.model.rules import SlicePiece
 
 _STATE: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
 _BUCKET: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
+_GATE, _PROJECTION = "_w", "_v"  # ends of keys, where every rank's shards have keys of their own
 _MASTERS: Final = frozenset({"fp32_param", "param"})
 
 
@@ -105,7 +106,7 @@ class Unstacked:
         self.buckets: dict[str, ShardedTensor] = {}  # flat buffers, which know no parameters
         states: list[tuple[str, str, ShardedTensor]] = []
         globals_: dict[str, Shape] = {}  # model key → shape of its whole stack
-        for key, tensor in sharded.tensors.items():
+        for key, tensor in _joined(sharded.tensors).items():
             found = _STATE.match(key)
             if found:
                 kind = MASTER if found[1] in _MASTERS else found[1]
@@ -167,6 +168,26 @@ class Unstacked:
                         tensor.dtype,
                     )
                     self._put(stack.name(index), kind, tensor, whole[axes:], make)
+
+
+def _joined(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+    """The tensors; gate and projection of an MLP as one where they have keys of their own (`_w`, `_v`)."""
+    joined: dict[str, ShardedTensor] = {}
+    for key, tensor in tensors.items():
+        stem = key[: -len(_GATE)]
+        if key.endswith(_PROJECTION) and stem + _GATE in tensors and ".linear_fc1." in key:
+            continue
+        other = tensors.get(stem + _PROJECTION) if key.endswith(_GATE) and ".linear_fc1." in key else None
+        if other is None or other.shape != tensor.shape:
+            joined[key] = tensor
+            continue
+        axis = len(tensor.shape) - (1 if stem.endswith("bias") else 2)
+        rows = tensor.shape[axis]
+        away = tuple(rows if i == axis else 0 for i in range(len(tensor.shape)))
+        shape = tuple(2 * n if i == axis else n for i, n in enumerate(tensor.shape))
+        blocks = {**tensor.blocks, **{box.shift(away): block for box, block in other.blocks.items()}}
+        joined[stem] = ShardedTensor(stem, shape, tensor.dtype, blocks)
+    return joined
 
 
 def _range_fragment(block: Block, region: Region, skip: int, dtype: DType) -> Iterator[Fragment]:
