@@ -2,8 +2,8 @@
 
 A page names the checkpoints that its examples talk about in a comment, `<!-- fixtures: checkpoints=z1_bf16_tp2_dp2 -->`
 (or `corpus:` for real ones outside the project), and a file that they use in front of the block that shows it,
-`<!-- file: rules.toml -->`. Every command of its console blocks is then run, in order, in a folder with these. A line `…`
-in what is shown cuts the rest of the output off.
+`<!-- file: rules.toml -->`. Every command of its console blocks is then run, in order, in a folder with these. A line
+`…` in what is shown cuts the rest of the output off.
 """
 
 from __future__ import annotations
