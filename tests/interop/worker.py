@@ -117,7 +117,7 @@ def fork_ranks(world: int, out: Path, work: Callable[[int], None], *, grace: flo
 
 
 def _fork(out: Path, rank: int, work: Callable[[int], None]) -> int:
-    """Process id of the child that runs this rank; it prints to `rankNN.log` and says in `rankNN.error` why it failed."""
+    """Process id of the child that runs this rank; it prints to `rankNN.log` and `rankNN.error` says why it failed."""
     pid = os.fork()
     if pid:
         return pid
