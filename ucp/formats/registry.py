@@ -96,6 +96,7 @@ WRITERS: dict[str, str] = {
     "safetensors": "ucp.formats.huggingface.writer",
     "dcp": "ucp.formats.dcp.writer",
     "megatron": "ucp.formats.megatron.writer",
+    "torch-dist": "ucp.formats.megatron.sharded_writer",
 }
 
 

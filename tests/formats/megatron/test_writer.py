@@ -74,8 +74,8 @@ def is_vocabulary(section: str, path: tuple[Any, ...], order: list[list[str]]) -
         return bool(path) and str(path[-1]).endswith(PADDED)
     chain, rest = (path[0], path[1:]) if type(path[0]) is int else (0, path)
     if "state" in rest:
-        return order[chain][rest[rest.index("state") + 1]].endswith(PADDED)
-    return bool(rest[:2] == ("fp32_from_fp16_params", 0)) and order[chain][rest[2]].endswith(PADDED)
+        return order[chain][int(rest[rest.index("state") + 1])].endswith(PADDED)
+    return rest[:2] == ("fp32_from_fp16_params", 0) and order[chain][int(rest[2])].endswith(PADDED)
 
 
 def check_same(made: TorchFile, real: TorchFile, tp: int) -> int:

@@ -89,7 +89,8 @@ class Writer:
         tenants = list(self.model.tenants(rank))
         rest = self.carried.rest()
         number = rank.tp + mesh.tp * (rank.ep + mesh.dp * rank.pp)
-        tree: dict[str, Any] = {"args": self._args(number)}
+        args = self.job.args(self.carried.args, number, self.model.vocabulary, "torch")
+        tree: dict[str, Any] = {"args": args}
         for key in ("checkpoint_version", "iteration"):
             if key in rest:
                 tree[key] = rest.pop(key)
@@ -106,12 +107,6 @@ class Writer:
         if state is not None:
             tree["rng_state"] = state
         return {**tree, **rest}
-
-    def _args(self, rank: int) -> Any:
-        made = self.job.args(self.carried.args, rank)
-        if self.model.vocabulary is not None:
-            made.state["padded_vocab_size"] = self.model.vocabulary
-        return made
 
     def _chunk(self, rank: ModuleRank, vp: int, tenants: list[Tenant]) -> InertOrderedDict:
         chunk = next(c for c in self.job.chunks if (c.pp, c.vp) == (rank.pp, vp))

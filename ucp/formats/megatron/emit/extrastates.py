@@ -16,12 +16,9 @@ _LINEAR: Final = re.compile(r"^(.*\.(?:linear_\w+|eh_proj)|output_layer)\.(?:wei
 
 
 def extra_states(carried: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Every entry over the whole model: the source's, or None for each linear module where the source has none."""
-    if carried:
-        return {name: value for name, value in carried.items() if name != OUTPUT_EXTRA}
+    """Every entry over the whole model but the output layer's: the source's, and None for other linear modules."""
     found = dict.fromkeys(f"{match[1]}{EXTRA}" for name in names if (match := _LINEAR.match(name)))
-    found.pop(OUTPUT_EXTRA, None)
-    return found
+    return {name: value for name, value in {**found, **carried}.items() if name != OUTPUT_EXTRA}
 
 
 def on_chunk(states: Mapping[str, Any], chunk: Chunk, experts: range) -> dict[str, Any]:

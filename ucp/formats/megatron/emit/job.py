@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,17 +36,21 @@ class Job:
     chunks: tuple[Chunk, ...]
     notes: tuple[Note, ...]
 
-    def args(self, stored: Inert, rank: int) -> Inert:
-        """The namespace for the file of global rank `rank`; everything that is not about the layout is the source's."""
+    def args(self, stored: Inert, rank: int, vocabulary: int | None, layout: str) -> Inert:
+        """The namespace for the file of global rank `rank`; everything that is not about the layout is the source's.
+
+        `vocabulary` is the padded size, `layout` Megatron's name for the kind of files.
+        """
+        fields = self.arguments.fields
         made = object.__new__(type(stored))
         made.called = stored.called
         made.args, made.kwargs = stored.args, stored.kwargs
-        made.state = {**self.arguments.fields, **_ranked(self.arguments.fields, rank)}
+        made.state = dict(fields)
+        known = {"rank": rank, "local_rank": rank, "ckpt_format": layout}
+        made.state.update({name: value for name, value in known.items() if name in fields})
+        if vocabulary is not None:
+            made.state["padded_vocab_size"] = vocabulary
         return made
-
-
-def _ranked(fields: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    return {name: rank for name in ("rank", "local_rank") if name in fields}
 
 
 def job_for(source: Checkpoint, carried: Carried, options: WriteOptions, *, zero: int) -> Job:
@@ -120,6 +123,7 @@ def _fields(
         "transformer_pipeline_model_parallel_size": mesh.pp,
         "inprocess_active_world_size": mesh.world,
         "use_legacy_models": False,
+        "dist_ckpt_optim_fully_reshardable": bool(mesh.zero),
         "use_mcore_models": True,
     }
     fields.update({name: value for name, value in known.items() if name in fields})

@@ -12,8 +12,9 @@ from ucp.errors import UsageError
 from ucp.files.torchzip_writer import Fill, NewTensor, new_tensor
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.emit.job import Job
+from ucp.formats.megatron.emit.spelling import in_module
 from ucp.formats.megatron.local_module import Lodger, ModuleRank, ModuleTensor, Whole, module_of
-from ucp.formats.megatron.names import OUTPUT, expert_of, is_expert, with_expert_after, with_layer_after
+from ucp.formats.megatron.names import OUTPUT, expert_of, is_expert, layer_of, with_expert_after, with_layer_after
 from ucp.formats.registry import WriteOptions
 from ucp.model.box import Box, Shape
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
@@ -23,14 +24,6 @@ from ucp.model.rules import REPLICATED, Rule
 
 _KNOWN: Final = re.compile(r"^(?:embedding|decoder|output_layer)\.")
 _UNCUT: Final = ("one tensor-parallel rank", "not cut in the checkpoint")  # origins of rules that nobody gave
-_FUSED_MLP: Final = (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1")
-_FUSED_ATTENTION: Final = (
-    (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
-)
-_FUSED_LATENT: Final = (
-    (re.compile(r"\.q_layernorm\.(weight|bias)$"), r".linear_q_up_proj.layer_norm_\1"),
-    (re.compile(r"\.kv_layernorm\.(weight|bias)$"), r".linear_kv_up_proj.layer_norm_\1"),
-)
 _GROUPED_EXPERT: Final = re.compile(r"\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
 
 
@@ -59,12 +52,18 @@ class Model:
         self._atoms: dict[tuple[str, str], Atom | None] = {}
         _check(source, job.arguments)
         self.wholes = {p.name: self._whole(p) for p in source.parameters.values() if p.atoms}
-        self._moe_layers = {layer for name in self.wholes if (layer := _layer(name)) is not None and ".router." in name}
+        self._moe_layers = {
+            layer for name in self.wholes if (layer := layer_of(name)) is not None and ".router." in name
+        }
 
     @property
     def vocabulary(self) -> int | None:
         """The padded size of the vocabulary, or None where nothing is cut by it."""
         return next((w.shape[w.rule.dim] for w in self.wholes.values() if w.rule.cut == "vocab"), None)
+
+    def is_moe(self, name: str) -> bool:
+        """Whether the parameter is of a layer with experts."""
+        return layer_of(name) in self._moe_layers
 
     def tenants(self, rank: ModuleRank) -> Iterator[Tenant]:
         """The tensors of one rank's module, in the module's order."""
@@ -81,7 +80,7 @@ class Model:
     def _local_name(self, name: str, tensor: ModuleTensor, layers: int, experts: int) -> str:
         """The name in the rank's module: numbers are local, norms may be part of the next module."""
         arguments = self.job.arguments
-        is_moe = _layer(name) in self._moe_layers
+        is_moe = self.is_moe(name)
         name = with_layer_after(name, -layers)
         if is_expert(name) and tensor.lodgers[0].transposed:
             stem = name[: name.index(".local_experts.")]
@@ -91,11 +90,7 @@ class Model:
             if arguments.has_transformer_engine and arguments.flag("moe_grouped_gemm"):
                 name = _GROUPED_EXPERT.sub(r".linear_fc\2.\3\1", name)
             return name
-        if arguments.has_transformer_engine:
-            attention = _FUSED_LATENT if arguments.flag("multi_latent_attention") else _FUSED_ATTENTION
-            for pattern, new in attention if is_moe else (*attention, _FUSED_MLP):
-                name = pattern.sub(new, name)
-        return name
+        return in_module(name, arguments, is_moe=is_moe)
 
     def tensor(self, tenant: Tenant, kind: str, attributes: dict[str, Any] | None = None) -> NewTensor | None:
         """One state of a tensor of the module; None where the source has none."""
@@ -190,11 +185,6 @@ def _check(source: Checkpoint, arguments: Arguments) -> None:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _layer(name: str) -> int | None:
-    found = re.match(r"decoder\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
 
 
 def _shape(tensor: ModuleTensor) -> Shape:

@@ -17,6 +17,7 @@ from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Paramet
 from ucp.model.dtypes import FLOAT32
 from ucp.model.region import Region
 
+FULLY_RESHARDABLE: Final = "fully_reshardable"
 _EXPERTS: Final = "is_expert_parallel"
 _TORCH_ONLY: Final = "foreach"  # a setting that torch's optimizers have and the fused ones have not
 
@@ -84,6 +85,34 @@ def plain_tree(model: Model, tenants: Sequence[Tenant], scaler: Any, files: Sour
         for groups in target_optimizers(model.source, arguments)
     ]
     return chain if len(chain) > 1 else chain[0]
+
+
+def common_tree(model: Model, scaler: Any, files: SourceFiles) -> Any:
+    """What a sharded checkpoint keeps of the optimizers in its common part: groups, steps, the loss scaler.
+
+    That of the distributed optimizer with a mesh of ZeRO 1, in its `fully_reshardable` flavour; else of the plain one.
+    """
+    chain = [
+        _common_of(model, groups, scaler, files) for groups in target_optimizers(model.source, model.job.arguments)
+    ]
+    return dict(enumerate(chain)) if len(chain) > 1 else chain[0]
+
+
+def _common_of(model: Model, groups: Sequence[TargetGroup], scaler: Any, files: SourceFiles) -> dict[str, Any]:
+    distributed = bool(model.job.mesh.zero)
+    listed: list[dict[str, Any]] = []
+    common: dict[str, Any] = {}
+    for group in groups:
+        step = step_of(model.source, group, files)
+        if step is not None and group.counts_in_parameters and not distributed:
+            common = {"common_step": new_tensor(FLOAT32, (), struct.pack("<f", step))}
+            step = None
+        listed.append(dict(group.hyper) if step is None else {**group.hyper, STEP: step})
+    scaling = {} if scaler is None else {"grad_scaler": scaler}
+    if distributed:
+        return {"optimizer": {"param_groups": listed}, **scaling, "param_state_sharding_type": FULLY_RESHARDABLE}
+    inner = {"state": common, "param_groups": listed}
+    return {"optimizer": inner, **scaling} if is_mixed(model) else inner
 
 
 def _one(

@@ -1,0 +1,209 @@
+"""One rank of a megatron-core job: loads a checkpoint and compares everything with a legacy rank file.
+
+`python -m tests.interop.megatron_rank RANK WORLD STORE FOLDER EXPECTED TP PP KIND`; KIND is `plain` or `distributed`,
+the optimizer with which a `torch_dist` folder is loaded, or `legacy`: FOLDER then has rank files. What is expected are
+rank files of Megatron's own, or such as the tests have proven to be what Megatron writes. Prints the number of tensors
+that were compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.interop import megatron_on_cpu
+
+
+def build_model(args: Any, pp: int, stages: int) -> Any:
+    """The module of this rank, as the saved arguments describe it."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        normalization=args.normalization,
+        gated_linear_unit=args.swiglu,
+        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=args.add_bias_linear,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pp == 0,
+        post_process=pp == stages - 1,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+    )
+    return model.bfloat16()
+
+
+def build_optimizer(model: Any, *, distributed: bool) -> Any:
+    """The optimizer over the wrapped module, with states that are not the ones to be loaded."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model
+    )
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        min_lr=0.0,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=distributed,
+    )
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+    if distributed:
+        inner._init_optimizer_states_with_dummy_values()
+    return SimpleNamespace(outer=optimizer, inner=inner)
+
+
+def load(model: Any, optimizer: Any, folder: Path, *, distributed: bool) -> Any:
+    """Load the folder as Megatron's training loop does; nothing may be missing in it, and nothing left over."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    grid = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    here = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if distributed:
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    sharded: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    plan = optimizer.outer.sharded_state_dict(sharded, is_loading=True, metadata=metadata)
+    sharded["optimizer"] = plan
+    sharded["rng_state"] = ShardedObject("rng_state", [], grid, here)
+    loaded = dist_checkpointing.load(sharded, str(folder), strict="raise_all")
+    model.load_state_dict(loaded["model"])
+    if distributed:
+        keep_steps(optimizer.inner)
+    optimizer.outer.load_state_dict(loaded["optimizer"])
+    return loaded
+
+
+def keep_steps(optimizer: Any) -> None:
+    """Without apex the step of torch's Adam is asked for among the loaded states, where it is not kept."""
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def put(model_param: Any, tensors: dict[str, Any]) -> None:
+        for key, value in optimizer._get_main_param_and_optimizer_states(model_param).items():
+            tensors.setdefault(key, value.clone())
+        original(model_param, tensors)
+
+    optimizer._set_main_param_and_optimizer_states = put
+
+
+def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, real_rows: int | None) -> int:
+    """The same bits; of a vocabulary, in the rows that are not padding."""
+    ours, theirs = ours.detach().reshape(theirs.shape), theirs.detach()
+    if real_rows is not None:
+        ours, theirs = ours[:real_rows], theirs[:real_rows]
+    if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
+        raise SystemExit(f"{name}: is not what was saved")
+    return 1
+
+
+def compare(model: Any, optimizer: Any, legacy: Any, tp: int, *, distributed: bool) -> int:
+    """Every weight, master and moment against the legacy file; gives how many."""
+    from tests.formats.megatron.test_writer import PADDED, VOCABULARY
+
+    def rows(name: str, tensor: torch.Tensor) -> int | None:
+        return max(0, VOCABULARY - tp * len(tensor)) if name.endswith(PADDED) else None
+
+    count = 0
+    named = dict(model.named_parameters())
+    stored = {name: value for name, value in legacy["model"].items() if torch.is_tensor(value)}
+    if list(named) != list(stored):
+        raise SystemExit(f"other parameters: {list(named)} and {list(stored)}")
+    for name, parameter in named.items():
+        count += check(name, parameter.data, stored[name], rows(name, parameter))
+    order = sorted(named, key=lambda name: named[name].ndim < 2 or name.endswith(".bias"))
+    masters = [master for group in legacy["optimizer"]["fp32_from_fp16_params"] for master in group]
+    for number, name in enumerate(order):
+        states = legacy["optimizer"]["optimizer"]["state"][number]
+        if distributed:
+            held = optimizer.inner._get_main_param_and_optimizer_states(named[name])
+        else:
+            master = named[name].main_param
+            held = {"param": master, **optimizer.inner.optimizer.state[master]}
+        limit = rows(name, named[name])
+        count += check(f"{name}|master", held["param"], masters[number], limit)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            count += check(f"{name}|{kind}", held[kind], states[kind], limit)
+        if not distributed:
+            count += check(f"{name}|step", held["step"], states["step"], None)
+    return count
+
+
+def main(rank: int, world: int, store: str, folder: Path, legacy: Path, tp: int, pp: int, kind: str) -> None:
+    megatron_on_cpu.install()
+    dist.init_process_group(backend="gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    model_parallel_cuda_manual_seed(7)
+    stage, slice_ = divmod(rank, tp)
+    name = f"mp_rank_{slice_:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+    saved = torch.load(legacy / name / "model_optim_rng.pt", weights_only=False)
+    distributed = kind == "distributed"
+    model = build_model(saved["args"], stage, pp)
+    optimizer = build_optimizer(model, distributed=distributed)
+    if kind == "legacy":
+        loaded = torch.load(folder / name / "model_optim_rng.pt", weights_only=False)
+        model.load_state_dict(loaded["model"])
+        optimizer.outer.load_state_dict(loaded["optimizer"])
+    else:
+        loaded = load(model, optimizer, folder, distributed=distributed)
+    sys.stdout.write(f"{compare(model, optimizer, saved, slice_, distributed=distributed)}\n")
+    if len(loaded["rng_state"]) != 1 or loaded["iteration"] != saved["iteration"]:
+        raise SystemExit("random state or iteration is not what was saved")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    number, world_size, store_file, saved_folder, legacy_folder, tensor, pipeline, optimizer_kind = sys.argv[1:]
+    main(
+        int(number),
+        int(world_size),
+        store_file,
+        Path(saved_folder),
+        Path(legacy_folder),
+        int(tensor),
+        int(pipeline),
+        optimizer_kind,
+    )

@@ -1,0 +1,217 @@
+"""Writes the `torch_dist` layout of megatron-core: whole tensors in blocks, which jobs of any layout load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ucp.errors import UsageError
+from ucp.files.local import SourceFiles
+from ucp.files.torchzip_writer import torch_file
+from ucp.formats.distcp import ArchiveFiles, Item
+from ucp.formats.distcp_metadata import MetadataTree
+from ucp.formats.megatron.emit.carried import Carried
+from ucp.formats.megatron.emit.extrastates import extra_states
+from ucp.formats.megatron.emit.job import job_for
+from ucp.formats.megatron.emit.model import Model
+from ucp.formats.megatron.emit.optimizer import FULLY_RESHARDABLE, common_tree, has_states, is_mixed
+from ucp.formats.megatron.emit.rng import RandomStates
+from ucp.formats.megatron.emit.spelling import in_shards
+from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
+from ucp.formats.megatron.names import expert_of, is_expert, layer_of
+from ucp.formats.megatron.writer import SCHEDULER, iteration_folder, padding_notes, tracker
+from ucp.formats.registry import WriteOptions
+from ucp.formats.torchtrees import with_tensors
+from ucp.model.box import Box, Shape
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Note, Parameter
+from ucp.model.dtypes import FLOAT32, DType
+from ucp.model.region import Region
+from ucp.model.rules import slice_pieces
+from ucp.model.target import Digests, Literal, OutputFile, Target
+
+_METADATA: Final = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor under one key, as it grows parameter by parameter."""
+
+    shape: Shape
+    dtype: DType
+    chunks: list[tuple[Box, Item]] = field(default_factory=list)
+
+
+class Writer:
+    """Lays out the source as a folder of megatron-core's `dist_checkpointing`.
+
+    Any job loads it. The layout that is asked for decides how tensors are cut into blocks, so that each of its ranks
+    reads no more than its own, and for which ranks there are random states.
+    """
+
+    def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
+        zero = int(source.mesh.zero > 0) if options.zero is None else options.zero
+        if zero not in (0, 1):
+            raise UsageError(
+                f"Megatron has no ZeRO-{zero}", hint="--zero 1 is its distributed optimizer, --zero 0 the plain one"
+            )
+        self.source = source
+        self.carried = Carried(source)
+        self.job = job_for(source, self.carried, options, zero=zero)
+        self.mesh = self.job.mesh
+        self.notes: list[Note] = list(self.job.notes)
+        self.model = Model(source, self.job, options)
+        self._random = RandomStates(self.carried.rng(), self.mesh)
+        self._folder = iteration_folder(source)
+        self._files = ArchiveFiles(self.mesh.tp * self.mesh.pp * self.mesh.ep, f"{self._folder}/*.distcp")
+
+    def target(self) -> Target:
+        """Every file but the tracker."""
+        tree = MetadataTree(nested=False)
+        for key, tensor in self._tensors().items():
+            tree.add_tensor((key,), tensor.shape, tensor.dtype, tensor.chunks)
+        for key, number, value in self._objects():
+            tree.add_object((key,), self._files.value([value], number))
+        with SourceFiles(self.source.root) as files:
+            common = torch_file(f"{self._folder}/{COMMON}", with_tensors(self._common(files)))
+        self.notes += [*self._random.notes, *padding_notes(self.model)]
+        path = f"{self._folder}/{INDEX}"
+        return Target(
+            (
+                *self._files.outputs(f"{self._folder}/"),
+                common,
+                _literal_file(path, tree.dump(path)),
+                _literal_file(f"{self._folder}/{METADATA}", json.dumps(_METADATA).encode()),
+            )
+        )
+
+    def last(self, target: Target, digests: Digests) -> OutputFile | None:
+        """The tracker file: Megatron writes it when everything else is on disk."""
+        del target, digests
+        return tracker(self._folder)
+
+    def _tensors(self) -> dict[str, _Tensor]:
+        """All tensors, those of the model first."""
+        found: dict[str, _Tensor] = {}
+        owners: dict[str, int] = {}  # parameters in each stack
+        expected: dict[str, int] = {}
+        optimizer = has_states(self.source)
+        for name in self.model.wholes:
+            self._add(found, owners, expected, name, WEIGHT, "")
+        if optimizer:
+            for name in self.model.wholes:
+                for kind, prefix in self._states(self.source.parameters[name]):
+                    self._add(found, owners, expected, name, kind, prefix)
+        for key, count in owners.items():
+            if count != expected[key]:
+                raise UsageError(
+                    f"{key}: {count} of the {expected[key]} parameters that megatron-core stacks in it are there",
+                    hint="leave --include and --exclude out: layers and experts are written together",
+                )
+        return found
+
+    def _states(self, parameter: Parameter) -> Iterator[tuple[str, str]]:
+        """The kinds of optimizer state of a parameter, and what stands before their keys."""
+        if parameter.role != "trained":
+            return
+        for kind, atom in parameter.atoms.items():
+            if kind not in (WEIGHT, MASTER, STEP) and atom.shape == parameter.shape:
+                yield kind, f"optimizer.state.{kind}."
+        if self.mesh.zero:
+            yield MASTER, "optimizer.state.param."
+        elif is_mixed(self.model) and self.model.wholes[parameter.name].dtype != FLOAT32:
+            yield MASTER, "optimizer.state.fp32_param."
+
+    def _add(
+        self,
+        found: dict[str, _Tensor],
+        owners: dict[str, int],
+        expected: dict[str, int],
+        name: str,
+        kind: str,
+        prefix: str,
+    ) -> None:
+        """Lay out one state of one parameter, a block for each piece that a rank of the target holds."""
+        whole = self.model.wholes[name]
+        atom = self.model.atom(name, kind)
+        assert atom is not None
+        place = in_shards(name, self.job.arguments, is_moe=self.model.is_moe(name))
+        key = prefix + place.key
+        tensor = found.setdefault(key, _Tensor((*place.lengths, *whole.shape), atom.dtype))
+        if tensor.shape != (*place.lengths, *whole.shape) or tensor.dtype != atom.dtype:
+            raise UsageError(
+                f"parameter {name} is {atom.dtype} {list(whole.shape)}, others of its kind are {tensor.dtype}"
+                f" {list(tensor.shape[len(place.lengths) :])}: megatron-core stacks only layers that are alike"
+            )
+        owners[key] = owners.get(key, 0) + 1
+        expected[key] = 1
+        for length in place.lengths:
+            expected[key] *= length
+        degree = self.job.arguments.etp if is_expert(name) else self.mesh.tp
+        for rank in range(1 if whole.rule.cut in ("replicated", "average") else degree):
+            number = self._file_of(name, rank)
+            for piece in slice_pieces(whole.rule, whole.shape, degree, rank, name):
+                block = place.box(piece.box)
+                item = self._files.chunk(number, atom, Region.of((piece.box,)), block.shape)
+                tensor.chunks.append((block, item))
+
+    def _file_of(self, name: str, tp: int) -> int:
+        """The file of the rank that holds this slice."""
+        arguments = self.job.arguments
+        layer, expert = layer_of(name), expert_of(name)
+        if layer is not None:
+            pp = next(chunk.pp for chunk in self.job.chunks if chunk.first <= layer < chunk.stop)
+        else:
+            first = name.startswith("embedding.")
+            pp = next(chunk.pp for chunk in self.job.chunks if (chunk.embedding if first else chunk.output))
+        ep = 0 if expert is None else expert // (arguments.number("num_experts") // self.mesh.ep)
+        return tp + self.mesh.tp * (ep + self.mesh.ep * pp)
+
+    def _objects(self) -> Iterator[tuple[str, int, Any]]:
+        """Key, file and value of everything that is no tensor."""
+        for name, value in extra_states(self.carried.extra_states(), self.model.wholes).items():
+            place = in_shards(name, self.job.arguments, is_moe=self.model.is_moe(name))
+            yield place.key + place.shard(), self._file_of(name, 0), value
+        mesh = self.mesh
+        for pp in range(mesh.pp):
+            for tp in range(mesh.tp):
+                value = self._random.of(pp, tp)
+                if value is None:
+                    continue
+                number = tp + mesh.tp * mesh.ep * pp
+                if mesh.ep == 1:
+                    yield f"rng_state/shard_{pp}.{tp}_{mesh.pp}.{mesh.tp}", number, value
+                    continue
+                for dp in range(mesh.dp):
+                    yield f"rng_state/shard_{pp}.{tp}.{dp}_{mesh.pp}.{mesh.tp}.{mesh.dp}", number, value
+
+    def _common(self, files: SourceFiles) -> dict[str, Any]:
+        rest = self.carried.rest()
+        common: dict[str, Any] = {
+            "args": self.job.args(self.carried.args, 0, self.model.vocabulary, "torch_dist"),
+        }
+        for key in ("checkpoint_version", "iteration"):
+            if key in rest:
+                common[key] = rest.pop(key)
+        scheduler = rest.pop(SCHEDULER, None)
+        if has_states(self.source):
+            common["optimizer"] = common_tree(self.model, self.carried.grad_scaler(), files)
+            common.update({} if scheduler is None else {SCHEDULER: scheduler})
+        content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self.mesh.zero:
+            flavour = {
+                "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+                "distrib_optim_fully_reshardable_mem_efficient": False,
+            }
+            content = {**flavour, **content}
+        return {**common, **rest, "content_metadata": content}
+
+
+def _literal_file(path: str, data: bytes) -> OutputFile:
+    return OutputFile(path, len(data), (Literal(0, data),))
