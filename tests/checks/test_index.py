@@ -85,6 +85,34 @@ def test_without_zero_a_missing_state_is_a_warning(checkpoint: Checkpoint) -> No
     assert report.exit_code == 0
 
 
+def test_a_state_that_a_whole_group_lacks_is_named(checkpoint: Checkpoint) -> None:
+    checkpoint.parameters["norm.weight"].group = 1
+    checkpoint.groups.append(checkpoint.groups[0])
+    assert verify(checkpoint, "quick").findings == []
+    del checkpoint.parameters["norm.weight"].atoms["exp_avg"]
+    finding = only(verify(checkpoint, "quick"), "states")
+    assert "group 1 has exp_avg, which those of group 0 have" in finding.message
+    del checkpoint.parameters["norm.weight"].atoms["exp_avg_sq"]
+    assert "exp_avg, exp_avg_sq" in only(verify(checkpoint, "quick"), "states").message
+
+
+def test_groups_with_states_of_their_own_lack_none(checkpoint: Checkpoint) -> None:
+    checkpoint.parameters["norm.weight"].group = 1
+    atoms = checkpoint.parameters["norm.weight"].atoms
+    atoms["momentum_buffer"] = replace(atoms.pop("exp_avg"), kind="momentum_buffer")
+    del atoms["exp_avg_sq"]
+    assert verify(checkpoint, "quick").findings == []
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_an_optimizer_that_cannot_do_without_a_moment(checkpoint: Checkpoint, kind: str) -> None:
+    for parameter in checkpoint.parameters.values():
+        del parameter.atoms[kind]
+    assert verify(checkpoint, "quick").findings == []  # who knows which optimizer it was
+    checkpoint.groups[0].hyper.update(betas=(0.9, 0.95), eps=1e-8)
+    assert f"has {kind}, which its optimizer keeps" in only(verify(checkpoint, "quick"), "states").message
+
+
 def test_frozen_parameters_need_no_states(checkpoint: Checkpoint) -> None:
     parameter = checkpoint.parameters["norm.weight"]
     parameter.role = "frozen"

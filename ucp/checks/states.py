@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ucp.checks.findings import Finding, Severity
 from ucp.checks.tasks import Context
-from ucp.model.checkpoint import MASTER, WEIGHT, Checkpoint, Parameter
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Parameter
 
 
 def look(context: Context) -> Iterator[Finding]:
@@ -15,8 +15,10 @@ def look(context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
     for parameter in checkpoint.parameters.values():
         yield from _own_shapes(parameter)
+    severity: Severity = "error" if checkpoint.mesh.zero else "warning"
+    yield from _needed(checkpoint, severity)
     for siblings in _groups(checkpoint):
-        yield from _states(siblings, "error" if checkpoint.mesh.zero else "warning")
+        yield from _states(siblings, severity)
         yield from _state_shapes(siblings)
         yield from _state_dtypes(siblings)
 
@@ -51,6 +53,38 @@ def _states(siblings: Sequence[Parameter], severity: Severity) -> Iterator[Findi
             kind=missing[0],
             hint="its optimizer starts without them when training goes on; was a file of another save mixed in?",
         )
+
+
+def _needed(checkpoint: Checkpoint, severity: Severity) -> Iterator[Finding]:
+    """States that all parameters of a group lack: another group has them, or the optimizer cannot do without."""
+    kinds: dict[int, set[str]] = {}
+    for parameter in checkpoint.parameters.values():
+        if parameter.role == "trained" and parameter.group is not None:
+            kinds.setdefault(parameter.group, set()).update(set(parameter.atoms) - {WEIGHT, MASTER, STEP})
+    for group, held in sorted(kinds.items()):
+        # Optimizers that treat groups differently have states of their own for each: none has less than another.
+        fuller = next((other for other, more in sorted(kinds.items()) if held < more), None)
+        missing = sorted(kinds[fuller] - held) if fuller is not None else _unpaired(held, checkpoint, group)
+        if missing:
+            which = f", which those of group {fuller} have" if fuller is not None else ", which its optimizer keeps"
+            yield Finding(
+                "states",
+                severity,
+                f"no parameter of group {group} has {', '.join(missing)}{which}",
+                kind=missing[0],
+                hint="its optimizer starts without them when training goes on; was a file of another save mixed in?",
+                subject=f"group {group}",
+            )
+
+
+def _unpaired(held: set[str], checkpoint: Checkpoint, group: int) -> list[str]:
+    """Adam and its kin (two betas and an eps) keep a first and a second moment."""
+    hyper = checkpoint.groups[group].hyper if group < len(checkpoint.groups) else {}
+    if "betas" not in hyper or "eps" not in hyper:
+        return []
+    if "exp_avg" in held and not any("sq" in kind or "inf" in kind for kind in held):
+        return ["exp_avg_sq"]
+    return ["exp_avg"] if "exp_avg_sq" in held and "exp_avg" not in held else []
 
 
 def _own_shapes(parameter: Parameter) -> Iterator[Finding]:
