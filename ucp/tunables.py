@@ -11,12 +11,16 @@ GIB: Final = 1024 * MIB
 # A slab should stay in the CPU's cache between read, scatter, checksum and write.
 SLAB_BYTES = 1 * MIB
 
+# Most bytes of one write. Linux gives larger ones larger pages of cache, which take a virtual machine that has returned
+# its free memory to the host several times as long to get; smaller ones cost system calls.
+WRITE_BYTES = 128 * KIB
+
 # A rank's share of a tensor may lie in the source in many short runs; below this length it is cheaper to read across
 # the gaps than to make a system call for each.
 SHORT_RUN_BYTES = 256
 
-# What goes to or from a live tensor that cannot be addressed directly (on an accelerator, or not row-major) goes through
-# a buffer of this size.
+# What goes to or from a live tensor that cannot be addressed directly (on an accelerator, or not row-major) goes
+# through a buffer of this size.
 BOUNCE_BYTES = 4 * MIB
 
 # A part is what one thread writes, digests and journals at a time: large enough that its bookkeeping costs

@@ -83,7 +83,7 @@ def test_storages_tiled_by_anything(data: st.DataObject) -> None:
         patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 512)))
         patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
         patch.setattr(plan, "_RANGES_OF_A_PART", data.draw(st.integers(1, 4)))
-        patch.setattr(plan, "_FILES_OF_A_PART", data.draw(st.integers(1, 2)))
+        patch.setattr(tunables, "OPEN_FILES", data.draw(st.integers(1, 4)))
         folder = Path(name)
         atom = write_shards(folder, values, dtype, data.draw(cuts(shape)))
         wanted: list[list[bytes]] = []
@@ -307,12 +307,12 @@ def test_a_span_must_be_tiled() -> None:
 
 
 def test_atoms_in_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_FILES_OF_A_PART", 8)
+    monkeypatch.setattr(tunables, "OPEN_FILES", 8)
     values = values_of((6,), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("replicated"), 1, ()))
     hole = Hole(atom, Region.all_of((6,)), 0)
     target = Target(tuple(OutputFile(str(n), 24, (), (hole,)) for n in range(20)))
-    assert [len(part.extents) for part in parts(target)] == [8, 8, 4]
+    assert [len(part.extents) for part in parts(target)] == [20]
     run(target, checkpoint(tmp_path, [atom]), tmp_path / "out", options(), nothing_last, Progress())
     assert set(contents(tmp_path / "out").values()) == {values.tobytes()}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from ucp import tunables
-from ucp.engine.plan import parts
+from ucp.engine.plan import VERSION, parts
 from ucp.engine.sealing import sealing_parts
 from ucp.engine.staging import Staging
 from ucp.engine.stream import Budget, stream
@@ -88,7 +88,7 @@ def run(
 def fingerprint(target: Target, source: Checkpoint) -> str:
     """Identity of a run: the target, how it is cut into parts, and the source files with their sizes and times."""
     digest = xxhash.xxh3_128()
-    digest.update(json.dumps([target.to_json(), tunables.PART_BYTES], sort_keys=True).encode())
+    digest.update(json.dumps([target.to_json(), VERSION, tunables.PART_BYTES], sort_keys=True).encode())
     for file in target.files:
         for literal in file.literals:
             digest.update(literal.data)

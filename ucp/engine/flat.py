@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.model.box import Box, Shape, flat_index
+from ucp.model.box import Box, Shape, flat_index, interval_boxes
 from ucp.model.checkpoint import Atom, Fragment
-from ucp.model.region import Piece
+from ucp.model.region import Piece, Region
 
 
 def is_contiguous_in(box: Box, shape: Shape) -> bool:
@@ -28,7 +28,7 @@ def is_contiguous_in(box: Box, shape: Shape) -> bool:
 
 def is_flat(pieces: Iterable[Piece], shape: Shape) -> bool:
     """Does every piece occupy one interval of the flattened tensor, so that dimensions do not matter?"""
-    return all(is_contiguous_in(piece.box, shape) and _inside(piece.box, shape) for piece in pieces)
+    return all(_is_interval(piece.box, shape) for piece in pieces)
 
 
 def flatten(box: Box, shape: Shape) -> Box:
@@ -36,8 +36,39 @@ def flatten(box: Box, shape: Shape) -> Box:
     return Box((flat_index(box.start, shape),), (box.numel,))
 
 
-def _inside(box: Box, shape: Shape) -> bool:
-    return all(stop <= extent for stop, extent in zip(box.stop, shape, strict=True))
+def _is_interval(box: Box, shape: Shape) -> bool:
+    return is_contiguous_in(box, shape) and all(a + n <= m for a, n, m in zip(box.start, box.shape, shape, strict=True))
+
+
+def flat_runs(region: Region, shape: Shape) -> list[tuple[int, int, int]] | None:
+    """A region as runs of the flattened tensor: first element, one past the last, and where that is in the region.
+
+    In the region's order, neighbours joined. None where a piece of it is no single interval of a tensor of `shape`.
+    """
+    runs: list[tuple[int, int, int]] = []
+    position = 0  # of the current box in the region's boxes laid end to end
+    for box in region.boxes:
+        numel = box.numel
+        low, high = max(region.start, position), min(region.stop, position + numel)
+        if low < high:
+            start = low - position
+            if _is_interval(box, shape):
+                pieces = [(flat_index(box.start, shape) + start, high - low)]
+            else:
+                boxes = [part.shift(box.start) for part in interval_boxes(box.shape, start, high - position)]
+                if not all(_is_interval(part, shape) for part in boxes):
+                    return None
+                pieces = [(flat_index(part.start, shape), part.numel) for part in boxes]
+            offset = low - region.start
+            for first, count in pieces:
+                if runs and runs[-1][1] == first:
+                    before = runs.pop()
+                    runs.append((before[0], first + count, before[2]))
+                else:
+                    runs.append((first, first + count, offset))
+                offset += count
+        position += numel
+    return runs
 
 
 def can_flatten(atom: Atom) -> bool:
@@ -45,7 +76,7 @@ def can_flatten(atom: Atom) -> bool:
     covers: list[Sequence[Fragment]] = [atom.fragments]
     if atom.combine == "average":
         covers.extend(atom.replicas)
-    return all(f.strides is None and is_flat(f.region.pieces(), atom.shape) for cover in covers for f in cover)
+    return all(f.strides is None and flat_runs(f.region, atom.shape) is not None for cover in covers for f in cover)
 
 
 def is_stored_as_is(atom: Atom) -> bool:
@@ -64,10 +95,8 @@ class StraightReader:
         size = atom.dtype.itemsize
         runs: list[tuple[int, int, str, int]] = []  # first byte of the atom, one past the last, file, byte of the file
         for fragment in atom.fragments:
-            for piece in fragment.region.pieces():
-                start = size * flat_index(piece.box.start, atom.shape)
-                stop = start + size * piece.box.numel
-                runs.append((start, stop, fragment.file, fragment.offset + size * piece.offset))
+            for first, last, offset in flat_runs(fragment.region, atom.shape) or ():
+                runs.append((size * first, size * last, fragment.file, fragment.offset + size * offset))
         self._runs = sorted(runs)
         self._starts = [run[0] for run in self._runs]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Final
 
 from ucp import tunables
-from ucp.engine.flat import can_flatten, flatten, is_flat
+from ucp.engine.flat import can_flatten, flat_runs
+from ucp.engine.sweep import Sweep
 from ucp.model.box import Box, Shape, flat_index, intersect
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType
@@ -16,8 +16,8 @@ from ucp.model.region import Piece
 from ucp.model.slabs import slabs
 from ucp.model.target import Hole, Literal, Target, ZeroRange
 
-# How many output files one part may write: they are open at the same time.
-_FILES_OF_A_PART: Final = 128
+# Parts that other versions of this module cut are not found again in a journal.
+VERSION: Final = 2
 # How many literals or zero ranges one part may write: each is small, and a part costs a line of the journal.
 _RANGES_OF_A_PART: Final = 256
 
@@ -89,41 +89,65 @@ def _batched(extents: Iterable[Extent]) -> Iterator[Part]:
 
 
 def _parts_of(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:
-    pieces = [list(hole.region.pieces()) for _, hole in places]
-    flat = can_flatten(atom) and all(is_flat(held, atom.shape) for held in pieces)
-    shape: Shape = (prod(atom.shape),) if flat else _padded(atom.shape, pieces)
-    targets = [
-        (number, hole.offset, Piece(flatten(piece.box, atom.shape) if flat else piece.box, piece.offset))
-        for (number, hole), held in zip(places, pieces, strict=True)
-        for piece in held
-    ]
+    if can_flatten(atom):
+        found = [flat_runs(hole.region, atom.shape) for _, hole in places]
+        held = [runs for runs in found if runs is not None]
+        if len(held) == len(found):
+            return _flat_parts(atom, places, held)
+    return _shaped_parts(atom, places)
+
+
+def _flat_parts(
+    atom: Atom, places: Sequence[tuple[int, Hole]], held: Sequence[Sequence[tuple[int, int, int]]]
+) -> Iterator[Part]:
+    """Parts of the flattened atom, of which each place holds some runs."""
+    itemsize = atom.dtype.itemsize
+    waiting = sorted(
+        (first, last, number, hole.offset + offset * itemsize)
+        for (number, hole), runs in zip(places, held, strict=True)
+        for first, last, offset in runs
+    )
+    waiting.reverse()  # the next one is the last
+    met: list[tuple[int, int, int, int]] = []
+    step = max(1, tunables.PART_BYTES // itemsize)
+    for start in range(0, atom.numel, step):
+        stop = min(start + step, atom.numel)
+        while waiting and waiting[-1][0] < stop:
+            met.append(waiting.pop())
+        extents: list[Extent] = []
+        for first, last, number, offset in met:
+            low, high = max(first, start), min(last, stop)
+            box = Box((low,), (high - low,))
+            extents.append(Extent(number, offset + (low - first) * itemsize, (high - low) * itemsize, box))
+        met = [run for run in met if run[1] > stop]
+        if extents:
+            yield Part(atom, True, _hull(extents), tuple(extents))
+
+
+def _shaped_parts(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:
+    pieces = [(piece, number, hole) for number, hole in places for piece in hole.region.pieces()]
+    shape = _padded(atom.shape, (piece.box for piece, _, _ in pieces))
+    sweep = Sweep((entry[0].box, entry) for entry in pieces)
     for block in slabs(shape, max(1, tunables.PART_BYTES // atom.dtype.itemsize)):
-        found = (_extent(number, base, piece, block, atom.dtype) for number, base, piece in targets)
-        extents = [extent for extent in found if extent is not None]
-        for some in _by_files(extents):
-            yield Part(atom, flat, block, some)
+        met = (entry for _, entry in sweep.meeting(block))
+        found = (_extent(number, hole.offset, piece, block, atom.dtype) for piece, number, hole in met)
+        extents = tuple(extent for extent in found if extent is not None)
+        if extents:
+            yield Part(atom, False, block, extents)
 
 
-def _padded(shape: Shape, pieces: Iterable[Iterable[Piece]]) -> Shape:
+def _hull(extents: Sequence[Extent]) -> Box:
+    """The smallest interval that holds what all extents of a flat atom want."""
+    boxes = [extent.box for extent in extents if extent.box is not None]
+    start, stop = min(box.start[0] for box in boxes), max(box.stop[0] for box in boxes)
+    return Box((start,), (stop - start,))
+
+
+def _padded(shape: Shape, boxes: Iterable[Box]) -> Shape:
     """The smallest shape that holds the atom and everything that holes want of it."""
-    for held in pieces:
-        for piece in held:
-            shape = tuple(max(n, stop) for n, stop in zip(shape, piece.box.stop, strict=True))
+    for box in boxes:
+        shape = tuple(max(n, stop) for n, stop in zip(shape, box.stop, strict=True))
     return shape
-
-
-def _by_files(extents: Sequence[Extent]) -> Iterator[tuple[Extent, ...]]:
-    """The extents, cut where they would touch too many files at once."""
-    some: list[Extent] = []
-    files: set[int] = set()
-    for extent in extents:
-        if extent.file not in files and len(files) == _FILES_OF_A_PART:
-            yield tuple(some)
-            some, files = [], set()
-        some.append(extent)
-        files.add(extent.file)
-    if some:
-        yield tuple(some)
 
 
 def _extent(number: int, base: int, piece: Piece, block: Box, dtype: DType) -> Extent | None:

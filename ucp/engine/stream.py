@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +13,12 @@ import xxhash
 
 from ucp import tunables
 from ucp.engine.flat import StraightReader, is_stored_as_is
+from ucp.engine.outputs import Outputs
 from ucp.engine.plan import Extent, Part
-from ucp.errors import StorageError
+from ucp.engine.sweep import Sweep
 from ucp.files.crc import crc32, crc32_of_zeros
-from ucp.files.local import SourceFiles, write_all
+from ucp.files.local import SourceFiles
+from ucp.model.box import Box
 from ucp.model.checkpoint import Atom
 from ucp.model.slabs import slabs
 from ucp.model.target import OutputFile
@@ -122,6 +122,8 @@ class _Shared:
             with self.lock:
                 self.failure = self.failure or error
             self.stop.set()
+        finally:
+            worker.outputs.close()
 
 
 class _Worker:
@@ -132,23 +134,18 @@ class _Worker:
         # Whole pages: AMD's Zen copies four times slower where target and source differ by 1 to 31 bytes modulo 4,096,
         # as memory of malloc and the start of a file do.
         self.block = memoryview(mmap.mmap(-1, shared.budget.slab_bytes))
+        self.outputs = Outputs(shared.folder, shared.files, max(1, tunables.OPEN_FILES // shared.budget.jobs))
         self.straight: tuple[Atom, StraightReader] | None = None
         self.shaped: ShapedReader | None = None
 
     def write(self, part: Part) -> list[Written]:
-        shared = self.shared
-        with ExitStack() as stack:
-            opened: dict[int, _Opened] = {}
-            for extent in part.extents:
-                if extent.file not in opened:
-                    opened[extent.file] = _Opened(stack, shared.folder, shared.files[extent.file])
-            targets = [_Target(opened[extent.file], extent) for extent in part.extents]
-            if part.atom is not None:
-                self._write_atom(part, part.atom, targets)
-            else:
-                for target in targets:
-                    self._write_known(target)
-            return [target.finish() for target in targets]
+        targets = [_Target(self.outputs, extent) for extent in part.extents]
+        if part.atom is not None:
+            self._write_atom(part, part.atom, targets)
+        else:
+            for target in targets:
+                self._write_known(target)
+        return [target.finish() for target in targets]
 
     def _write_known(self, target: _Target) -> None:
         """Write a literal, or zeros."""
@@ -181,25 +178,27 @@ class _Worker:
         begin = part.block.start[0] * itemsize
         end = begin + part.block.numel * itemsize
         step = len(self.block) // itemsize * itemsize
+        sweep = _sweep(targets)
         for start in range(begin, end, step):
             self._check_stop()
             data = self.block[: min(step, end - start)]
             reader.read(start, data)
-            self.shared.progress(sum(target.take_bytes(start, data, itemsize) for target in targets))
+            slab = Box((start // itemsize,), (len(data) // itemsize,))
+            self.shared.progress(sum(target.take_bytes(start, data, itemsize) for _, target in sweep.meeting(slab)))
 
     def _reshape(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
         from ucp.engine.shaped import ShapedReader, pick
 
         if self.shaped is None or self.shaped.atom is not atom or self.shaped.flat != part.flat:
             self.shaped = ShapedReader(self.shared.source, atom, flat=part.flat)
+        sweep = _sweep(targets)
         for local in slabs(part.block.shape, max(1, len(self.block) // atom.dtype.itemsize)):
             self._check_stop()
             slab = local.shift(part.block.start)
             values = self.shaped.read(slab, self.block)
             done = 0
-            for target in targets:
-                assert target.extent.box is not None
-                data = pick(values, slab, target.extent.box)
+            for box, target in sweep.meeting(slab):
+                data = pick(values, slab, box)
                 target.append(data)
                 done += len(data)
             self.shared.progress(done)
@@ -209,25 +208,17 @@ class _Worker:
             raise _StoppedError
 
 
-class _Opened:
-    """An output file open for writing, for as long as `stack` lives."""
-
-    def __init__(self, stack: ExitStack, folder: Path, file: OutputFile) -> None:
-        self.path = folder / file.path
-        self.sealed = file.seal is not None
-        try:
-            self.fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be written: {error.strerror}") from error
-        stack.callback(os.close, self.fd)
+def _sweep(targets: Iterable[_Target]) -> Sweep[_Target]:
+    return Sweep((target.extent.box, target) for target in targets if target.extent.box is not None)
 
 
 class _Target:
     """An extent being written, front to back, with its running digest."""
 
-    def __init__(self, file: _Opened, extent: Extent) -> None:
-        self.file = file
+    def __init__(self, outputs: Outputs, extent: Extent) -> None:
+        self.outputs = outputs
         self.extent = extent
+        self._sealed = outputs.files[extent.file].seal is not None
         self._at = extent.offset
         self._digest = xxhash.xxh3_128()
         self._is_zeros = extent.box is None and extent.data is None
@@ -245,17 +236,14 @@ class _Target:
 
     def append(self, data: memoryview) -> None:
         self._digest.update(data)
-        if self.file.sealed and not self._is_zeros:
+        if self._sealed and not self._is_zeros:
             self._crc = crc32(data, self._crc)
-        try:
-            write_all(self.file.fd, self._at, data)
-        except OSError as error:
-            raise StorageError(f"{self.file.path}: cannot write bytes at {self._at}: {error.strerror}") from error
+        self.outputs.write(self.extent.file, self._at, data)
         self._at += len(data)
 
     def finish(self) -> Written:
         extent = self.extent
         if self._at != extent.offset + extent.nbytes:
-            raise AssertionError(f"{self.file.path}: wrote up to {self._at} of extent {extent}")
-        crc = self._crc if self.file.sealed else None
+            raise AssertionError(f"{self.outputs.path(extent.file)}: wrote up to {self._at} of extent {extent}")
+        crc = self._crc if self._sealed else None
         return Written(extent.file, extent.offset, extent.nbytes, self._digest.hexdigest(), crc)

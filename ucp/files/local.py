@@ -103,6 +103,6 @@ def _open_for_reading(path: Path) -> int:
 def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:
     """Write all of `data` at byte `offset`, however many calls that takes."""
     view = memoryview(data)
-    done = 0
-    while done < len(view):
-        done += os.pwritev(fd, [view[done:]], offset + done)
+    done, size = 0, len(view)
+    while done < size:
+        done += os.pwrite(fd, view[done : done + tunables.WRITE_BYTES], offset + done)

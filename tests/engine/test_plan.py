@@ -1,0 +1,161 @@
+"""Plans: every byte once, no more reading than needed, and no more planning than there is to write."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.shards import Cut, cuts, regions, shapes
+from tests.model.strategies import boxes, numbered, region_elements
+from ucp import tunables
+from ucp.engine.flat import flat_runs
+from ucp.engine.outputs import Outputs
+from ucp.engine.plan import Part, parts
+from ucp.engine.sweep import Sweep
+from ucp.errors import StorageError
+from ucp.model.box import Box, Shape, intersect
+from ucp.model.checkpoint import Atom, Fragment
+from ucp.model.dtypes import FLOAT32
+from ucp.model.region import Region
+from ucp.model.rules import Rule
+from ucp.model.slabs import slabs
+from ucp.model.target import Hole, OutputFile, Target
+
+
+@given(data=st.data(), shape=shapes())
+def test_runs_are_the_region_in_order(data: st.DataObject, shape: Shape) -> None:
+    for region in regions(data.draw(cuts(shape)), shape):
+        runs = flat_runs(region, shape)
+        if runs is None:
+            assert len(shape) > 1
+            continue
+        wanted = region_elements(numbered(shape), region).tolist()
+        assert [n for first, last, _ in runs for n in range(first, last)] == wanted
+        assert [wanted[offset] for _, _, offset in runs] == [first for first, _, _ in runs]
+        assert all(before[1] != after[0] for before, after in pairwise(runs)), "neighbours are joined"
+
+
+def test_a_share_that_begins_and_ends_within_rows_is_one_run() -> None:
+    assert flat_runs(Region.all_of((10, 7)).cut(3, 45), (10, 7)) == [(3, 45, 0)]
+
+
+def test_columns_have_no_runs_but_part_of_one_row_has() -> None:
+    columns = Region.of([Box((0, 2), (10, 3))])
+    assert flat_runs(columns, (10, 7)) is None
+    assert flat_runs(columns.cut(4, 6), (10, 7)) == [(10, 12, 0)]
+
+
+def test_padding_has_no_runs() -> None:
+    padded = Region.of([Box((0, 0), (12, 7))])
+    assert flat_runs(padded, (10, 7)) is None
+    assert flat_runs(padded.cut(0, 70), (10, 7)) == [(0, 70, 0)]
+
+
+@given(data=st.data(), shape=shapes(), limit=st.integers(1, 40))
+def test_a_sweep_misses_no_meeting(data: st.DataObject, shape: Shape, limit: int) -> None:
+    held = data.draw(st.lists(boxes(shape), max_size=8))
+    sweep = Sweep((box, number) for number, box in enumerate(held))
+    for slab in slabs(shape, limit):
+        met = {number for _, number in sweep.meeting(slab)}
+        assert met >= {number for number, box in enumerate(held) if intersect(box, slab) is not None}
+
+
+# Growth -------------------------------------------------------------------------------------------------------------
+
+
+def atom_of(shape: Shape) -> Atom:
+    return Atom("p", "weight", shape, FLOAT32, (Fragment(Region.all_of(shape), "source", 0, FLOAT32),))
+
+
+def shares(atom: Atom, ranks: int) -> Target:
+    """One file a rank, as ZeRO-3 cuts."""
+    held = regions(Cut(Rule("replicated"), 1, tuple(1000 * rank // ranks for rank in range(1, ranks))), atom.shape)
+    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (Hole(atom, r, 0),)) for n, r in enumerate(held)))
+
+
+def columns(atom: Atom, ranks: int) -> Target:
+    """One file a rank, with some of the columns: nothing that can be flattened."""
+    height, width = atom.shape
+    held = [Region.of([Box((rank * height // ranks, 0), (height // ranks, width - 1))]) for rank in range(ranks)]
+    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (Hole(atom, r, 0),)) for n, r in enumerate(held)))
+
+
+def calls(target: Target) -> int:
+    """Python function calls that planning takes: a clock that no other process disturbs."""
+    count = 0
+
+    def tick(_: Any, event: str, __: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(tick)
+    try:
+        for _ in parts(target):
+            pass
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("cut", [shares, columns])
+def test_planning_grows_with_the_ranks_and_not_with_their_square(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "PART_BYTES", 4 * 1000)
+    small, large = (calls(cut(atom_of((100 * ranks, 10)), ranks)) for ranks in (50, 200))
+    assert large < 5 * small
+
+
+# What is read -------------------------------------------------------------------------------------------------------
+
+
+def wanted_of(part: Part) -> Iterator[Box]:
+    yield from (extent.box for extent in part.extents if extent.box is not None)
+
+
+def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "PART_BYTES", 4 * 100)
+    atom = atom_of((1000,))
+    region = Region.all_of((1000,))
+    holes = (Hole(atom, region.cut(250, 260), 0), Hole(atom, region.cut(295, 520), 40))
+    found = list(parts(Target((OutputFile("f", 940, (), holes),))))
+    assert [str(part.block) for part in found] == ["[250:300]", "[300:400]", "[400:500]", "[500:520]"]
+    assert sum(prod(box.shape) for part in found for box in wanted_of(part)) == 235
+
+
+# Open files ---------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_close_what_was_longest_unused(tmp_path: Path) -> None:
+    files = [OutputFile(str(n), 3) for n in range(5)]
+    for file in files:
+        (tmp_path / file.path).write_bytes(b"---")
+    before = set(os.listdir("/proc/self/fd"))
+    outputs = Outputs(tmp_path, files, 2)
+    for number in (0, 1, 0, 2, 3, 4, 0):
+        outputs.write(number, 1, memoryview(b"x%d" % number))
+        assert len(set(os.listdir("/proc/self/fd")) - before) <= 2
+    outputs.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert [(tmp_path / file.path).read_bytes() for file in files] == [b"-x%d" % n for n in range(5)]
+
+
+def test_outputs_name_the_file_that_cannot_be_written(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path, [OutputFile("gone", 3)], 2)
+    with pytest.raises(StorageError, match="gone: cannot be written"):
+        outputs.write(0, 0, memoryview(b"abc"))
+    os.mkfifo(tmp_path / "gone")
+    reading = os.open(tmp_path / "gone", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(StorageError, match="gone: cannot write bytes at 0"):
+            outputs.write(0, 0, memoryview(b"abc"))
+    finally:
+        outputs.close()
+        os.close(reading)
