@@ -209,3 +209,14 @@ def test_impossible_jobs_are_refused(
 def test_other_frameworks_are_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="carries no arguments of a Megatron job"):
         ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="megatron")
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch-dist"])
+def test_atoms_of_a_megatron_job_go_back_to_megatron(corpus: Path, tmp_path: Path, to: str) -> None:
+    source = corpus / "megatron/moe_ep2_dp2_do_torch"
+    ucp.api.convert(source, tmp_path / "atoms")
+    options: dict[str, Any] = {"to": to, "tp": 2, "ep": 2}
+    plan = ucp.api.plan(tmp_path / "atoms", tmp_path / "out", **options)
+    assert {"rng-repeated", "vocabulary-padding"} <= {note.id for note in plan.writer.notes}
+    ucp.api.convert(tmp_path / "atoms", tmp_path / "out", **options)
+    check_same_atoms(source, tmp_path / "out")

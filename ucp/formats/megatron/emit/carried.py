@@ -37,7 +37,7 @@ class Carried:
         objects = trees.get(_OBJECTS)
         self._objects: Mapping[str, Any] = objects if isinstance(objects, dict) else {}
         first = trees.get(COMMON) or next(iter(self._ranks.values()), {})
-        self.tree: Mapping[str, Any] = first
+        self.tree: Mapping[Any, Any] = first
         args = first.get("args")
         if not isinstance(args, Inert) or not isinstance(args.state, dict):
             raise UsageError(
