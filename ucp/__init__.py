@@ -9,7 +9,7 @@ from ucp.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from ucp.api import OpenCheckpoint, convert, diff, report, verify
+    from ucp.api import OpenCheckpoint, convert, diff, plan, report, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
     from ucp.train.saving import SaveHandle, save
@@ -23,6 +23,7 @@ __all__ = [
     "diff",
     "load_into",
     "open",
+    "plan",
     "report",
     "save",
     "verify",

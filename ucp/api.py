@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ucp.checks import Report
     from ucp.compare import Comparison
     from ucp.engine.convert import Progress
+    from ucp.reports import Written
 
 DEFAULT_MEMORY = 256 * MIB
 
@@ -43,10 +44,12 @@ def default_jobs() -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def read_options(tag: str | None = None, rules: str | Path | None = None, preset: str | None = None) -> ReadOptions:
+def read_options(
+    tag: str | None = None, rules: str | Path | None = None, preset: str | None = None, repair: bool = False
+) -> ReadOptions:
     """Options for reading from what a user says: a rule file wins over a preset, both over the checkpoint."""
     if rules is None and preset is None:
-        return ReadOptions(tag)
+        return ReadOptions(tag, repair=repair)
     from ucp.formats.rulefiles import load_preset, load_rules
 
     book = RuleBook()
@@ -54,7 +57,7 @@ def read_options(tag: str | None = None, rules: str | Path | None = None, preset
         book.rules.extend(load_rules(Path(rules)).rules)
     if preset is not None:
         book.rules.extend(load_preset(preset).rules)
-    return ReadOptions(tag, book)
+    return ReadOptions(tag, book, repair)
 
 
 def open_checkpoint(
@@ -192,6 +195,7 @@ def plan(
     tag: str | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
+    repair: bool = False,
 ) -> Conversion:
     """Index the source and lay out the target, without writing anything.
 
@@ -199,8 +203,14 @@ def plan(
     first layer of every pipeline stage; `vocab_size` is the padded size of vocabulary dimensions.
     """
     wanted = _dtype(dtype)
+    if only is not None and to != "atoms":
+        if to != "safetensors" or only != "weights":
+            raise UsageError(
+                f"--only {only} takes a part of the atoms; --to {to} needs all of them", hint="leave --only out"
+            )
+        only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
     selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
-    source = select(index_checkpoint(Path(src), read_options(tag, rules, preset)), selection)
+    source = select(index_checkpoint(Path(src), read_options(tag, rules, preset, repair)), selection)
     options = WriteOptions(
         link=link,
         tp=tp,
@@ -292,6 +302,35 @@ def diff(
         index_checkpoint(Path(path), read_options(tag, rules, preset)) for path, tag in ((a, tag_a), (b, tag_b))
     )
     return compare(one, other, options, jobs=jobs or default_jobs(), progress=progress)
+
+
+def report(
+    src: str | os.PathLike[str],
+    page: str | os.PathLike[str],
+    *,
+    level: str = "default",
+    statistics: bool = True,
+    sample: int | None = None,
+    jobs: int | None = None,
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    preset: str | None = None,
+    progress: Progress | None = None,
+) -> Written:
+    """Write one self-contained HTML `page` about the checkpoint at `src`.
+
+    `level` is that of `verify`; `sample` bounds the elements of each state that statistics are measured on.
+    """
+    from ucp import __version__
+    from ucp.checks import Level
+    from ucp.reports import Options, write_report
+
+    try:
+        depth = Level[level.upper()]
+    except KeyError:
+        raise UsageError(f"{level!r} is no level of verification", hint="choose quick, default or deep") from None
+    options = Options(depth, statistics, sample, read_options(tag, rules, preset))
+    return write_report(src, page, options, version=__version__, jobs=jobs or default_jobs(), progress=progress)
 
 
 def _dtype(dtype: str | DType | None) -> DType | None:

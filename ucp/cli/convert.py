@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, parse_bytes, reading_options, source_argument, table
+from ucp.cli.options import echo_notes, human_bytes, parse_bytes, reading_options, source_argument, table
 from ucp.formats.registry import WRITERS
-from ucp.model.checkpoint import Checkpoint
+from ucp.model.target import Target
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -50,6 +50,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--vocab-size", type=click.IntRange(1), help="Padded size of the vocabulary in the target.")
 @click.option("--max-shard-size", type=parse_bytes, metavar="BYTES", help="Largest safetensors file. [default: 5G]")
 @reading_options
+@click.option("--repair", is_flag=True, help="Put right what a known bug of the framework damaged, where it can be.")
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
 @click.option(
     "--memory",
@@ -96,8 +97,7 @@ def command(
     from ucp.engine.staging import staging_folder
 
     conversion = api.plan(src, dst, **options)
-    for note in (*conversion.source.notes, *conversion.writer.notes):
-        click.echo(f"note: {note.text}", err=True)
+    echo_notes((*conversion.source.notes, *conversion.writer.notes))
     if dry_run:
         _print_plan(conversion, jobs or api.default_jobs(), memory, as_json)
         return
@@ -129,7 +129,7 @@ def _print_plan(conversion: api.Conversion, jobs: int, memory: int, as_json: boo
     target = conversion.target
     slab = Budget(jobs, memory).slab_bytes
     totals = {
-        "reads": _bytes_read(conversion.source) if any(file.holes for file in target.files) else 0,
+        "reads": _bytes_read(target),
         "writes": target.nbytes,
         "memory": 3 * jobs * slab,
         "jobs": jobs,
@@ -148,10 +148,8 @@ def _print_plan(conversion: api.Conversion, jobs: int, memory: int, as_json: boo
     )
 
 
-def _bytes_read(source: Checkpoint) -> int:
-    covers = (
-        cover
-        for atom in source.atoms()
-        for cover in ([atom.fragments, *atom.replicas] if atom.combine == "average" else [atom.fragments])
-    )
+def _bytes_read(target: Target) -> int:
+    """Bytes of the source that the target is made of."""
+    atoms = {id(hole.atom): hole.atom for file in target.files for hole in file.holes}.values()
+    covers = [cover for a in atoms for cover in (a.fragments, *(a.replicas if a.combine == "average" else ()))]
     return sum(fragment.nbytes for cover in covers for fragment in cover)

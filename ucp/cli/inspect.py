@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, source_argument, table
+from ucp.cli.options import echo_notes, human_bytes, source_argument, table
 from ucp.errors import UsageError
 from ucp.formats.inert_json import Encoder
 from ucp.formats.registry import open_checkpoint
@@ -50,8 +50,7 @@ def command(src: Path, tag: str | None, rules: str | None, preset: str | None, n
         click.echo(json.dumps(_summary_json(checkpoint)))
         return
     click.echo(_rules_text(checkpoint) if rules is not None else _summary_text(checkpoint))
-    for note in checkpoint.notes:
-        click.echo(f"note: {note.text}", err=True)
+    echo_notes(checkpoint.notes)
 
 
 def _find(checkpoint: Checkpoint, name: str) -> Parameter:

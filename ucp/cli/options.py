@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from ucp.model.checkpoint import Note
+
 F = TypeVar("F", bound=Callable[..., Any])
 
+_NOTES_OF_A_KIND = 5
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
@@ -42,6 +46,18 @@ def reading_options(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+def echo_notes(notes: Iterable[Note]) -> None:
+    """Tell on stderr what a person should know; of many notes of one kind, the first few."""
+    seen: Counter[str] = Counter()
+    for note in notes:
+        seen[note.id] += 1
+        if seen[note.id] <= _NOTES_OF_A_KIND:
+            click.echo(f"note: {note.text}", err=True)
+    for kind, count in seen.items():
+        if count > _NOTES_OF_A_KIND:
+            click.echo(f"note: … and {count - _NOTES_OF_A_KIND} more of this kind ({kind}); --json lists all", err=True)
 
 
 def human_bytes(count: float) -> str:

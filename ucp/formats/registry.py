@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
@@ -98,10 +98,20 @@ WRITERS: dict[str, str] = {
     "megatron": "ucp.formats.megatron.writer",
     "torch-dist": "ucp.formats.megatron.sharded_writer",
 }
+# Formats without ranks of their own → the options that mean something to them. The others look at all of them.
+_WITHOUT_RANKS: dict[str, set[str]] = {
+    "atoms": {"link", "dtype"},
+    "deepspeed-universal": {"dtype"},
+    "safetensors": {"dtype", "max_shard_size"},
+}
 
 
 def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
     """The writer of the named format for this source."""
     if name not in WRITERS:
         raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
+    for field in fields(options) if name in _WITHOUT_RANKS else ():
+        if getattr(options, field.name) not in (None, False) and field.name not in _WITHOUT_RANKS[name]:
+            option = "stages" if field.name == "first_layers" else field.name.replace("_", "-")
+            raise UsageError(f"--{option} means nothing to --to {name}", hint=f"leave --{option} out")
     return cast(Writer, import_module(WRITERS[name]).Writer(source, options))

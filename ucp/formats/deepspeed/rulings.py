@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ucp.errors import InconsistentError, UsageError
@@ -51,7 +51,7 @@ def rule_all(
             continue
         held = first_row(reading.holdings, name)
         shapes = [holding.shape for holding in held]
-        named = user.find(name) if user is not None else None
+        named = _with_true_size(user.find(name) if user is not None else None, own, name)
         if tp == 1:
             found[name] = _single(name, shapes[0], named or (_said(own, name, speaks) if role != "buffer" else None))
         elif named is not None:
@@ -71,6 +71,14 @@ def rule_all(
         for unused in own.unused():
             reading.note("pattern-unused", f"{unused.pattern.pattern!r} ({unused.origin}) matches no parameter")
     return found
+
+
+def _with_true_size(named: NamedRule | None, own: RuleBook | None, name: str) -> NamedRule | None:
+    """A user's rule for a vocabulary; where it leaves the true size open, the checkpoint's own word on it counts."""
+    if named is None or named.rule.cut != "vocab" or named.rule.true_size is not None or own is None:
+        return named
+    said = own.find(name)
+    return replace(named, rule=replace(named.rule, true_size=said.rule.true_size)) if said is not None else named
 
 
 def _said(own: RuleBook | None, name: str, speaks: bool) -> NamedRule | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ucp.errors import UsageError
-from ucp.files.inert import InertOrderedDict, Size
+from ucp.files.inert import Inert, InertOrderedDict, Size
 from ucp.files.torchzip_writer import NewTensor, Zeros
 from ucp.formats.deepspeed import names
 from ucp.formats.deepspeed.emit.carried import adjusted_config
@@ -61,6 +61,8 @@ class ModelFiles:
         tree["checkpoint_parallel_dimensions"] = {"pp_degree": mesh.pp, "tp_degree": mesh.tp}
         tree["ds_config"] = self.config()
         tree["ds_version"] = world.carried.version
+        if isinstance(tree.get("args"), Inert):
+            tree["args"] = self._args(tree["args"])
         if isinstance(tree.get("universal_checkpoint_info"), dict):
             tree["universal_checkpoint_info"] = self._info(tree["universal_checkpoint_info"])
         return tree
@@ -75,6 +77,26 @@ class ModelFiles:
         """The configuration for the target's world."""
         mesh = self.world.mesh
         return adjusted_config(self.world.settings.config, zero=mesh.zero, dp=mesh.dp, dtype=self.world.dtype)
+
+    def _args(self, args: Inert) -> Inert:
+        """Megatron's arguments for the target's world: it compares them with its own when it loads."""
+        mesh = self.world.mesh
+        if not isinstance(args.state, dict) or "tensor_model_parallel_size" not in args.state:
+            return args
+        changed = {
+            "tensor_model_parallel_size": mesh.tp,
+            "pipeline_model_parallel_size": mesh.pp,
+            "data_parallel_size": mesh.dp,
+            "world_size": mesh.world,
+        }
+        for parameter in self.world.source.parameters.values():
+            if parameter.rule.cut == "vocab":
+                local = self.world.slicer.local(parameter, 0)
+                changed["padded_vocab_size"] = local.shape[parameter.rule.dim] * mesh.tp
+        made = object.__new__(type(args))
+        made.called, made.args, made.kwargs = args.called, args.args, args.kwargs
+        made.state = {key: changed.get(key, value) for key, value in args.state.items()}
+        return made
 
     def _info(self, info: dict[str, Any]) -> dict[str, Any]:
         """The source's patterns still hold; what they spell out for the source's own ranks does not."""

@@ -40,7 +40,8 @@ class World:
         self.recast = dtype is not None and dtype != self.carried.model_dtype
         self.slicer = Slicer(source, mesh.tp, options.vocab_size, options.like, self.carried.vocab_multiple)
         self.slicer.check()
-        self.pipeline = Pipeline.of(source)
+        # DeepSpeed runs no PipelineModule with ZeRO 2 and 3: there the layers are a plain module's.
+        self.pipeline = Pipeline.of(source) if mesh.zero < 2 else None
         self.stages = place(source, mesh.pp, options.first_layers, options.like)
         self._per_rank = {layer: _share(count, mesh.ep, layer) for layer, count in self._expert_counts().items()}
         self._weights: dict[str, Atom] = {}
