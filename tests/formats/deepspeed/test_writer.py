@@ -204,3 +204,34 @@ def test_megatrons_vocabulary_is_padded_by_megatrons_rule(corpus: Path, tmp_path
         for kind in view.kinds:
             old: Any = ucp.open(source)[name].read(kind, as_torch=True)
             assert torch.equal(bits(view.read(kind, as_torch=True)), bits(old)), (name, kind)  # type: ignore[arg-type]
+
+
+def test_rules_are_written_down(project: Path, tmp_path: Path) -> None:
+    """Cut for tensor parallelism by a user's rules, a checkpoint says itself how: nothing is left to infer."""
+    source = project / "fixtures" / "z1_bf16_tp2_swiglu_untied_dp1"
+    ucp.convert(source, tmp_path / "atoms")
+    ucp.convert(tmp_path / "atoms", tmp_path / "one", to="deepspeed", tp=1)
+    for file in (tmp_path / "one" / "global_step3").glob("mp_rank_*"):
+        tree = load(file)
+        tree.pop("universal_checkpoint_info")
+        torch.save(tree, file)
+    lines = []
+    for name, parameter in ucp.open(source).index.parameters.items():
+        rule = parameter.rule
+        keys = f'match = "^{name}$"\ncut = "{rule.cut}"\n' + (
+            f"dim = {rule.dim}\n" if rule.cut in ("split", "vocab") else ""
+        )
+        keys += f"parts = {list(rule.parts)}\n" if rule.parts else ""
+        keys += f"true_size = {rule.true_size}\n" if rule.true_size else ""
+        lines.append(f"[[rule]]\n{keys}")
+    (tmp_path / "rules.toml").write_text("\n".join(lines))
+    ucp.convert(tmp_path / "one", tmp_path / "two", to="deepspeed", tp=2, rules=tmp_path / "rules.toml")
+    before, after = ucp.open(source), ucp.open(tmp_path / "two")
+    assert [note for note in after.index.notes if note.id == "rule-inferred"] == []
+    for name, view in before.parameters.items():
+        assert after[name].shape == view.shape
+        if view.parameter.role == "trained":
+            assert after[name].parameter.rule == view.parameter.rule, name
+        for kind in view.kinds:
+            old, new = view.read(kind, as_torch=True), after[name].read(kind, as_torch=True)
+            assert torch.equal(bits(new), bits(old)), (name, kind)  # type: ignore[arg-type]

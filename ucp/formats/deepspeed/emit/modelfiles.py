@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,12 +10,11 @@ from ucp.files.inert import Inert, InertOrderedDict, Size
 from ucp.files.torchzip_writer import NewTensor, Zeros
 from ucp.formats.deepspeed import names
 from ucp.formats.deepspeed.emit.carried import adjusted_config
+from ucp.formats.deepspeed.emit.info import info_for, padded_vocab_size
 from ucp.formats.deepspeed.emit.sliced import own_slice
-from ucp.formats.deepspeed.emit.slices import UNKNOWN_ORIGIN
 from ucp.formats.deepspeed.emit.stages import layer_name
 from ucp.formats.deepspeed.emit.tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
 from ucp.formats.deepspeed.emit.world import World
-from ucp.formats.deepspeed.ucinfo import DEFAULT_ORIGIN, rules_from_info, speaks_of_tp
 from ucp.model.checkpoint import Parameter
 
 
@@ -63,8 +61,10 @@ class ModelFiles:
         tree["ds_version"] = world.carried.version
         if isinstance(tree.get("args"), Inert):
             tree["args"] = self._args(tree["args"])
-        if isinstance(tree.get("universal_checkpoint_info"), dict):
-            tree["universal_checkpoint_info"] = self._info(tree["universal_checkpoint_info"])
+        info = tree.get("universal_checkpoint_info")
+        info = info_for(world, info if isinstance(info, dict) else None)
+        if info is not None:
+            tree["universal_checkpoint_info"] = info
         return tree
 
     def _shapes(self, shapes: Sequence[InertOrderedDict]) -> list[InertOrderedDict]:
@@ -89,48 +89,12 @@ class ModelFiles:
             "data_parallel_size": mesh.dp,
             "world_size": mesh.world,
         }
-        for parameter in self.world.source.parameters.values():
-            if parameter.rule.cut == "vocab":
-                local = self.world.slicer.local(parameter, 0)
-                changed["padded_vocab_size"] = local.shape[parameter.rule.dim] * mesh.tp
+        if (padded := padded_vocab_size(self.world)) is not None:
+            changed["padded_vocab_size"] = padded
         made = object.__new__(type(args))
         made.called, made.args, made.kwargs = args.called, args.args, args.kwargs
         made.state = {key: changed.get(key, value) for key, value in args.state.items()}
         return made
-
-    def _info(self, info: dict[str, Any]) -> dict[str, Any]:
-        """The source's patterns still hold; what they spell out for the source's own ranks does not."""
-        world = self.world
-        if world.mesh.tp == world.source.mesh.tp:
-            return self._completed(info)
-        kept = {key: value for key, value in info.items() if key not in ("affine_map", "sub_param_shard_widths")}
-        version = kept.get("universal_checkpoint_version")
-        if "sub_param_shard_widths" in info and isinstance(version, float):
-            kept["universal_checkpoint_version"] = min(version, 0.3)
-        for parameter in world.source.parameters.values():
-            if parameter.rule.cut == "vocab" and "padded_vocab_size" in kept:
-                local = world.slicer.local(parameter, 0)
-                kept["padded_vocab_size"] = local.shape[parameter.rule.dim] * world.mesh.tp
-        return self._completed(kept)
-
-    def _completed(self, info: dict[str, Any]) -> dict[str, Any]:
-        """The info with a pattern for each parameter that it would stack although all ranks hold the same."""
-        if not speaks_of_tp(info):
-            return info
-        book = rules_from_info(info, "the source's universal_checkpoint_info")
-        missing = [
-            f"^{re.escape(parameter.name)}$"
-            for parameter in self.world.source.parameters.values()
-            if parameter.role == "trained"
-            and parameter.rule.cut == "replicated"
-            and parameter.rule_origin != UNKNOWN_ORIGIN
-            and (said := book.find(parameter.name)) is not None
-            and said.origin == DEFAULT_ORIGIN
-        ]
-        if not missing:
-            return info
-        listed = list(info.get("tp_replicated_parameter_patterns") or ())
-        return {**info, "tp_replicated_parameter_patterns": listed + missing}
 
     def _module(self, held: Sequence[Parameter], tp: int) -> InertOrderedDict:
         module = InertOrderedDict()
