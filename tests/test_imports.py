@@ -150,6 +150,7 @@ def test_only_the_command_line_prints(path: Path) -> None:
         ["convert", "{fixture}", "{target}", "--link"],
         ["verify", "{fixture}"],
         ["diff", "{fixture}", "{fixture}"],
+        ["report", "{fixture}", "-o", "{target}"],
     ],
     ids=" ".join,
 )

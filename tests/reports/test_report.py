@@ -1,0 +1,147 @@
+"""`ucp report` and what its page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ucp
+from tests.reports.made import zero1, zero3
+from ucp.errors import IntegrityError
+from ucp.model.checkpoint import Checkpoint
+from ucp.model.dtypes import FLOAT32
+from ucp.reports.facts import facts
+from ucp.reports.page import page
+from ucp.reports.statistics import Statistics
+
+MB = 1_000_000
+
+
+def said(path: Path) -> dict[str, Any]:
+    """The facts in a page."""
+    found = re.search(r'<script type="application/json" id="facts">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found is not None
+    result: dict[str, Any] = json.loads(found[1])
+    return result
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ucp", "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
+
+
+@pytest.fixture
+def clean(project: Path) -> Path:
+    return project / "fixtures" / "z1_bf16_tp2_dp2"
+
+
+def test_what_a_page_says(clean: Path, tmp_path: Path) -> None:
+    written = ucp.report(clean, tmp_path / "page.html")
+    shown = said(tmp_path / "page.html")
+    assert written.nbytes == (tmp_path / "page.html").stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"], "nothing is left beside it"
+    opened = ucp.open(clean)
+    assert shown["mesh"] == {"tp": 2, "pp": 1, "dp": 2, "ep": 1, "zero": 1}
+    assert (shown["step"], shown["world"], shown["totals"]["parameters"]) == (3, 4, 32)
+    assert shown["parameters"]["name"] == list(opened)
+    assert shown["kinds"] == ["weight", "master", "exp_avg", "exp_avg_sq", "step"]
+    assert shown["checks"]["ok"]
+    assert shown["checks"]["level"] == "default"
+    assert all(check["meaning"] for check in shown["checks"]["checks"])
+    # Replicas count where they lie: what all ranks hold is what the files hold.
+    held = sum(map(sum, shown["held"]))
+    stored = [
+        fragment.nbytes
+        for atom in opened.index.atoms()
+        for cover in (atom.fragments, *atom.replicas)
+        for fragment in cover
+    ]
+    assert held == sum(stored)
+
+
+def test_statistics_are_those_of_the_tensors(clean: Path, tmp_path: Path) -> None:
+    ucp.report(clean, tmp_path / "page.html")
+    shown = said(tmp_path / "page.html")
+    for name, kind in (("blocks.0.attn.qkv.weight", "exp_avg_sq"), ("embed.weight", "weight")):
+        column = shown["statistics"][shown["kinds"].index(kind)]
+        norm, low, high, mean, deviation, nan, infinite, zeros, *_ = column[shown["parameters"]["name"].index(name)]
+        values = np.asarray(ucp.open(clean)[name].read(kind), np.float64)
+        assert norm == pytest.approx(np.linalg.norm(values), rel=1e-3)
+        assert (low, high) == (pytest.approx(values.min(), rel=1e-3), pytest.approx(values.max(), rel=1e-3))
+        assert mean == pytest.approx(values.mean(), rel=1e-3)
+        assert deviation == pytest.approx(values.std(), rel=1e-3)
+        assert (nan, infinite, zeros) == (0, 0, int((values == 0).sum()))
+
+
+def test_the_command(clean: Path, tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    done = run(clean, "-o", target)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{target}: ")
+    quick = run(clean, "-o", target, "--quick", "--json")
+    summary = json.loads(quick.stdout)
+    assert (summary["schema"], summary["parameters"], summary["ok"]) == (1, 32, True)
+    shown = said(target)
+    assert shown["statistics"] is None
+    assert shown["checks"]["level"] == "quick"
+    assert run(clean, "-o", target, "--no-stats").returncode == 0
+    assert (said(target)["statistics"], said(target)["checks"]["level"]) == (None, "default")
+    assert run(clean, "-o", target, "--deep").returncode == 0
+    assert said(target)["checks"]["level"] == "deep"
+    assert run(clean, "-o", target, "--sample", "16").returncode == 0
+    assert said(target)["sampled"] == 16
+    assert run(clean, "-o", target, "--quick", "--deep").returncode == 2
+    assert run(clean, "-o", tmp_path).returncode == 2
+    assert run(clean, "-o", tmp_path / "nowhere" / "page.html").returncode == 5
+    assert run(tmp_path / "nothing", "-o", target).returncode == 5
+
+
+def test_a_damaged_checkpoint_still_has_a_page(clean: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(clean, copy, ignore=shutil.ignore_patterns("reference"))
+    victim = next((copy / "global_step3").glob("*optim_states.pt"))
+    victim.write_bytes(victim.read_bytes()[:-2000])
+    done = run(copy, "-o", tmp_path / "page.html")
+    assert done.returncode == 4, done.stderr
+    shown = said(tmp_path / "page.html")
+    assert "parameters" not in shown
+    assert victim.name in shown["checks"]["findings"][0]["message"]
+
+
+def test_one_unreadable_state_is_said_in_its_place() -> None:
+    checkpoint = zero1(1, 2, 2)
+    name = next(iter(checkpoint.parameters))
+    failed = {(name, "master"): IntegrityError("file: ends too early")}
+    shown = facts(checkpoint, None, failed, source="x", version="1", sample=None)
+    assert shown["statistics"][shown["kinds"].index("master")][0] == "file: ends too early"
+
+
+def full(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
+    """Statistics as wide as they come, for every state."""
+    noise = np.random.default_rng(0)
+    found = {}
+    for atom in checkpoint.atoms():
+        made = found[atom.name, atom.kind] = Statistics(FLOAT32)
+        made.take(0, [noise.normal(size=500).astype(np.float32) * np.float32(noise.random())])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [lambda: zero3(2500, 1024), lambda: zero1(2500, 8, 128)], ids=["zero3", "zero1"])
+def test_ten_thousand_parameters_on_a_thousand_ranks(made: Any) -> None:
+    checkpoint = made()
+    statistics = full(checkpoint)
+    begin = time.process_time()
+    text = page(facts(checkpoint, None, statistics, source="x", version="1", sample=None), "large")
+    assert time.process_time() - begin < 20
+    assert len(text.encode()) < 10 * MB

@@ -1,0 +1,86 @@
+"""`ucp report`: one page to see a checkpoint on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ucp import api
+from ucp.cli.options import human_bytes, parse_bytes, reading_options, source_argument
+from ucp.errors import UsageError
+
+
+@click.command("report", short_help="Write a page to see a checkpoint on.")
+@source_argument
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="report.html",
+    show_default=True,
+    help="The page to write.",
+)
+@reading_options
+@click.option("--quick", is_flag=True, help="Look at the index alone: quick checks, no statistics.")
+@click.option("--deep", is_flag=True, help="Run the deep checks, which read every byte.")
+@click.option("--no-stats", is_flag=True, help="Leave the statistics out.")
+@click.option(
+    "--sample", type=parse_bytes, metavar="COUNT", help="Measure at most so many elements of each state (1M)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    src: Path,
+    output: Path,
+    tag: str | None,
+    rules: Path | None,
+    preset: str | None,
+    quick: bool,
+    deep: bool,
+    no_stats: bool,
+    sample: int | None,
+    as_json: bool,
+    jobs: int | None,
+) -> None:
+    """Write one self-contained HTML page about the checkpoint SRC.
+
+    \b
+    It shows the mesh, which rank holds which part of which parameter, sizes
+    by layer and state, what the checks found, and the numbers of each state:
+    norm, extremes, NaN, histogram. It loads nothing: send it to anyone.
+      ucp report run/checkpoints -o report.html
+      ucp report run/checkpoints --quick
+      ucp report run/checkpoints --sample 1M
+
+    A checkpoint that cannot be opened gives a page of what is wrong with it, and the exit code of `ucp verify`.
+    """
+    from ucp.cli.progress import Bar
+
+    if quick and deep:
+        raise UsageError("--quick and --deep exclude each other")
+    written = api.report(
+        src,
+        output,
+        level="quick" if quick else "deep" if deep else "default",
+        statistics=not (quick or no_stats),
+        sample=sample,
+        jobs=jobs,
+        tag=tag,
+        rules=rules,
+        preset=preset,
+        progress=Bar(),
+    )
+    checks = written.report
+    if as_json:
+        summary = {"schema": 1, "page": str(output), "bytes": written.nbytes, "parameters": written.parameters}
+        click.echo(json.dumps({**summary, "ok": checks.ok, "counts": checks.counts}))
+    else:
+        counts = ", ".join(f"{count} {severity}s" for severity, count in checks.counts.items() if count)
+        click.echo(
+            f"{output}: {human_bytes(written.nbytes)}, {written.parameters} parameters; {counts or 'consistent'}"
+        )
+    ctx.exit(0 if written.parameters else checks.exit_code)

@@ -1,0 +1,225 @@
+// The partition map: a row a parameter, a column a rank, coloured by where in the tensor the rank's part lies.
+
+/** A list of the states to look at; all of them follow each other. */
+function stateChooser(id) {
+  const chooser = make('select', { id, onchange: () => { view.kind = Number(chooser.value); search(view.query); } },
+    kinds.map((kind, number) => make('option', { value: number, textContent: kind })));
+  listeners.push(() => { chooser.value = String(view.kind); });
+  return make('label', { htmlFor: id }, 'State', chooser);
+}
+
+const partitionMap = (() => {
+  const [ROW, HEAD] = [18, 34];
+  const canvas = make('canvas', { tabIndex: 0, attributes: { role: 'img', 'aria-label': 'Partition map. Arrow keys move over parameters and ranks, Enter opens the parameter.' } });
+  const spacer = make('div', {}, canvas);
+  const pane = make('div', { className: 'pane' }, spacer);
+  const empty = make('p', { className: 'empty', textContent: 'No parameter fits the search.', hidden: true });
+  const hover = { row: -1, rank: -1 };
+  let zoom = 0;  // pixels a rank; 0 fits all ranks into the width
+
+  const gutter = () => Math.round(Math.min(340, Math.max(150, pane.clientWidth * 0.28)));
+  const columnWidth = () => zoom || Math.min(120, (pane.clientWidth - gutter()) / Math.max(1, ranks.length));
+
+  function measure() {
+    spacer.style.height = `${HEAD + view.shown.length * ROW}px`;
+    spacer.style.width = zoom ? `${gutter() + ranks.length * zoom}px` : '100%';
+  }
+
+  function draw() {
+    if (!ranks.length) return;
+    pane.hidden = !view.shown.length;
+    empty.hidden = !!view.shown.length;
+    if (pane.hidden) return;
+    measure();
+    const [width, height] = [pane.clientWidth, Math.min(pane.clientHeight, HEAD + view.shown.length * ROW)];
+    const context = prepare(canvas, width, height);
+    const [left, column] = [gutter(), columnWidth()];
+    const first = Math.max(0, Math.floor(pane.scrollLeft / column));
+    const last = Math.min(ranks.length - 1, Math.ceil((pane.scrollLeft + width - left) / column));
+    const toX = (rank) => left + rank * column - pane.scrollLeft;
+    const begin = Math.floor(pane.scrollTop / ROW);
+    const end = Math.min(view.shown.length, Math.ceil((pane.scrollTop + height - HEAD) / ROW) + 1);
+    context.save();
+    context.beginPath();
+    context.rect(left, HEAD, width - left, height - HEAD);
+    context.clip();
+    for (let row = begin; row < end; row += 1) {
+      drawRow(context, view.shown[row], HEAD + row * ROW - pane.scrollTop, first, last, toX, column);
+    }
+    drawCursor(context, toX, column, width, height);
+    context.restore();
+    drawNames(context, begin, end, left, height);
+    drawHead(context, first, last, toX, column, left, width);
+  }
+
+  function drawRow(context, parameter, y, first, last, toX, column) {
+    const state = stateOf(parameter, view.kind);
+    const gap = column >= 6 ? 1 : 0;
+    context.fillStyle = color('empty');
+    if (!state || state.pattern < 0) {
+      context.fillRect(toX(first), y + ROW / 2 - 0.5, (last - first + 1) * column, 1);
+      return;
+    }
+    context.fillRect(toX(first), y + 1, (last - first + 1) * column, ROW - 2);
+    for (const [rank, fragments] of holdersOf(state.pattern)) {
+      if (rank < first || rank > last) continue;
+      const position = positionOf(fragments[0], state.shape);
+      context.fillStyle = position < 0 ? color('whole') : rampColor(position);
+      // On whole pixels, so that neighbours leave no seam.
+      const x = Math.round(toX(rank));
+      context.fillRect(x, y + 1, Math.max(1, Math.round(toX(rank + 1)) - x - gap), ROW - 2);
+    }
+  }
+
+  function drawCursor(context, toX, column, width, height) {
+    if (hover.row < 0) return;
+    const y = HEAD + hover.row * ROW - pane.scrollTop;
+    context.strokeStyle = color('hover');
+    context.lineWidth = 1.5;
+    context.strokeRect(toX(hover.rank) - 0.75, y + 0.25, Math.max(3, column) + 0.5, ROW - 0.5);
+    context.globalAlpha = 0.25;
+    context.fillStyle = color('hover');
+    context.fillRect(toX(hover.rank) + column / 2 - 0.5, HEAD, 1, Math.max(0, y - HEAD));
+    context.globalAlpha = 1;
+  }
+
+  function drawNames(context, begin, end, left, height) {
+    context.fillStyle = color('card');
+    context.fillRect(0, 0, left, height);
+    context.font = `12px ${color('mono')}`;
+    context.textBaseline = 'middle';
+    context.textAlign = 'left';
+    for (let row = begin; row < end; row += 1) {
+      const y = HEAD + row * ROW - pane.scrollTop;
+      if (y + ROW < HEAD) continue;
+      if (row === hover.row || view.shown[row] === view.open) {
+        context.fillStyle = color(view.shown[row] === view.open ? 'accent-soft' : 'sunk');
+        context.fillRect(0, y, left, ROW);
+      }
+      context.fillStyle = color('text');
+      context.fillText(fitted(context, columns.name[view.shown[row]], left - 18), 10, y + ROW / 2 + 0.5);
+    }
+  }
+
+  /** The end of a name tells more than its beginning. */
+  function fitted(context, name, width) {
+    if (context.measureText(name).width <= width) return name;
+    const letters = Math.max(4, Math.floor(width / context.measureText('m').width) - 1);
+    return `…${name.slice(-letters)}`;
+  }
+
+  function drawHead(context, first, last, toX, column, left, width) {
+    context.fillStyle = color('card');
+    context.fillRect(0, 0, width, HEAD);
+    context.fillStyle = color('line');
+    context.fillRect(0, HEAD - 1, width, 1);
+    context.fillStyle = color('muted');
+    context.font = '11px system-ui, sans-serif';
+    context.textBaseline = 'middle';
+    context.textAlign = 'left';
+    context.fillText(`${countText(view.shown.length)} parameters`, 10, HEAD / 2);
+    // A tick wherever the slowest axis that fits changes: stages, else every so many ranks.
+    const wide = 84;
+    let lastX = -Infinity;
+    const staged = facts.mesh.pp > 1 && (ranks.length / facts.mesh.pp) * column >= wide;
+    for (let rank = first; rank <= last; rank += 1) {
+      const [pp, tp, dp] = ranks[rank];
+      const starts = staged ? tp === 0 && dp === 0 : tp === 0;
+      const x = toX(rank);
+      if (x < left - 1 || !starts || x - lastX < wide) continue;
+      lastX = x;
+      context.fillStyle = color('line-strong');
+      context.fillRect(x, HEAD - 7, 1, 6);
+      context.fillStyle = color('muted');
+      const text = staged ? `pp ${pp}` : facts.mesh.pp > 1 ? `pp ${pp} dp ${dp}` : `dp ${dp}`;
+      if (x + context.measureText(text).width + 4 < width) context.fillText(text, x + 4, facts.mesh.tp > 1 && column >= 15 ? HEAD / 2 - 5 : HEAD / 2);
+    }
+    if (facts.mesh.tp > 1 && column >= 15) {
+      context.textAlign = 'center';
+      context.font = '10px system-ui, sans-serif';
+      for (let rank = first; rank <= last; rank += 1) {
+        if (toX(rank) >= left) context.fillText(column >= 40 ? `tp ${ranks[rank][1]}` : ranks[rank][1], toX(rank) + column / 2, HEAD - 7);
+      }
+    }
+  }
+
+  function at(event) {
+    const box = canvas.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const row = Math.floor((y - HEAD + pane.scrollTop) / ROW);
+    const rank = Math.floor((x - gutter() + pane.scrollLeft) / columnWidth());
+    return { row: y < HEAD || row >= view.shown.length ? -1 : row, rank: x < gutter() || rank >= ranks.length ? -1 : rank };
+  }
+
+  function describe(parameter, rank) {
+    const state = stateOf(parameter, view.kind);
+    if (!state) return [`has no ${kinds[view.kind]}`];
+    const held = holdersOf(state.pattern).get(rank) || [];
+    if (!held.length) return [`rank ${rank} · ${rankText(rank)}`, `holds nothing of its ${kinds[view.kind]}`];
+    const elements = held.reduce((sum, fragment) => sum + fragment.length, 0);
+    const share = elements / Math.max(1, state.elements);
+    return [`rank ${rank} · ${rankText(rank)}`,
+      `${kinds[view.kind]}: ${countText(elements)} of ${countText(state.elements)} elements (${share >= 0.9995 && share < 1 ? '99.9' : (100 * share).toPrecision(3)} %), ${bytesText((state.bytes / Math.max(1, state.elements)) * elements)}`,
+      ...held.slice(0, 3).map((fragment) => `${regionText(fragment)}${fragment.cover ? ' (copy)' : ''}`),
+      ...(held.length > 3 ? [`and ${held.length - 3} more pieces`] : []),
+      facts.partition.files[held[0].file]];
+  }
+
+  function point(place, x, y) {
+    Object.assign(hover, place);
+    if (place.row < 0) hideTip();
+    else if (place.rank < 0) {
+      const parameter = view.shown[place.row];
+      showTip(x, y, columns.name[parameter], [`${shapeText(shapeOf(parameter))} · ${columns.rules[columns.rule[parameter]]}`, bytesText(bytesOf(parameter))]);
+    } else showTip(x, y, columns.name[view.shown[place.row]], describe(view.shown[place.row], place.rank));
+    later(draw);
+  }
+
+  function leave() { Object.assign(hover, { row: -1, rank: -1 }); hideTip(); later(draw); }
+
+  function step(event) {
+    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], PageUp: [-20, 0], PageDown: [20, 0],
+      Home: [0, -ranks.length], End: [0, ranks.length] }[event.key];
+    if (event.key === 'Enter' && hover.row >= 0) { openDetail(view.shown[hover.row]); event.preventDefault(); }
+    if (event.key === 'Escape') leave();
+    if (!move || !view.shown.length) return;
+    event.preventDefault();
+    const row = Math.max(0, Math.min(view.shown.length - 1, hover.row < 0 ? Math.ceil(pane.scrollTop / ROW) : hover.row + move[0]));
+    const rank = Math.max(0, Math.min(ranks.length - 1, Math.max(0, hover.rank) + (hover.row < 0 ? 0 : move[1])));
+    const top = row * ROW;
+    if (top < pane.scrollTop) pane.scrollTop = top;
+    if (top + ROW > pane.scrollTop + pane.clientHeight - HEAD) pane.scrollTop = top + ROW - pane.clientHeight + HEAD;
+    const x = rank * columnWidth();
+    if (x < pane.scrollLeft) pane.scrollLeft = x;
+    if (x + columnWidth() > pane.scrollLeft + pane.clientWidth - gutter()) pane.scrollLeft = x + columnWidth() - pane.clientWidth + gutter();
+    const box = canvas.getBoundingClientRect();
+    point({ row, rank }, box.left + gutter() + x - pane.scrollLeft, box.top + HEAD + top - pane.scrollTop + ROW / 2);
+    say([columns.name[view.shown[row]], ...describe(view.shown[row], rank)].join(', '));
+  }
+
+  function start() {
+    if (!ranks.length) { byId('map').hidden = true; return; }
+    const zooms = [['Fit', 0], ['Wide', 8], ['Wider', 20]];
+    const buttons = zooms.map(([title, pixels]) => make('button', {
+      type: 'button', textContent: title, attributes: { 'aria-pressed': String(pixels === 0) },
+      onclick: () => { zoom = pixels; buttons.forEach((button, i) => button.setAttribute('aria-pressed', String(zooms[i][1] === pixels))); pane.scrollLeft = 0; later(draw); },
+    }));
+    const ramp = make('span', { className: 'ramp' });
+    ramp.style.background = rampGradient();
+    const swatch = (name) => { const node = make('span', { className: 'swatch' }); node.style.background = `var(--${name})`; return node; };
+    byId('map-controls').append(...[
+      make('div', { className: 'legend' }, make('span', {}, 'start', ramp, 'end of the tensor'), make('span', {}, swatch('whole'), 'whole copy'), make('span', {}, swatch('empty'), 'nothing')),
+      stateChooser('map-state'), ranks.length <= 24 ? null : make('div', { className: 'group', attributes: { role: 'group', 'aria-label': 'Width of a rank' } }, buttons)].filter(Boolean));
+    byId('map-lead').textContent = 'Which rank holds which part of which parameter: a row a parameter, a column a rank (tensor-parallel ranks side by side, then data, then pipeline).';
+    byId('map-body').append(pane, empty);
+    canvas.addEventListener('pointermove', (event) => point(at(event), event.clientX, event.clientY));
+    canvas.addEventListener('pointerleave', leave);
+    canvas.addEventListener('blur', leave);
+    canvas.addEventListener('click', (event) => { const { row } = at(event); if (row >= 0) openDetail(view.shown[row]); });
+    canvas.addEventListener('keydown', step);
+    pane.addEventListener('scroll', () => later(draw));
+    listeners.push(() => { if (pane.scrollTop > view.shown.length * ROW) pane.scrollTop = 0; later(draw); });
+    redraws.push(draw);
+  }
+  return { start };
+})();
