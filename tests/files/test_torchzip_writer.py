@@ -18,7 +18,16 @@ from ucp.files import torchzip_writer
 from ucp.files.crc import crc32_of_zeros
 from ucp.files.inert import StorageRef, TensorRef
 from ucp.files.torchzip import TorchFile
-from ucp.files.torchzip_writer import Fill, NewStorage, NewTensor, TorchSkeleton, Zeros, new_tensor, torch_file
+from ucp.files.torchzip_writer import (
+    Fill,
+    NewStorage,
+    NewTensor,
+    PickledTree,
+    TorchSkeleton,
+    Zeros,
+    new_tensor,
+    torch_file,
+)
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, INT64
 from ucp.model.region import Region
@@ -149,6 +158,13 @@ def test_payloads_are_where_it_says() -> None:
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert second.tolist()[:3] == [0, 0, 0]
     assert third.dtype == torch.int64
+
+
+def test_one_pickle_for_several_files() -> None:
+    tree = {"w": new_tensor(FLOAT32, (2,), b"\1" * 8), "n": 3}
+    pickled = PickledTree(tree, "both")
+    for name in ("a.pt", "b.pt"):
+        assert assembled(torch_file(name, pickled)) == assembled(torch_file(name, tree))
 
 
 def test_names_that_torch_does_not_use() -> None:

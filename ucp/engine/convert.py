@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,14 +86,25 @@ def run(
 
 def fingerprint(target: Target, source: Checkpoint) -> str:
     """Identity of a run: the target, how it is cut into parts, and the source files with their sizes and times."""
-    digest = xxhash.xxh3_128()
-    digest.update(json.dumps([target.to_json(), VERSION, tunables.PART_BYTES], sort_keys=True).encode())
+    digest = xxhash.xxh3_128(repr((VERSION, tunables.PART_BYTES)).encode())
+    texts: dict[int, str] = {}  # of atoms and boxes, by identity: the ranks of a target share them
+
+    def text(value: object, *described: object) -> str:
+        known = texts.get(id(value))
+        if known is None:
+            known = texts[id(value)] = repr(described or value)
+        return known
+
     for file in target.files:
-        for literal in file.literals:
-            digest.update(literal.data)
+        lines = [repr((file.path, file.size, file.zeros, file.seal and file.seal.spans))]
         for hole in file.holes:
-            digest.update(repr((hole.atom.dtype.name, hole.region)).encode())
-        digest.update(repr((file.zeros, file.seal.spans if file.seal is not None else None)).encode())
+            atom, region = hole.atom, hole.region
+            whose = text(atom, atom.name, atom.kind, atom.dtype.name, atom.shape)
+            lines.append(f"{hole.offset} {region.start} {region.stop} {text(region.boxes)} {whose}")
+        digest.update("\n".join(lines).encode())
+        for literal in file.literals:
+            digest.update(b"%d %d\n" % (literal.offset, len(literal.data)))
+            digest.update(literal.data)
     for name in sorted(source.sizes):
         try:
             status = os.stat(source.root / name)

@@ -114,14 +114,17 @@ def _flat_parts(
         stop = min(start + step, atom.numel)
         while waiting and waiting[-1][0] < stop:
             met.append(waiting.pop())
+        if not met:
+            continue
         extents: list[Extent] = []
         for first, last, number, offset in met:
             low, high = max(first, start), min(last, stop)
             box = Box((low,), (high - low,))
             extents.append(Extent(number, offset + (low - first) * itemsize, (high - low) * itemsize, box))
+        # From the first wanted element, which is in the first run, to the last.
+        begin, end = max(met[0][0], start), min(max(run[1] for run in met), stop)
+        yield Part(atom, True, Box((begin,), (end - begin,)), tuple(extents))
         met = [run for run in met if run[1] > stop]
-        if extents:
-            yield Part(atom, True, _hull(extents), tuple(extents))
 
 
 def _shaped_parts(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:
@@ -134,13 +137,6 @@ def _shaped_parts(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Pa
         extents = tuple(extent for extent in found if extent is not None)
         if extents:
             yield Part(atom, False, block, extents)
-
-
-def _hull(extents: Sequence[Extent]) -> Box:
-    """The smallest interval that holds what all extents of a flat atom want."""
-    boxes = [extent.box for extent in extents if extent.box is not None]
-    start, stop = min(box.start[0] for box in boxes), max(box.stop[0] for box in boxes)
-    return Box((start,), (stop - start,))
 
 
 def _padded(shape: Shape, boxes: Iterable[Box]) -> Shape:

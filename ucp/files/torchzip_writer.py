@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.target import Hole, Literal, OutputFile, Seal, ZeroRange
 
-__all__ = ["Fill", "NewStorage", "NewTensor", "TorchSkeleton", "Zeros", "new_tensor", "torch_file"]
+__all__ = ["Fill", "NewStorage", "NewTensor", "PickledTree", "TorchSkeleton", "Zeros", "new_tensor", "torch_file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,15 @@ class NewStorage:
     dtype: DType
     contents: tuple[Fill | Zeros | bytes, ...]
     device: str = "cpu"
+    nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(self.sizes()))
         for content in self.contents:
             if isinstance(content, Fill) and content.atom.dtype != self.dtype:
                 raise AssertionError(f"{content.atom}: is {content.atom.dtype}, its new storage {self.dtype}")
             if isinstance(content, bytes) and len(content) % self.dtype.itemsize:
                 raise AssertionError(f"{len(content)} bytes are no whole number of {self.dtype}")
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes())
 
     def sizes(self) -> Iterator[int]:
         """The bytes of each of the contents."""
@@ -73,6 +71,29 @@ class NewStorage:
 def new_tensor(dtype: DType, shape: Shape, *contents: Fill | Zeros | bytes) -> NewTensor:
     """A row-major tensor with a storage of its own."""
     return NewTensor(NewStorage(dtype, contents), dtype, shape)
+
+
+class PickledTree:
+    """A tree whose tensors are all `NewTensor`s, pickled once for any number of files. `where` names it in messages.
+
+    `storages` are its tensors' memory, in the order in which the pickle mentions them: their keys are their numbers.
+    """
+
+    def __init__(self, tree: Any, where: str) -> None:
+        self.storages: list[NewStorage] = []
+        self._refs: dict[int, StorageRef] = {}
+        self.pickle = write_pickle(tree, where, self._number)
+
+    def _number(self, storage: Any) -> StorageRef:
+        if not isinstance(storage, NewStorage):
+            raise AssertionError(f"a tensor of another file ({storage!r}) cannot be written: give it a NewStorage")
+        ref = self._refs.get(id(storage))
+        if ref is None:
+            numel = storage.nbytes // storage.dtype.itemsize
+            ref = StorageRef(str(len(self.storages)), storage.dtype, numel, storage.device)
+            self._refs[id(storage)] = ref
+            self.storages.append(storage)
+        return ref
 
 
 def torch_file(path: str, tree: Any) -> OutputFile:
@@ -157,12 +178,11 @@ class TorchSkeleton:
 
     def __init__(self, stem: str, tree: Any, where: str) -> None:
         self._stem = stem
-        self._refs: dict[int, StorageRef] = {}
-        self._storages: list[NewStorage] = []
-        pickled = write_pickle(tree, where, self._number)
+        pickled = tree if isinstance(tree, PickledTree) else PickledTree(tree, where)
+        self._storages = pickled.storages
         self._entries: list[_Entry] = []
         for name, data in (
-            ("data.pkl", pickled),
+            ("data.pkl", pickled.pickle),
             (".format_version", b"1"),
             (".storage_alignment", b"%d" % _ALIGNMENT),
             ("byteorder", b"little"),
@@ -174,18 +194,6 @@ class TorchSkeleton:
         directory = sum(len(entry.central(0)) for entry in self._entries)
         self.size = self._last.stop + directory + _END64.size + _LOCATOR.size + _END.size
         self.payloads = {str(n): (e.payload, e.size) for n, e in enumerate(self._stored) if e.size}
-
-    def _number(self, storage: Any) -> StorageRef:
-        """The reference to a storage: keys are numbers, in the order in which the pickle mentions the storages."""
-        if not isinstance(storage, NewStorage):
-            raise AssertionError(f"a tensor of another file ({storage!r}) cannot be written: give it a NewStorage")
-        ref = self._refs.get(id(storage))
-        if ref is None:
-            numel = storage.nbytes // storage.dtype.itemsize
-            ref = StorageRef(str(len(self._storages)), storage.dtype, numel, storage.device)
-            self._refs[id(storage)] = ref
-            self._storages.append(storage)
-        return ref
 
     def _add(self, name: str, size: int, data: bytes | None) -> _Entry:
         start = self._entries[-1].stop if self._entries else 0

@@ -35,6 +35,14 @@ def test_the_oldest_releases_padded_to_the_ranks_only() -> None:
     assert realigned(lay_out({"a": (5,)}, None, 5)).per == 1
 
 
+def test_what_meets_a_range() -> None:
+    layout = lay_out({"a": (3,), "none": (0,), "b": (2,), "c": (4,)}, [1, 0, 0, 0], 1)
+    assert list(layout.meeting(0, 3)) == [0]
+    assert list(layout.meeting(3, 4)) == [], "padding"
+    assert list(layout.meeting(2, 7)) == [0, 2, 3]
+    assert list(layout.meeting(5, 5)) == []
+
+
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     ranks=st.integers(1, 6),

@@ -44,12 +44,17 @@ class FlatLayout:
     def overlaps(self, index: int) -> Iterator[tuple[str, int, int]]:
         """(name, start in the partition, length) of every parameter with elements in partition `index`, in order."""
         low, high = index * self.per, (index + 1) * self.per
+        for number in self.meeting(low, high):
+            entry = self.entries[number]
+            start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
+            yield entry.name, start - low, stop - start
+
+    def meeting(self, low: int, high: int) -> Iterator[int]:
+        """Numbers of the entries that have elements in `[low, high)`, in order."""
         at = _first_reaching(self.entries, low)
         while at < len(self.entries) and self.entries[at].begin < high:
-            entry = self.entries[at]
-            start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
-            if start < stop:
-                yield entry.name, start - low, stop - start
+            if self.entries[at].numel and low < high:
+                yield at
             at += 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ucp.errors import UsageError
 from ucp.files.local import SourceFiles
-from ucp.files.torchzip_writer import torch_file
+from ucp.files.torchzip_writer import PickledTree, torch_file
 from ucp.formats.deepspeed import names
 from ucp.formats.deepspeed.emit import flat, sliced, unsharded
 from ucp.formats.deepspeed.emit.modelfiles import ModelFiles
@@ -44,7 +44,7 @@ class Writer:
         """Every file of the checkpoint; DeepSpeed has no manifest."""
         with SourceFiles(self.source.root) as files:
             scalars = Scalars(files)
-            made = [torch_file(f"{self.tag}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
+            made = [torch_file(f"{self.tag}/{name}", _with_tensors(tree)) for name, tree in self._trees(scalars)]
         if self.world.lost_padding:
             listed = ", ".join(sorted(self.world.lost_padding))
             text = f"padding rows of the vocabulary are zero: the source no longer has them ({listed})"
@@ -73,12 +73,14 @@ class Writer:
     def _flat(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
         by_ep = [flat.flat_groups(self.world, pp, tp, ep) for ep in range(self.mesh.ep)]
+        states = [[scalars.group(group.members) for group in groups] for groups in by_ep]
         shapes = [group.shapes for group in by_ep[0]]
         yield names.model_name(mp), self.models.model_tree(pp, tp, 0, shapes, None)
         for dp in range(self.mesh.dp):
-            groups = by_ep[dp % self.mesh.ep]
+            ep = dp % self.mesh.ep
+            groups = by_ep[ep]
             index = [dp // self.mesh.ep if group.group.experts else dp for group in groups]
-            tree = flat.optimizer_tree(self.world, groups, index, scalars)
+            tree = flat.optimizer_tree(self.world, groups, states[ep], index)
             yield self._optim_name(dp, mp), self._optim_file(tree)
 
     def _zero3(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
@@ -86,9 +88,13 @@ class Writer:
         groups = self.world.groups(pp, tp, 0)
         subs = sliced.sub_groups(self.world, groups)
         shapes = [sub.shapes for sub in subs]
+        states = [scalars.group(sub.members) for sub in subs]
+        model: Any = None
         for dp in range(self.mesh.dp):
-            yield names.sharded_model_name(dp, mp), self.models.model_tree(pp, tp, dp, shapes, None)
-            tree = sliced.optimizer_tree(self.world, groups, subs, dp, scalars)
+            if dp < 2 or self.models.has_shares:  # rank 0 is special, the others hold the same
+                model = PickledTree(with_tensors(self.models.model_tree(pp, tp, dp, shapes, None)), self.tag)
+            yield names.sharded_model_name(dp, mp), model
+            tree = sliced.optimizer_tree(self.world, groups, subs, states, dp)
             yield self._optim_name(dp, mp), self._optim_file(tree)
 
     def _unsharded(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
@@ -120,6 +126,10 @@ class Writer:
                 yield torch_file(name, with_tensors(tree))
         for name in self.source.extras.files:
             yield carried_file(self.source, name, name)
+
+
+def _with_tensors(tree: Any) -> Any:
+    return tree if isinstance(tree, PickledTree) else with_tensors(tree)
 
 
 def target_mesh(source: Checkpoint, options: WriteOptions) -> Mesh:

@@ -11,7 +11,7 @@ from ucp.files.inert import Inert, InertOrderedDict, Size
 from ucp.files.pickle_writer import bare_object, called_object
 from ucp.files.torchzip_writer import NewTensor, Zeros
 from ucp.formats.deepspeed.emit.slices import Local
-from ucp.formats.deepspeed.emit.states import Scalars, element_kinds
+from ucp.formats.deepspeed.emit.states import GroupStates
 from ucp.formats.deepspeed.emit.tensors import Segment, flat_tensor, segment
 from ucp.formats.deepspeed.emit.world import LocalGroup, World, round_robin
 from ucp.formats.deepspeed.flatlayout import FlatLayout, lay_out
@@ -75,18 +75,19 @@ def _paddings(world: World, members: Sequence[Local]) -> tuple[int, ...]:
     return tuple(paddings)
 
 
-def optimizer_tree(world: World, groups: Sequence[FlatGroup], index: Sequence[int], scalars: Scalars) -> dict[str, Any]:
-    """`optimizer_state_dict` of the rank that holds partition `index[g]` of every group `g`."""
+def optimizer_tree(
+    world: World, groups: Sequence[FlatGroup], states: Sequence[GroupStates], index: Sequence[int]
+) -> dict[str, Any]:
+    """`optimizer_state_dict` of the rank that holds partition `index[g]` of every group `g`, which has `states[g]`."""
     bf16 = is_bf16_optimizer(world)
     carried = world.carried
     state: dict[int, Any] = {}
     masters: list[NewTensor] = []
     for g, flat in enumerate(groups):
-        kinds = element_kinds(flat.members)
-        common = scalars.of(flat.members)
-        entries: dict[str, Any] = {kind: value for kind, value in common.items() if kind == "step"}
-        entries.update((kind, _partition(flat, index[g], world.state_of(kind), dtype)) for kind, dtype in kinds.items())
-        entries.update((kind, value) for kind, value in common.items() if kind != "step")
+        kinds = states[g].kinds.items()
+        entries = states[g].entries(
+            {kind: _partition(flat, index[g], world.state_of(kind), dtype) for kind, dtype in kinds}
+        )
         if entries:
             state[g] = entries
         master_dtype = world.master(flat.members[0].parameter).dtype
@@ -124,10 +125,9 @@ def _partition(
 
     def segments() -> Iterator[Segment]:
         at = low
-        for member, entry in zip(flat.members, layout.entries, strict=True):
+        for number in layout.meeting(low, high):
+            member, entry = flat.members[number], layout.entries[number]
             start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
-            if start >= stop:
-                continue
             yield Zeros(start - at)
             yield segment(atom_of(member), member.region.cut(start - entry.begin, stop - entry.begin))
             at = stop

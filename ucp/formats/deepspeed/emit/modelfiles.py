@@ -73,6 +73,11 @@ class ModelFiles:
             return list(shapes)
         return [InertOrderedDict((name, tuple(shape)) for name, shape in group.items()) for group in shapes]
 
+    @property
+    def has_shares(self) -> bool:
+        """Does a model file of ZeRO-3 hold a share of something, so that those of two ranks differ?"""
+        return any(p.role == "frozen" for p in self.world.source.parameters.values())
+
     def config(self) -> dict[str, Any]:
         """The configuration for the target's world."""
         mesh = self.world.mesh

@@ -10,7 +10,7 @@ from ucp.files.inert import InertOrderedDict, Size
 from ucp.files.torchzip_writer import NewTensor, Zeros
 from ucp.formats.deepspeed.emit.flat import zero_stage
 from ucp.formats.deepspeed.emit.slices import Local
-from ucp.formats.deepspeed.emit.states import Scalars, element_kinds
+from ucp.formats.deepspeed.emit.states import GroupStates
 from ucp.formats.deepspeed.emit.tensors import Segment, flat_tensor, segment
 from ucp.formats.deepspeed.emit.world import LocalGroup, World
 from ucp.model.checkpoint import Atom
@@ -64,17 +64,16 @@ def sub_groups(world: World, groups: Sequence[LocalGroup]) -> list[SubGroup]:
 
 
 def optimizer_tree(
-    world: World, groups: Sequence[LocalGroup], subs: Sequence[SubGroup], dp: int, scalars: Scalars
+    world: World, groups: Sequence[LocalGroup], subs: Sequence[SubGroup], states: Sequence[GroupStates], dp: int
 ) -> dict[str, Any]:
-    """`optimizer_state_dict` of data-parallel rank `dp`."""
+    """`optimizer_state_dict` of data-parallel rank `dp`; sub-group `n` has `states[n]`."""
     state: dict[int, Any] = {}
     masters: list[NewTensor] = []
     for number, sub in enumerate(subs):
-        common = scalars.of(sub.members)
-        entries: dict[str, Any] = {kind: value for kind, value in common.items() if kind == "step"}
-        for kind, dtype in element_kinds(sub.members).items():
-            entries[kind] = _buffer(world, sub, dp, world.state_of(kind), dtype)
-        entries.update((kind, value) for kind, value in common.items() if kind != "step")
+        kinds = states[number].kinds.items()
+        entries = states[number].entries(
+            {kind: _buffer(world, sub, dp, world.state_of(kind), dtype) for kind, dtype in kinds}
+        )
         if entries:
             state[number] = entries
         dtype = world.master(sub.members[0].parameter).dtype

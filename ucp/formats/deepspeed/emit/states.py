@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
+from ucp.files.torchzip_writer import NewTensor
 from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.tensors import whole_tensor
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom
@@ -33,6 +35,19 @@ def element_kinds(members: Iterable[Local]) -> dict[str, DType]:
     return kinds
 
 
+@dataclass(frozen=True, slots=True)
+class GroupStates:
+    """What the optimizer has of a flat group besides the masters. All ranks have the same; their shares differ."""
+
+    kinds: dict[str, DType]  # states with one value an element
+    scalars: dict[str, Any]
+
+    def entries(self, shares: dict[str, NewTensor]) -> dict[str, Any]:
+        """The group's entry of the optimizer's `state`, as torch orders it: the step, the tensors, other scalars."""
+        first = {kind: value for kind, value in self.scalars.items() if kind == "step"}
+        return {**first, **shares, **self.scalars}
+
+
 class Scalars:
     """Scalars such as `step`: one value for a whole group, checked to be the same for all its parameters."""
 
@@ -56,6 +71,10 @@ class Scalars:
                         hint="the target needs equal values in a group; keep --zero 0",
                     )
         return {kind: _value(data, atom) for kind, (_, data, atom) in found.items()}
+
+    def group(self, members: Sequence[Local]) -> GroupStates:
+        """Every state of a flat group."""
+        return GroupStates(element_kinds(members), self.of(members))
 
     def each(self, member: Local) -> dict[str, Any]:
         """The scalars of one parameter."""

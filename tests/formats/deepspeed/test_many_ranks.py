@@ -1,0 +1,53 @@
+"""Targets of many ranks: what is the same for all of them is worked out once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ucp.api
+from ucp.files import torchzip_writer
+from ucp.formats.deepspeed.emit.states import Scalars
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[None]:
+    real, calls = getattr(owner, name), list[None]()
+
+    def counted(*args: object, **more: object) -> object:
+        calls.append(None)
+        return real(*args, **more)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_states_of_a_group_are_looked_at_once(project: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = project / "fixtures/z1_bf16_dp2"
+    groups = len(ucp.open(source).index.groups)
+    calls = count_calls(monkeypatch, Scalars, "of")
+    ucp.api.plan(source, "nowhere", to="deepspeed", zero=zero, dp=16)
+    assert len(calls) == groups
+
+
+def test_model_files_of_zero3_are_pickled_once_where_they_are_the_same(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_calls(monkeypatch, torchzip_writer, "write_pickle")
+    plan = ucp.api.plan(project / "fixtures/z1_bf16_dp2", "nowhere", to="deepspeed", zero=3, dp=16)
+    model_files = [file for file in plan.target.files if file.path.endswith("model_states.pt")]
+    assert len(model_files) == 16
+    optimizer_files = 16
+    assert len(calls) == 2 + optimizer_files, "rank 0 names the tied parameters, all others are alike"
+
+
+def test_model_files_that_hold_shares_of_frozen_parameters_all_differ(project: Path) -> None:
+    plan = ucp.api.plan(project / "fixtures/z3_bf16_frozen_subgroups_dp2", "nowhere", to="deepspeed", dp=4)
+    held = [
+        [hole.region for hole in file.holes]
+        for file in plan.target.files
+        if file.path.endswith("model_states.pt") and file.holes
+    ]
+    assert len(held) == 4
+    assert all(held[a] != held[b] for a in range(4) for b in range(a))
