@@ -262,3 +262,34 @@ def verify_index(folder: Path):
     from ucp.formats.registry import open_checkpoint
 
     return open_checkpoint(folder, ReadOptions())
+
+
+@pytest.mark.parametrize("name", ["z1_bf16_tp2_dp2", "z3_fp32_dp3", "z1_bf16_moe4_ep2_dp4"])
+def test_a_quick_look_goes_by_outlines_that_say_what_the_fragments_say(name: str) -> None:
+    covers = [cover for atom in verify_index(FIXTURES / name).atoms() for cover in (atom.fragments, *atom.replicas)]
+    outlined = 0
+    for cover in covers:
+        outline = cover.outline(set())
+        if outline is not None:
+            uncut = list(outline)
+            outlined += 1
+            assert sum(whole.region.numel for whole in uncut) == sum(fragment.region.numel for fragment in cover)
+            assert {whole.dtype for whole in uncut} == {fragment.dtype for fragment in cover}
+            boxes = {whole.region.boxes for whole in uncut}
+            assert {fragment.region.boxes for fragment in cover if fragment.region.numel} <= boxes
+    assert outlined > 50
+
+
+def test_a_quick_look_asks_for_the_place_of_every_tensor(copy) -> None:
+    """A rank's file that has the right pickle, but not the storages that it speaks of."""
+    folder = copy("z3_fp32_dp3")
+    path = folder / STEP / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    with zipfile.ZipFile(path) as sound:
+        members = {name: sound.read(name) for name in sound.namelist()}
+    largest = max(members, key=lambda name: len(members[name]) if "/data/" in name else 0)
+    with zipfile.ZipFile(path, "w") as short:
+        for name, data in members.items():
+            short.writestr(name, data[:-4] if name == largest else data)
+    report = verify(folder, "quick")
+    assert report.exit_code == 4
+    assert any(path.name in finding.message for finding in errors(report, "readable")), alarms(report)

@@ -26,27 +26,53 @@ def look(context: Context) -> Iterator[Finding]:
 
     This is the one check that looks at every fragment at any level, so dtypes are compared here too.
     """
-    atoms = list(context.checkpoint.atoms())
-    total = sum(len(cover) for atom in atoms for cover in (atom.fragments, *atom.replicas))
-    step = -(-total // tunables.QUICK_FRAGMENTS) if context.level is Level.QUICK and total else 1
+    located: set[int] = set()
+    many: list[tuple[Atom, Sequence[Fragment], bool]] = []
+    for atom in context.checkpoint.atoms():
+        try:
+            for number, cover in enumerate((atom.fragments, *atom.replicas)):
+                # With an average every cover is a whole of its own; a copy may be of a part.
+                complete = number == 0 or atom.combine == "average"
+                if context.level is not Level.QUICK:
+                    yield from _cover(atom, cover, complete=complete)
+                elif not _is_right_in_outline(atom, cover, complete, located):
+                    many.append((atom, cover, complete))
+        except UcpError as error:
+            yield _broken(context, atom, error)
+    yield from _sample(context, many)
+
+
+def _sample(context: Context, many: Sequence[tuple[Atom, Sequence[Fragment], bool]]) -> Iterator[Finding]:
+    """What a quick look can do where every fragment has to be looked at: all of them if they are not too many."""
+    total = sum(len(cover) for _, cover, _ in many)
+    step = max(1, -(-total // tunables.QUICK_FRAGMENTS))
     if step > 1:
         yield Finding(
             "coverage",
             "note",
-            f"{total:,} fragments of {len(atoms)} atoms are too many for a quick look: one atom in {step} was checked",
+            f"{total:,} fragments of {len(many)} atoms are too many for a quick look: one atom in {step} was checked",
             hint="verify without --quick to check all of them",
         )
-    for number, atom in enumerate(atoms):
-        if number % step != number // step % step:  # another kind of another parameter each time
-            continue
-        try:
-            yield from _cover(atom, atom.fragments, complete=True)
-            for cover in atom.replicas:
-                # With an average every cover is a whole of its own; a copy may be of a part.
-                yield from _cover(atom, cover, complete=atom.combine == "average")
-        except UcpError as error:
-            context.broken.add((atom.name, atom.kind))
-            yield failure("readable", error, atom.name, atom.kind)
+    for number, (atom, cover, complete) in enumerate(many):
+        if number % step == number // step % step:  # another kind of another parameter each time
+            try:
+                yield from _cover(atom, cover, complete=complete)
+            except UcpError as error:
+                yield _broken(context, atom, error)
+
+
+def _broken(context: Context, atom: Atom, error: UcpError) -> Finding:
+    context.broken.add((atom.name, atom.kind))
+    return failure("readable", error, atom.name, atom.kind)
+
+
+def _is_right_in_outline(atom: Atom, cover: Sequence[Fragment], complete: bool, located: set[int]) -> bool:
+    """Is it certain that a cover is right, before ZeRO cuts it over a thousand ranks? A reader may know its outline."""
+    outline = getattr(cover, "outline", None)
+    uncut: Sequence[Fragment] | None = None if outline is None else outline(located)
+    if uncut is None:
+        return False
+    return not list(_cover(atom, list(uncut), complete=complete))
 
 
 def _cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -> Iterator[Finding]:

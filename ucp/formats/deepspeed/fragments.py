@@ -8,7 +8,7 @@ from itertools import islice
 from math import prod
 from typing import overload
 
-from ucp.formats.deepspeed.stored import Run, Stored
+from ucp.formats.deepspeed.stored import EvenSlices, FlatSlice, Run, Stored
 from ucp.model.box import Shape, strides_of
 from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.layout import Rank
@@ -19,12 +19,27 @@ from ucp.model.rules import SlicePiece
 class LazyFragments(Sequence[Fragment]):
     """Fragments that are made when they are looked at: of a thousand ranks there are millions."""
 
-    __slots__ = ("_count", "_held", "_make")
+    __slots__ = ("_count", "_held", "_make", "_parts")
 
-    def __init__(self, make: Callable[[], Iterator[Fragment]], count: int | None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Iterator[Fragment]],
+        count: int | None,
+        parts: Sequence[tuple[Slice, Stored]] | None = None,
+    ) -> None:
         self._make = make
         self._count = count
+        self._parts = parts
         self._held: tuple[Fragment, ...] | None = None
+
+    def outline(self, located: set[int]) -> Iterator[Fragment] | None:
+        """What the fragments amount to before ZeRO cuts them: one a holder, without a place. None where they are few.
+
+        The files are asked for the place of every tensor all the same, once for those whose ids are in `located`.
+        """
+        if self._parts is None or not all(isinstance(stored, (FlatSlice, EvenSlices)) for _, stored in self._parts):
+            return None
+        return _outline(self._parts, located)
 
     def __len__(self) -> int:
         if self._count is None:
@@ -65,7 +80,22 @@ def fragments_of(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> LazyFragme
     """The fragments of several holders' slices, holder by holder."""
     plain = all(_is_plain(part) and getattr(stored, "strides", None) is None for part, stored in parts)
     count = sum(stored.count for _, stored in parts) if plain else None
-    return LazyFragments(lambda: _make(kind, parts), count)
+    return LazyFragments(lambda: _make(kind, parts), count, parts if plain else None)
+
+
+def _outline(parts: Sequence[tuple[Slice, Stored]], located: set[int]) -> Iterator[Fragment]:
+    for part, stored in parts:
+        assert isinstance(stored, (FlatSlice, EvenSlices))
+        if id(stored.spots) not in located:  # parameters of a group share the list
+            located.add(id(stored.spots))
+            for spot in stored.spots:
+                _ = spot.offset
+        region = Region.of(piece.box for piece in part.pieces)
+        # Runs lie end to end from 0 on: they cover the slice if there are as many elements and ranks as it takes.
+        held = min(
+            stored.numel, len(stored.spots) * stored.per - (stored.begin if isinstance(stored, FlatSlice) else 0)
+        )
+        yield Fragment(region.cut(0, held), "", 0, stored.dtype, part.rank)
 
 
 def scalar_fragments(rank: Rank, stored: Stored) -> LazyFragments:
