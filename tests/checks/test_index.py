@@ -96,6 +96,16 @@ def test_a_state_that_a_whole_group_lacks_is_named(checkpoint: Checkpoint) -> No
     assert "exp_avg, exp_avg_sq" in only(verify(checkpoint, "quick"), "states").message
 
 
+def test_a_state_that_one_rank_has_no_copy_of_is_named(checkpoint: Checkpoint) -> None:
+    atoms = checkpoint.parameters["norm.weight"].atoms
+    atoms["exp_avg_sq"] = replace(atoms["exp_avg_sq"], replicas=())
+    finding = only(verify(checkpoint, "quick"), "states")
+    assert "2 copies of its master, 1 of its exp_avg_sq, but not on pp 0 tp 1 dp 0" in finding.message
+    assert (finding.parameter, finding.kind, finding.severity) == ("norm.weight", "exp_avg_sq", "error")
+    atoms["exp_avg_sq"] = replace(atoms["exp_avg_sq"], fragments=atoms["master"].replicas[0])
+    assert "but not on pp 0 tp 0 dp 0" in only(verify(checkpoint, "quick"), "states").message
+
+
 def test_groups_with_states_of_their_own_lack_none(checkpoint: Checkpoint) -> None:
     checkpoint.parameters["norm.weight"].group = 1
     atoms = checkpoint.parameters["norm.weight"].atoms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ucp.checks.findings import Finding, Severity
+from ucp.checks.findings import Finding, Severity, place
 from ucp.checks.tasks import Context
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Parameter
 
@@ -13,9 +13,10 @@ from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Parameter
 def look(context: Context) -> Iterator[Finding]:
     """Compare the parameters of each group with each other, and each parameter with itself."""
     checkpoint = context.checkpoint
+    severity: Severity = "error" if checkpoint.mesh.zero else "warning"
     for parameter in checkpoint.parameters.values():
         yield from _own_shapes(parameter)
-    severity: Severity = "error" if checkpoint.mesh.zero else "warning"
+        yield from _copies(parameter, severity)
     yield from _needed(checkpoint, severity)
     for siblings in _groups(checkpoint):
         yield from _states(siblings, severity)
@@ -85,6 +86,29 @@ def _unpaired(held: set[str], checkpoint: Checkpoint, group: int) -> list[str]:
     if "exp_avg" in held and not any("sq" in kind or "inf" in kind for kind in held):
         return ["exp_avg_sq"]
     return ["exp_avg"] if "exp_avg_sq" in held and "exp_avg" not in held else []
+
+
+def _copies(parameter: Parameter, severity: Severity) -> Iterator[Finding]:
+    """Ranks that have a copy of one state have one of every state."""
+    counts = {kind: len(parameter.atoms[kind].replicas) for kind in _optimizer_kinds(parameter) if kind != STEP}
+    most = max(counts, key=counts.__getitem__, default="")
+    for kind, count in counts.items():
+        if count < counts[most] and parameter.role == "trained":
+            fuller, held = parameter.atoms[most], parameter.atoms[kind]
+            having = {cover[0].rank for cover in (held.fragments, *held.replicas) if len(cover)}
+            lacking = [cover[0] for cover in (fuller.fragments, *fuller.replicas) if cover[0].rank not in having]
+            where = f", but not on {place(lacking[0])}" if lacking else ""
+            yield Finding(
+                "states",
+                severity,
+                f"parameter {parameter.name}: {1 + counts[most]} copies of its {most}, {1 + count} of its {kind}"
+                + where,
+                lacking[0].file if lacking else None,
+                lacking[0].rank if lacking else None,
+                parameter.name,
+                kind,
+                hint="the copy that is there is taken; is that rank's file from another save?",
+            )
 
 
 def _own_shapes(parameter: Parameter) -> Iterator[Finding]:
