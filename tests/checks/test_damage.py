@@ -108,6 +108,15 @@ def test_the_only_optimizer_file_is_missed(copy) -> None:
     assert report.exit_code == 1
 
 
+def test_what_all_megatron_ranks_share_is_missed(corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus / "megatron/moegg_ep2_torchdist", tmp_path / "m")
+    folder = tmp_path / "m/iter_0000002"
+    folder.chmod(0o755)
+    (folder / "common.pt").unlink()
+    (finding,) = errors(verify(tmp_path / "m", "quick"), "grid")
+    assert finding.file == "common.pt"
+
+
 def test_a_stray_file_is_a_warning(copy) -> None:
     folder = copy("z1_bf16_dp2")
     shutil.copy(folder / STEP / "mp_rank_00_model_states.pt", folder / STEP / "mp_rank_00_model_states.old.pt")

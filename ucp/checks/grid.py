@@ -5,6 +5,7 @@ A reader refuses a grid with holes before there is an index to check; `missing` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -25,15 +26,18 @@ from ucp.formats.deepspeed.names import (
 )
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFiles
-from ucp.model.checkpoint import WEIGHT
+from ucp.model.checkpoint import WEIGHT, Checkpoint
 from ucp.model.layout import Rank
 
+_SHORT: Final = 1_000_000  # bytes of a metadata.json that is looked into
 _LIKE: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def look(context: Context) -> Iterator[Finding]:
     """Torch files of a DeepSpeed step folder that no rank writes under their name, and optimizer files all gone."""
     checkpoint = context.checkpoint
+    if checkpoint.format == "dcp":
+        yield from _without_common(checkpoint)
     if checkpoint.format != "deepspeed":
         return
     paths = [PurePosixPath(file) for file in checkpoint.sizes]
@@ -58,6 +62,25 @@ def look(context: Context) -> Iterator[Finding]:
                     file,
                     hint="left from another save or renamed? Keep it elsewhere, or under the name of its rank",
                 )
+
+
+def _without_common(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Megatron's folders hold a file that all ranks share; without it they look like any folder of torch's."""
+    note = checkpoint.root / "metadata.json"
+    if "metadata.json" not in checkpoint.sizes or "common.pt" in checkpoint.sizes:
+        return
+    try:
+        told = json.loads(note.read_bytes()) if note.stat().st_size < _SHORT else None
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(told, dict) and "sharded_backend" in told:
+        yield Finding(
+            "grid",
+            "error",
+            f"{checkpoint.root / 'common.pt'}: is missing, but metadata.json says that Megatron wrote this folder",
+            "common.pt",
+            hint="copy it from where the checkpoint is whole: iteration, arguments and scheduler are in it",
+        )
 
 
 def missing(path: Path, tag: str | None) -> Iterator[Finding]:
