@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code. A user's mistake shows no traceback, a bug always does."""
+    # An index is many small objects that live as long as the command: looking for garbage among them is wasted.
+    gc.set_threshold(200_000, 50, 50)
     try:
         result = cli.main(list(arguments), prog_name="ucp", standalone_mode=False)
         return result if isinstance(result, int) else 0

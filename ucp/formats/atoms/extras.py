@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ucp.errors import IntegrityError
 from ucp.files.safetensors import read_safetensors
+from ucp.formats.atoms.manifest import lines_of
 from ucp.formats.inert_json import Encoder, decode
 from ucp.formats.outputs import carried_file, safetensors_file
 from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment
@@ -24,7 +25,7 @@ def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
     """The output files that hold a checkpoint's extras."""
     encoder = Encoder()
     trees = {file: encoder.encode(tree) for file, tree in source.extras.trees.items()}
-    data = json.dumps(_share(trees), indent=1).encode() + b"\n"
+    data = lines_of(_share(trees))
     yield OutputFile(TREES, len(data), (Literal(0, data),))
     if encoder.tensors:
         yield safetensors_file(TENSORS, list(encoder.tensors.items()), {})
