@@ -17,12 +17,14 @@ import pytest
 
 import ucp
 from tests.reports.made import zero1, zero3
+from ucp import tunables
 from ucp.errors import IntegrityError
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.dtypes import FLOAT32
 from ucp.reports.facts import facts
 from ucp.reports.page import page
 from ucp.reports.statistics import Statistics
+from ucp.reports.write import measure
 
 MB = 1_000_000
 
@@ -124,6 +126,31 @@ def test_one_unreadable_state_is_said_in_its_place() -> None:
     failed = {(name, "master"): IntegrityError("file: ends too early")}
     shown = facts(checkpoint, None, failed, source="x", version="1", sample=None)
     assert shown["statistics"][shown["kinds"].index("master")][0] == "file: ends too early"
+
+
+def test_measuring_goes_on_where_a_file_is_too_short(clean: Path, tmp_path: Path) -> None:
+    ucp.convert(clean, tmp_path / "atoms")
+    index = ucp.open(tmp_path / "atoms").index
+    broken = index.parameters["embed.weight"].atoms["exp_avg_sq"].fragments[0]
+    victim = tmp_path / "atoms" / broken.file
+    victim.write_bytes(victim.read_bytes()[: broken.offset + 8])
+    found = measure(index, jobs=2)
+    failed = {key for key, value in found.items() if not isinstance(value, Statistics)}
+    assert ("embed.weight", "exp_avg_sq") in failed
+    assert {name for name, _ in failed} == {"embed.weight"}
+    assert ("embed.weight", "step") not in found, "counts of steps are no tensor to measure"
+
+
+def test_a_sample_reads_less_and_the_ends(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)  # 16 elements of float32
+    index = ucp.open(clean).index
+    whole = measure(index, jobs=2)["embed.weight", "master"]
+    some = measure(index, jobs=2, sample=64)["embed.weight", "master"]
+    assert isinstance(whole, Statistics)
+    assert isinstance(some, Statistics)
+    assert whole.count == 53 * 14
+    assert 48 <= some.count <= 64
+    assert whole.low <= some.low <= some.high <= whole.high
 
 
 def full(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:

@@ -65,6 +65,12 @@ def unequal_bits(a: RawArray, b: RawArray) -> NDArray[np.bool_]:
     return differ if differ.size == a.size else np.logical_or.reduce(differ.reshape(a.size, -1), axis=1)
 
 
+def sum_of_squares(values: RawArray) -> float:
+    """Of magnitudes, in double precision. Not with `dot`, whose own threads and ours would wait for each other."""
+    wide = np.abs(values) if values.dtype.kind == "c" else values.astype(np.float64)
+    return float(np.multiply(wide, wide, out=wide).sum())
+
+
 def has_ulps(dtype: DType) -> bool:
     """Are the values of this dtype steps of a ladder, sign and magnitude?"""
     return dtype.family == "float" and dtype.name != "float8_e8m0fnu"

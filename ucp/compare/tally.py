@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from ucp.compare.numbers import bits, has_ulps, numbers, ulps, unequal_bits
+from ucp.compare.numbers import bits, has_ulps, numbers, sum_of_squares, ulps, unequal_bits
 from ucp.engine.casting import RawArray, cast, castable
 from ucp.model.dtypes import DType
 
@@ -90,9 +90,8 @@ class Tally:
     def _add_norms(self, a: RawArray, b: RawArray) -> None:
         with np.errstate(all="ignore"):
             x, y = self._values(a, b)
-            self.squares_a += float(np.vdot(x, x).real)
-            y -= x
-            self.squares_of_change += float(np.vdot(y, y).real)
+            self.squares_a += sum_of_squares(x)
+            self.squares_of_change += sum_of_squares(y - x)
 
     def _differ(self, at: int, where: RawArray, a: RawArray, b: RawArray) -> None:
         """`a` and `b` are the elements that are not the same, and `where` they are from position `at` on."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ucp.compare.numbers import numbers
+from ucp.compare.numbers import numbers, sum_of_squares
 from ucp.engine.casting import RawArray
 from ucp.model.dtypes import DType
 
@@ -63,8 +63,7 @@ class Statistics:
         self.low = min(self.low, float(values.min()))
         self.high = max(self.high, float(values.max()))
         self.total += total
-        wide = values.astype(np.float64)
-        self.squares += float(np.dot(wide, wide))
+        self.squares += sum_of_squares(values)
         filled = int(np.count_nonzero(values))
         if filled < values.size:
             self.zeros += values.size - filled

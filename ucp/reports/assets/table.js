@@ -35,20 +35,20 @@ const parameterTable = (() => {
   const odd = (p) => (statistic(p, view.kind, 'nan') || 0) + (statistic(p, view.kind, 'infinite') || 0);
   const measuredColumns = facts.statistics ? [
     ...[['Norm', 'norm'], ['Min', 'low'], ['Max', 'high'], ['Mean', 'mean'], ['Std', 'deviation']].map(([head, key]) => ({
-      head, width: '84px', number: true, value: (p) => statistic(p, view.kind, key), text: (p) => numberText(statistic(p, view.kind, key)) })),
-    { head: 'NaN/Inf', width: '64px', number: true, value: odd, text: (p) => (odd(p) ? countText(odd(p)) : statistic(p, view.kind, 'nan') === null ? '–' : '0'), alarm: odd },
-    { head: 'Histogram', width: '120px', drawing: true },
+      head, width: '74px', number: true, value: (p) => statistic(p, view.kind, key), text: (p) => numberText(statistic(p, view.kind, key)) })),
+    { head: 'NaN/Inf', width: '58px', number: true, value: odd, text: (p) => (odd(p) ? countText(odd(p)) : statistic(p, view.kind, 'nan') === null ? '–' : '0'), alarm: odd },
+    { head: 'Histogram', width: '112px', drawing: true },
   ] : [];
   const shownColumns = [
-    { head: 'Parameter', width: 'minmax(300px, 3fr)', mono: true, value: (p) => columns.name[p], text: (p) => columns.name[p] },
-    { head: 'Shape', width: 'minmax(108px, .7fr)', value: (p) => elementsOf(shapeOf(p)), text: (p) => shapeText(shapeOf(p)) },
-    { head: 'Cut', width: 'minmax(90px, .8fr)', value: (p) => columns.rules[columns.rule[p]], text: (p) => columns.rules[columns.rule[p]] },
+    { head: 'Parameter', width: 'minmax(270px, 3fr)', mono: true, value: (p) => columns.name[p], text: (p) => columns.name[p] },
+    { head: 'Shape', width: 'minmax(104px, .7fr)', value: (p) => elementsOf(shapeOf(p)), text: (p) => shapeText(shapeOf(p)) },
+    { head: 'Cut', width: 'minmax(88px, .8fr)', value: (p) => columns.rules[columns.rule[p]], text: (p) => columns.rules[columns.rule[p]] },
     { head: 'Role', width: '64px', value: (p) => columns.role[p], text: (p) => ROLES[columns.role[p]] },
     { head: 'Bytes', width: '78px', number: true, value: bytesOf, text: (p) => bytesText(bytesOf(p)) },
     ...measuredColumns,
   ];
   const template = shownColumns.map((column) => column.width).join(' ');
-  rows.style.minWidth = title.style.minWidth = facts.statistics ? '1330px' : '720px';
+  rows.style.minWidth = title.style.minWidth = facts.statistics ? '1270px' : '720px';
 
   function sort() {
     order = [...view.shown];
@@ -74,7 +74,7 @@ const parameterTable = (() => {
         const state = stateOf(parameter, view.kind);
         if (state && Array.isArray(state.measured)) {
           const canvas = make('canvas', { attributes: { 'aria-hidden': 'true' } });
-          drawHistogram(prepare(canvas, 120, 24), state.measured, 120, 24, kindColor(view.kind));
+          drawHistogram(prepare(canvas, 112, 24), state.measured, 112, 24, kindColor(view.kind));
           cell.append(canvas);
         }
       } else {
