@@ -203,11 +203,11 @@ def plan(
     first layer of every pipeline stage; `vocab_size` is the padded size of vocabulary dimensions.
     """
     wanted = _dtype(dtype)
-    if only is not None and to != "atoms":
-        if to != "safetensors" or only != "weights":
-            raise UsageError(
-                f"--only {only} takes a part of the atoms; --to {to} needs all of them", hint="leave --only out"
-            )
+    if only is not None and to in ("deepspeed", "deepspeed-universal"):
+        raise UsageError(
+            f"--only {only} takes a part of the states; --to {to} needs all of them", hint="leave --only out"
+        )
+    if only == "weights" and to == "safetensors":
         only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
     selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
     source = select(index_checkpoint(Path(src), read_options(tag, rules, preset, repair)), selection)
