@@ -285,7 +285,7 @@ def _machine(work: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=2.2, help="size of the converted checkpoints, in 10⁹ bytes")
+    parser.add_argument("--gb", type=float, default=4.0, help="size of the converted checkpoints, in 10⁹ bytes")
     parser.add_argument(
         "--memory-gb", type=float, nargs="*", default=[1.0, 8.0], help="sizes at which memory is measured"
     )
