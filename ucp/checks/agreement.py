@@ -12,7 +12,7 @@ from functools import partial
 
 from ucp import tunables
 from ucp.checks import masters, replicas
-from ucp.checks.blocks import Block, aligned
+from ucp.checks.blocks import Block, aligned, block_bytes
 from ucp.checks.deep import Deep
 from ucp.checks.differences import Differences, Rounding, unequal
 from ucp.checks.filemap import held_by
@@ -144,7 +144,7 @@ def _walk(
     files: SourceFiles, deep: Deep | None, bundle: Bundle, spaces: Sequence[tuple[Boxes, int, int]], meter: Meter
 ) -> Iterator[Finding]:
     """Read all lanes over these intervals and compare. What is found goes to the bundle's differences."""
-    limit = max(1, tunables.SLAB_BYTES // max(lane.atom.dtype.itemsize for lane in bundle.lanes))
+    limit = max(1, block_bytes() // max(lane.atom.dtype.itemsize for lane in bundle.lanes))
     limit = min(limit, max(stop - start for _, start, stop in spaces))
     reader = _Reader(files, deep, bundle.parameter.role, meter)
     blocks = [Block(limit * lane.atom.dtype.itemsize) for lane in bundle.mains]

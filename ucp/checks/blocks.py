@@ -6,11 +6,17 @@ from typing import Final
 
 import numpy as np
 
+from ucp import tunables
 from ucp.engine.casting import RawArray
 
 # On some machines the kernel's copy takes four times as long where the target lies 1 to 31 bytes behind the source,
 # modulo the page size, and that is where large blocks of the allocator lie when the source is aligned. Equal is fast.
 _LINE: Final = 64
+
+
+def block_bytes() -> int:
+    """Bytes to read at a time: what is looked at is not written again, so fewer and longer reads win over the cache."""
+    return 4 * tunables.SLAB_BYTES
 
 
 class Block:

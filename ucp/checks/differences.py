@@ -88,21 +88,20 @@ class Rounding:
         if self._screens:
             self._step = min(limit, _IN_CACHE)
             self._wide = np.empty(self._step, np.uint32)
-            self._narrow = np.empty(self._step, np.uint16)
-            self._odd = np.empty(self._step, np.bool_)
+            self._far = np.empty(self._step, np.bool_)
 
     def wrong(self, precise: RawArray, saved: RawArray, finite: bool) -> RawArray:
         """Positions of raw masters that do not round to the saved raw weights; `finite`: no master is NaN or infinite.
 
-        Rounding half up is simpler than rounding half to even, and differs only where a number is just in between: what
-        it gives is compared first, and rounded with care only where it is not the weight.
+        A finite float32 rounds to a bfloat16 if their bits, as integers, are less than half a unit apart. This is
+        quicker than rounding. Only what is just half a unit apart, or wrong, has to be rounded.
         """
         if not self._screens or not finite:
             return unequal(saved, cast(precise, self._master, self._weight), self._weight)
         found = [
-            start + odd
+            start + far
             for start in range(0, precise.size, self._step)
-            if (odd := self._screen(precise[start : start + self._step], saved[start : start + self._step])).size
+            if (far := self._screen(precise[start : start + self._step], saved[start : start + self._step])).size
         ]
         if not found:
             return np.empty(0, np.int64)
@@ -111,12 +110,13 @@ class Rounding:
         return places[unequal(saved[places], rounded, self._weight)]
 
     def _screen(self, precise: RawArray, saved: RawArray) -> RawArray:
-        """Positions of float32 that do not round half up to the bfloat16."""
-        n = precise.size
-        wide = np.add(precise.view(np.uint32), np.uint32(0x8000), out=self._wide[:n])
-        np.right_shift(wide, np.uint32(16), out=wide)
-        np.copyto(self._narrow[:n], wide, casting="unsafe")
-        return np.flatnonzero(np.not_equal(self._narrow[:n], saved, out=self._odd[:n]))
+        """Positions where float32 and bfloat16 are half a unit or more apart."""
+        wide = self._wide[: precise.size]
+        np.copyto(wide, saved)
+        np.left_shift(wide, np.uint32(16), out=wide)
+        np.subtract(precise.view(np.uint32), wide, out=wide)
+        np.add(wide, np.uint32(0x7FFF), out=wide)  # what was from -0x7FFF to 0x7FFF is now below 0xFFFF
+        return np.flatnonzero(np.greater_equal(wide, np.uint32(0xFFFF), out=self._far[: precise.size]))
 
 
 def _bits(raw: RawArray) -> RawArray:

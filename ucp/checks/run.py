@@ -14,6 +14,7 @@ from ucp.checks.policy import Policy
 from ucp.checks.registry import CHECKS, checks_of
 from ucp.checks.report import Report
 from ucp.checks.tasks import Context, Meter, Task, run_tasks
+from ucp.checks.threadfiles import ThreadFiles
 from ucp.errors import UcpError, UsageError
 from ucp.files.local import SourceFiles
 from ucp.formats.registry import ReadOptions, open_checkpoint
@@ -85,7 +86,7 @@ def verify(
     report.parameters = len(checkpoint.parameters)
     report.atoms = sum(len(parameter.atoms) for parameter in checkpoint.parameters.values())
     report.files = len(checkpoint.sizes)
-    with SourceFiles(checkpoint.root) as files:
+    with ThreadFiles(checkpoint.root, jobs) as files:
         context = Context(checkpoint, files, level, deep=_deep() if level is Level.DEEP else None)
         # Coverage looks at every fragment: what cannot be located then, no other check may touch. The scan comes last,
         # because it reads what the others leave.

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from ucp import tunables
-from ucp.checks.blocks import Block, aligned
+from ucp.checks.blocks import Block, aligned, block_bytes
 from ucp.checks.deep import Deep
 from ucp.checks.filemap import FileMap
 from ucp.checks.findings import Finding
@@ -120,7 +120,7 @@ def _complete(files: SourceFiles, deep: Deep, track: Track, meter: Meter) -> Ite
 
 def _read(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, notebook: Notebook, meter: Meter) -> None:
     """Bytes `[start, stop)` of a span, block by block; nothing in it is cut through by `start`."""
-    size = min(max(tunables.SLAB_BYTES // _ALIGN, 1) * _ALIGN, stop - start)
+    size = min(max(block_bytes() // _ALIGN, 1) * _ALIGN, stop - start)
     block = Block(size)
     gaps = _gaps(span)
     starts = [held.start for held in span.held]

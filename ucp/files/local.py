@@ -16,8 +16,10 @@ from ucp.errors import IntegrityError, StorageError
 class SourceFiles:
     """Read-only access to the files below a checkpoint's root. Thread-safe; closes descriptors long unused."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, keep: int | None = None) -> None:
+        """`keep` is how many descriptors stay open; `OPEN_FILES` unless said."""
         self.root = root
+        self._keep = keep
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
@@ -77,7 +79,7 @@ class SourceFiles:
             handle.users -= 1
 
     def _evict(self) -> None:
-        excess = len(self._open) - tunables.OPEN_FILES
+        excess = len(self._open) - (tunables.OPEN_FILES if self._keep is None else self._keep)
         if excess <= 0:
             return
         idle = (file for file, handle in self._open.items() if handle.users == 0)
