@@ -190,6 +190,21 @@ def test_the_command_line_takes_a_policy(tmp_path: Path, atoms: Path, capfd: pyt
     assert run(["verify", str(atoms), "--deep", "--baseline", str(baseline)]) == 4
 
 
+def test_files_are_written_by_their_suffix(tmp_path: Path, atoms: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names = ("r.json", "r.sarif", "r.xml", "r.txt", "plain")
+    options = [option for name in names for option in ("-o", str(tmp_path / name))]
+    assert run(["verify", str(atoms), "--deep", "--format", "github", *options]) == 4
+    texts = {name: (tmp_path / name).read_text() for name in names}
+    assert json.loads(texts["r.json"])["schema"] == 1
+    assert json.loads(texts["r.sarif"])["version"] == "2.1.0"
+    assert ElementTree.fromstring(texts["r.xml"]).tag == "testsuites"
+    assert texts["r.txt"].startswith("error: manifest-checksums")
+    assert texts["plain"].startswith("::error ")  # what --format says
+    assert capfd.readouterr().out == texts["r.txt"]
+    assert run(["verify", str(atoms), "--deep", "--format", "github", "-o", str(tmp_path / "r.json")]) == 4
+    assert capfd.readouterr().out == texts["plain"]
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_is_printed_whole(atoms: Path, capfd: pytest.CaptureFixture[str], form: str) -> None:
     assert run(["verify", str(atoms), "--deep", "--format", form]) == 4

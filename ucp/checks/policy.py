@@ -69,5 +69,5 @@ def read_baseline(path: Path) -> frozenset[str]:
         return frozenset(str(finding["fingerprint"]) for finding in json.loads(text)["findings"])
     except (ValueError, KeyError, TypeError):
         raise UsageError(
-            f"{path}: is no report of `ucp verify`", hint="make one with `ucp verify SRC --format json > baseline.json`"
+            f"{path}: is no report of `ucp verify`", hint="make one with `ucp verify SRC -o baseline.json`"
         ) from None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Said twice, here and in ucp.checks, so that --help need not wait for the checks; a test compares them.
 FORMATS = ("text", "json", "junit", "sarif", "github")
+_FORMS = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "text"}
 FAIL_ON = ("error", "warning", "note", "never")
 
 
@@ -27,7 +28,11 @@ FAIL_ON = ("error", "warning", "note", "never")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="What to print. [default: text]")
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write it to this file, and print text."
+    "--output",
+    "-o",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write a file: .json, .sarif, .xml (JUnit), else as --format says. Repeatable.",
 )
 @click.option("--fail-on", type=click.Choice(FAIL_ON), default="error", help="Least severity that fails. [error]")
 @click.option("--allow", metavar="CHECK", multiple=True, help="Findings of this check do not count. Repeatable.")
@@ -48,7 +53,7 @@ def command(
     deep: bool,
     form: str | None,
     as_json: bool,
-    output: Path | None,
+    output: tuple[Path, ...],
     fail_on: str,
     allow: tuple[str, ...],
     baseline: Path | None,
@@ -61,7 +66,7 @@ def command(
     steps and master weights is read. docs/checks.md lists every check.
       ucp verify run/checkpoints
       ucp verify run/checkpoints --quick
-      ucp verify run/checkpoints --deep --format sarif -o ucp.sarif
+      ucp verify run/checkpoints --deep -o report.json -o ucp.sarif
       ucp verify atoms --allow finite --fail-on warning
 
     Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Unless --fail-on says otherwise, warnings and notes
@@ -84,10 +89,10 @@ def command(
 
         progress = Bar()
     report = verify(src, level, options=options, jobs=jobs or api.default_jobs(), progress=progress, policy=policy)
-    if output is not None:
-        _write(output, render(report, form))
-        form = "text"
-    click.echo(render(report, form), nl=False)
+    written = {path: _FORMS.get(path.suffix, form) for path in output}
+    for path, wanted in written.items():
+        _write(path, render(report, wanted))
+    click.echo(render(report, "text" if form in written.values() else form), nl=False)
     _conclude(report)
     ctx.exit(report.exit_code)
 
