@@ -15,6 +15,9 @@ SLAB_BYTES = 1 * MIB
 # its free memory to the host several times as long to get; smaller ones cost system calls.
 WRITE_BYTES = 128 * KIB
 
+# Files of at least this size get their blocks before they are written.
+RESERVED_FILE_BYTES = 1 * MIB
+
 # A rank's share of a tensor may lie in the source in many short runs; below this length it is cheaper to read across
 # the gaps than to make a system call for each.
 SHORT_RUN_BYTES = 256

@@ -19,7 +19,7 @@ from tests.model.strategies import boxes, numbered, region_elements
 from ucp import tunables
 from ucp.engine.flat import flat_runs
 from ucp.engine.outputs import Outputs
-from ucp.engine.plan import Part, parts
+from ucp.engine.plan import Part, parts, stretches
 from ucp.engine.sweep import Sweep
 from ucp.errors import StorageError
 from ucp.model.box import Box, Shape, intersect
@@ -128,6 +128,21 @@ def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pyt
     found = list(parts(Target((OutputFile("f", 940, (), holes),))))
     assert [str(part.block) for part in found] == ["[250:300]", "[300:400]", "[400:500]", "[500:520]"]
     assert sum(prod(box.shape) for part in found for box in wanted_of(part)) == 235
+
+
+# Threads ------------------------------------------------------------------------------------------------------------
+
+
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12), count=st.integers(1, 4))
+def test_stretches_are_the_plan_in_pieces_of_about_the_same_size(sizes: list[int], count: int) -> None:
+    atoms = [atom_of((size,)) for size in sizes]
+    holes = [Hole(atom, Region.all_of(atom.shape), 0) for atom in atoms]
+    target = Target(tuple(OutputFile(str(n), hole.nbytes, (), (hole,)) for n, hole in enumerate(holes)))
+    pieces = [list(stretch) for stretch in stretches(target, count)]
+    assert [part for piece in pieces for part in piece] == list(parts(target))
+    assert len(pieces) == count
+    largest = max(sum(part.nbytes for part in piece) for piece in pieces)
+    assert largest <= target.nbytes / count + 4 * max(sizes)
 
 
 # Open files ---------------------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code. A user's mistake shows no traceback, a bug always does."""
     # An index is many small objects that live as long as the command: looking for garbage among them is wasted.
     gc.set_threshold(200_000, 50, 50)
+    # We move arrays and never multiply them: threads that wait for a matrix only take time from ours.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         result = cli.main(list(arguments), prog_name="ucp", standalone_mode=False)
         return result if isinstance(result, int) else 0

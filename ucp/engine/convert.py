@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from ucp import tunables
-from ucp.engine.plan import VERSION, parts
+from ucp.engine.plan import VERSION, stretches
 from ucp.engine.sealing import sealing_parts
 from ucp.engine.staging import Staging
 from ucp.engine.stream import Budget, stream
@@ -68,8 +68,8 @@ def run(
                 done=staging.record,
                 progress=progress.advance,
             )
-            write(staging.remaining(parts(target)))
-            write(staging.remaining(sealing_parts(target, staging.written())))
+            write([staging.remaining(stretch) for stretch in stretches(target, max(1, options.budget.jobs))])
+            write([staging.remaining(sealing_parts(target, staging.written()))])
         staging.publish(last(staging.digests()), durable=options.durable)
     except (KeyboardInterrupt, StorageError) as error:
         # What was done is good: a full disk or an impatient person should not cost it.

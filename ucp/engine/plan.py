@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import chain
+from typing import Final, TypeVar
 
 from ucp import tunables
 from ucp.engine.flat import can_flatten, flat_runs
@@ -14,12 +15,14 @@ from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType
 from ucp.model.region import Piece
 from ucp.model.slabs import slabs
-from ucp.model.target import Hole, Literal, Target, ZeroRange
+from ucp.model.target import Hole, Literal, OutputFile, Target, ZeroRange
 
 # Parts that other versions of this module cut are not found again in a journal.
 VERSION: Final = 2
 # How many literals or zero ranges one part may write: each is small, and a part costs a line of the journal.
 _RANGES_OF_A_PART: Final = 256
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +55,41 @@ class Part:
 
 def parts(target: Target) -> Iterator[Part]:
     """All the work that a target takes, in a fixed order that depends on the target and on the tunables alone."""
+    return chain(*stretches(target, 1))
+
+
+def stretches(target: Target, count: int) -> list[Iterator[Part]]:
+    """All the work that a target takes in `count` stretches of about as many bytes, each for one thread to walk along.
+
+    Neighbours in the plan go to the same file, which Linux lets one thread write at a time: threads that walk far from
+    each other do not wait for each other.
+    """
     holes: dict[int, list[tuple[int, Hole]]] = {}
-    atoms: dict[int, Atom] = {}
     for number, file in enumerate(target.files):
-        yield from literal_parts(number, file.literals)
-        yield from _batched(_zero_extents(number, file.zeros))
         for hole in file.holes:
             holes.setdefault(id(hole.atom), []).append((number, hole))
-            atoms[id(hole.atom)] = hole.atom
-    for key, places in holes.items():
-        yield from _parts_of(atoms[key], places)
+    files = _shares([(file.size, (number, file)) for number, file in enumerate(target.files)], count)
+    atoms = _shares([(sum(hole.nbytes for _, hole in places), places) for places in holes.values()], count)
+    return [_stretch(*shares) for shares in zip(files, atoms, strict=True)]
+
+
+def _stretch(files: Sequence[tuple[int, OutputFile]], atoms: Sequence[Sequence[tuple[int, Hole]]]) -> Iterator[Part]:
+    for number, file in files:
+        yield from literal_parts(number, file.literals)
+        yield from _batched(_zero_extents(number, file.zeros))
+    for places in atoms:
+        yield from _parts_of(places[0][1].atom, places)
+
+
+def _shares(weighted: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
+    """Cut a list with weights into `count` runs of about the same weight."""
+    shares: list[list[T]] = [[] for _ in range(count)]
+    total = max(1, sum(weight for weight, _ in weighted))
+    before = 0
+    for weight, value in weighted:
+        shares[min(count - 1, (before + weight // 2) * count // total)].append(value)
+        before += weight
+    return shares
 
 
 def literal_parts(number: int, literals: Iterable[Literal]) -> Iterator[Part]:

@@ -21,6 +21,7 @@ from ucp import tunables
 from ucp.engine.plan import Extent, Part
 from ucp.engine.stream import Written
 from ucp.errors import StorageError, UsageError
+from ucp.files.local import allocate
 from ucp.model.target import Digests, OutputFile, Target
 
 JOURNAL = "journal.jsonl"
@@ -231,7 +232,9 @@ def _allocate(path: Path, size: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.ftruncate(fd, size)
+        allocate(fd, size)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot get {size:,} bytes: {error.strerror}") from error
     finally:
         os.close(fd)
 

@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ class Budget:
 
 
 def stream(
-    parts: Iterable[Part],
+    stretches: Sequence[Iterable[Part]],
     source: SourceFiles,
     folder: Path,
     files: Sequence[OutputFile],
@@ -62,16 +63,16 @@ def stream(
     done: Callable[[list[Written]], None],
     progress: Callable[[int], None],
 ) -> None:
-    """Write every part into the files below `folder`.
+    """Write every part into the files below `folder`; each thread walks along a stretch, then helps with the others.
 
     `done` is called with what a finished part wrote, `progress` with numbers of bytes; both from worker threads, `done`
     never twice at once. The first failure stops all workers and is raised.
     """
-    shared = _Shared(iter(parts), source, folder, files, budget, done, progress)
+    shared = _Shared([iter(stretch) for stretch in stretches], source, folder, files, budget, done, progress)
     if budget.jobs <= 1:
-        shared.work()
+        shared.work(0)
     else:
-        threads = [threading.Thread(target=shared.work, name=f"ucp-slab-{n}") for n in range(budget.jobs)]
+        threads = [threading.Thread(target=shared.work, args=(n,), name=f"ucp-slab-{n}") for n in range(budget.jobs)]
         for thread in threads:
             thread.start()
         try:
@@ -93,7 +94,7 @@ class _StoppedError(Exception):
 class _Shared:
     """What the workers of one stream share."""
 
-    todo: Iterator[Part]
+    todo: Sequence[Iterator[Part]]
     source: SourceFiles
     folder: Path
     files: Sequence[OutputFile]
@@ -104,15 +105,18 @@ class _Shared:
     stop: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
 
-    def work(self) -> None:
+    def work(self, number: int) -> None:
         """Take parts until none is left. The first failure of any worker is kept and stops all of them."""
+        todo = chain(self.todo[number:], self.todo[:number])
+        stretch: Iterator[Part] | None = next(todo, None)
         worker = _Worker(self)
         try:
-            while not self.stop.is_set():
+            while stretch is not None and not self.stop.is_set():
                 with self.lock:
-                    part = next(self.todo, None)
+                    part = next(stretch, None)
                 if part is None:
-                    return
+                    stretch = next(todo, None)
+                    continue
                 written = worker.write(part)
                 with self.lock:
                     self.done(written)
@@ -178,13 +182,21 @@ class _Worker:
         begin = part.block.start[0] * itemsize
         end = begin + part.block.numel * itemsize
         step = len(self.block) // itemsize * itemsize
-        sweep = _sweep(targets)
-        for start in range(begin, end, step):
+        only = targets[0] if len(targets) == 1 else None  # which takes all, without looking
+        sweep = _sweep(() if only else targets)
+        # Slabs end where blocks of the (first) file do, because Linux caches whole, aligned writes in large pages.
+        start, stop = begin, begin + step - targets[0].extent.offset % step // itemsize * itemsize
+        while start < end:
             self._check_stop()
-            data = self.block[: min(step, end - start)]
+            data = self.block[: min(stop, end) - start]
             reader.read(start, data)
-            slab = Box((start // itemsize,), (len(data) // itemsize,))
-            self.shared.progress(sum(target.take_bytes(start, data, itemsize) for _, target in sweep.meeting(slab)))
+            if only is not None:
+                only.append(data)
+                self.shared.progress(len(data))
+            else:
+                slab = Box((start // itemsize,), (len(data) // itemsize,))
+                self.shared.progress(sum(target.take_bytes(start, data, itemsize) for _, target in sweep.meeting(slab)))
+            start, stop = stop, stop + step
 
     def _reshape(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
         from ucp.engine.shaped import ShapedReader, pick

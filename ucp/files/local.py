@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 from collections import OrderedDict
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -66,12 +69,11 @@ class SourceFiles:
         with self._lock:
             handle = self._open.get(file)
             if handle is None:
-                handle = _Descriptor(_open_for_reading(self.root / file))
-                self._open[file] = handle
-                self._evict()
+                handle = self._open[file] = _Descriptor(_open_for_reading(self.root / file))
             else:
                 self._open.move_to_end(file)
             handle.users += 1
+            self._evict()  # not this one, which is in use now
             return handle
 
     def _release(self, handle: _Descriptor) -> None:
@@ -103,8 +105,33 @@ def _open_for_reading(path: Path) -> int:
 
 
 def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:
-    """Write all of `data` at byte `offset`, however many calls that takes."""
+    """Write all of `data` at byte `offset`, however many calls that takes. Calls end at multiples of `WRITE_BYTES`."""
     view = memoryview(data)
     done, size = 0, len(view)
     while done < size:
-        done += os.pwrite(fd, view[done : done + tunables.WRITE_BYTES], offset + done)
+        some = tunables.WRITE_BYTES - (offset + done) % tunables.WRITE_BYTES
+        done += os.pwrite(fd, view[done : done + some], offset + done)
+
+
+def allocate(fd: int, size: int) -> None:
+    """Give a file its size, and on file systems that can its blocks: writing into reserved blocks costs a quarter less.
+
+    Not `os.posix_fallocate`, which where the file system cannot writes into every block.
+    """
+    os.ftruncate(fd, size)
+    if size >= tunables.RESERVED_FILE_BYTES:
+        _reserve(fd, size)
+
+
+def _reserve(fd: int, size: int) -> None:
+    try:
+        fallocate = _libc().fallocate64
+    except (OSError, AttributeError):  # no Linux
+        return
+    if fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0 and ctypes.get_errno() == errno.ENOSPC:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
