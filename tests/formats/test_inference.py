@@ -247,8 +247,11 @@ def test_comparison_sees_every_byte_however_the_slices_are_cut(
         assert compare(files, [((5, 7), shorter), ((5, 7), whole)]) is Sameness.DIFFERENT
 
 
-def test_comparison_stops_at_the_first_difference(slices: Slices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)
+@pytest.mark.parametrize(("limit", "looked_at"), [(64, 128), (tunables.SLAB_BYTES, 2 * 4096)])
+def test_comparison_stops_at_the_first_difference(
+    slices: Slices, monkeypatch: pytest.MonkeyPatch, limit: int, looked_at: int
+) -> None:
+    monkeypatch.setattr(tunables, "SLAB_BYTES", limit)
     a = slices.random.normal(size=10_000)
     first, second = slices.fragment(a), slices.fragment(a + 1)
     (slices.root / "data.bin").write_bytes(slices.data)
@@ -262,7 +265,7 @@ def test_comparison_stops_at_the_first_difference(slices: Slices, monkeypatch: p
 
     with Counting(slices.root) as files:
         assert compare(files, [((10_000,), [first]), ((10_000,), [second])]) is Sameness.DIFFERENT
-    assert read == 128
+    assert read == looked_at
 
 
 # Real checkpoints: infer without looking at universal_checkpoint_info, then compare with what it says.

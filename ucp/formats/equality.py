@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import product
+from typing import Final
 
 from ucp import tunables
 from ucp.files.local import SourceFiles
 from ucp.model.box import Shape
 from ucp.model.checkpoint import Fragment
+
+_FIRST_BLOCK: Final = 4096  # bytes
 
 
 class Sameness(Enum):
@@ -29,11 +32,10 @@ def compare(files: SourceFiles, slices: Sequence[tuple[Shape, Sequence[Fragment]
     if not dtypes:
         return Sameness.EQUAL if 0 in first_shape else Sameness.DIFFERENT  # no bytes are no evidence
     itemsize = dtypes.pop().itemsize
-    block = max(tunables.SLAB_BYTES // itemsize, 1) * itemsize
-    others = [_blocks(files, fragments, block) for _, fragments in slices[1:]]
+    others = [_blocks(files, fragments, itemsize) for _, fragments in slices[1:]]
     element: bytes | None = None
     constant, total = True, 0
-    for data in _blocks(files, first_fragments, block):
+    for data in _blocks(files, first_fragments, itemsize):
         for other in others:
             if next(other, b"") != data:
                 return Sameness.DIFFERENT
@@ -45,9 +47,10 @@ def compare(files: SourceFiles, slices: Sequence[tuple[Shape, Sequence[Fragment]
     return Sameness.CONSTANT if constant and total > itemsize else Sameness.EQUAL
 
 
-def _blocks(files: SourceFiles, fragments: Sequence[Fragment], size: int) -> Iterator[bytearray]:
-    """The bytes of fragments laid end to end, in blocks of `size` bytes but for the last."""
+def _blocks(files: SourceFiles, fragments: Sequence[Fragment], itemsize: int) -> Iterator[bytearray]:
+    """The bytes of fragments laid end to end, in blocks of whole elements that grow: most differences come early."""
     pending = bytearray()
+    size = min(_FIRST_BLOCK, tunables.SLAB_BYTES) // itemsize * itemsize
     for fragment in fragments:
         for offset, nbytes in _runs(fragment):
             done = 0
@@ -61,6 +64,7 @@ def _blocks(files: SourceFiles, fragments: Sequence[Fragment], size: int) -> Ite
                 if len(pending) == size:
                     yield pending
                     pending = bytearray()
+                    size = max(size, min(8 * size, tunables.SLAB_BYTES // itemsize * itemsize))
     if pending:
         yield pending
 
