@@ -247,7 +247,7 @@ def test_comparison_sees_every_byte_however_the_slices_are_cut(
         assert compare(files, [((5, 7), shorter), ((5, 7), whole)]) is Sameness.DIFFERENT
 
 
-@pytest.mark.parametrize(("limit", "looked_at"), [(64, 128), (tunables.SLAB_BYTES, 2 * 4096)])
+@pytest.mark.parametrize("limit, looked_at", [(64, 128), (tunables.SLAB_BYTES, 2 * 4096)])
 def test_comparison_stops_at_the_first_difference(
     slices: Slices, monkeypatch: pytest.MonkeyPatch, limit: int, looked_at: int
 ) -> None:
