@@ -1,9 +1,9 @@
 """One rank of a megatron-core job: loads a checkpoint and compares everything with a legacy rank file.
 
 `python -m tests.interop.megatron_rank RANK WORLD STORE FOLDER EXPECTED TP PP KIND`; KIND is `plain` or `distributed`,
-the optimizer with which a `torch_dist` folder is loaded, or `legacy`: FOLDER then has rank files. What is expected are
-rank files of Megatron's own, or such as the tests have proven to be what Megatron writes. Prints the number of tensors
-that were compared.
+the optimizer with which a `torch_dist` folder is loaded, or `legacy` or `legacy-distributed`: FOLDER then has rank
+files. What is expected are rank files of Megatron's own with the plain optimizer, or such as the tests have proven to
+be what Megatron writes. Prints the number of tensors that were compared.
 """
 
 from __future__ import annotations
@@ -62,14 +62,18 @@ def build_model(args: Any, pp: int, stages: int) -> Any:
     return model.bfloat16()
 
 
-def build_optimizer(model: Any, *, distributed: bool) -> Any:
+def build_optimizer(model: Any, args: Any, *, distributed: bool) -> Any:
     """The optimizer over the wrapped module, with states that are not the ones to be loaded."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    wrapped = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model
+    buffers = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed,
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        bucket_size=args.ddp_bucket_size,
     )
+    wrapped = DistributedDataParallel(model.config, buffers, model)
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.01,
@@ -154,15 +158,24 @@ def compare(model: Any, optimizer: Any, legacy: Any, tp: int, *, distributed: bo
     masters = [master for group in legacy["optimizer"]["fp32_from_fp16_params"] for master in group]
     for number, name in enumerate(order):
         states = legacy["optimizer"]["optimizer"]["state"][number]
+        part = slice(None)
         if distributed:
+            if named[name] not in optimizer.inner.model_param_gbuf_map:
+                continue  # another data-parallel rank has it
             held = optimizer.inner._get_main_param_and_optimizer_states(named[name])
+            mine = optimizer.inner._get_model_param_range_map(named[name])["param"]
+            part = slice(mine.start, mine.end)
         else:
             master = named[name].main_param
             held = {"param": master, **optimizer.inner.optimizer.state[master]}
         limit = rows(name, named[name])
-        count += check(f"{name}|master", held["param"], masters[number], limit)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            count += check(f"{name}|{kind}", held[kind], states[kind], limit)
+        for kind, theirs in (("param", masters[number]), *((k, states[k]) for k in ("exp_avg", "exp_avg_sq"))):
+            if distributed:
+                real = theirs.numel() if limit is None else limit * theirs[0].numel()
+                theirs = theirs.flatten()[part][: max(0, real - part.start)]
+                count += check(f"{name}|{kind}", held[kind][: len(theirs)], theirs, None)
+            else:
+                count += check(f"{name}|{kind}", held[kind], theirs, limit)
         if not distributed:
             count += check(f"{name}|step", held["step"], states["step"], None)
     return count
@@ -176,16 +189,20 @@ def main(rank: int, world: int, store: str, folder: Path, legacy: Path, tp: int,
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     model_parallel_cuda_manual_seed(7)
-    stage, slice_ = divmod(rank, tp)
+    stage, slice_ = rank // (world // pp), rank % tp
     name = f"mp_rank_{slice_:02d}" + (f"_{stage:03d}" if pp > 1 else "")
     saved = torch.load(legacy / name / "model_optim_rng.pt", weights_only=False)
-    distributed = kind == "distributed"
+    distributed = kind.endswith("distributed")
     model = build_model(saved["args"], stage, pp)
-    optimizer = build_optimizer(model, distributed=distributed)
-    if kind == "legacy":
+    optimizer = build_optimizer(model, saved["args"], distributed=distributed)
+    if kind.startswith("legacy"):
         loaded = torch.load(folder / name / "model_optim_rng.pt", weights_only=False)
         model.load_state_dict(loaded["model"])
+        if distributed:
+            keep_steps(optimizer.inner)
         optimizer.outer.load_state_dict(loaded["optimizer"])
+        if distributed:
+            optimizer.outer.load_parameter_state(str(folder / name / "distrib_optim.pt"))
     else:
         loaded = load(model, optimizer, folder, distributed=distributed)
     sys.stdout.write(f"{compare(model, optimizer, saved, slice_, distributed=distributed)}\n")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import ucp
 import ucp.api
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -20,9 +21,9 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = pytest.mark.slow
 
 
-def run_job(folder: Path, expected: Path, tp: int, pp: int, kind: str, scratch: Path) -> list[int]:
+def run_job(folder: Path, expected: Path, tp: int, pp: int, kind: str, scratch: Path, dp: int = 1) -> list[int]:
     """The number of tensors that each rank compared; fails with the output of the ranks that did not get there."""
-    world = tp * pp
+    world = tp * pp * dp
     command = [sys.executable, "-m", "tests.interop.megatron_rank"]
     tail = [str(world), str(scratch / "store"), *(str(next(f.glob("iter_*"))) for f in (folder, expected))]
     ranks = [
@@ -79,7 +80,7 @@ def test_the_distributed_optimizer_loads_what_another_layout_saved(
 ) -> None:
     options: dict[str, Any] = {"tp": tp, "pp": 1, "dp": 1}
     ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="torch-dist", zero=1, **options)
-    ucp.api.convert(corpus / "megatron" / source, tmp_path / "expected", to="megatron", **options)
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "expected", to="megatron", zero=0, **options)
     counts = run_job(tmp_path / "out", tmp_path / "expected", tp, 1, "distributed", tmp_path)
     assert counts == [states_of(27, "distributed")] * tp
 
@@ -88,3 +89,21 @@ def test_modules_and_optimizers_take_the_legacy_layout(corpus: Path, tmp_path: P
     ucp.api.convert(corpus / "megatron/llama_tp1_pp1_torchdist", tmp_path / "out", to="megatron", tp=2, pp=2)
     counts = run_job(tmp_path / "out", corpus / "megatron/llama_tp2_pp2_torch", 2, 2, "legacy", tmp_path)
     assert sum(counts) == 2 * states_of(27, "plain")
+
+
+@pytest.mark.parametrize(
+    "source, tp, pp, dp",
+    [
+        ("gpt_tp1_pp1_torchdist", 1, 2, 1),  # tied: the shared embedding has a bucket alone on both stages
+        ("llama_tp2_dp2_do_dpresh_torchdist", 1, 1, 2),
+    ],
+)
+def test_the_distributed_optimizer_takes_the_legacy_layout(
+    corpus: Path, tmp_path: Path, source: str, tp: int, pp: int, dp: int
+) -> None:
+    options: dict[str, Any] = {"to": "megatron", "tp": tp, "pp": pp, "dp": dp}
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", optimizer="distributed", **options)
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "expected", optimizer="plain", **options)
+    counts = run_job(tmp_path / "out", tmp_path / "expected", tp, pp, "legacy-distributed", tmp_path, dp)
+    parameters = len(ucp.open(corpus / "megatron" / source)) + (pp > 1)  # and the last stage's copy of the embedding
+    assert sum(counts) >= tp * states_of(parameters, "distributed") + (dp - 1) * tp * parameters

@@ -48,6 +48,11 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 )
 @click.option("--stages", callback=_numbers, metavar="N,N,…", help="First layer of every pipeline stage: 0,5,11.")
 @click.option("--vocab-size", type=click.IntRange(1), help="Padded size of the vocabulary in the target.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["plain", "distributed"]),
+    help="Optimizer of the Megatron job that loads the target. [default: that of the source]",
+)
 @click.option("--max-shard-size", type=parse_bytes, metavar="BYTES", help="Largest safetensors file. [default: 5G]")
 @reading_options
 @click.option("--repair", is_flag=True, help="Put right what a known bug of the framework damaged, where it can be.")

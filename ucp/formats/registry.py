@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 from ucp.errors import NotUnderstoodError, StorageError, UsageError
 from ucp.model.checkpoint import Checkpoint, Note
@@ -58,6 +58,9 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     )
 
 
+OptimizerKind = Literal["plain", "distributed"]
+
+
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
     """What a user may say about the target. None keeps what the source has."""
@@ -73,6 +76,7 @@ class WriteOptions:
     max_shard_size: int | None = None  # bytes of one file, for formats that choose their own cuts
     first_layers: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
     vocab_size: int | None = None  # padded size of vocabulary dimensions
+    optimizer: OptimizerKind | None = None  # which of Megatron's optimizers is to load it
 
 
 class Writer(Protocol):
@@ -98,6 +102,9 @@ WRITERS: dict[str, str] = {
     "megatron": "ucp.formats.megatron.writer",
     "torch-dist": "ucp.formats.megatron.sharded_writer",
 }
+_FOR_MEGATRON: set[str] = {"megatron", "torch-dist"}
+# Options that mean something to Megatron's formats only.
+_OPTIONS_OF_MEGATRON: set[str] = {"optimizer"}
 # Formats without ranks of their own → the options that mean something to them. The others look at all of them.
 _WITHOUT_RANKS: dict[str, set[str]] = {
     "atoms": {"link", "dtype"},
@@ -110,8 +117,14 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
     """The writer of the named format for this source."""
     if name not in WRITERS:
         raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
-    for field in fields(options) if name in _WITHOUT_RANKS else ():
-        if getattr(options, field.name) not in (None, False) and field.name not in _WITHOUT_RANKS[name]:
+    for field in fields(options):
+        if getattr(options, field.name) not in (None, False) and not _means_something(field.name, name):
             option = "stages" if field.name == "first_layers" else field.name.replace("_", "-")
             raise UsageError(f"--{option} means nothing to --to {name}", hint=f"leave --{option} out")
     return cast(Writer, import_module(WRITERS[name]).Writer(source, options))
+
+
+def _means_something(option: str, target: str) -> bool:
+    if target in _WITHOUT_RANKS:
+        return option in _WITHOUT_RANKS[target]
+    return target in _FOR_MEGATRON or option not in _OPTIONS_OF_MEGATRON

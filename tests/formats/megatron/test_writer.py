@@ -41,14 +41,14 @@ def files_of(root: Path) -> dict[str, TorchFile]:
     return {str(file.relative_to(root)): TorchFile(file) for file in sorted(root.glob("iter_*/mp_rank_*/*.pt"))}
 
 
-def tensors(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every leaf below model and optimizer, with its path."""
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every leaf of a tree, with its path."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from tensors(value, (*path, key))
+            yield from leaves(value, (*path, key))
     elif isinstance(tree, (list, tuple)):
         for number, value in enumerate(tree):
-            yield from tensors(value, (*path, number))
+            yield from leaves(value, (*path, number))
     else:
         yield path, tree
 
@@ -86,7 +86,7 @@ def check_same(made: TorchFile, real: TorchFile, tp: int) -> int:
         ours, theirs = made.tree.get(section), real.tree.get(section)
         if section.startswith("model") and theirs is not None:
             assert list(ours) == list(theirs), section
-        mine, other = list(tensors(ours)), list(tensors(theirs))
+        mine, other = list(leaves(ours)), list(leaves(theirs))
         assert [path for path, _ in mine] == [path for path, _ in other], section
         for (path, a), (_, b) in zip(mine, other, strict=True):
             if not isinstance(b, TensorRef):
@@ -139,6 +139,85 @@ def test_virtual_pipelines_are_copied_from_another_checkpoint(corpus: Path, tmp_
         assert check_same(file, real[name], 0) > 20
 
 
+DISTRIBUTED = ["gpt_dp2_do_buckets_torch", "gpt_tp2_dp2_do_torch", "llama_tp1_dp1_do_torch", "moe_ep2_dp2_do_torch"]
+
+
+@pytest.mark.parametrize("variant", [*DISTRIBUTED, "gpt_tp1_pp2_vpp2_torch", "gptfp16_tp1_torch", "moegg_ep2_torch"])
+def test_the_same_job_gets_the_same_files(corpus: Path, tmp_path: Path, variant: str) -> None:
+    """Written again: the trees that Megatron wrote, key by key and in their order, and every tensor byte for byte."""
+    source = corpus / "megatron" / variant
+    ucp.api.convert(source, tmp_path / "out", to="megatron")
+    made, real = files_of(tmp_path / "out"), files_of(source)
+    assert list(made) == list(real)
+    for name, file in made.items():
+        theirs = real[name]
+        trees = [tree.tree if "distrib_optim" in name else {**tree.tree, "args": None} for tree in (file, theirs)]
+        ours, expected = (list(leaves(tree)) for tree in trees)
+        assert [path for path, _ in ours] == [path for path, _ in expected], name
+        for (path, a), (_, b) in zip(ours, expected, strict=True):
+            if not isinstance(b, TensorRef):
+                assert a == b or "rng_state" in path, (name, path)
+                continue
+            assert (a.dtype, a.shape, a.attributes) == (b.dtype, b.shape, b.attributes), (name, path)
+            assert payload(file, a) == payload(theirs, b), (name, path)
+
+
+@pytest.mark.parametrize(
+    "source, expected, options",
+    [
+        ("llama_tp1_dp1_do_torch", "llama_tp2_dp2_do_torch", {"tp": 2, "dp": 2}),
+        ("llama_tp2_dp2_do_full_torchdist", "llama_tp2_dp2_do_torch", {}),
+        ("llama_tp2_dp2_do_torch", "llama_tp1_dp1_do_torch", {"tp": 1, "dp": 1}),
+    ],
+)
+def test_buffers_are_those_that_megatron_writes(
+    corpus: Path, tmp_path: Path, source: str, expected: str, options: dict[str, Any]
+) -> None:
+    root = corpus / "megatron"
+    ucp.api.convert(root / source, tmp_path / "out", to="megatron", **options)
+    made, real = files_of(tmp_path / "out"), files_of(root / expected)
+    assert list(made) == list(real)
+    for name in (name for name in real if name.endswith("distrib_optim.pt")):
+        ours, theirs = (list(leaves(tree)) for tree in (made[name].tree, real[name].tree))
+        assert [path for path, _ in ours] == [path for path, _ in theirs]
+        assert [getattr(a, "shape", a) for _, a in ours] == [getattr(b, "shape", b) for _, b in theirs]
+    check_same_atoms(root / expected, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "source, options",
+    [
+        ("gpt_tp1_pp1_torch", {"tp": 2, "pp": 2, "dp": 3}),  # tied: the shared embedding has a bucket alone
+        ("gpt_tp1_pp2_vpp2_torch", {"dp": 2}),  # a buffer a model chunk
+        ("gpt_dp2_do_buckets_torch", {"tp": 2, "dp": 1}),
+        ("gptfp16_tp1_torch", {"dp": 2}),
+        ("gptfp32_tp1_torch", {"tp": 2}),
+        ("moe_tp2_ep2_etp2_torch", {"tp": 1, "ep": 4, "dp": 8}),
+        ("moe_ep2_dp2_do_torch", {"ep": 1, "tp": 2}),
+        ("moegg_ep2_torchdist", {"ep": 1, "pp": 2}),
+        ("mla_tp2_ep2_torchdist", {"tp": 1, "ep": 2}),
+    ],
+)
+def test_optimizers_change_their_kind_and_back(
+    corpus: Path, tmp_path: Path, source: str, options: dict[str, Any]
+) -> None:
+    """From any optimizer to the distributed one, and from there to the plain one of the first job."""
+    start = corpus / "megatron" / source
+    ucp.api.convert(start, tmp_path / "distributed", to="megatron", optimizer="distributed", **options)
+    made = open_checkpoint(tmp_path / "distributed", ReadOptions())
+    assert made.mesh.zero == 1
+    assert made.details["distributed_optimizer"] is True
+    check_same_atoms(start, tmp_path / "distributed")
+    back = open_checkpoint(start, ReadOptions()).mesh
+    degrees = {"tp": back.tp, "pp": back.pp, "dp": back.dp, "ep": back.ep}
+    plan = ucp.api.plan(tmp_path / "distributed", tmp_path / "plain", to="megatron", optimizer="plain", **degrees)
+    assert "load it without --use-distributed-optimizer" in " ".join(note.text for note in plan.writer.notes)
+    plan.run()
+    assert open_checkpoint(tmp_path / "plain", ReadOptions()).mesh.zero == 0
+    assert not list((tmp_path / "plain").rglob("distrib_optim.pt"))
+    check_same_atoms(start, tmp_path / "plain")
+
+
 # source → the options that take it elsewhere
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "gpt_dp2_do_buckets_torch": {"tp": 2, "pp": 2, "dp": 1},
@@ -166,7 +245,7 @@ def test_what_is_written_reads_as_the_same_atoms(corpus: Path, tmp_path: Path, s
     for degree, value in ELSEWHERE[source].items():
         if degree != "stages":
             assert getattr(made.mesh, degree) == value
-    assert made.mesh.zero == 0
+    assert made.mesh.zero == ("_do_" in source)
 
 
 def check_same_atoms(source: Path, made: Path) -> None:
@@ -175,8 +254,10 @@ def check_same_atoms(source: Path, made: Path) -> None:
     assert list(a.parameters) == list(b.parameters)
     single = open_checkpoint(source, ReadOptions()).details["dtype"] == "float32"
     for name in a.parameters:
-        kinds = [kind for kind in a[name].kinds if kind != "master" or not single]
-        assert sorted(kinds) == sorted(b[name].kinds), name
+        kinds, made_kinds = (
+            sorted(kind for kind in checkpoint[name].kinds if kind != "master" or not single) for checkpoint in (a, b)
+        )
+        assert kinds == made_kinds, name
         for kind in kinds:
             ours, theirs = b[name].read(kind), a[name].read(kind)
             assert ours.dtype == theirs.dtype, (name, kind)
@@ -190,7 +271,8 @@ def check_same_atoms(source: Path, made: Path) -> None:
         ("gpt_tp1_pp1_torch", {"tp": 5}, "do not divide over tp=5"),
         ("gpt_tp1_pp1_torch", {"pp": 3}, "4 layers do not divide over 3 stages"),
         ("gpt_tp1_pp1_torch", {"ep": 2}, "the model has no experts"),
-        ("gpt_tp1_pp1_torch", {"zero": 1}, "the distributed optimizer is not written"),
+        ("gpt_tp1_pp1_torch", {"zero": 2}, "Megatron has no ZeRO-2"),
+        ("gpt_tp1_pp1_torch", {"zero": 1, "optimizer": "plain"}, "--zero 1 is not the plain optimizer"),
         ("gpt_tp1_pp1_torch", {"dtype": "float16"}, "as float16 for Megatron is not supported"),
         ("gpt_tp1_pp1_torch", {"vocab_size": 100}, "a vocabulary of 122 does not fit a size of 100"),
         ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (1, 2)}, "do not deal 4 layers to pp=2"),
@@ -220,3 +302,8 @@ def test_atoms_of_a_megatron_job_go_back_to_megatron(corpus: Path, tmp_path: Pat
     assert {"rng-repeated", "vocabulary-padding"} <= {note.id for note in plan.writer.notes}
     ucp.api.convert(tmp_path / "atoms", tmp_path / "out", **options)
     check_same_atoms(source, tmp_path / "out")
+
+
+def test_other_targets_know_nothing_of_megatrons_optimizers(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--optimizer means nothing to --to deepspeed"):
+        ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="deepspeed", optimizer="plain")

@@ -16,7 +16,7 @@ from ucp.formats.megatron.emit.carried import Carried
 from ucp.formats.megatron.emit.extrastates import extra_states
 from ucp.formats.megatron.emit.job import job_for
 from ucp.formats.megatron.emit.model import Model
-from ucp.formats.megatron.emit.optimizer import FULLY_RESHARDABLE, common_tree, has_states, is_mixed
+from ucp.formats.megatron.emit.optimizer import has_states, is_mixed, stateless_chain
 from ucp.formats.megatron.emit.rng import RandomStates
 from ucp.formats.megatron.emit.spelling import in_shards
 from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
@@ -31,6 +31,7 @@ from ucp.model.region import Region
 from ucp.model.rules import slice_pieces
 from ucp.model.target import Digests, Literal, OutputFile, Target
 
+_FULLY_RESHARDABLE: Final = "fully_reshardable"
 _METADATA: Final = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -56,14 +57,9 @@ class Writer:
     """
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
-        zero = int(source.mesh.zero > 0) if options.zero is None else options.zero
-        if zero not in (0, 1):
-            raise UsageError(
-                f"Megatron has no ZeRO-{zero}", hint="--zero 1 is its distributed optimizer, --zero 0 the plain one"
-            )
         self.source = source
         self.carried = Carried(source)
-        self.job = job_for(source, self.carried, options, zero=zero)
+        self.job = job_for(source, self.carried, options)
         self.mesh = self.job.mesh
         self.notes: list[Note] = list(self.job.notes)
         self.model = Model(source, self.job, options)
@@ -181,15 +177,15 @@ class Writer:
         mesh = self.mesh
         for pp in range(mesh.pp):
             for tp in range(mesh.tp):
-                value = self._random.of(pp, tp)
-                if value is None:
+                if self._random.of(pp, tp) is None:
                     continue
                 number = tp + mesh.tp * mesh.ep * pp
                 if mesh.ep == 1:
-                    yield f"rng_state/shard_{pp}.{tp}_{mesh.pp}.{mesh.tp}", number, value
+                    yield f"rng_state/shard_{pp}.{tp}_{mesh.pp}.{mesh.tp}", number, self._random.of(pp, tp)
                     continue
                 for dp in range(mesh.dp):
-                    yield f"rng_state/shard_{pp}.{tp}.{dp}_{mesh.pp}.{mesh.tp}.{mesh.dp}", number, value
+                    key = f"rng_state/shard_{pp}.{tp}.{dp}_{mesh.pp}.{mesh.tp}.{mesh.dp}"
+                    yield key, number, self._random.of(pp, tp, dp)
 
     def _common(self, files: SourceFiles) -> dict[str, Any]:
         rest = self.carried.rest()
@@ -201,12 +197,15 @@ class Writer:
                 common[key] = rest.pop(key)
         scheduler = rest.pop(SCHEDULER, None)
         if has_states(self.source):
-            common["optimizer"] = common_tree(self.model, self.carried.grad_scaler(), files)
+            chain = stateless_chain(self.model, self.carried.grad_scaler(), files)
+            if self.mesh.zero:
+                chain = [{**tree, "param_state_sharding_type": _FULLY_RESHARDABLE} for tree in chain]
+            common["optimizer"] = dict(enumerate(chain)) if len(chain) > 1 else chain[0]
             common.update({} if scheduler is None else {SCHEDULER: scheduler})
         content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self.mesh.zero:
             flavour = {
-                "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+                "distrib_optim_sharding_type": _FULLY_RESHARDABLE,
                 "distrib_optim_fully_reshardable_mem_efficient": False,
             }
             content = {**flavour, **content}

@@ -1,4 +1,4 @@
-"""Writes the legacy `torch` layout for any tensor-, pipeline- and expert-parallel job, with the plain optimizer."""
+"""Writes the legacy `torch` layout for any tensor-, pipeline- and expert-parallel job."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ucp.errors import UsageError
 from ucp.files.inert import InertOrderedDict
 from ucp.files.local import SourceFiles
 from ucp.files.torchzip_writer import torch_file
+from ucp.formats.megatron.emit.buffers import Buffers, gathered_tree
 from ucp.formats.megatron.emit.carried import Carried
 from ucp.formats.megatron.emit.extrastates import OUTPUT_EXTRA, experts_of, extra_states, interleaved, on_chunk
 from ucp.formats.megatron.emit.job import job_for
 from ucp.formats.megatron.emit.model import Model, Tenant
-from ucp.formats.megatron.emit.optimizer import has_states, plain_tree
+from ucp.formats.megatron.emit.optimizer import has_states, plain_tree, stateless_chain
 from ucp.formats.megatron.emit.rng import RandomStates
-from ucp.formats.megatron.folder import MODEL_FILE, TRACKER
+from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, TRACKER
 from ucp.formats.megatron.local_module import ModuleRank
 from ucp.formats.megatron.names import expert_of, with_expert_after, with_layer_after
 from ucp.formats.registry import WriteOptions
@@ -30,14 +31,9 @@ class Writer:
     """Lays out the source as `save_checkpoint` of the target's ranks would have written it."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
-        if options.zero:
-            raise UsageError(
-                "the distributed optimizer is not written in the legacy layout",
-                hint="leave --zero out; or use --to torch-dist, which has it",
-            )
         self.source = source
         self.carried = Carried(source)
-        self.job = job_for(source, self.carried, options, zero=0)
+        self.job = job_for(source, self.carried, options)
         self.mesh = self.job.mesh
         self.notes: list[Note] = list(self.job.notes)
         arguments = self.job.arguments
@@ -48,6 +44,7 @@ class Writer:
                 hint="use --ep 1, or --to torch-dist",
             )
         self.model = Model(source, self.job, options)
+        self._buffers = Buffers(self.model) if self.mesh.zero and has_states(source) else None
         self._random = RandomStates(self.carried.rng(), self.mesh)
         self._extra = extra_states(self.carried.extra_states(), self.model.wholes)
         self._folder = iteration_folder(source)
@@ -55,15 +52,8 @@ class Writer:
     def target(self) -> Target:
         """Every rank file."""
         with SourceFiles(self.source.root) as files:
-            made = [
-                torch_file(f"{self._folder}/{name}/{MODEL_FILE}", with_tensors(tree))
-                for name, tree in self._trees(files)
-            ]
+            made = [torch_file(f"{self._folder}/{path}", with_tensors(tree)) for path, tree in self._trees(files)]
         self.notes += [*self._random.notes, *padding_notes(self.model)]
-        if self.source.mesh.zero:
-            self.notes.append(
-                Note("optimizer-kind", "written for the plain optimizer: load it without --use-distributed-optimizer")
-            )
         return Target(tuple(made))
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
@@ -72,11 +62,15 @@ class Writer:
         return tracker(self._folder)
 
     def _trees(self, files: SourceFiles) -> Iterator[tuple[str, Any]]:
-        mesh = self.mesh
+        mesh, arguments = self.mesh, self.job.arguments
         for pp in range(mesh.pp):
             for ep in range(mesh.ep):
                 for tp in range(mesh.tp):
-                    yield self._name(pp, tp, ep), self._tree(ModuleRank(pp, tp, ep, tp % self.job.arguments.etp), files)
+                    rank = ModuleRank(pp, tp, ep, tp % arguments.etp)
+                    yield f"{self._name(pp, tp, ep)}/{MODEL_FILE}", self._tree(rank, files)
+                    if self._buffers is not None:
+                        tree = gathered_tree(self._buffers, rank, arguments)
+                        yield f"{self._name(pp, tp, ep)}/{OPTIMIZER_FILE}", tree
 
     def _name(self, pp: int, tp: int, ep: int) -> str:
         name = f"mp_rank_{tp:02d}"
@@ -101,12 +95,19 @@ class Writer:
                 tree[key] = self._chunk(rank, chunk.vp, [t for t in tenants if t.tensor.chunk == chunk.vp])
         scheduler = rest.pop(SCHEDULER, None)
         if has_states(self.source):
-            tree["optimizer"] = plain_tree(self.model, tenants, self.carried.grad_scaler(), files)
+            tree["optimizer"] = self._optimizer(tenants, files)
             tree.update({} if scheduler is None else {SCHEDULER: scheduler})
-        state = self._random.of(rank.pp, rank.tp)
+        state = self._random.of(rank.pp, rank.tp, rank.ep)
         if state is not None:
             tree["rng_state"] = state
         return {**tree, **rest}
+
+    def _optimizer(self, tenants: list[Tenant], files: SourceFiles) -> Any:
+        scaler = self.carried.grad_scaler()
+        if self._buffers is None:
+            return plain_tree(self.model, tenants, scaler, files)
+        chain = stateless_chain(self.model, scaler, files)
+        return chain if len(chain) > 1 else chain[0]
 
     def _chunk(self, rank: ModuleRank, vp: int, tenants: list[Tenant]) -> InertOrderedDict:
         chunk = next(c for c in self.job.chunks if (c.pp, c.vp) == (rank.pp, vp))

@@ -62,26 +62,26 @@ class Carried:
                 return optimizer["grad_scaler"]
         return next((value for key, value in sorted(self._objects.items()) if _SCALER.match(key) and value), None)
 
-    def rng(self) -> dict[tuple[int, int], Any]:
-        """The random states by (pp, tp), of the first rank that has these coordinates."""
-        found: dict[tuple[int, int], Any] = {}
+    def rng(self) -> dict[tuple[int, int, int], Any]:
+        """The random states by (pp, tp, dp). Where experts are parallel, the first data-parallel ranks are theirs."""
+        found: dict[tuple[int, int, int], Any] = {}
         for key, value in sorted(self._objects.items()):
             match = _RNG.match(key)
             if match:
-                found.setdefault((int(match[1]), int(match[2])), value)
-        for (pp, tp), tree in self._by_rank():
+                found[int(match[1]), int(match[2]), int(match[3] or 0)] = value
+        for name, tree in sorted(self._ranks.items()):
             if "rng_state" in tree:
-                found.setdefault((pp, tp), tree["rng_state"])
+                found[self._coordinates(name)] = tree["rng_state"]
         return found
 
-    def _by_rank(self) -> list[tuple[tuple[int, int], Mapping[str, Any]]]:
-        ranks: list[tuple[tuple[int, int], Mapping[str, Any]]] = []
-        for name, tree in sorted(self._ranks.items()):
-            match = RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
-            assert match is not None
-            second = int(match[2] or 0)
-            ranks.append(((second if self.arguments.pp > 1 else 0, int(match[1])), tree))
-        return ranks
+    def _coordinates(self, name: str) -> tuple[int, int, int]:
+        """(pp, tp, ep) of the rank that wrote a file."""
+        match = RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
+        assert match is not None
+        numbers = [int(number) for number in match.groups()[1:] if number is not None]
+        pp = numbers.pop(0) if self.arguments.pp > 1 and numbers else 0
+        ep = numbers.pop(0) if self.arguments.ep > 1 and numbers else 0
+        return pp, int(match[1]), ep
 
     def extra_states(self) -> dict[str, Any]:
         """`_extra_state` of modules, by name over the whole model; what the first tensor-parallel rank has."""
@@ -101,11 +101,7 @@ class Carried:
         chunks = {(chunk.pp, chunk.vp): chunk for chunk in chunks_of_job(self.arguments)}
         experts = self.arguments.number("num_experts", 0) // self.arguments.ep
         for name, tree in sorted(self._ranks.items()):
-            match = RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
-            assert match is not None
-            numbers = [int(number) for number in match.groups()[1:] if number is not None]
-            pp = numbers.pop(0) if self.arguments.pp > 1 and numbers else 0
-            ep = numbers.pop(0) if self.arguments.ep > 1 and numbers else 0
+            pp, _, ep = self._coordinates(name)
             for key, model in tree.items():
                 if not isinstance(key, str) or key.rstrip("0123456789") != "model" or not isinstance(model, dict):
                     continue

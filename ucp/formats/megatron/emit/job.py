@@ -53,7 +53,7 @@ class Job:
         return made
 
 
-def job_for(source: Checkpoint, carried: Carried, options: WriteOptions, *, zero: int) -> Job:
+def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
     """The job that the options ask for; refuses what no Megatron job can be."""
     like = options.like
     if like is not None and like.format not in _FORMATS:
@@ -66,9 +66,13 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions, *, zero
         )
     base = like.mesh if like is not None else source.mesh
     pattern = Carried(like).arguments if like is not None else carried.arguments
-    mesh = _mesh(base, options, zero)
+    mesh = _mesh(base, options)
     _check_experts(mesh, carried.arguments)
     notes: list[Note] = []
+    if bool(mesh.zero) != bool(source.mesh.zero) and source.groups:
+        kind, how = ("distributed", "with") if mesh.zero else ("plain", "without")
+        text = f"written for the {kind} optimizer: load it {how} --use-distributed-optimizer"
+        notes.append(Note("optimizer-kind", text))
     fields = _fields(carried.arguments, pattern, mesh, options, notes)
     arguments = Arguments(fields)
     layers = arguments.layers or 0
@@ -80,13 +84,26 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions, *, zero
     return Job(mesh, arguments, tuple(chunks_of_job(arguments)), tuple(notes))
 
 
-def _mesh(base: Mesh, options: WriteOptions, zero: int) -> Mesh:
+def _zero(base: Mesh, options: WriteOptions) -> int:
+    """1 for the distributed optimizer, 0 for the plain one."""
+    if options.zero not in (None, 0, 1):
+        raise UsageError(
+            f"Megatron has no ZeRO-{options.zero}", hint="--zero 1 is its distributed optimizer, --zero 0 the plain one"
+        )
+    named = None if options.optimizer is None else int(options.optimizer == "distributed")
+    if None not in (named, options.zero) and named != options.zero:
+        raise UsageError(f"--zero {options.zero} is not the {options.optimizer} optimizer", hint="leave --zero out")
+    asked = options.zero if named is None else named
+    return int(base.zero > 0) if asked is None else asked
+
+
+def _mesh(base: Mesh, options: WriteOptions) -> Mesh:
     def choose(asked: int | None, kept: int) -> int:
         return kept if asked is None else asked
 
     tp, pp, ep = choose(options.tp, base.tp), choose(options.pp, base.pp), choose(options.ep, base.ep)
     dp = options.dp if options.dp is not None else -(-base.dp // ep) * ep  # expert ranks are data-parallel ranks
-    mesh = Mesh(tp, pp, dp, ep, zero)
+    mesh = Mesh(tp, pp, dp, ep, _zero(base, options))
     if min(tp, pp, dp, ep) < 1:
         raise UsageError(f"no such job: {mesh}")
     if dp % ep:

@@ -94,18 +94,25 @@ class Model:
 
     def tensor(self, tenant: Tenant, kind: str, attributes: dict[str, Any] | None = None) -> NewTensor | None:
         """One state of a tensor of the module; None where the source has none."""
+        contents = self.fills(tenant.tensor, kind)
+        if contents is None:
+            return None
+        atom = self.atom(tenant.tensor.lodgers[0].name, kind)
+        assert atom is not None
+        made = new_tensor(atom.dtype, tenant.shape, *contents)
+        return replace(made, attributes=attributes) if attributes is not None else made
+
+    def fills(self, tensor: ModuleTensor, kind: str) -> list[Fill] | None:
+        """What one state of a tensor of the module is made of, end to end; None where the source has none."""
         contents: list[Fill] = []
-        for lodger in tenant.tensor.lodgers:
+        for lodger in tensor.lodgers:
             atom = self.atom(lodger.name, kind)
             if atom is None:
                 return None
             region = _region(lodger)
             if region.numel:
                 contents.append(Fill(atom, region))
-        atom = self.atom(tenant.tensor.lodgers[0].name, kind)
-        assert atom is not None
-        made = new_tensor(atom.dtype, tenant.shape, *contents)
-        return replace(made, attributes=attributes) if attributes is not None else made
+        return contents
 
     def atom(self, name: str, kind: str) -> Atom | None:
         """A state of a parameter, with the padding rows that the source still has; the same object each time."""

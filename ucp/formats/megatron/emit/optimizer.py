@@ -17,7 +17,6 @@ from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Paramet
 from ucp.model.dtypes import FLOAT32
 from ucp.model.region import Region
 
-FULLY_RESHARDABLE: Final = "fully_reshardable"
 _EXPERTS: Final = "is_expert_parallel"
 _TORCH_ONLY: Final = "foreach"  # a setting that torch's optimizers have and the fused ones have not
 
@@ -87,18 +86,15 @@ def plain_tree(model: Model, tenants: Sequence[Tenant], scaler: Any, files: Sour
     return chain if len(chain) > 1 else chain[0]
 
 
-def common_tree(model: Model, scaler: Any, files: SourceFiles) -> Any:
-    """What a sharded checkpoint keeps of the optimizers in its common part: groups, steps, the loss scaler.
+def stateless_chain(model: Model, scaler: Any, files: SourceFiles) -> list[dict[str, Any]]:
+    """What every optimizer of the chain has besides states that are kept elsewhere: groups, steps, the loss scaler.
 
-    That of the distributed optimizer with a mesh of ZeRO 1, in its `fully_reshardable` flavour; else of the plain one.
+    That of the distributed optimizer with a mesh of ZeRO 1, else of the plain one.
     """
-    chain = [
-        _common_of(model, groups, scaler, files) for groups in target_optimizers(model.source, model.job.arguments)
-    ]
-    return dict(enumerate(chain)) if len(chain) > 1 else chain[0]
+    return [_stateless(model, groups, scaler, files) for groups in target_optimizers(model.source, model.job.arguments)]
 
 
-def _common_of(model: Model, groups: Sequence[TargetGroup], scaler: Any, files: SourceFiles) -> dict[str, Any]:
+def _stateless(model: Model, groups: Sequence[TargetGroup], scaler: Any, files: SourceFiles) -> dict[str, Any]:
     distributed = bool(model.job.mesh.zero)
     listed: list[dict[str, Any]] = []
     common: dict[str, Any] = {}
@@ -110,7 +106,7 @@ def _common_of(model: Model, groups: Sequence[TargetGroup], scaler: Any, files: 
         listed.append(dict(group.hyper) if step is None else {**group.hyper, STEP: step})
     scaling = {} if scaler is None else {"grad_scaler": scaler}
     if distributed:
-        return {"optimizer": {"param_groups": listed}, **scaling, "param_state_sharding_type": FULLY_RESHARDABLE}
+        return {"optimizer": {"param_groups": listed}, **scaling}
     inner = {"state": common, "param_groups": listed}
     return {"optimizer": inner, **scaling} if is_mixed(model) else inner
 

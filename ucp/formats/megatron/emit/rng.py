@@ -15,12 +15,11 @@ class RandomStates:
     Ranks that the source did not have get the state of another one; `notes` then say so.
     """
 
-    def __init__(self, stored: Mapping[tuple[int, int], Any], mesh: Mesh) -> None:
+    def __init__(self, stored: Mapping[tuple[int, int, int], Any], mesh: Mesh) -> None:
         self._stored = dict(stored)
-        self._stages = 1 + max((pp for pp, _ in stored), default=0)
-        self._slices = 1 + max((tp for _, tp in stored), default=0)
+        self._degrees = [1 + max((rank[axis] for rank in stored), default=0) for axis in range(3)]
         self.notes: list[Note] = []
-        if stored and (mesh.pp > self._stages or mesh.tp > self._slices):
+        if stored and any(n > held for n, held in zip((mesh.pp, mesh.tp, mesh.ep), self._degrees, strict=True)):
             self.notes.append(
                 Note(
                     "rng-repeated",
@@ -29,7 +28,8 @@ class RandomStates:
                 )
             )
 
-    def of(self, pp: int, tp: int) -> Any:
-        """The state of one rank, or None where the source has none at all."""
-        found = self._stored.get((pp % self._stages, tp % self._slices))
+    def of(self, pp: int, tp: int, dp: int = 0) -> Any:
+        """The state of one rank, or None where the source has none at all. With parallel experts `dp` counts them."""
+        stages, slices, others = self._degrees
+        found = self._stored.get((pp % stages, tp % slices, dp % others))
         return found if found is not None else next(iter(self._stored.values()), None)
