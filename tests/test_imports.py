@@ -18,12 +18,14 @@ WALLS: dict[str, set[str]] = {
     "files": {"model"},
     "formats": {"files", "model"},
     "engine": {"files", "model"},
+    "names": {"files", "model"},
     "checks": {"engine", "formats", "files", "model"},
     "compare": {"engine", "formats", "files", "model"},
     "reports": {"compare", "checks", "engine", "formats", "files", "model"},
-    "log": {"engine", "files", "model"},
-    "train": {"log", "checks", "engine", "formats", "files", "model"},
-    "cli": {"reports", "compare", "train", "log", "checks", "engine", "formats", "files", "model"},
+    "log": {"files", "model"},
+    "replay": {"log", "engine", "formats", "files", "model"},
+    "train": {"replay", "log", "checks", "engine", "formats", "files", "model"},
+    "cli": {"reports", "compare", "train", "replay", "log", "checks", "engine", "formats", "files", "model"},
 }
 OPEN_TO_ALL = {"ucp.errors", "ucp.tunables", "ucp.version"}
 LAZY = {"torch", "deepspeed"}  # imported inside the functions that compute with tensors, never with the module

@@ -54,3 +54,11 @@ SPACE_RESERVE_BYTES = 64 * MIB
 
 # Fragments that `ucp verify --quick` looks at, about two seconds' worth; of a checkpoint with more it takes a sample.
 QUICK_FRAGMENTS = 200_000
+
+# The gradient log. A block is what replay keeps in the CPU's cache with its states; a segment is what retention drops.
+LOG_BLOCK_ELEMENTS = 256 * KIB
+LOG_FRAME_BYTES = 16 * MIB  # of blocks in one GRAD frame, about
+LOG_SEGMENT_BYTES = 256 * MIB
+LOG_RESERVE_BYTES = 16 * MIB  # a segment file grows by this much at a time
+LOG_BATCH_BYTES = 8 * MIB  # written before the writer waits for the disk, …
+LOG_BATCH_SECONDS = 2.0  # … and how long a step may have to wait for that

@@ -1,0 +1,150 @@
+"""Appending frames to the segments of a stream. One thread, no queue: the bytes, and when they are durable."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ucp import tunables
+from ucp.errors import StorageError
+from ucp.log.frames import (
+    FRAME_BYTES,
+    SEGMENT_BYTES,
+    TABLE_TYPES,
+    FrameHeader,
+    FrameType,
+    SegmentHeader,
+    checksum,
+    padded,
+)
+from ucp.log.manifest import sync_folder
+from ucp.log.payloads import Table, pack_table, table_bytes
+from ucp.log.walk import SUFFIX
+
+Buffer = bytes | memoryview
+_IOVECS = 512  # of one call; the system's limit is 1,024
+
+
+def segment_path(folder: Path, first_lsn: int) -> Path:
+    """A segment is named by the number of its first frame."""
+    return folder / f"{first_lsn:012d}{SUFFIX}"
+
+
+class Appender:
+    """The open segment of a stream. Errors are plain OSErrors: the caller decides what becomes of the stream."""
+
+    def __init__(self, folder: Path, epoch: int, stream: int, schema_hash: bytes, next_lsn: int = 0) -> None:
+        self.folder = folder
+        self.epoch = epoch
+        self.stream = stream
+        self.schema_hash = schema_hash
+        self.next_lsn = next_lsn
+        self.path: Path | None = None
+        self.end = 0  # where the next frame goes
+        self._fd = -1
+        self._salt = 0
+        self._reserved = 0
+
+    def append(self, kind: FrameType, step: int, parts: Sequence[Buffer], *, flags: int = 0) -> tuple[int, int]:
+        """Write a frame whose payload is `parts` end to end; gives (length, checksum) of the payload."""
+        length = sum(len(part) for part in parts)
+        total = checksum(parts[0]) if len(parts) == 1 else checksum(b"".join(parts))
+        self._write(kind, step, parts, length, total, flags)
+        return length, total
+
+    def append_table(
+        self, kind: FrameType, step: int, table: Table, blocks: Sequence[Buffer], *, flags: int = 0, base_step: int = -1
+    ) -> tuple[int, int]:
+        """Write a GRAD, DIFF or FULL frame. `blocks` is everything after the table, in order, padding included."""
+        assert kind in TABLE_TYPES
+        head = pack_table(table, base_step)
+        total = checksum(memoryview(head)[: table_bytes(len(table))])
+        length = len(head) + sum(len(block) for block in blocks)
+        self._write(kind, step, [head, *blocks], length, total, flags)
+        return length, total
+
+    def _write(self, kind: FrameType, step: int, parts: Sequence[Buffer], length: int, total: int, flags: int) -> None:
+        if self._fd < 0:
+            self.open_segment()
+        header = FrameHeader(kind, flags, self.stream, self.epoch, self.next_lsn, step, length, total, self.end)
+        size = header.end - header.offset
+        self._reserve(self.end + size)
+        tail = bytes(padded(length) - length)
+        self._write_at(self.end, [header.pack(self._salt), *parts, tail] if tail else [header.pack(self._salt), *parts])
+        self.end = header.end
+        self.next_lsn += 1
+
+    def open_segment(self) -> None:
+        """Begin a file for frames from `next_lsn` on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = segment_path(self.folder, self.next_lsn)
+        self._salt = secrets.randbits(64)
+        header = SegmentHeader(self.epoch, self.stream, self.next_lsn, self._salt, self.schema_hash, time.time_ns())
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._reserved = 0
+        self._reserve(SEGMENT_BYTES + FRAME_BYTES)
+        self._write_at(0, [header.pack()])
+        self.end = SEGMENT_BYTES
+        os.fsync(self._fd)
+        sync_folder(self.folder)
+
+    def sync(self) -> None:
+        """Wait until everything that was appended is on the disk."""
+        if self._fd >= 0:
+            os.fdatasync(self._fd)
+
+    def close_segment(self) -> None:
+        """End the open file where its last frame ends, durably. The next frame opens another."""
+        if self._fd < 0:
+            return
+        os.ftruncate(self._fd, self.end)
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+
+    def abandon(self, next_lsn: int) -> None:
+        """Give up the open file, after an error; frames from `next_lsn` on will be written again, into another."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.next_lsn = next_lsn
+        if self.path is not None and self.path == segment_path(self.folder, next_lsn):
+            # Nothing of it counts, and its name is needed again.
+            self.path.rename(self.path.with_suffix(f".{time.time_ns()}.failed"))
+
+    def _reserve(self, size: int) -> None:
+        if size <= self._reserved:
+            return
+        step = tunables.LOG_RESERVE_BYTES
+        self._reserved = -(-size // step) * step
+        try:
+            os.posix_fallocate(self._fd, 0, self._reserved)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                self._reserved = 0
+                raise
+            os.ftruncate(self._fd, self._reserved)
+
+    def _write_at(self, offset: int, parts: Sequence[Buffer]) -> None:
+        pending = [memoryview(part).cast("B") for part in parts if len(part)]
+        while pending:
+            done = os.pwritev(self._fd, pending[:_IOVECS], offset)
+            offset += done
+            while pending and done >= len(pending[0]):
+                done -= len(pending.pop(0))
+            if done:
+                pending[0] = pending[0][done:]
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """What a user is told when the system refuses a write of the log."""
+    return StorageError(
+        f"{path}: the log cannot be written: {error.strerror or error}",
+        hint="training goes on without a log; free some space and start recording again",
+    )

@@ -1,0 +1,265 @@
+"""What is inside frames: the scalars of a step, tables of blocks, what closes a step, notes, digests."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ucp.log.codecs import DTYPES, Encoding, stored_bytes
+from ucp.log.frames import BadBytesError, checksum, padded
+
+_STEP: Final = struct.Struct("<BBBBIQIIqQ")
+_GROUP: Final = struct.Struct("<IBBHdddddddq")
+_COMMIT: Final = struct.Struct("<IIQQQ")
+
+_MAXIMIZE, _AMSGRAD, _NESTEROV, _USED = 1, 2, 4, 8
+_SKIPPED: Final = 1
+
+
+class Stage(IntEnum):
+    """Which gradient is logged."""
+
+    CONSUMED = 0  # exactly what the optimizer was given
+    REDUCED = 1  # averaged over ranks, before unscaling and clipping: the optimizer was given it times `scale`
+
+
+class LrKind(IntEnum):
+    """How the trainer held the learning rate: optimizers round differently."""
+
+    FLOAT = 0  # a Python number
+    TENSOR32 = 1  # a float32 tensor
+    TENSOR64 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScalars:
+    """One optimizer group as it was when the optimizer was called. NaN where the optimizer has no such number."""
+
+    group: int  # index into the manifest's groups
+    lr: float
+    beta1: float = math.nan
+    beta2: float = math.nan
+    eps: float = math.nan
+    weight_decay: float = math.nan
+    momentum: float = math.nan
+    dampening: float = math.nan
+    lr_kind: LrKind = LrKind.FLOAT
+    maximize: bool = False
+    amsgrad: bool = False
+    nesterov: bool = False
+    opt_step: int = -1  # the optimizer's own step count before this update (largest of the group); -1 where it has none
+    stepped: bool = True  # the optimizer was called with this group in this step
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """All scalars of one step.
+
+    The optimizer was given `float32(gradient) * scale` (one float32 multiplication), or the gradient itself where
+    `scale` is None. A skipped step changed no state.
+    """
+
+    groups: tuple[GroupScalars, ...] = ()
+    stage: Stage = Stage.CONSUMED
+    scale: np.float32 | None = None
+    skipped: bool = False
+    micro_batches: int = 1
+    consumed_samples: int = -1  # -1: not known
+    time_ns: int = 0  # wall clock when the step was recorded
+
+    def group(self, number: int) -> GroupScalars:
+        """The scalars of a group by its index in the manifest."""
+        for group in self.groups:
+            if group.group == number:
+                return group
+        raise KeyError(number)
+
+    def pack(self) -> bytes:
+        bits = 0 if self.scale is None else int(np.float32(self.scale).view(np.uint32))
+        scaled = int(self.scale is not None)
+        head = _STEP.pack(
+            self.stage,
+            scaled,
+            scaled,
+            _SKIPPED if self.skipped else 0,
+            len(self.groups),
+            bits,
+            self.micro_batches,
+            0,
+            self.consumed_samples,
+            self.time_ns,
+        )
+        return head + b"".join(map(_pack_group, self.groups))
+
+    @staticmethod
+    def unpack(data: bytes) -> StepRecord:
+        try:
+            stage, op, kind, flags, count, bits, micro, _, samples, time_ns = _STEP.unpack_from(data)
+            if len(data) != _STEP.size + count * _GROUP.size:
+                raise BadBytesError("a STEP frame has the wrong length")
+            if op not in (0, 1) or kind != op or stage not in Stage._value2member_map_:
+                raise BadBytesError(f"a STEP frame with unknown stage {stage} or scale {op}, {kind}")
+            groups = tuple(_unpack_group(data, _STEP.size + i * _GROUP.size) for i in range(count))
+        except struct.error as error:
+            raise BadBytesError("a STEP frame ends early") from error
+        scale = np.uint32(bits).view(np.float32) if op else None
+        return StepRecord(groups, Stage(stage), scale, bool(flags & _SKIPPED), micro, samples, time_ns)
+
+
+def _pack_group(group: GroupScalars) -> bytes:
+    flags = (
+        (_MAXIMIZE if group.maximize else 0)
+        | (_AMSGRAD if group.amsgrad else 0)
+        | (_NESTEROV if group.nesterov else 0)
+        | (_USED if group.stepped else 0)
+    )
+    numbers = (group.lr, group.beta1, group.beta2, group.eps, group.weight_decay, group.momentum, group.dampening)
+    return _GROUP.pack(group.group, group.lr_kind, flags, 0, *numbers, group.opt_step)
+
+
+def _unpack_group(data: bytes, at: int) -> GroupScalars:
+    number, kind, flags, _, lr, beta1, beta2, eps, decay, momentum, dampening, step = _GROUP.unpack_from(data, at)
+    if kind not in LrKind._value2member_map_:
+        raise BadBytesError(f"a STEP frame with an unknown kind of learning rate {kind}")
+    return GroupScalars(
+        number,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        decay,
+        momentum,
+        dampening,
+        LrKind(kind),
+        bool(flags & _MAXIMIZE),
+        bool(flags & _AMSGRAD),
+        bool(flags & _NESTEROV),
+        step,
+        bool(flags & _USED),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables of blocks: GRAD, DIFF, FULL
+
+TABLE_HEAD: Final = struct.Struct("<IIq")  # entries, zero, step that a DIFF starts from (-1)
+ENTRY: Final = np.dtype(
+    [
+        ("block", "<u4"),
+        ("encoding", "u1"),
+        ("dtype", "u1"),
+        ("state", "<u2"),  # index into the manifest's state kinds; 0 is the gradient
+        ("count", "<u4"),  # elements
+        ("zero", "<u4"),
+        ("offset", "<u8"),  # from the start of the payload, a multiple of 64
+        ("length", "<u8"),  # bytes
+        ("checksum", "<u8"),  # XXH3-64 of the bytes
+    ]
+)
+Table = npt.NDArray[np.void]
+
+
+def table_bytes(entries: int) -> int:
+    """Length of head and entries; the payload checksum of a table frame covers just these."""
+    return TABLE_HEAD.size + entries * ENTRY.itemsize
+
+
+def data_start(entries: int) -> int:
+    """Offset of the first block in a payload with so many entries."""
+    return padded(table_bytes(entries))
+
+
+def pack_table(entries: Table, base_step: int = -1) -> bytes:
+    """Head, entries, and zeros up to the first block."""
+    head = TABLE_HEAD.pack(len(entries), 0, base_step) + entries.tobytes()
+    return head.ljust(data_start(len(entries)), b"\0")
+
+
+def unpack_table(data: bytes | memoryview, length: int) -> tuple[Table, int]:
+    """(entries, base step) from the beginning of a payload of `length` bytes; every entry is checked to lie in it."""
+    count, zero, base_step = TABLE_HEAD.unpack_from(data)
+    if zero or table_bytes(count) > len(data):
+        raise BadBytesError("a table of blocks ends early")
+    table: Table = np.frombuffer(data, ENTRY, count, TABLE_HEAD.size)
+    at = data_start(count)
+    for entry in table:
+        if entry["zero"] or int(entry["dtype"]) not in DTYPES or int(entry["encoding"]) > max(Encoding):
+            raise BadBytesError(f"block {entry['block']} has an unknown dtype or encoding")
+        fixed = stored_bytes(int(entry["encoding"]), DTYPES[int(entry["dtype"])], int(entry["count"]))
+        if int(entry["offset"]) != at or (fixed is not None and int(entry["length"]) != fixed):
+            raise BadBytesError(f"block {entry['block']} is not where it should be")
+        at += padded(int(entry["length"]))
+    if at != length:
+        raise BadBytesError(f"the blocks of a frame end at byte {at} of {length}")
+    return table, base_step
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rest
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step consists of. A step without its commit, or that disagrees with it, has not happened."""
+
+    frames: int  # GRAD frames
+    nbytes: int  # of their payloads
+    digest: int  # XXH3-64 over their payload checksums, 8 bytes each, in order
+    step_lsn: int  # number of the STEP frame
+
+    def pack(self) -> bytes:
+        return _COMMIT.pack(self.frames, 0, self.nbytes, self.digest, self.step_lsn)
+
+    @staticmethod
+    def unpack(data: bytes) -> Commit:
+        if len(data) != _COMMIT.size:
+            raise BadBytesError("a COMMIT frame has the wrong length")
+        frames, _, size, digest, lsn = _COMMIT.unpack(data)
+        return Commit(frames, size, digest, lsn)
+
+    @staticmethod
+    def of(grads: Sequence[tuple[int, int]], step_lsn: int) -> Commit:
+        """The commit of GRAD frames given as (payload length, payload checksum)."""
+        sums = b"".join(struct.pack("<Q", total) for _, total in grads)
+        return Commit(len(grads), sum(length for length, _ in grads), checksum(sums), step_lsn)
+
+
+def pack_json(value: Any) -> bytes:
+    """AUX, DIGEST and EPOCH_END: JSON in UTF-8, without spaces."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
+def unpack_json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise BadBytesError("a frame of JSON holds none") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """XXH3-128 (hex) of one state of an optimizer tensor after a step: its blocks end to end, without padding."""
+
+    tensor: int
+    kind: str
+    value: str
+
+
+def pack_digests(digests: Sequence[Digest]) -> bytes:
+    return pack_json([[d.tensor, d.kind, d.value] for d in digests])
+
+
+def unpack_digests(data: bytes) -> list[Digest]:
+    value = unpack_json(data)
+    try:
+        return [Digest(int(tensor), str(kind), str(digest)) for tensor, kind, digest in value]
+    except (TypeError, ValueError) as error:
+        raise BadBytesError("a DIGEST frame holds no digests") from error

@@ -1,0 +1,170 @@
+"""What a log is about: parameters, optimizer tensors and the blocks that they are cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ucp import tunables
+from ucp.errors import IntegrityError
+from ucp.log.payloads import pack_json
+from ucp.model.box import Box, Shape
+from ucp.model.layout import Rank
+from ucp.model.region import Region
+from ucp.model.rule_json import rule_from_json, rule_to_json
+from ucp.model.rules import REPLICATED, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedParameter:
+    """A parameter of the model, whole and free of any layout."""
+
+    name: str
+    shape: Shape
+    dtype: str  # of the module's weight
+    group: int  # index into the optimizer's groups
+    rule: Rule = REPLICATED
+    padded_shape: Shape | None = None  # where tensor-parallel ranks hold more rows than the parameter has
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "group": self.group}
+        if self.rule != REPLICATED:
+            out["rule"] = rule_to_json(self.rule)
+        if self.padded_shape is not None:
+            out["padded_shape"] = list(self.padded_shape)
+        return out
+
+    @staticmethod
+    def from_json(data: Any) -> LoggedParameter:
+        padded = data.get("padded_shape")
+        return LoggedParameter(
+            str(data["name"]),
+            tuple(map(int, data["shape"])),
+            str(data["dtype"]),
+            int(data["group"]),
+            rule_from_json(data["rule"]) if "rule" in data else REPLICATED,
+            None if padded is None else tuple(map(int, padded)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTensor:
+    """A tensor that the optimizer's kernel is called on: a parameter, or a flat partition of several.
+
+    `numel` counts padding as well: elements that no block covers. Their gradient is zero.
+    """
+
+    numel: int
+    group: int
+    dtype: str  # of the tensor itself (the master)
+    grad_dtype: str  # of the gradient as it is recorded; a block may be stored narrower
+    names: tuple[str, ...]  # parameters that share this tensor's step count
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "numel": self.numel,
+            "group": self.group,
+            "dtype": self.dtype,
+            "grad_dtype": self.grad_dtype,
+            "names": list(self.names),
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> OptimizerTensor:
+        return OptimizerTensor(
+            int(data["numel"]),
+            int(data["group"]),
+            str(data["dtype"]),
+            str(data["grad_dtype"]),
+            tuple(map(str, data["names"])),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """At most `LOG_BLOCK_ELEMENTS` elements of one parameter that lie together in one optimizer tensor.
+
+    `region` says which elements of the whole parameter they are, in order (it may reach past the parameter's shape:
+    vocabulary padding). They are elements `[offset, offset + count)` of optimizer tensor `tensor`.
+    """
+
+    id: int
+    parameter: int  # index into the manifest's parameters
+    region: Region
+    tensor: int  # index into the stream's tensors
+    offset: int
+    count: int
+
+    def to_json(self) -> list[Any]:
+        boxes = [[list(box.start), list(box.shape)] for box in self.region.boxes]
+        return [self.id, self.parameter, boxes, self.region.start, self.region.stop, self.tensor, self.offset]
+
+    @staticmethod
+    def from_json(data: Any) -> Block:
+        number, parameter, boxes, start, stop, tensor, offset = data
+        region = Region(tuple(Box(tuple(map(int, a)), tuple(map(int, n))) for a, n in boxes), int(start), int(stop))
+        return Block(int(number), int(parameter), region, int(tensor), int(offset), region.numel)
+
+
+@dataclass(slots=True)
+class StreamSchema:
+    """Everything that one writer logs; does not change during an epoch."""
+
+    stream: int
+    rank: Rank
+    tensors: list[OptimizerTensor] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)  # block i has id i
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stream": self.stream,
+            "rank": [self.rank.pp, self.rank.tp, self.rank.dp],
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "blocks": [block.to_json() for block in self.blocks],
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> StreamSchema:
+        pp, tp, dp = map(int, data["rank"])
+        schema = StreamSchema(
+            int(data["stream"]),
+            Rank(pp, tp, dp),
+            [OptimizerTensor.from_json(tensor) for tensor in data["tensors"]],
+            [Block.from_json(block) for block in data["blocks"]],
+        )
+        if [block.id for block in schema.blocks] != list(range(len(schema.blocks))):
+            raise IntegrityError(f"stream {schema.stream}: its blocks are not numbered 0, 1, 2, …")
+        return schema
+
+    def hash(self) -> bytes:
+        """16 bytes that stand for the schema in every segment of the stream."""
+        return xxhash.xxh3_128_digest(pack_json(self.to_json()))
+
+    def blocks_of(self, tensor: int) -> list[Block]:
+        """The blocks of an optimizer tensor, by their offset in it."""
+        return sorted((block for block in self.blocks if block.tensor == tensor), key=lambda block: block.offset)
+
+    @property
+    def numel(self) -> int:
+        return sum(block.count for block in self.blocks)
+
+
+def cut_blocks(
+    first_id: int, tensor: int, shares: Iterable[tuple[int, Region, int]], limit: int | None = None
+) -> Iterator[Block]:
+    """Blocks of an optimizer tensor from its shares (parameter index, region of the whole, first element).
+
+    Cuts fall on multiples of the limit, counted from the start of the optimizer tensor: kernels that treat the last
+    few elements of a tensor otherwise are replayed in its coordinates.
+    """
+    size = tunables.LOG_BLOCK_ELEMENTS if limit is None else limit
+    for parameter, region, start in shares:
+        at, end = start, start + region.numel
+        while at < end:
+            stop = min(end, (at // size + 1) * size)
+            yield Block(first_id, parameter, region.cut(at - start, stop - start), tensor, at, stop - at)
+            first_id += 1
+            at = stop
