@@ -126,7 +126,9 @@ def test_rules_that_cannot_hold_are_refused_by_name(rule: Rule, local: list[Shap
 
 def test_a_split_that_does_not_divide_is_refused_with_the_numbers() -> None:
     with pytest.raises(UsageError, match=r"dimension 0 has 7 entries.*tp=2"):
-        even_widths(7, 2, "p", 0)
+        even_widths(7, 2, "p", "dimension 0")
+    with pytest.raises(UsageError, match=r"part 2 of 3 of dimension 0 has 2 entries.*tp=4"):
+        slice_pieces(Rule("split", 0, parts=(8, 2, 2)), (12, 3), 4, 0, "qkv")
 
 
 def test_the_first_matching_rule_applies_and_use_is_remembered() -> None:

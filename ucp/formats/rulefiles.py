@@ -54,7 +54,7 @@ def load_preset(name: str) -> RuleBook:
     """The rules of a packaged preset."""
     if name not in preset_names():
         raise UsageError(f"no preset is called {name!r}", hint=f"choose one of: {', '.join(preset_names())}")
-    return parse_rules((_presets() / f"{name}.toml").read_bytes(), f"preset {name}", f"preset: {name}")
+    return parse_rules((_presets() / f"{name}.toml").read_bytes(), f"preset {name}", f"preset: {name}", optional=True)
 
 
 def preset_names() -> list[str]:
@@ -62,8 +62,11 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in _presets().iterdir() if entry.name.endswith(".toml"))
 
 
-def parse_rules(data: bytes, where: str, origin: str) -> RuleBook:
-    """The rules in the bytes of a TOML file; `where` names the file in messages, `origin` in reports."""
+def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False) -> RuleBook:
+    """The rules in the bytes of a TOML file; `where` names the file in messages, `origin` in reports.
+
+    Those that are not `optional` are expected to match something.
+    """
     if len(data) > MAX_RULE_FILE_BYTES:
         raise UsageError(f"{where}: larger than {MAX_RULE_FILE_BYTES} bytes, which no rule file is")
     try:
@@ -86,7 +89,7 @@ def parse_rules(data: bytes, where: str, origin: str) -> RuleBook:
     book = RuleBook()
     for i, entry in enumerate(entries):
         place = f"{where}, line {lines[i]}" if len(lines) == len(entries) else f"{where}, rule {i + 1}"
-        book.add(_match(entry, place), _rule(entry, place), origin)
+        book.add(_match(entry, place), _rule(entry, place), origin, optional=optional)
     return book
 
 

@@ -222,7 +222,8 @@ def _split_boxes(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> It
     ranges: list[tuple[int, int]] = []  # (start, width) of this rank's share of each part, along dim
     at = 0
     for i, part in enumerate(parts):
-        widths = rule.widths[i] if rule.widths else even_widths(part, tp, name, dim)
+        what = f"dimension {dim}" if len(parts) == 1 else f"part {i + 1} of {len(parts)} of dimension {dim}"
+        widths = rule.widths[i] if rule.widths else even_widths(part, tp, name, what)
         ranges.append((at + sum(widths[:rank]), widths[rank]))
         at += part
     if len(ranges) == 1:
@@ -236,10 +237,13 @@ def _split_boxes(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> It
             yield Box((*lead, start, *(0,) * len(tail)), (*(1,) * dim, width, *tail))
 
 
-def even_widths(size: int, tp: int, name: str, dim: int) -> tuple[int, ...]:
-    """`size` cut into `tp` equal widths; refused with the numbers where it does not divide."""
+def even_widths(size: int, tp: int, name: str, what: str) -> tuple[int, ...]:
+    """`size` cut into `tp` equal widths; refused with the numbers where it does not divide. `what` has this size."""
     if size % tp:
-        raise UsageError(f"parameter {name}: dimension {dim} has {size} entries, which do not divide over tp={tp}")
+        raise UsageError(
+            f"parameter {name}: {what} has {size} entries, which do not divide over tp={tp}",
+            hint=f"choose a tp that divides {size}",
+        )
     return (size // tp,) * tp
 
 
@@ -254,6 +258,7 @@ class NamedRule:
     pattern: re.Pattern[str]
     rule: Rule
     origin: str  # where it came from, for people: "checkpoint: tp_replicated_parameter_patterns", "file: rules.toml", …
+    optional: bool = False  # of a preset, which speaks of more models than one
 
 
 @dataclass(slots=True)
@@ -263,10 +268,10 @@ class RuleBook:
     rules: list[NamedRule] = field(default_factory=list)
     used: set[int] = field(default_factory=set)
 
-    def add(self, pattern: str, rule: Rule, origin: str) -> None:
+    def add(self, pattern: str, rule: Rule, origin: str, *, optional: bool = False) -> None:
         """Append a rule; a pattern that is no regular expression is refused."""
         try:
-            self.rules.append(NamedRule(re.compile(pattern), rule, origin))
+            self.rules.append(NamedRule(re.compile(pattern), rule, origin, optional))
         except re.error as error:
             raise UsageError(f"{origin}: {pattern!r} is not a regular expression: {error}") from None
 

@@ -90,8 +90,20 @@ def test_the_user_s_rules_win(tmp_path: Path) -> None:
     rules.add("w", Rule("split", 1), "file: mine.toml")
     checkpoint = read(save_slices(tmp_path / "c", slices, {"tp_replicated_parameter_patterns": ["w"]}), rules=rules)
     parameter = checkpoint.parameters["w"]
+    assert checkpoint.notes == [], "the checkpoint's own pattern is overruled, not unused"
     assert (parameter.shape, parameter.rule_origin) == ((2, 12), "file: mine.toml")
     assert master(checkpoint, "w") == torch.cat(list(WHOLE.chunk(2, 0)), 1).tolist()
+
+
+def test_a_rule_of_the_user_that_fits_nothing_is_said_and_one_of_a_preset_is_not(tmp_path: Path) -> None:
+    rules = RuleBook()
+    rules.add("typo", Rule("split", 1), "file: mine.toml")
+    rules.add("other_model", Rule("split", 1), "preset: all", optional=True)
+    checkpoint = read(
+        save_slices(tmp_path / "c", {"w": list(WHOLE.chunk(2, 0))}, {"tp_replicated_parameter_patterns": ["w"]}),
+        rules=rules,
+    )
+    assert [note.text for note in checkpoint.notes] == ["'typo' (file: mine.toml) matches no parameter"]
 
 
 def test_a_rule_that_cannot_hold(tmp_path: Path) -> None:

@@ -101,9 +101,10 @@ class Links:
                     f"{self._manifest}: points at {error}", hint="restore the source, or convert it again"
                 ) from None
             if now != [file, size, time]:
+                sizes = f"{size:,} bytes then, {now[1]:,} now"
                 raise IntegrityError(
                     f"{self.root / file}: changed since {self._manifest} was made to point at it"
-                    f" ({size:,} bytes then, {now[1]:,} now)",
+                    f" ({sizes if now[1] != size else 'written again since, in the same size'})",
                     hint="make the virtual atoms again with `ucp convert --link`, or real ones without it",
                 )
 

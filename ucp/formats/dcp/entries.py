@@ -149,7 +149,7 @@ class Entries:
             yield NewEntry(self.style.model.folder, path, value)
         if left:
             names = ", ".join(sorted(left))
-            self._note("extras-left-out", f"objects of the source's framework and tensors beside the model: {names}")
+            self._note("extras-left-out", f"not plain values, which is all that this target can hold: {names}")
 
     def _note(self, kind: str, text: str) -> None:
         self.notes.append(Note(kind, text))

@@ -67,8 +67,11 @@ def rule_all(
             shapes = [holding.shape for holding in first_row(reading.holdings, name)]
             found[name] = Ruling(resolve(rule, shapes, name), origin)
             reading.note("rule-inferred", f"{name}: {found[name].rule} ({origin})")
+    books = [user] if user is not None else []
     if own is not None and tp > 1 and speaks:
-        for unused in own.unused():
+        books.append(own)
+    for unused in (rule for book in books for rule in book.unused()):
+        if not unused.optional and not any(unused.pattern.match(name) for name in found):
             reading.note("pattern-unused", f"{unused.pattern.pattern!r} ({unused.origin}) matches no parameter")
     return found
 
