@@ -59,6 +59,7 @@ QUICK_FRAGMENTS = 200_000
 LOG_BLOCK_ELEMENTS = 256 * KIB
 LOG_FRAME_BYTES = 16 * MIB  # of blocks in one GRAD frame, about
 LOG_SEGMENT_BYTES = 256 * MIB
+LOG_RING_BYTES = 64 * MIB  # of memory between trainer and writer, where that is more than four steps
 LOG_RESERVE_BYTES = 16 * MIB  # a segment file grows by this much at a time
 LOG_BATCH_BYTES = 8 * MIB  # written before the writer waits for the disk, …
 LOG_BATCH_SECONDS = 2.0  # … and how long a step may have to wait for that

@@ -146,5 +146,5 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     """What a user is told when the system refuses a write of the log."""
     return StorageError(
         f"{path}: the log cannot be written: {error.strerror or error}",
-        hint="training goes on without a log; free some space and start recording again",
+        hint="what was durable before is safe; make room and start recording again",
     )
