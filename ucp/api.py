@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucp.errors import UsageError
-from ucp.formats.registry import OptimizerKind, ReadOptions, WriteOptions, Writer, make_writer
+from ucp.formats.registry import OptimizerKind, OptimizerSharding, ReadOptions, WriteOptions, Writer, make_writer
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.model.checkpoint import Checkpoint, Extras, Parameter
 from ucp.model.dtypes import DType, parse_dtype
@@ -192,6 +192,7 @@ def plan(
     stages: Sequence[int] | None = None,
     vocab_size: int | None = None,
     optimizer: OptimizerKind | None = None,
+    optimizer_sharding: OptimizerSharding | None = None,
     max_shard_size: int | None = None,
     tag: str | None = None,
     rules: str | Path | None = None,
@@ -202,7 +203,8 @@ def plan(
 
     Degrees that are left out keep the source's value, or that of the checkpoint `like`. `stages` are the numbers of the
     first layer of every pipeline stage; `vocab_size` is the padded size of vocabulary dimensions. `optimizer` names the
-    one of Megatron's that is to load the target.
+    one of Megatron's that is to load the target, `optimizer_sharding` how its sharded checkpoint keeps the state of the
+    distributed one.
     """
     wanted = _dtype(dtype)
     if only is not None and to in ("deepspeed", "deepspeed-universal"):
@@ -226,6 +228,7 @@ def plan(
         first_layers=None if stages is None else tuple(stages),
         vocab_size=vocab_size,
         optimizer=optimizer,
+        optimizer_sharding=optimizer_sharding,
     )
     if link and to != "atoms":
         raise UsageError(f"--link makes virtual atoms, not {to}", hint="leave --to or --link out")

@@ -103,13 +103,13 @@ def load(model: Any, optimizer: Any, folder: Path, *, distributed: bool) -> Any:
     )
     here = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
 
-    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if distributed:
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    metadata = dist_checkpointing.load_content_metadata(str(folder))
     sharded: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     plan = optimizer.outer.sharded_state_dict(sharded, is_loading=True, metadata=metadata)
     sharded["optimizer"] = plan
-    sharded["rng_state"] = ShardedObject("rng_state", [], grid, here)
+    sharded["rng_state"] = ShardedObject(
+        "rng_state", [], grid, here, replica_id=parallel_state.get_data_parallel_rank()
+    )
     loaded = dist_checkpointing.load(sharded, str(folder), strict="raise_all")
     model.load_state_dict(loaded["model"])
     if distributed:

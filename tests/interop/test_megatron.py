@@ -79,7 +79,8 @@ def test_the_distributed_optimizer_loads_what_another_layout_saved(
     corpus: Path, tmp_path: Path, source: str, tp: int
 ) -> None:
     options: dict[str, Any] = {"tp": tp, "pp": 1, "dp": 1}
-    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="torch-dist", zero=1, **options)
+    flavour: dict[str, Any] = {"optimizer": "distributed", "optimizer_sharding": "fully_reshardable"}
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="torch-dist", **flavour, **options)
     ucp.api.convert(corpus / "megatron" / source, tmp_path / "expected", to="megatron", zero=0, **options)
     counts = run_job(tmp_path / "out", tmp_path / "expected", tp, 1, "distributed", tmp_path)
     assert counts == [states_of(27, "distributed")] * tp
@@ -89,6 +90,25 @@ def test_modules_and_optimizers_take_the_legacy_layout(corpus: Path, tmp_path: P
     ucp.api.convert(corpus / "megatron/llama_tp1_pp1_torchdist", tmp_path / "out", to="megatron", tp=2, pp=2)
     counts = run_job(tmp_path / "out", corpus / "megatron/llama_tp2_pp2_torch", 2, 2, "legacy", tmp_path)
     assert sum(counts) == 2 * states_of(27, "plain")
+
+
+@pytest.mark.parametrize(
+    "source, pp, dp",
+    [
+        ("gpt_tp1_pp1_torchdist", 2, 1),  # tied: the shared embedding has a bucket alone on both stages
+        ("llama_tp2_dp2_do_full_torchdist", 1, 2),
+    ],
+)
+def test_the_distributed_optimizer_loads_its_buckets(
+    corpus: Path, tmp_path: Path, source: str, pp: int, dp: int
+) -> None:
+    options: dict[str, Any] = {"tp": 1, "pp": pp}
+    flavour: dict[str, Any] = {"optimizer": "distributed", "optimizer_sharding": "dp_reshardable", "dp": 3}
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="torch-dist", **flavour, **options)
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "expected", to="megatron", optimizer="plain", **options)
+    counts = run_job(tmp_path / "out", tmp_path / "expected", 1, pp, "distributed", tmp_path, dp)
+    parameters = len(ucp.open(corpus / "megatron" / source)) + (pp > 1)
+    assert sum(counts) >= states_of(parameters, "distributed") + (dp - 1) * parameters
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     type=click.Choice(["plain", "distributed"]),
     help="Optimizer of the Megatron job that loads the target. [default: that of the source]",
 )
+@click.option(
+    "--optimizer-sharding",
+    type=click.Choice(["fully_reshardable", "dp_reshardable"]),
+    help="How --to torch-dist keeps the distributed optimizer's state. [default: as the source's job would]",
+)
 @click.option("--max-shard-size", type=parse_bytes, metavar="BYTES", help="Largest safetensors file. [default: 5G]")
 @reading_options
 @click.option("--repair", is_flag=True, help="Put right what a known bug of the framework damaged, where it can be.")

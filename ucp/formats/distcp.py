@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from ucp.files.torchzip_writer import TorchSkeleton, Zeros, new_tensor
+from ucp.files.torchzip_writer import Fill, TorchSkeleton, Zeros, new_tensor
 from ucp.formats.torchtrees import with_tensors
 from ucp.model.box import Shape
 from ucp.model.checkpoint import Atom
@@ -88,17 +89,29 @@ class ArchiveFiles:
         return len(self._files)
 
     def chunk(self, number: int | None, atom: Atom, region: Region, shape: Shape) -> Item:
-        """Lay out a region of an atom as a tensor of `shape` in file `number`, or in the smallest one.
+        """Lay out a region of an atom as a tensor of `shape` in file `number`, or in the smallest one."""
+        return self.filled(number, atom.dtype, shape, (Fill(atom, region),))
 
-        All chunks of one shape have the same archive but for their elements.
+    def filled(self, number: int | None, dtype: DType, shape: Shape, contents: Sequence[Fill | Zeros]) -> Item:
+        """Lay out a tensor of these contents, end to end, in file `number`, or in the smallest one.
+
+        All tensors of one shape have the same archive but for their elements.
         """
-        blank = self._blank.get((atom.dtype, shape))
+        blank = self._blank.get((dtype, shape))
         if blank is None:
-            tree = new_tensor(atom.dtype, shape, Zeros(region.numel))
-            blank = TorchSkeleton(_STEM, tree, self._where).output_file("")
-            self._blank[atom.dtype, shape] = blank
-        holes = tuple(Hole(atom, region, zero.offset) for zero in blank.zeros)
-        return self._choose(number).add(replace(blank, holes=holes, zeros=()))
+            tree = new_tensor(dtype, shape, Zeros(prod(shape)))
+            blank = self._blank[dtype, shape] = TorchSkeleton(_STEM, tree, self._where).output_file("")
+        holes: list[Hole] = []
+        zeros: list[ZeroRange] = []
+        at = blank.zeros[0].offset if blank.zeros else 0  # a tensor without elements has no storage to fill
+        for content in contents:
+            nbytes = content.numel * dtype.itemsize
+            if isinstance(content, Fill) and nbytes:
+                holes.append(Hole(content.atom, content.region, at))
+            elif nbytes:
+                zeros.append(ZeroRange(at, nbytes))
+            at += nbytes
+        return self._choose(number).add(replace(blank, holes=tuple(holes), zeros=tuple(zeros)))
 
     def value(self, value: Any, number: int = 0) -> Item:
         """Lay out an object; atoms inside it become tensors."""

@@ -59,6 +59,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 OptimizerKind = Literal["plain", "distributed"]
+OptimizerSharding = Literal["fully_reshardable", "dp_reshardable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class WriteOptions:
     first_layers: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
     vocab_size: int | None = None  # padded size of vocabulary dimensions
     optimizer: OptimizerKind | None = None  # which of Megatron's optimizers is to load it
+    optimizer_sharding: OptimizerSharding | None = None  # how a sharded checkpoint keeps the distributed one's state
 
 
 class Writer(Protocol):
@@ -102,9 +104,11 @@ WRITERS: dict[str, str] = {
     "megatron": "ucp.formats.megatron.writer",
     "torch-dist": "ucp.formats.megatron.sharded_writer",
 }
-_FOR_MEGATRON: set[str] = {"megatron", "torch-dist"}
-# Options that mean something to Megatron's formats only.
-_OPTIONS_OF_MEGATRON: set[str] = {"optimizer"}
+# Options that mean something to a few targets only.
+_ONLY_FOR: dict[str, set[str]] = {
+    "optimizer": {"megatron", "torch-dist"},
+    "optimizer_sharding": {"torch-dist"},
+}
 # Formats without ranks of their own → the options that mean something to them. The others look at all of them.
 _WITHOUT_RANKS: dict[str, set[str]] = {
     "atoms": {"link", "dtype"},
@@ -127,4 +131,4 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
 def _means_something(option: str, target: str) -> bool:
     if target in _WITHOUT_RANKS:
         return option in _WITHOUT_RANKS[target]
-    return target in _FOR_MEGATRON or option not in _OPTIONS_OF_MEGATRON
+    return option not in _ONLY_FOR or target in _ONLY_FOR[option]

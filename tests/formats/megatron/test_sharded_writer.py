@@ -13,6 +13,7 @@ from ucp.errors import UsageError
 from ucp.files.torchzip import TorchFile
 from ucp.formats.megatron.distributed import read_torch_dist
 from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.model.box import Box
 from ucp.model.coverage import coverage
 
 # (source, the variant that Megatron wrote, options)
@@ -27,9 +28,15 @@ JOURNEYS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen_tp1_pp1_torch", "qwen_tp1_pp1_torchdist", {}),
     ("moe_tp2_ep2_etp2_torch", "moe_ep2_torchdist", {"tp": 1, "ep": 2, "dp": 2}),
     ("moe_ep2_torchdist", "moe_ep1_torchdist", {"ep": 1, "dp": 1, "only": "weights"}),
+    ("llama_tp2_dp2_do_dpresh_torchdist", "llama_tp2_dp2_do_dpresh_torchdist", {}),
+    ("moe_ep2_dp2_do_dpresh_torchdist", "moe_ep2_dp2_do_dpresh_torchdist", {}),
     ("moegg_ep2_torch", "moegg_ep2_torchdist", {"dp": 2}),
     ("mla_tp2_ep2_torchdist", "mla_tp2_ep2_torchdist", {}),
 ]
+
+
+def start(box: Box) -> tuple[int, ...]:
+    return box.start
 
 
 def iteration(root: Path) -> Path:
@@ -47,7 +54,12 @@ def test_it_is_what_megatron_core_writes(
     for key, tensor in real.tensors.items():
         assert (made.tensors[key].shape, made.tensors[key].dtype) == (tensor.shape, tensor.dtype), key
         assert not list(coverage(tensor.shape, list(made.tensors[key].blocks))), key
+        if ".distributed." in key:
+            assert sorted(made.tensors[key].blocks, key=start) == sorted(tensor.blocks, key=start), key
     assert sorted(made.objects) == sorted(real.objects)
+    for key, value in real.objects.items():
+        if ".distributed." in key:
+            assert made.objects[key] == value, key
     ours, theirs = (TorchFile(iteration(folder) / "common.pt").tree for folder in (tmp_path / "out", root / expected))
     assert list(ours) == list(theirs)
     assert shape_of(ours.get("optimizer")) == shape_of(theirs.get("optimizer"))
@@ -80,6 +92,59 @@ def test_what_is_written_reads_as_the_same_atoms(corpus: Path, tmp_path: Path, s
     assert made.format == "torch-dist"
     for degree, value in ELSEWHERE[source].items():
         assert getattr(made.mesh, degree) == value
+
+
+@pytest.mark.parametrize(
+    "source, options",
+    [
+        ("gpt_tp1_pp1_torch", {"tp": 2, "pp": 2, "dp": 3}),  # tied: the shared embedding has a bucket alone
+        ("gpt_tp1_pp2_vpp2_torch", {"dp": 2}),  # a buffer a model chunk
+        ("gpt_dp2_do_buckets_torch", {"tp": 2, "dp": 4}),  # many buckets
+        ("gptfp16_tp1_torch", {"dp": 5}),
+        ("llama_tp2_dp2_do_full_torchdist", {"tp": 1, "pp": 4, "dp": 3}),
+        ("moe_tp2_ep2_etp2_torch", {"tp": 1, "ep": 4, "dp": 8}),
+        ("moe_ep2_dp2_do_dpresh_torchdist", {"ep": 1, "tp": 2, "pp": 2}),
+        ("moegg_ep2_torchdist", {"ep": 4, "pp": 2}),
+        ("mla_tp2_ep2_torchdist", {"tp": 4, "ep": 1, "dp": 2}),
+    ],
+)
+def test_state_goes_through_buckets(corpus: Path, tmp_path: Path, source: str, options: dict[str, Any]) -> None:
+    """Written as the buffers of any job's ranks have it, and read again, which replays these buffers."""
+    options = {"to": "torch-dist", "optimizer": "distributed", "optimizer_sharding": "dp_reshardable", **options}
+    plan = ucp.api.plan(corpus / "megatron" / source, tmp_path / "out", **options)
+    assert "optimizer-sharding" in {note.id for note in plan.writer.notes}
+    plan.run()
+    made = read_torch_dist(iteration(tmp_path / "out"))
+    assert not any(key.startswith("optimizer.state.") for key in made.tensors)
+    assert sum(key.endswith(".exp_avg") for key in made.tensors) >= options.get("pp", 1) * options.get("tp", 1)
+    for key, tensor in made.tensors.items():
+        assert not list(coverage(tensor.shape, list(tensor.blocks))), key
+    check_same_atoms(corpus / "megatron" / source, tmp_path / "out")
+
+
+def test_the_flavour_is_the_one_that_the_job_would_write(corpus: Path, tmp_path: Path) -> None:
+    root, options = corpus / "megatron", {"to": "torch-dist", "optimizer": "distributed"}
+    expected = {"gpt_tp1_pp1_torch": "dp_reshardable", "llama_tp2_dp2_do_torch": "fully_reshardable"}
+    for source, flavour in expected.items():
+        ucp.api.convert(root / source, tmp_path / source, **options)
+        tree = TorchFile(iteration(tmp_path / source) / "common.pt").tree
+        assert tree["content_metadata"]["distrib_optim_sharding_type"] == flavour
+        assert tree["optimizer"]["param_state_sharding_type"] == flavour
+        assert tree["args"].state["dist_ckpt_optim_fully_reshardable"] is (flavour == "fully_reshardable")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"to": "torch-dist"}, "but the target is for the plain one"),
+        ({"to": "megatron", "optimizer": "distributed"}, "--optimizer-sharding means nothing to --to megatron"),
+    ],
+)
+def test_a_flavour_is_for_the_distributed_optimizer(
+    corpus: Path, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        ucp.api.plan(corpus / "megatron/gpt_tp1_pp1_torch", tmp_path, optimizer_sharding="dp_reshardable", **options)
 
 
 def test_half_a_stack_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from ucp.files.local import SourceFiles
 from ucp.files.torchzip_writer import torch_file
 from ucp.formats.distcp import ArchiveFiles, Item
 from ucp.formats.distcp_metadata import MetadataTree
+from ucp.formats.megatron.emit.buckets import OwnState, owners_of
+from ucp.formats.megatron.emit.buffers import Buffers
 from ucp.formats.megatron.emit.carried import Carried
 from ucp.formats.megatron.emit.extrastates import extra_states
 from ucp.formats.megatron.emit.job import job_for
@@ -31,7 +33,6 @@ from ucp.model.region import Region
 from ucp.model.rules import slice_pieces
 from ucp.model.target import Digests, Literal, OutputFile, Target
 
-_FULLY_RESHARDABLE: Final = "fully_reshardable"
 _METADATA: Final = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -75,7 +76,10 @@ class Writer:
         for key, number, value in self._objects():
             tree.add_object((key,), self._files.value([value], number))
         with SourceFiles(self.source.root) as files:
-            common = torch_file(f"{self._folder}/{COMMON}", with_tensors(self._common(files)))
+            chain = stateless_chain(self.model, self.carried.grad_scaler(), files) if has_states(self.source) else []
+        if self._in_buckets:
+            chain = self._add_buckets(tree, chain)
+        common = torch_file(f"{self._folder}/{COMMON}", with_tensors(self._common(chain)))
         self.notes += [*self._random.notes, *padding_notes(self.model)]
         path = f"{self._folder}/{INDEX}"
         return Target(
@@ -97,7 +101,7 @@ class Writer:
         found: dict[str, _Tensor] = {}
         owners: dict[str, int] = {}  # parameters in each stack
         expected: dict[str, int] = {}
-        optimizer = has_states(self.source)
+        optimizer = has_states(self.source) and not self._in_buckets
         for name in self.model.wholes:
             self._add(found, owners, expected, name, WEIGHT, "")
         if optimizer:
@@ -187,7 +191,41 @@ class Writer:
                     key = f"rng_state/shard_{pp}.{tp}.{dp}_{mesh.pp}.{mesh.tp}.{mesh.dp}"
                     yield key, number, self._random.of(pp, tp, dp)
 
-    def _common(self, files: SourceFiles) -> dict[str, Any]:
+    @property
+    def _in_buckets(self) -> bool:
+        """Whether optimizer state is written as it lies in the buffers of the target's ranks."""
+        return bool(self.mesh.zero) and self.job.sharding == "dp_reshardable" and has_states(self.source)
+
+    def _add_buckets(self, tree: MetadataTree, chain: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Lay out the buffers of every rank; gives what is left of the optimizers for the common part: nothing."""
+        arguments, mesh = self.job.arguments, self.mesh
+        buffers = Buffers(self.model)
+        for owner in owners_of(arguments):
+            state = OwnState(owner, buffers, arguments)
+            number = owner.rank.tp + mesh.tp * (owner.rank.ep + mesh.ep * owner.rank.pp)
+            for bucket in state.buckets():
+                chunks = [
+                    (
+                        Box((chunk.start,), (chunk.numel,)),
+                        self._files.filled(number, FLOAT32, (chunk.numel,), chunk.contents),
+                    )
+                    for chunk in bucket.chunks
+                ]
+                tree.add_tensor((bucket.key,), (bucket.numel,), FLOAT32, chunks)
+            for key, value in state.objects(chain[owner.chained or 0]):
+                tree.add_object((key,), self._files.value([value], number))
+        self.notes.append(
+            Note(
+                "optimizer-sharding",
+                f"optimizer state is written as dp_reshardable: it loads with tp {mesh.tp}, pp {mesh.pp},"
+                f" ep {mesh.ep} only, on any number of data-parallel ranks (--optimizer-sharding fully_reshardable"
+                " loads everywhere)",
+            )
+        )
+        return [{} for _ in chain]
+
+    def _common(self, chain: list[dict[str, Any]]) -> dict[str, Any]:
+        """The common part; `chain` is what it keeps of the optimizers."""
         rest = self.carried.rest()
         common: dict[str, Any] = {
             "args": self.job.args(self.carried.args, 0, self.model.vocabulary, "torch_dist"),
@@ -196,18 +234,16 @@ class Writer:
             if key in rest:
                 common[key] = rest.pop(key)
         scheduler = rest.pop(SCHEDULER, None)
-        if has_states(self.source):
-            chain = stateless_chain(self.model, self.carried.grad_scaler(), files)
+        if chain:
             if self.mesh.zero:
-                chain = [{**tree, "param_state_sharding_type": _FULLY_RESHARDABLE} for tree in chain]
+                chain = [{**tree, "param_state_sharding_type": self.job.sharding} for tree in chain]
             common["optimizer"] = dict(enumerate(chain)) if len(chain) > 1 else chain[0]
             common.update({} if scheduler is None else {SCHEDULER: scheduler})
         content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self.mesh.zero:
-            flavour = {
-                "distrib_optim_sharding_type": _FULLY_RESHARDABLE,
-                "distrib_optim_fully_reshardable_mem_efficient": False,
-            }
+            flavour: dict[str, Any] = {"distrib_optim_sharding_type": self.job.sharding}
+            if self.job.sharding == "fully_reshardable":
+                flavour["distrib_optim_fully_reshardable_mem_efficient"] = False
             content = {**flavour, **content}
         return {**common, **rest, "content_metadata": content}
 

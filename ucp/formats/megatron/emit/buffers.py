@@ -28,7 +28,7 @@ STATES: Final = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_s
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A gradient buffer of one rank: its tensors lie at the seats of `layout`; `key` are dtypes of weights and grads."""
+    """A gradient buffer of one rank: its tensors lie at the seats of `layout`; `key`: dtypes of weights and grads."""
 
     key: tuple[DType, DType]
     tensors: tuple[ModuleTensor, ...]

@@ -10,7 +10,7 @@ from ucp.files.inert import Inert
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.emit.carried import Carried
 from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
-from ucp.formats.registry import WriteOptions
+from ucp.formats.registry import OptimizerSharding, WriteOptions
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.layout import Mesh
 
@@ -24,6 +24,7 @@ _PIPELINE: Final = (
     "pipeline_model_parallel_layout",
 )
 _PHANTOMS: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_FULLY: Final = "dist_ckpt_optim_fully_reshardable"
 _FORMATS: Final = ("megatron", "torch-dist")
 
 
@@ -32,6 +33,7 @@ class Job:
     """The target's layout: `arguments` are those of the job that is to load it."""
 
     mesh: Mesh
+    sharding: OptimizerSharding  # how a sharded checkpoint of this job keeps the distributed optimizer's state
     arguments: Arguments
     chunks: tuple[Chunk, ...]
     notes: tuple[Note, ...]
@@ -73,7 +75,10 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
         kind, how = ("distributed", "with") if mesh.zero else ("plain", "without")
         text = f"written for the {kind} optimizer: load it {how} --use-distributed-optimizer"
         notes.append(Note("optimizer-kind", text))
+    sharding = _sharding(pattern, mesh, options)
     fields = _fields(carried.arguments, pattern, mesh, options, notes)
+    if _FULLY in fields:
+        fields[_FULLY] = bool(mesh.zero) and sharding == "fully_reshardable"
     arguments = Arguments(fields)
     layers = arguments.layers or 0
     if fields.get("pipeline_model_parallel_layout") is None and not _is_dealt(arguments, layers):
@@ -81,7 +86,7 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
             f"{layers} layers do not divide over {mesh.pp} stages of {arguments.vpp} chunks",
             hint="choose another --pp, or name the first layer of every stage",
         )
-    return Job(mesh, arguments, tuple(chunks_of_job(arguments)), tuple(notes))
+    return Job(mesh, sharding, arguments, tuple(chunks_of_job(arguments)), tuple(notes))
 
 
 def _zero(base: Mesh, options: WriteOptions) -> int:
@@ -95,6 +100,18 @@ def _zero(base: Mesh, options: WriteOptions) -> int:
         raise UsageError(f"--zero {options.zero} is not the {options.optimizer} optimizer", hint="leave --zero out")
     asked = options.zero if named is None else named
     return int(base.zero > 0) if asked is None else asked
+
+
+def _sharding(pattern: Arguments, mesh: Mesh, options: WriteOptions) -> OptimizerSharding:
+    """What is asked for, else what Megatron writes for a job with these arguments."""
+    if options.optimizer_sharding is None:
+        return "fully_reshardable" if pattern.flag(_FULLY) else "dp_reshardable"
+    if not mesh.zero:
+        raise UsageError(
+            "--optimizer-sharding is about the distributed optimizer, but the target is for the plain one",
+            hint="add --optimizer distributed, or leave --optimizer-sharding out",
+        )
+    return options.optimizer_sharding
 
 
 def _mesh(base: Mesh, options: WriteOptions) -> Mesh:
@@ -140,7 +157,6 @@ def _fields(
         "transformer_pipeline_model_parallel_size": mesh.pp,
         "inprocess_active_world_size": mesh.world,
         "use_legacy_models": False,
-        "dist_ckpt_optim_fully_reshardable": bool(mesh.zero),
         "use_mcore_models": True,
     }
     fields.update({name: value for name, value in known.items() if name in fields})
