@@ -75,8 +75,8 @@ def _read(
         return Tally(one.a.dtype, one.b.dtype, options.tolerance, norms=number in measured)
 
     with ExitStack() as stack:
-        files_a = stack.enter_context(SourceFiles(a.root))
-        files_b = stack.enter_context(SourceFiles(b.root))
+        files_a = stack.enter_context(SourceFiles(a.root, computed=a.computed))
+        files_b = stack.enter_context(SourceFiles(b.root, computed=b.computed))
         bundles = [Bundle(((files_a, one.a), (files_b, one.b))) for one in pairs]
         done = run_pass(bundles, tally, jobs=jobs, progress=progress)
     return [one for one in done if not isinstance(one, Failure)]

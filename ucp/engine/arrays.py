@@ -11,25 +11,29 @@ from ucp.engine.casting import RawArray, raw_dtype, widen
 from ucp.engine.reading import read_rows
 from ucp.errors import UsageError
 from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import Atom
+from ucp.model.checkpoint import Atom, ComputedFiles
 
 if TYPE_CHECKING:
     import torch
 
 
-def read_array(root: Path, atom: Atom, rows: slice | None = None) -> np.ndarray[Any, Any]:
+def read_array(
+    root: Path, atom: Atom, rows: slice | None = None, computed: ComputedFiles | None = None
+) -> np.ndarray[Any, Any]:
     """The atom, or rows of its first dimension, as numpy; bfloat16 is widened to float32."""
-    raw = _read(root, atom, rows)
+    raw = _read(root, atom, rows, computed)
     if raw.dtype.kind == "u" and atom.dtype.family == "float" and atom.dtype.name != "bfloat16":
         raise UsageError(f"{atom}: numpy has no {atom.dtype}", hint="read it with as_torch=True")
     return widen(raw, atom.dtype)
 
 
-def read_tensor(root: Path, atom: Atom, rows: slice | None = None) -> torch.Tensor:
+def read_tensor(
+    root: Path, atom: Atom, rows: slice | None = None, computed: ComputedFiles | None = None
+) -> torch.Tensor:
     """The atom, or rows of its first dimension, as a torch tensor of exactly its dtype."""
     import torch
 
-    raw = _read(root, atom, rows)
+    raw = _read(root, atom, rows, computed)
     dtype: torch.dtype = getattr(torch, atom.dtype.name)
     if raw.size == 0:
         return torch.empty(raw.shape, dtype=dtype)
@@ -38,7 +42,7 @@ def read_tensor(root: Path, atom: Atom, rows: slice | None = None) -> torch.Tens
     return flat.view(dtype).reshape(raw.shape)
 
 
-def _read(root: Path, atom: Atom, rows: slice | None) -> RawArray:
+def _read(root: Path, atom: Atom, rows: slice | None, computed: ComputedFiles | None) -> RawArray:
     if rows is not None and not atom.shape:
         raise UsageError(f"{atom}: is a scalar and has no rows")
     count = atom.shape[0] if atom.shape else 1
@@ -47,6 +51,6 @@ def _read(root: Path, atom: Atom, rows: slice | None) -> RawArray:
         raise UsageError(f"{atom}: rows are read in steps of 1, not {step}")
     shape = (max(0, stop - start), *atom.shape[1:]) if atom.shape else ()
     out = np.empty(shape, raw_dtype(atom.dtype))
-    with SourceFiles(root) as files:
+    with SourceFiles(root, computed=computed) as files:
         read_rows(files, atom, start, max(start, stop), out)
     return out

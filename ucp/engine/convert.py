@@ -57,7 +57,7 @@ def run(
     staging = Staging(path, target, identity, resume=options.resume, restart=options.restart)
     try:
         progress.start(target.nbytes)
-        with SourceFiles(source.root) as files:
+        with SourceFiles(source.root, computed=source.computed) as files:
             progress.advance(staging.finished_bytes)
             write = partial(
                 stream,
@@ -111,4 +111,6 @@ def fingerprint(target: Target, source: Checkpoint) -> str:
         except OSError as error:
             raise StorageError(f"{source.root / name}: {error.strerror}") from error
         digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    if source.computed is not None:
+        digest.update(source.computed.identity.encode())
     return digest.hexdigest()

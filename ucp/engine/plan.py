@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import chain
 from typing import Final, TypeVar
 
@@ -23,6 +24,7 @@ VERSION: Final = 2
 _RANGES_OF_A_PART: Final = 256
 
 T = TypeVar("T")
+_Places = Sequence[tuple[int, Hole]]  # of one atom: (file number, hole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,39 @@ def stretches(target: Target, count: int) -> list[Iterator[Part]]:
         for hole in file.holes:
             holes.setdefault(id(hole.atom), []).append((number, hole))
     files = _shares([(file.size, (number, file)) for number, file in enumerate(target.files)], count)
-    atoms = _shares([(sum(hole.nbytes for _, hole in places), places) for places in holes.values()], count)
+    together = _together(holes.values())
+    atoms = _shares([(sum(hole.nbytes for at in some for _, hole in at), some) for some in together], count)
     return [_stretch(*shares) for shares in zip(files, atoms, strict=True)]
 
 
-def _stretch(files: Sequence[tuple[int, OutputFile]], atoms: Sequence[Sequence[tuple[int, Hole]]]) -> Iterator[Part]:
+def _together(places: Iterable[_Places]) -> list[list[_Places]]:
+    """Atoms that are written side by side: the states of a parameter, where computing one gives the others."""
+    groups: dict[object, list[_Places]] = {}
+    for some in places:
+        atom = some[0][1].atom
+        groups.setdefault(atom.name if atom.computed else id(atom), []).append(some)
+    return list(groups.values())
+
+
+def _stretch(files: Sequence[tuple[int, OutputFile]], atoms: Sequence[Sequence[_Places]]) -> Iterator[Part]:
     for number, file in files:
         yield from literal_parts(number, file.literals)
         yield from _batched(_zero_extents(number, file.zeros))
-    for places in atoms:
-        yield from _parts_of(places[0][1].atom, places)
+    for group in atoms:
+        parts = [_parts_of(places[0][1].atom, places) for places in group]
+        yield from parts[0] if len(parts) == 1 else merge(*parts, key=_first_element)
+
+
+def _first_element(part: Part) -> int:
+    """Where a part begins in the flattened atom."""
+    assert part.atom is not None
+    return part.block.start[0] if part.flat else flat_index(part.block.start, part.atom.shape)
+
+
+def _elements_of_a_part(atom: Atom) -> int:
+    """What is computed is cut small, so that all states of some elements are written before the next are computed."""
+    limit = tunables.PART_BYTES // atom.dtype.itemsize
+    return max(1, min(limit, tunables.LOG_BLOCK_ELEMENTS) if atom.computed else limit)
 
 
 def _shares(weighted: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
@@ -137,7 +162,7 @@ def _flat_parts(
     )
     waiting.reverse()  # the next one is the last
     met: list[tuple[int, int, int, int]] = []
-    step = max(1, tunables.PART_BYTES // itemsize)
+    step = _elements_of_a_part(atom)
     for start in range(0, atom.numel, step):
         stop = min(start + step, atom.numel)
         while waiting and waiting[-1][0] < stop:
@@ -159,7 +184,7 @@ def _shaped_parts(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Pa
     pieces = [(piece, number, hole) for number, hole in places for piece in hole.region.pieces()]
     shape = _padded(atom.shape, (piece.box for piece, _, _ in pieces))
     sweep = Sweep((entry[0].box, entry) for entry in pieces)
-    for block in slabs(shape, max(1, tunables.PART_BYTES // atom.dtype.itemsize)):
+    for block in slabs(shape, _elements_of_a_part(atom)):
         met = (entry for _, entry in sweep.meeting(block))
         found = (_extent(number, hole.offset, piece, block, atom.dtype) for piece, number, hole in met)
         extents = tuple(extent for extent in found if extent is not None)

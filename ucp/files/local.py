@@ -14,20 +14,25 @@ from types import TracebackType
 
 from ucp import tunables
 from ucp.errors import IntegrityError, StorageError
+from ucp.model.checkpoint import COMPUTED, ComputedFiles
 
 
 class SourceFiles:
     """Read-only access to the files below a checkpoint's root. Thread-safe; closes descriptors long unused."""
 
-    def __init__(self, root: Path, keep: int | None = None) -> None:
-        """`keep` is how many descriptors stay open; `OPEN_FILES` unless said."""
+    def __init__(self, root: Path, keep: int | None = None, computed: ComputedFiles | None = None) -> None:
+        """`keep` is how many descriptors stay open (`OPEN_FILES`); `computed` has the files that do not exist."""
         self.root = root
+        self.computed = computed
         self._keep = keep
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         """Fill `target` (bytes) from `file` at byte `offset`; a file that ends too early is an integrity error."""
+        if self.computed is not None and file.startswith(COMPUTED):
+            self.computed.read_into(file, offset, target)
+            return
         handle = self._acquire(file)
         try:
             done = 0

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, Protocol
 
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
@@ -23,6 +23,8 @@ Role = Literal["trained", "frozen", "buffer"]
 WEIGHT = "weight"  # as the module holds it
 MASTER = "master"  # the optimizer's high-precision copy
 STEP = "step"  # scalar
+
+COMPUTED: Final = "computed:/"  # names of computed files begin so; no relative path does
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Atom:
     fragments: Sequence[Fragment]
     replicas: Sequence[Sequence[Fragment]] = ()
     combine: Literal["copy", "average"] = "copy"
+    computed: bool = False  # the fragments are in the checkpoint's computed files
 
     @property
     def numel(self) -> int:
@@ -131,6 +134,19 @@ class Extras:
     files: dict[str, str] = field(default_factory=dict)
 
 
+class ComputedFiles(Protocol):
+    """Bytes that lie in no file and are computed when they are asked for; fragments name them like files.
+
+    Computing one state of some elements may give the others as well: who reads all states of a stretch of elements
+    before the next stretch has each computed once.
+    """
+
+    identity: str  # what the bytes depend on: two sources with the same identity give the same bytes
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of `file`, whose name begins with `COMPUTED`, from byte `offset` on."""
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """An index of where the bytes of each parameter lie."""
@@ -146,6 +162,7 @@ class Checkpoint:
     notes: list[Note] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)  # every file of the checkpoint, relative path → bytes
     details: dict[str, Any] = field(default_factory=dict)  # format-specific facts worth showing, JSON values only
+    computed: ComputedFiles | None = None  # where fragments name files that do not exist
 
     def atoms(self) -> Iterator[Atom]:
         """Every atom, parameter by parameter."""

@@ -93,7 +93,7 @@ class _Loader:
         self.job: LiveJob = describe(model, optimizer)
         _check_between_steps(self.job)
         self.source: Checkpoint = open_checkpoint(path, ReadOptions(tag, book))
-        self.files = CountingFiles(self.source.root)
+        self.files = CountingFiles(self.source.root, computed=self.source.computed)
         self.cutter = Cutter(self.job.mesh.tp, self.job.rank.tp, book)
         self.plan = LoadPlan()
         self.state = TrainingState()
