@@ -66,9 +66,25 @@ def open_checkpoint(
     tag: str | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
+    names: str | os.PathLike[str] | None = None,
+    model_config: str | os.PathLike[str] | None = None,
 ) -> OpenCheckpoint:
-    """Index the checkpoint at `path`, whatever its format. No tensor is loaded and nothing in it is executed."""
-    return OpenCheckpoint(index_checkpoint(Path(path), read_options(tag, rules, preset)))
+    """Index the checkpoint at `path`, whatever its format. No tensor is loaded and nothing in it is executed.
+
+    `names` gives its parameters the names, and the forms, of another framework: `hf`, `megatron`, `megatron-deepspeed`,
+    or the path of a table. `model_config` is a JSON file that says what the checkpoint does not say of its model.
+    """
+    return OpenCheckpoint(_renamed(index_checkpoint(Path(path), read_options(tag, rules, preset)), names, model_config))
+
+
+def _renamed(
+    checkpoint: Checkpoint, names: str | os.PathLike[str] | None, model_config: str | os.PathLike[str] | None
+) -> Checkpoint:
+    if names is None:
+        return checkpoint
+    from ucp.names.choose import with_names
+
+    return with_names(checkpoint, os.fspath(names), None if model_config is None else Path(model_config))
 
 
 class OpenCheckpoint(Mapping[str, "ParameterView"]):
@@ -198,6 +214,8 @@ def plan(
     rules: str | Path | None = None,
     preset: str | None = None,
     repair: bool = False,
+    names: str | os.PathLike[str] | None = None,
+    model_config: str | os.PathLike[str] | None = None,
 ) -> Conversion:
     """Index the source and lay out the target, without writing anything.
 
@@ -214,7 +232,8 @@ def plan(
     if only == "weights" and to == "safetensors":
         only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
     selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
-    source = select(index_checkpoint(Path(src), read_options(tag, rules, preset, repair)), selection)
+    indexed = index_checkpoint(Path(src), read_options(tag, rules, preset, repair))
+    source = _crossed(_renamed(select(indexed, selection), names, model_config), to, model_config)
     options = WriteOptions(
         link=link,
         tp=tp,
@@ -234,6 +253,13 @@ def plan(
         raise UsageError(f"--link makes virtual atoms, not {to}", hint="leave --to or --link out")
     writer = make_writer(to, source, options)
     return Conversion(source, writer, writer.target(), Path(dst))
+
+
+def _crossed(checkpoint: Checkpoint, to: str, model_config: str | os.PathLike[str] | None) -> Checkpoint:
+    """The checkpoint with what the target's framework wants to know, where another framework wrote it."""
+    from ucp.names.crossing import crossed
+
+    return crossed(checkpoint, to, None if model_config is None else Path(model_config))
 
 
 def convert(
@@ -295,17 +321,21 @@ def diff(
     tag_b: str | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
+    names: str | os.PathLike[str] | None = None,
+    model_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare the checkpoints at `a` and `b`, whatever their formats and layouts, in one pass.
 
-    Without a tolerance only equal bits are the same. `updates` also measures how far each parameter moved.
+    Without a tolerance only equal bits are the same. `updates` also measures how far each parameter moved. With `names`
+    both are compared under the names of one framework, as in `open_checkpoint`.
     """
     from ucp.compare import Options, Tolerance, compare
 
     options = Options(Tolerance(rtol, atol, ulp), only, tuple(include), tuple(exclude), strict, updates)
     one, other = (
-        index_checkpoint(Path(path), read_options(tag, rules, preset)) for path, tag in ((a, tag_a), (b, tag_b))
+        _renamed(index_checkpoint(Path(path), read_options(tag, rules, preset)), names, model_config)
+        for path, tag in ((a, tag_a), (b, tag_b))
     )
     return compare(one, other, options, jobs=jobs or default_jobs(), progress=progress)
 

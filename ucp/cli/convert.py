@@ -10,7 +10,15 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import echo_notes, human_bytes, parse_bytes, reading_options, source_argument, table
+from ucp.cli.options import (
+    echo_notes,
+    human_bytes,
+    naming_options,
+    parse_bytes,
+    reading_options,
+    source_argument,
+    table,
+)
 from ucp.formats.registry import WRITERS
 from ucp.model.target import Target
 
@@ -60,6 +68,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 )
 @click.option("--max-shard-size", type=parse_bytes, metavar="BYTES", help="Largest safetensors file. [default: 5G]")
 @reading_options
+@naming_options
 @click.option("--repair", is_flag=True, help="Put right what a known bug of the framework damaged, where it can be.")
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
 @click.option(
@@ -91,14 +100,15 @@ def command(
 
     \b
     SRC may be a save folder (with `latest`), one step folder, a folder of a
-    Hugging Face Trainer, Accelerate or Lightning run, a universal folder, or
-    atoms. Examples:
+    Hugging Face Trainer, Accelerate or Lightning run, a folder of weights, a
+    universal folder, or atoms. Examples:
       ucp convert run/checkpoints atoms
       ucp convert run/checkpoints atoms --dry-run
       ucp convert run/checkpoints weights --only weights --dtype bf16
       ucp convert run/checkpoints view --link
       ucp convert run/checkpoints new --to deepspeed --dp 6 --zero 3
       ucp convert run/checkpoints hf --to safetensors --dtype bf16
+      ucp convert megatron/run hf --to safetensors --names hf
 
     Layout options that are left out keep the source's value.
     The output appears whole or not at all. A run that was killed goes on with --resume.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, table
+from ucp.cli.options import human_bytes, naming_options, table
 from ucp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     help="TOML file of rules that say how parameters are cut over tensor-parallel ranks, for both.",
 )
 @click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`, for both.")
+@naming_options
 @click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative distance that counts as equal.")
 @click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute distance that counts as equal.")
 @click.option("--ulp", type=click.IntRange(0), default=0, help="Steps in the last place that count as equal.")

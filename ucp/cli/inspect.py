@@ -10,10 +10,9 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import echo_notes, human_bytes, source_argument, table
+from ucp.cli.options import echo_notes, human_bytes, naming_options, source_argument, table
 from ucp.errors import UsageError
 from ucp.formats.inert_json import Encoder
-from ucp.formats.registry import open_checkpoint
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.model.rule_json import rule_to_json
 
@@ -29,9 +28,19 @@ from ucp.model.rule_json import rule_to_json
     help="Show each parameter's rule and where it came from; with FILE, as that TOML file would have it.",
 )
 @click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`.")
+@naming_options
 @click.option("--param", "name", metavar="NAME", help="Show where each byte of this parameter lies, rank by rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(src: Path, tag: str | None, rules: str | None, preset: str | None, name: str | None, as_json: bool) -> None:
+def command(
+    src: Path,
+    tag: str | None,
+    rules: str | None,
+    preset: str | None,
+    names: str | None,
+    model_config: Path | None,
+    name: str | None,
+    as_json: bool,
+) -> None:
     """Show the format, mesh, optimizer and parameters of the checkpoint SRC.
 
     \b
@@ -39,9 +48,13 @@ def command(src: Path, tag: str | None, rules: str | None, preset: str | None, n
       ucp inspect run/checkpoints
       ucp inspect run/checkpoints --param model.norm.weight
       ucp inspect run/checkpoints --rules
+      ucp inspect run/checkpoints --names hf
       ucp inspect run/checkpoints --json | jq .parameters[0]
     """
-    checkpoint = open_checkpoint(src, api.read_options(tag, rules or None, preset))
+    opened = api.open_checkpoint(
+        src, tag=tag, rules=rules or None, preset=preset, names=names, model_config=model_config
+    )
+    checkpoint = opened.index
     if name is not None:
         parameter = _find(checkpoint, name)
         click.echo(json.dumps(_places_json(parameter)) if as_json else _places_text(parameter))

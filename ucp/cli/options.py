@@ -48,6 +48,27 @@ def reading_options(function: F) -> F:
     return function
 
 
+def naming_options(function: F) -> F:
+    """Under which names parameters are to be seen: --names, --model-config."""
+    for option in reversed(
+        (
+            click.option(
+                "--names",
+                metavar="NAMES",
+                help="Map names and forms: hf, megatron, megatron-deepspeed, a table of ucp's or a TOML file.",
+            ),
+            click.option(
+                "--model-config",
+                type=click.Path(path_type=Path, dir_okay=False),
+                metavar="FILE",
+                help="JSON with what the checkpoint does not say of its model: a config.json, or Megatron's arguments.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 def echo_notes(notes: Iterable[Note]) -> None:
     """Tell on stderr what a person should know; of many notes of one kind, the first few."""
     seen: Counter[str] = Counter()

@@ -41,6 +41,7 @@ READERS: dict[str, str] = {
     "deepspeed": "ucp.formats.deepspeed.reader",
     "megatron": "ucp.formats.megatron.reader",
     "dcp": "ucp.formats.dcp.reader",
+    "safetensors": "ucp.formats.huggingface.reader",
 }
 
 

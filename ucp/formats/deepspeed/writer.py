@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -122,7 +123,10 @@ class Writer:
     def _neighbours(self) -> Iterator[OutputFile]:
         """Files beside the step folder that the source carries: scheduler, RNG states, configs, tokenizers."""
         for name, tree in self.source.extras.trees.items():
-            if "/" not in name and not names.is_state_file(PurePosixPath(name).name):
+            if name.endswith(".json"):
+                data = json.dumps(tree, indent=2).encode() + b"\n"
+                yield OutputFile(name, len(data), (Literal(0, data),))
+            elif "/" not in name and not names.is_state_file(PurePosixPath(name).name):
                 yield torch_file(name, with_tensors(tree))
         for name in self.source.extras.files:
             yield carried_file(self.source, name, name)

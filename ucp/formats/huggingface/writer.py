@@ -69,7 +69,7 @@ class Writer:
         if self._config is not None:
             data = json.dumps(self._with_dtype(self._config, weights), indent=2).encode() + b"\n"
             yield OutputFile("config.json", len(data), (Literal(0, data),))
-        elif weights:
+        elif weights and not any(note.id == "no-config" for note in self.source.notes):
             self._note("no-config", "the source has no config.json: `from_pretrained` will want one")
         for name in self.source.extras.files:
             if any(fnmatch(name, pattern) for pattern in _CARRIED):
@@ -127,6 +127,9 @@ class Writer:
         yield OutputFile("model.safetensors.index.json", len(data), (Literal(0, data),))
 
     def _read_config(self) -> dict[str, Any] | None:
+        made = self.source.extras.trees.get("config.json")  # for names that were mapped
+        if isinstance(made, dict):
+            return made
         path = self.source.extras.files.get("config.json")
         if path is None:
             return None

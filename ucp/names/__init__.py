@@ -1,0 +1,1 @@
+"""Names: what one framework's parameters are called, and how they lie, in another. All knowledge is in `presets/`."""

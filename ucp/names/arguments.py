@@ -1,0 +1,200 @@
+"""Facts and the arguments of a Megatron job, in both directions. Megatron-DeepSpeed spells some in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ucp.names.facts import Facts
+
+_GATED: Final = {"swiglu": "silu", "geglu": "gelu", "quick_geglu": "quick_gelu", "gated_linear_unit": None}
+_NORMS: Final = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+_ROTARY: Final = "rope"
+_LEARNED: Final = "learned_absolute"
+
+
+def facts_of_arguments(args: Mapping[str, Any]) -> Facts:
+    """What the arguments of a job say of its model."""
+    heads = _number(args, "num_attention_heads")
+    hidden = _number(args, "hidden_size")
+    gated = next((key for key in _GATED if args.get(key) is True), None)
+    known = any(key in args for key in _GATED)
+    norm = args.get("normalization")
+    biased = _flag(args, "add_bias_linear")
+    qkv_bias = _flag(args, "add_qkv_bias")
+    return Facts(
+        layers=_number(args, "num_layers") or _number(args, "encoder_num_layers"),
+        hidden=hidden,
+        ffn=_number(args, "moe_ffn_hidden_size") or _number(args, "ffn_hidden_size"),
+        heads=heads,
+        query_groups=_query_groups(args, heads),
+        head_dim=_number(args, "kv_channels") or (hidden // heads if hidden and heads else None),
+        experts=_experts(args),
+        experts_per_token=_number(args, "moe_router_topk"),
+        positions=_number(args, "max_position_embeddings") or _number(args, "seq_length"),
+        gated=gated is not None if known else None,
+        activation=_activation(args, gated),
+        tied=args.get("untie_embeddings_and_output_weights") is not True,
+        rotary=_is_rotary(args),
+        rotary_base=_real(args, "rotary_base") or _real(args, "rope_theta"),
+        rotary_scaling=_real(args, "rope_scaling_factor") if args.get("use_rope_scaling") is True else None,
+        norm=_NORMS.get(norm.lower(), norm) if isinstance(norm, str) else None,
+        epsilon=_real(args, "layernorm_epsilon") or _real(args, "norm_epsilon"),
+        bias=biased,
+        qkv_bias=True if biased else qkv_bias,
+        qk_norm=_flag(args, "qk_layernorm"),
+        unlike=_unlike(args),
+    )
+
+
+def arguments_for(facts: Facts, step: int | None, dtype: str) -> dict[str, Any]:
+    """The arguments of a Megatron job of one rank with such a model, as far as it is known."""
+    heads, groups = facts.heads or 1, facts.query_groups or facts.heads or 1
+    moe = {
+        "num_experts": facts.experts,
+        "moe_ffn_hidden_size": facts.ffn,
+        "moe_router_topk": facts.experts_per_token or 2,
+        "moe_router_pre_softmax": False,
+        "moe_grouped_gemm": False,
+    }
+    return {
+        "num_layers": facts.layers,
+        "encoder_num_layers": facts.layers,
+        "hidden_size": facts.hidden,
+        "ffn_hidden_size": facts.ffn,
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": facts.head_dim,
+        "max_position_embeddings": facts.positions,
+        "seq_length": facts.positions,
+        "position_embedding_type": _LEARNED if facts.rotary is False else _ROTARY,
+        "rotary_base": int(facts.rotary_base or 10000),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": facts.rotary_scaling is not None,
+        "rope_scaling_factor": facts.rotary_scaling or 8.0,
+        "normalization": facts.norm or "LayerNorm",
+        "norm_epsilon": facts.epsilon,
+        "layernorm_epsilon": facts.epsilon,
+        "swiglu": bool(facts.gated),
+        "openai_gelu": facts.activation == "gelu_new",
+        "add_bias_linear": bool(facts.bias),
+        "add_qkv_bias": bool(facts.qkv_bias),
+        "qk_layernorm": bool(facts.qk_norm),
+        "untie_embeddings_and_output_weights": facts.tied is False,
+        "multi_latent_attention": False,
+        "num_experts": None,
+        **(moe if facts.experts else {}),
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "vocab_size": facts.vocabulary,
+        "padded_vocab_size": facts.vocabulary,
+        "make_vocab_size_divisible_by": 128,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "context_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "world_size": 1,
+        "rank": 0,
+        "local_rank": 0,
+        "use_distributed_optimizer": False,
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "transformer_impl": "transformer_engine",
+        "ckpt_format": "torch_dist",
+        "iteration": step or 0,
+        "consumed_train_samples": 0,
+    }
+
+
+def in_core_words(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a Megatron-DeepSpeed job with what megatron-core calls by another name, or has besides."""
+    facts = facts_of_arguments(args)
+    core = arguments_for(facts, None, "bfloat16" if args.get("bf16") is True else "float32")
+    spelled = (
+        "group_query_attention",
+        "num_query_groups",
+        "position_embedding_type",
+        "rotary_base",
+        "rotary_interleaved",
+        "normalization",
+        "norm_epsilon",
+        "num_experts",
+    )
+    missing = {key: value for key, value in core.items() if key not in args}
+    return {**args, **missing, **{key: core[key] for key in spelled}}
+
+
+def in_deepspeed_words(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a Megatron job with what Megatron-DeepSpeed calls by another name, or has besides."""
+    facts = facts_of_arguments(args)
+    return {
+        **args,
+        "num_key_value_heads": facts.query_groups,
+        "normalization": (facts.norm or "LayerNorm").lower(),
+        "use_rotary_position_embeddings": bool(facts.rotary),
+        "add_position_embedding": not facts.rotary,
+        "rope_theta": args.get("rotary_base", 10000),
+        "num_experts": [facts.experts or 1],
+        "deepspeed": True,
+    }
+
+
+def _query_groups(args: Mapping[str, Any], heads: int | None) -> int | None:
+    if args.get("group_query_attention") is True:
+        return _number(args, "num_query_groups")
+    return _number(args, "num_key_value_heads") or heads  # of Megatron-DeepSpeed
+
+
+def _experts(args: Mapping[str, Any]) -> int | None:
+    value = args.get("num_experts")
+    if isinstance(value, list):  # of Megatron-DeepSpeed, one number a group of layers
+        return max((n for n in value if type(n) is int and n > 1), default=0)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _is_rotary(args: Mapping[str, Any]) -> bool | None:
+    kind = args.get("position_embedding_type")
+    if isinstance(kind, str):
+        return kind == _ROTARY
+    if args.get("use_rotary_position_embeddings") is True:
+        return True
+    return False if args.get("add_position_embedding") is True else None
+
+
+def _activation(args: Mapping[str, Any], gated: str | None) -> str | None:
+    if gated is not None:
+        return _GATED[gated]
+    if args.get("squared_relu") is True:
+        return "relu2"
+    return "gelu_new" if args.get("openai_gelu") is True else "gelu"
+
+
+def _unlike(args: Mapping[str, Any]) -> str | None:
+    if args.get("apply_layernorm_1p") is True or args.get("layernorm_zero_centered_gamma") is True:
+        return "its norms store their weight less one (--apply-layernorm-1p)"
+    if args.get("rotary_interleaved") is True:
+        return "its rotary positions turn neighbouring elements (--rotary-interleaved)"
+    if args.get("multi_latent_attention") is True:
+        return "it has multi-latent attention"
+    percent = args.get("rotary_percent")
+    if isinstance(percent, (int, float)) and percent != 1 and _is_rotary(args):
+        return f"it turns {percent:.0%} of each head (--rotary-percent)"
+    return None
+
+
+def _number(args: Mapping[str, Any], key: str) -> int | None:
+    value = args.get(key)
+    return value if type(value) is int and value > 0 else None
+
+
+def _real(args: Mapping[str, Any], key: str) -> float | None:
+    value = args.get(key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _flag(args: Mapping[str, Any], key: str) -> bool | None:
+    value = args.get(key)
+    return value if isinstance(value, bool) else None

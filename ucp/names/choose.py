@@ -1,0 +1,138 @@
+"""From what a user asks for to tables: which side the checkpoint's names are of, and the way from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ucp.errors import UsageError
+from ucp.model.checkpoint import Checkpoint, Note
+from ucp.names.configs import config_for
+from ucp.names.facts import CONFIG, Facts, config_of, facts_of
+from ucp.names.mapping import mapped
+from ucp.names.matching import Match, match, refuse
+from ucp.names.tables import Table, load_packaged, load_table, packaged_tables, table_names
+
+HF: Final = "hf"
+MEGATRON: Final = "megatron"  # the one that all tables know
+MEGATRON_DEEPSPEED: Final = "megatron-deepspeed"
+TARGETS: Final = (HF, MEGATRON, MEGATRON_DEEPSPEED)
+
+
+def with_names(checkpoint: Checkpoint, names: str | Path, model_config: Path | None = None) -> Checkpoint:
+    """The checkpoint with the names that `names` asks for: `hf`, `megatron`, `megatron-deepspeed`, a table or a file.
+
+    A checkpoint that has them already is given back as it is.
+    """
+    facts = facts_of(checkpoint, model_config)
+    found = checkpoint
+    for step in _way(checkpoint, str(names), facts):
+        found = mapped(found, match(step.table, step.side, found.parameters, facts))
+    return _fitted(found, facts) if found is not checkpoint else checkpoint
+
+
+def _way(checkpoint: Checkpoint, names: str, facts: Facts) -> list[Match]:
+    """The tables to apply, in order. Names are looked up again for each: the second one's are the first one's."""
+    tables = packaged_tables()
+    if names not in TARGETS and names not in table_names():
+        path = Path(names)
+        if not path.exists():
+            known = ", ".join(dict.fromkeys((*TARGETS, *table_names())))
+            raise UsageError(f"--names {names}: no such file, and not one of: {known}")
+        return _own_table(checkpoint, load_table(path), facts)
+    if names in TARGETS:
+        target = names
+        wanted = [table for table in tables if target in table.sides and not table.secondary]
+    else:
+        wanted = [load_packaged(names)]
+        target = wanted[0].sides[0]
+    held = [side for side in _sides(checkpoint, tables, facts) if side.is_whole]
+    if any(side.side == target and (names in TARGETS or side.table.name == names) for side in held):
+        return []
+    direct = [side for side in _sides(checkpoint, wanted, facts) if side.side != target]
+    whole = [side for side in direct if side.is_whole]
+    if whole:
+        return whole[:1]
+    if target == MEGATRON:
+        secondary = [side for side in held if side.side != target]
+        if secondary:
+            return secondary[:1]
+    else:
+        first = next((side for side in held if side.table.other(side.side) == MEGATRON), None)
+        if first is not None:
+            return [first, _second(checkpoint, first, wanted, target, facts)]
+    near = direct or _sides(checkpoint, tables, facts)
+    raise refuse(min(near, key=lambda side: len(side.unknown)), names)
+
+
+def _second(checkpoint: Checkpoint, first: Match, wanted: Sequence[Table], target: str, facts: Facts) -> Match:
+    between = mapped(checkpoint, first)
+    ways = [way for way in _sides(between, wanted, facts) if way.side == MEGATRON]
+    best = min(ways, key=lambda way: len(way.unknown), default=None)
+    if best is None or not best.is_whole:
+        if best is None:
+            raise UsageError(f"no table leads from {first.side!r} to {target!r} for this model")
+        raise refuse(best, target)
+    return best
+
+
+def _own_table(checkpoint: Checkpoint, table: Table, facts: Facts) -> list[Match]:
+    sides = [match(table, side, checkpoint.parameters, facts) for side in table.sides]
+    best = min(sides, key=lambda side: len(side.unknown))
+    if not best.is_whole:
+        raise refuse(best, table.other(best.side))
+    return [best]
+
+
+def _sides(checkpoint: Checkpoint, tables: Sequence[Table], facts: Facts) -> list[Match]:
+    """Both sides of every table that may speak of this model, looked up; those that are meant for writing first."""
+    ordered = sorted(tables, key=lambda table: table.secondary)
+    return [
+        match(table, side, checkpoint.parameters, facts)
+        for table in ordered
+        if facts.fits(table.when)
+        for side in table.sides
+    ]
+
+
+def _fitted(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
+    """What follows from other names: a configuration for Hugging Face, the layers of a pipeline, no stages."""
+    side = str(checkpoint.details["names"]).partition(" ")[0]
+    if side == HF:
+        return _for_hugging_face(checkpoint, facts)
+    if side == MEGATRON_DEEPSPEED:
+        return _for_pipeline(checkpoint, facts)
+    return checkpoint
+
+
+def _for_hugging_face(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
+    extras, notes = checkpoint.extras, list(checkpoint.notes)
+    if config_of(checkpoint) is None:
+        rows = next((p.shape[0] for p in checkpoint.parameters.values() if p.rule.cut == "vocab"), None)
+        config, why = config_for(facts, rows)
+        if config is None:
+            notes.append(Note("no-config", f"no config.json is made for these weights: {why}"))
+        else:
+            extras = replace(extras, trees={**extras.trees, CONFIG: config})
+    for parameter in checkpoint.parameters.values():
+        parameter.stages = (0,)
+    return replace(checkpoint, extras=extras, notes=notes, mesh=replace(checkpoint.mesh, pp=1))
+
+
+def _for_pipeline(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
+    numbers = {int(head) for name in checkpoint.parameters if (head := name.partition(".")[0]).isdecimal()}
+    if not numbers:  # of a model without a pipeline
+        for parameter in checkpoint.parameters.values():
+            parameter.stages = (0,)
+        return replace(checkpoint, mesh=replace(checkpoint.mesh, pp=1))
+    tied = any(name.startswith("tied_modules.embed.") for name in checkpoint.parameters)
+    last = checkpoint.mesh.pp - 1
+    for name, parameter in checkpoint.parameters.items():
+        if name.startswith("tied_modules."):
+            parameter.stages = tuple(sorted({0, last}))
+            parameter.aliases = ()
+    del facts
+    pipeline = {"layers": sorted(numbers | {1}), "tied": {"embed": 1} if tied else {}, "model_axis": True}
+    return replace(checkpoint, details={**checkpoint.details, "pipeline": pipeline})

@@ -1,0 +1,122 @@
+"""What is known of a model besides its tensors: head counts and the like, whoever wrote them down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.files.inert import Inert
+from ucp.model.checkpoint import Checkpoint
+
+CONFIG: Final = "config.json"
+_LARGEST: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A decoder in the words of no framework. None: not known."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    ffn: int | None = None
+    heads: int | None = None
+    query_groups: int | None = None
+    head_dim: int | None = None
+    experts: int | None = None  # 0: no experts
+    experts_per_token: int | None = None
+    vocabulary: int | None = None  # rows of the tokenizer, without padding
+    positions: int | None = None  # longest sequence
+    gated: bool | None = None
+    activation: str | None = None  # as Hugging Face calls it: silu, gelu, gelu_new, relu
+    tied: bool | None = None
+    rotary: bool | None = None  # else: learned positions
+    rotary_base: float | None = None
+    rotary_scaling: float | None = None  # Llama 3.1's factor, where there is one
+    norm: str | None = None  # LayerNorm or RMSNorm
+    epsilon: float | None = None
+    bias: bool | None = None  # of every linear layer
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    unlike: str | None = None  # why another framework's modules compute something else from the same tensors
+
+    @property
+    def moe(self) -> bool | None:
+        return None if self.experts is None else self.experts > 0
+
+    def fits(self, when: Mapping[str, bool]) -> bool:
+        """Whether nothing that is known speaks against these conditions."""
+        return all(getattr(self, key) in (None, value) for key, value in when.items())
+
+    def over(self, other: Facts) -> Facts:
+        """These facts, and the other's where these are silent."""
+        known = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return replace(other, **known)
+
+
+def facts_of(checkpoint: Checkpoint, model_config: Path | None = None) -> Facts:
+    """What the user's file says, then the checkpoint's configuration, then Megatron's arguments in it."""
+    from ucp.names.arguments import facts_of_arguments
+    from ucp.names.configs import facts_of_config
+
+    found = Facts()
+    if model_config is not None:
+        found = read_model_config(model_config)
+    config = config_of(checkpoint)
+    if config is not None:
+        found = found.over(facts_of_config(config))
+    arguments = next(iter(arguments_in(checkpoint)), None)
+    if arguments is not None:
+        found = found.over(facts_of_arguments(arguments))
+    if found.tied is None and any(p.aliases for p in checkpoint.parameters.values()):
+        found = replace(found, tied=True)
+    return found
+
+
+def read_model_config(path: Path) -> Facts:
+    """The facts in a `config.json` of a model, or in a JSON object of Megatron's arguments."""
+    from ucp.names.arguments import facts_of_arguments
+    from ucp.names.configs import facts_of_config
+
+    values = _json(path)
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: holds no JSON object")
+    is_megatron = not values.keys() & {"model_type", "architectures", "num_hidden_layers", "n_layer"}
+    return facts_of_arguments(values) if is_megatron else facts_of_config(values)
+
+
+def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The `config.json` that the checkpoint carries, as a file or as a tree."""
+    tree = checkpoint.extras.trees.get(CONFIG)
+    if isinstance(tree, dict):
+        return tree
+    file = checkpoint.extras.files.get(CONFIG)
+    if file is None:
+        return None
+    config = _json(checkpoint.root / file)
+    return config if isinstance(config, dict) else None
+
+
+def arguments_in(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+    """The arguments of Megatron jobs, and of Megatron-DeepSpeed's, that the checkpoint carries."""
+    for tree in checkpoint.extras.trees.values():
+        args = tree.get("args") if isinstance(tree, dict) else None
+        if isinstance(args, Inert) and isinstance(args.state, dict) and "num_attention_heads" in args.state:
+            yield args.state
+
+
+def _json(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > _LARGEST:
+        raise UsageError(f"{path}: larger than {_LARGEST} bytes, which no configuration is")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: is no JSON: {error}") from None

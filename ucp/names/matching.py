@@ -1,0 +1,89 @@
+"""Which entries of a table the names of a checkpoint belong to, and which names belong to none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Final
+
+from ucp.errors import UsageError
+from ucp.names.facts import Facts
+from ucp.names.tables import Entry, Table
+
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
+_CLOSE: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A name's place in a table: entry, position among the side's names, and the numbers that it says."""
+
+    entry: int
+    position: int
+    numbers: tuple[tuple[str, int], ...]
+
+
+@dataclass(slots=True)
+class Match:
+    """A table read from one side: where each name is, and what the table does not know."""
+
+    table: Table
+    side: str
+    facts: Facts
+    found: dict[str, Found] = field(default_factory=dict)
+    computed: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.unknown and bool(self.found)
+
+    @property
+    def entries(self) -> list[tuple[int, Entry]]:
+        """The entries that hold for this model."""
+        return [(i, entry) for i, entry in enumerate(self.table.entries) if self.facts.fits(entry.when)]
+
+
+def match(table: Table, side: str, names: Iterable[str], facts: Facts) -> Match:
+    """Look every name up on one side of a table."""
+    made = Match(table, side, facts)
+    patterns = [
+        (i, position, pattern, regex)
+        for i, entry in made.entries
+        for position, pattern in enumerate(entry.sides[side].names)
+        if (regex := pattern.regex(facts.layers)) is not None
+    ]
+    for name in names:
+        for i, position, pattern, regex in patterns:
+            if regex.match(name) and (numbers := pattern.read(name, facts.layers)) is not None:
+                made.found[name] = Found(i, position, tuple(sorted(numbers.items())))
+                break
+        else:
+            known = any(pattern.match(name) for pattern in table.computed)
+            (made.computed if known else made.unknown).append(name)
+    return made
+
+
+def refuse(match: Match, target: str) -> UsageError:
+    """What to say of names that no entry of the nearest table knows: all of them, one line for all layers."""
+    kinds = Counter(_NUMBER.sub("N", name) for name in match.unknown)
+    patterns = [pattern.text for _, entry in match.entries for pattern in entry.sides[match.side].names]
+    lines = []
+    for kind, count in kinds.items():
+        close = closest(kind, patterns)
+        often = f" (× {count})" if count > 1 else ""
+        lines.append(f"\n  {kind}{often}" + (f"   closest: {', '.join(close)}" if close else ""))
+    return UsageError(
+        f"{len(match.unknown)} of {len(match.unknown) + len(match.found)} parameters have no name in {target!r}"
+        f" (table {match.table.name}, side {match.side}):{''.join(lines)}",
+        hint="leave them out with --exclude, or write a table of your own and give it with --names FILE",
+    )
+
+
+def closest(name: str, patterns: Sequence[str]) -> list[str]:
+    """The patterns that look most like a name."""
+    plain = {re.sub(r"\{[^}]*\}", "N", pattern): pattern for pattern in patterns}
+    return [plain[text] for text in get_close_matches(name, list(plain), _CLOSE, 0.6)]

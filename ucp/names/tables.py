@@ -1,0 +1,210 @@
+"""Tables of names: TOML that says, parameter by parameter, what two frameworks call it and how it lies in each.
+
+    sides = ["hf", "megatron"]
+
+    [[map]]
+    hf = ["model.layers.{layer}.self_attn.q_proj.weight", "…k_proj.weight", "…v_proj.weight"]
+    megatron = { name = "decoder.layers.{layer}.self_attention.linear_qkv.weight", grouped = true }
+    parts = "qkv"     # q, k, v in the proportions of the model's heads; or proportions: [1, 1]
+    cut = "rows"      # over tensor-parallel ranks: rows, columns, vocab, or not at all
+
+Several names are parts apart; one name is the parts one above the other, or `grouped`: by query group, the group's rows
+of every part. `transposed` tensors are [in, out]. A number that one side's names say and the other's do not counts
+along that one's first axis.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+from ucp import tunables
+from ucp.errors import StorageError, UsageError
+from ucp.names.patterns import Pattern, parse_pattern
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+CUTS: Final = ("whole", "rows", "columns", "vocab")
+WORDS: Final = ("qkv", "gated")
+CONDITIONS: Final = ("gated", "moe", "tied")
+_LARGEST: Final = 1 * tunables.MIB
+_KEYS: Final = frozenset({"parts", "cut", "when"})
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How one framework has a parameter: under one name, or its parts under several."""
+
+    names: tuple[Pattern, ...]
+    grouped: bool = False
+    transposed: bool = False
+
+    @property
+    def places(self) -> frozenset[str]:
+        return self.names[0].places
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter (or one of each layer or expert) on both sides."""
+
+    sides: Mapping[str, Side]
+    parts: str | tuple[int, ...] | None = None
+    cut: str = "whole"
+    when: Mapping[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of names. `when` says of which models it speaks; a `secondary` one is read but never chosen to write."""
+
+    name: str
+    sides: tuple[str, str]
+    entries: tuple[Entry, ...]
+    when: Mapping[str, bool] = field(default_factory=dict)
+    computed: tuple[re.Pattern[str], ...] = ()  # names of buffers that the model computes itself
+    secondary: bool = False
+
+    def other(self, side: str) -> str:
+        """The side across from this one."""
+        return self.sides[1] if side == self.sides[0] else self.sides[0]
+
+
+def packaged_tables() -> list[Table]:
+    """The tables that come with ucp, sorted by name."""
+    return [load_packaged(name) for name in table_names()]
+
+
+def table_names() -> list[str]:
+    """Names of the packaged tables, sorted."""
+    return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def load_packaged(name: str) -> Table:
+    return parse_table((_folder() / f"{name}.toml").read_bytes(), f"table {name}", name)
+
+
+def load_table(path: Path) -> Table:
+    """The table in a file of the user's."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot read the table of names: {error.strerror}") from error
+    return parse_table(data, str(path), path.name)
+
+
+def parse_table(data: bytes, where: str, name: str) -> Table:
+    """The table in the bytes of a TOML file; `where` names it in messages."""
+    if len(data) > _LARGEST:
+        raise UsageError(f"{where}: larger than {_LARGEST} bytes, which no table of names is")
+    try:
+        text = data.decode()
+        document = tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: not UTF-8 text (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{where}: not a table of names: nested too deep") from None
+    unknown = document.keys() - {"about", "sides", "when", "computed", "secondary", "map"}
+    entries = document.get("map", [])
+    if unknown or not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+        found = ", ".join(sorted(unknown)) or "map"
+        raise UsageError(f"{where}: unexpected or missing {found!r}", hint="a table of names is a list of [[map]]")
+    sides = document.get("sides")
+    if not isinstance(sides, list) or len(sides) != 2 or not all(isinstance(side, str) and side for side in sides):
+        raise UsageError(f'{where}: sides must name two frameworks: sides = ["hf", "megatron"]')
+    lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*map\s*\]\]", line)]
+    made: list[Entry] = []
+    for i, entry in enumerate(entries):
+        place = f"{where}, line {lines[i]}" if len(lines) == len(entries) else f"{where}, map {i + 1}"
+        made.append(_entry(entry, (sides[0], sides[1]), place))
+    return Table(
+        name,
+        (sides[0], sides[1]),
+        tuple(made),
+        _when(document.get("when", {}), where),
+        tuple(_computed(document.get("computed", []), where)),
+        document.get("secondary") is True,
+    )
+
+
+def _entry(entry: dict[str, Any], sides: tuple[str, str], place: str) -> Entry:
+    unknown = entry.keys() - _KEYS - set(sides)
+    if unknown or not all(side in entry for side in sides):
+        raise UsageError(
+            f"{place}: a map needs {sides[0]!r} and {sides[1]!r}, and may have {', '.join(sorted(_KEYS))}",
+            hint=f"found {', '.join(sorted(entry))}",
+        )
+    parts = _parts(entry.get("parts"), place)
+    made = {side: _side(entry[side], f"{place}, {side}") for side in sides}
+    cut = entry.get("cut", "whole")
+    if cut not in CUTS:
+        raise UsageError(f"{place}: cut = {cut!r}", hint=f"cut is one of: {', '.join(CUTS)}")
+    count = 3 if parts == "qkv" else 2 if parts == "gated" else len(parts) if parts is not None else 1
+    for side in made.values():
+        if len(side.names) not in (1, count) or (side.grouped and (len(side.names) > 1 or parts != "qkv")):
+            raise UsageError(
+                f"{place}: {len(side.names)} names for {count} parts, or a grouping of what is not q, k and v",
+                hint='name every part, or give one name; grouped needs parts = "qkv" and one name',
+            )
+    places = [side.places for side in made.values()]
+    if (places[0] ^ places[1]) - {"expert"}:
+        raise UsageError(f"{place}: both sides must count {{layer}}; only experts may be an axis of one side's tensor")
+    return Entry(made, parts, cut, _when(entry.get("when", {}), place))
+
+
+def _side(value: Any, place: str) -> Side:
+    options: dict[str, Any] = {}
+    if isinstance(value, dict):
+        options = {key: item for key, item in value.items() if key != "name"}
+        value = value.get("name")
+    if options.keys() - {"grouped", "transposed"} or not all(isinstance(item, bool) for item in options.values()):
+        raise UsageError(f"{place}: besides a name there may be grouped = true and transposed = true")
+    listed = value if isinstance(value, list) else [value]
+    names = tuple(parse_pattern(name, place) for name in listed)
+    if not names or any(name.places != names[0].places for name in names):
+        raise UsageError(f"{place}: parts of one parameter have names with the same numbers")
+    return Side(names, **options)
+
+
+def _parts(value: Any, place: str) -> str | tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value in WORDS:
+        return value
+    if isinstance(value, list) and len(value) > 1 and all(type(n) is int and 0 < n < 2**31 for n in value):
+        return tuple(value)
+    raise UsageError(f"{place}: parts = {value!r}", hint='parts are "qkv", "gated", or a list of proportions')
+
+
+def _when(value: Any, place: str) -> dict[str, bool]:
+    if (
+        not isinstance(value, dict)
+        or value.keys() - set(CONDITIONS)
+        or not all(type(v) is bool for v in value.values())
+    ):
+        raise UsageError(f"{place}: when = {value!r}", hint=f"conditions are {', '.join(CONDITIONS)} = true or false")
+    return dict(value)
+
+
+def _computed(value: Any, place: str) -> list[re.Pattern[str]]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise UsageError(f"{place}: computed must be a list of regular expressions")
+    try:
+        return [re.compile(text) for text in value]
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"{place}: computed = {value!r}: {error}") from None
+
+
+def _folder() -> Any:
+    return resources.files("ucp") / "names" / "presets"
