@@ -201,6 +201,7 @@ def plan(
     dtype: str | DType | None = None,
     tp: int | None = None,
     pp: int | None = None,
+    vpp: int | None = None,
     dp: int | None = None,
     ep: int | None = None,
     zero: int | None = None,
@@ -219,10 +220,11 @@ def plan(
 ) -> Conversion:
     """Index the source and lay out the target, without writing anything.
 
-    Degrees that are left out keep the source's value, or that of the checkpoint `like`. `stages` are the numbers of the
-    first layer of every pipeline stage; `vocab_size` is the padded size of vocabulary dimensions. `optimizer` names the
-    one of Megatron's that is to load the target, `optimizer_sharding` how its sharded checkpoint keeps the state of the
-    distributed one.
+    Degrees that are left out keep the source's value, or that of the checkpoint `like`. `vpp` counts the model chunks
+    of every pipeline stage. `stages` are the numbers of the first layer of every pipeline stage (of every chunk, where
+    stages have several: the first chunks of all stages come first); `vocab_size` is the padded size of vocabulary
+    dimensions. `optimizer` names the one of Megatron's that is to load the target, `optimizer_sharding` how its sharded
+    checkpoint keeps the state of the distributed one.
     """
     wanted = _dtype(dtype)
     if only is not None and to in ("deepspeed", "deepspeed-universal"):
@@ -238,6 +240,7 @@ def plan(
         link=link,
         tp=tp,
         pp=pp,
+        vpp=vpp,
         dp=dp,
         ep=ep,
         zero=zero,

@@ -48,6 +48,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 )
 @click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree of the target.")
 @click.option("--pp", type=click.IntRange(1), help="Pipeline-parallel degree of the target.")
+@click.option("--vpp", type=click.IntRange(1), help="Model chunks of every pipeline stage of the target (Megatron).")
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel degree of the target.")
 @click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree of the target.")
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the target.")

@@ -70,6 +70,7 @@ class WriteOptions:
     link: bool = False  # point at the source's bytes instead of copying them, where the format can
     tp: int | None = None
     pp: int | None = None
+    vpp: int | None = None  # model chunks of every pipeline stage
     dp: int | None = None
     ep: int | None = None
     zero: int | None = None
@@ -107,6 +108,7 @@ WRITERS: dict[str, str] = {
 }
 # Options that mean something to a few targets only.
 _ONLY_FOR: dict[str, set[str]] = {
+    "vpp": {"megatron", "torch-dist"},
     "optimizer": {"megatron", "torch-dist"},
     "optimizer_sharding": {"torch-dist"},
 }

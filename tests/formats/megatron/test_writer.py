@@ -218,6 +218,44 @@ def test_optimizers_change_their_kind_and_back(
     check_same_atoms(start, tmp_path / "plain")
 
 
+@pytest.mark.parametrize("source", ["gpt_tp1_pp1_torch", "gpt_tp2_pp2_torchdist"])
+def test_virtual_pipelines_are_what_megatron_writes(corpus: Path, tmp_path: Path, source: str) -> None:
+    expected = corpus / "megatron/gpt_tp1_pp2_vpp2_torch"
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="megatron", tp=1, pp=2, vpp=2)
+    made, real = files_of(tmp_path / "out"), files_of(expected)
+    assert list(made) == list(real)
+    for name, file in made.items():
+        assert check_same(file, real[name], 0) > 20
+        for field in ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"):
+            assert file.tree["args"].state[field] == real[name].tree["args"].state[field]
+
+
+STAGES: list[tuple[str, dict[str, Any], list[list[int]]]] = [
+    ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (0, 3)}, [[3], [1]]),
+    ("gpt_tp1_pp1_torch", {"pp": 4, "stages": (0, 0, 2, 4)}, [[0], [2], [2], [0]]),  # the ends of the model alone
+    ("gpt_tp2_pp2_torchdist", {"pp": 2, "stages": (0, 1, 2, 2)}, [[1, 0], [1, 2]]),  # two chunks a stage
+    ("gpt_tp1_pp2_vpp2_torch", {"pp": 2, "vpp": 1}, [[2], [2]]),
+    ("llama_tp2_dp2_do_torch", {"pp": 3, "tp": 1, "stages": (0, 1, 3), "dp": 2}, [[1], [2], [1]]),
+    ("gpt_tp2_dp2_do_torch", {"pp": 2, "tp": 1, "vpp": 2, "dp": 3}, [[1, 1], [1, 1]]),
+    ("moe_ep2_dp2_do_torch", {"pp": 2, "ep": 1, "stages": (0, 2)}, [[2], [0]]),
+]
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch-dist"])
+@pytest.mark.parametrize("source, options, layers", STAGES, ids=[f"{s}-{o}" for s, o, _ in STAGES])
+def test_stages_hold_the_layers_that_were_asked_for(
+    corpus: Path, tmp_path: Path, to: str, source: str, options: dict[str, Any], layers: list[list[int]]
+) -> None:
+    ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to=to, **options)
+    check_same_atoms(corpus / "megatron" / source, tmp_path / "out")
+    for name, file in files_of(tmp_path / "out").items():
+        if name.endswith("distrib_optim.pt"):
+            continue
+        stage = layers[int(Path(name).parent.name.split("_")[3])]
+        models = [file.tree["model"]] if len(stage) == 1 else [file.tree[f"model{i}"] for i in range(len(stage))]
+        assert [len({k.split(".")[2] for k in model if "layers" in k}) for model in models] == stage
+
+
 # source → the options that take it elsewhere
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "gpt_dp2_do_buckets_torch": {"tp": 2, "pp": 2, "dp": 1},
@@ -276,6 +314,9 @@ def check_same_atoms(source: Path, made: Path) -> None:
         ("gpt_tp1_pp1_torch", {"dtype": "float16"}, "as float16 for Megatron is not supported"),
         ("gpt_tp1_pp1_torch", {"vocab_size": 100}, "a vocabulary of 122 does not fit a size of 100"),
         ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (1, 2)}, "do not deal 4 layers to pp=2"),
+        ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 2, "stages": (0, 2)}, "do not deal 4 layers to pp=2 × vpp=2"),
+        ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 3}, "4 layers do not divide over 2 stages of 3 chunks"),
+        ("gpt_tp1_pp1_torch", {"vpp": 2}, "vpp=2 with pp=1"),
         ("moe_ep1_torch", {"ep": 3}, "4 experts do not divide over ep=3"),
         ("moe_ep1_torch", {"ep": 2, "dp": 3}, "ep=2 does not divide dp=3"),
     ],

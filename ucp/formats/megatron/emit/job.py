@@ -14,6 +14,7 @@ from ucp.formats.registry import OptimizerSharding, WriteOptions
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.layout import Mesh
 
+_LAYOUT: Final = "pipeline_model_parallel_layout"
 # How layers are dealt to stages. Where the number of stages changes, none of it holds any more.
 _PIPELINE: Final = (
     "virtual_pipeline_model_parallel_size",
@@ -21,7 +22,7 @@ _PIPELINE: Final = (
     "num_virtual_stages_per_pipeline_rank",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
+    _LAYOUT,
 )
 _PHANTOMS: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _FULLY: Final = "dist_ckpt_optim_fully_reshardable"
@@ -81,7 +82,7 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
         fields[_FULLY] = bool(mesh.zero) and sharding == "fully_reshardable"
     arguments = Arguments(fields)
     layers = arguments.layers or 0
-    if fields.get("pipeline_model_parallel_layout") is None and not _is_dealt(arguments, layers):
+    if fields.get(_LAYOUT) is None and not _is_dealt(arguments, layers):
         raise UsageError(
             f"{layers} layers do not divide over {mesh.pp} stages of {arguments.vpp} chunks",
             hint="choose another --pp, or name the first layer of every stage",
@@ -175,15 +176,16 @@ def _deal_layers(
     notes: list[Note],
 ) -> None:
     """Keep the way in which layers are dealt to stages where it still holds, else deal them evenly."""
-    if options.first_layers is None and mesh.pp == pattern.pp:
+    layers = stored.layers or 0
+    if options.first_layers is None and mesh.pp == pattern.pp and options.vpp in (None, pattern.vpp):
         for name in (*_PIPELINE, *_PHANTOMS):
             if name in pattern.fields:
                 fields[name] = pattern.fields[name]
-        layout = fields.get("pipeline_model_parallel_layout")
+        layout = fields.get(_LAYOUT)
         if layout is None or isinstance(layout, str):
             return
         notes.append(Note("stages-even", "the job's own pipeline layout cannot be read: layers are dealt evenly"))
-    elif stored.vpp > 1:
+    elif stored.vpp > 1 and options.vpp is None and options.first_layers is None:
         notes.append(Note("stages-even", f"written with one model chunk a stage; the source had {stored.vpp}"))
     for name in _PIPELINE:
         if name in fields:
@@ -191,18 +193,27 @@ def _deal_layers(
     for name in _PHANTOMS:
         if name in fields:
             fields[name] = False
+    chunks = options.vpp or 1
     if options.first_layers is not None:
-        fields["pipeline_model_parallel_layout"] = _spelled(options.first_layers, stored.layers or 0, mesh.pp)
+        chunks = options.vpp or max(1, len(options.first_layers) // mesh.pp)
+        fields[_LAYOUT] = _spelled(options.first_layers, layers, mesh.pp, chunks)
+    elif chunks > 1:
+        fields["num_layers_per_virtual_pipeline_stage"] = layers // (mesh.pp * chunks)
+    if chunks > 1 and mesh.pp == 1:
+        raise UsageError(f"vpp={chunks} with pp=1: only pipeline stages have several model chunks", hint="add --pp")
+    if chunks > 1:
+        fields["virtual_pipeline_model_parallel_size"] = chunks
 
 
-def _spelled(first_layers: tuple[int, ...], layers: int, pp: int) -> str:
+def _spelled(first_layers: tuple[int, ...], layers: int, pp: int, chunks: int) -> str:
     """The stages in Megatron's own notation."""
     stops = (*first_layers[1:], layers)
     counts = [stop - start for start, stop in zip(first_layers, stops, strict=True)]
-    if len(first_layers) != pp or first_layers[:1] != (0,) or min(counts) < 0:
+    if len(first_layers) != pp * chunks or first_layers[:1] != (0,) or min(counts) < 0:
+        of = f"pp={pp}" if chunks == 1 else f"pp={pp} × vpp={chunks}"
         raise UsageError(
-            f"stages that start at layers {list(first_layers)} do not deal {layers} layers to pp={pp}",
-            hint="name the first layer of every stage, starting with 0",
+            f"stages that start at layers {list(first_layers)} do not deal {layers} layers to {of}",
+            hint="name the first layer of every stage, or of every model chunk of every stage, starting with 0",
         )
     return "E" + "|".join("t" * count for count in counts) + "L"
 
