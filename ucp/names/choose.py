@@ -11,13 +11,10 @@ from ucp.errors import UsageError
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.names.configs import config_for
 from ucp.names.facts import CONFIG, Facts, config_of, facts_of
-from ucp.names.mapping import mapped
+from ucp.names.mapping import HF, MEGATRON, MEGATRON_DEEPSPEED, mapped
 from ucp.names.matching import Match, match, refuse
 from ucp.names.tables import Table, load_packaged, load_table, packaged_tables, table_names
 
-HF: Final = "hf"
-MEGATRON: Final = "megatron"  # the one that all tables know
-MEGATRON_DEEPSPEED: Final = "megatron-deepspeed"
 TARGETS: Final = (HF, MEGATRON, MEGATRON_DEEPSPEED)
 
 

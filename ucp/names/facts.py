@@ -81,11 +81,25 @@ def read_model_config(path: Path) -> Facts:
     from ucp.names.arguments import facts_of_arguments
     from ucp.names.configs import facts_of_config
 
+    values = _object(path)
+    return facts_of_arguments(values) if _is_megatron(values) else facts_of_config(values)
+
+
+def raw_arguments(path: Path) -> dict[str, Any]:
+    """The arguments of Megatron in a file of the user's, as they stand there; none in a `config.json`."""
+    values = _object(path)
+    return values if _is_megatron(values) else {}
+
+
+def _object(path: Path) -> dict[str, Any]:
     values = _json(path)
     if not isinstance(values, dict):
         raise UsageError(f"{path}: holds no JSON object")
-    is_megatron = not values.keys() & {"model_type", "architectures", "num_hidden_layers", "n_layer"}
-    return facts_of_arguments(values) if is_megatron else facts_of_config(values)
+    return values
+
+
+def _is_megatron(values: Mapping[str, Any]) -> bool:
+    return not values.keys() & {"model_type", "architectures", "num_hidden_layers", "n_layer"}
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Final
 
 from ucp.errors import InconsistentError, UsageError
 from ucp.model.box import Shape, whole
@@ -27,6 +28,10 @@ from ucp.names.matching import Match
 from ucp.names.tables import Entry, Side
 
 Key = tuple[int, ...]
+
+HF: Final = "hf"
+MEGATRON: Final = "megatron"  # the side that all tables know
+MEGATRON_DEEPSPEED: Final = "megatron-deepspeed"
 
 
 @dataclass(slots=True)
@@ -164,7 +169,7 @@ class _Mapping:
         if len(side.names) == 1:
             return sizes_of(proportions, matrices[0].rows, name)
         sizes = tuple(matrix.rows for matrix in matrices)
-        if sizes != sizes_of(proportions, sum(sizes), name):
+        if any(rows * proportions[0] != sizes[0] * share for rows, share in zip(sizes, proportions, strict=True)):
             raise InconsistentError(
                 f"parameter {name} and what is fused with it have {list(sizes)} rows, which are no parts of"
                 f" {':'.join(map(str, proportions))}",
@@ -200,7 +205,7 @@ class _Mapping:
         vocabulary = None
         if new.entry.cut == "vocab":
             vocabulary = first.rule.true_size if first.rule.cut == "vocab" else first.shape[0]
-        numbered = new.numbers.get("expert") if self._to != "hf" and "expert" in new.side.places else None
+        numbered = new.numbers.get("expert") if self._to != HF and "expert" in new.side.places else None
         return Parameter(
             new.name,
             new.shape,
@@ -208,9 +213,9 @@ class _Mapping:
             {kind: self._atom(new, kind, sources, plain) for kind in first.atoms},
             rule_on(new.entry, new.side, new.sizes, new.lead, vocabulary),
             f"names: {self._match.table.name}",
-            first.padded_shape if plain else None,
+            first.padded_shape if plain and self._to != HF else None,
             first.group,
-            self._aliases(first),
+            self._aliases(first) or self._tied(new),
             tuple(sorted({stage for source in sources for stage in source.stages})),
             numbered,
         )
@@ -243,6 +248,14 @@ class _Mapping:
                     found.append(entry.sides[self._to].names[0].write(numbers, self._facts.layers))
                     break
         return tuple(found)
+
+    def _tied(self, new: _New) -> tuple[str, ...]:
+        """The output layer's name for the embedding of a model that ties them and does not store it twice."""
+        if not self._facts.tied or new.entry.cut != "vocab" or self._to not in (HF, MEGATRON):
+            return ()
+        stored = {found.entry for found in self._match.found.values()}
+        others = [entry for i, entry in self._match.entries if entry.cut == "vocab" and i not in stored]
+        return tuple(e.sides[self._to].names[0].write({}, self._facts.layers) for e in others if not e.when)
 
 
 def _simple(new: _New, source: Checkpoint) -> _New:

@@ -1,0 +1,141 @@
+"""A checkpoint of Megatron's in DeepSpeed's words: counters, groups, schedule, loss scale, how slices combine."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from ucp.files.pickle_writer import bare_object
+from ucp.model.checkpoint import STEP, Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
+from ucp.model.dtypes import FLOAT32
+from ucp.model.region import Region
+from ucp.names.arguments import in_deepspeed_words
+from ucp.names.carried import carried_note, whole_number
+from ucp.names.facts import CONFIG
+from ucp.names.mapping import MEGATRON_DEEPSPEED
+
+_RNG: Final = re.compile(r"^rng_state/shard_0\.0(?:\.0)?_[\d.]+$")
+
+
+def into_deepspeed(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint as DeepSpeed's writers want it; `megatron` is what all ranks of the job say."""
+    args = megatron["args"].state
+    step = checkpoint.step or 0
+    schedule = megatron.get("opt_param_scheduler")
+    is_pipeline = str(checkpoint.details.get("names", "")).startswith(MEGATRON_DEEPSPEED)
+    samples = args.get("consumed_train_samples")
+    tree: dict[str, Any] = {
+        "global_steps": step,
+        "global_samples": samples if type(samples) is int else 0,
+        "skipped_steps": 0,
+        "iteration": step,
+        "lr_scheduler": None,
+    }
+    if is_pipeline:
+        tree["args"] = bare_object("argparse", "Namespace", in_deepspeed_words(args))
+        tree["checkpoint_version"] = megatron.get("checkpoint_version", 3.0)
+        if isinstance(schedule, dict):
+            tokens = whole_number(schedule.get("num_steps")) * whole_number(args.get("seq_length"))
+            own = {"lr_warmup_tokens": None, "num_tokens": tokens, "lr_decay_tokens": None}
+            tree["lr_scheduler"] = {**schedule, **own}
+            tree["tokens"] = tokens
+        tree["universal_checkpoint_info"] = _info(checkpoint, args)
+        random = megatron.get("rng_state") or _first_random(checkpoint)
+        if isinstance(random, list):
+            tree["rng_state"] = random
+    elif isinstance(schedule, dict):
+        tree["lr_scheduler"] = _counters(step, checkpoint.groups)
+    scaler = _deepspeed_scaler(checkpoint, megatron, step)
+    if scaler:
+        tree["optimizer"] = scaler
+    trees: dict[str, Any] = {"mp_rank_00_model_states.pt": tree}
+    if CONFIG in checkpoint.extras.trees:
+        trees[CONFIG] = checkpoint.extras.trees[CONFIG]
+    parameters = {name: _with_step(p, checkpoint.groups) for name, p in checkpoint.parameters.items()}
+    details = {**checkpoint.details, "tag": f"global_step{step}"}
+    notes = [
+        *checkpoint.notes,
+        carried_note(checkpoint, "DeepSpeed", tree["lr_scheduler"] is not None, "rng_state" in tree),
+    ]
+    return replace(
+        checkpoint,
+        parameters=parameters,
+        extras=Extras(trees, dict(checkpoint.extras.files)),
+        details=details,
+        notes=notes,
+    )
+
+
+def _info(checkpoint: Checkpoint, args: Mapping[str, Any]) -> dict[str, Any]:
+    """How the ranks' slices make whole parameters, as Megatron-DeepSpeed tells DeepSpeed."""
+    trained = [p for p in checkpoint.parameters.values() if p.role == "trained"]
+
+    def named(cut: str, dim: int = 0, parts: int = 0) -> list[str]:
+        return [
+            f"^{re.escape(p.name)}$"
+            for p in trained
+            if p.rule.cut == cut and p.rule.dim == dim and len(p.rule.parts or ()) == parts
+        ]
+
+    info: dict[str, Any] = {
+        "universal_checkpoint_version": 0.2,
+        "vocabulary_parameter_patterns": named("vocab"),
+        "pipeline_replicated_parameter_patterns": [f"^{re.escape(p.name)}$" for p in trained if len(p.stages) > 1],
+        "tp_replicated_parameter_patterns": named("replicated"),
+        "parameter_with_row_parallelism_patterns": named("split", 1),
+        "parameter_with_2_sub_params_cat_dim_0": named("split", 0, 2),
+    }
+    rows = next((p.shape[0] for p in trained if p.rule.cut == "vocab"), None)
+    if rows is not None:
+        unit = whole_number(args.get("make_vocab_size_divisible_by"), 128) * checkpoint.mesh.tp
+        info |= {"original_vocab_size": rows, "padded_vocab_size": -(-rows // unit) * unit}
+    return info
+
+
+def _counters(step: int, groups: list[ParamGroup]) -> dict[str, Any]:
+    """Where a schedule is, in the words of DeepSpeed's schedulers and of torch's; its shape is the new run's own."""
+    return {
+        "last_batch_iteration": step - 1,
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_last_lr": [group.hyper.get("lr") for group in groups],
+        "lr_lambdas": [None] * len(groups),
+    }
+
+
+def _with_step(parameter: Parameter, groups: list[ParamGroup]) -> Parameter:
+    """The parameter with a step of its own: fused optimizers count in the group, DeepSpeed's do it here."""
+    if parameter.group is None or STEP in parameter.atoms or parameter.role != "trained":
+        return parameter
+    counted = groups[parameter.group].hyper.get(STEP)
+    if not isinstance(counted, (int, float)) or not any(kind not in ("weight", "master") for kind in parameter.atoms):
+        return parameter
+    fragment = Fragment(Region.all_of(()), "", 0, FLOAT32, inline=struct.pack("<f", counted))
+    atom = Atom(parameter.name, STEP, (), FLOAT32, (fragment,))
+    return replace(parameter, atoms={**parameter.atoms, STEP: atom})
+
+
+def _deepspeed_scaler(checkpoint: Checkpoint, megatron: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Megatron's loss scale as DeepSpeed's."""
+    optimizer = megatron.get("optimizer")
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    scale = scaler.get("scale") if isinstance(scaler, dict) else None
+    if not isinstance(scale, Atom) or checkpoint.details.get("dtype") != "float16":
+        return {}
+    fragment = scale.fragments[0]
+    data = fragment.inline
+    if data is None:
+        with (checkpoint.root / fragment.file).open("rb") as file:
+            file.seek(fragment.offset)
+            data = file.read(4)
+    return {"cur_scale": struct.unpack("<f", data[:4])[0], "dynamic_loss_scale": True, "cur_iter": step}
+
+
+def _first_random(checkpoint: Checkpoint) -> Any:
+    objects = checkpoint.extras.trees.get("objects")
+    if not isinstance(objects, dict):
+        return None
+    return next((value for key, value in objects.items() if isinstance(key, str) and _RNG.match(key)), None)
