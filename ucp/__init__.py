@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from ucp.api import OpenCheckpoint, convert, diff, plan, report, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
+    from ucp.train.recording import Recorder, record
     from ucp.train.saving import SaveHandle, save
 
 __all__ = [
     "LoadReport",
     "OpenCheckpoint",
+    "Recorder",
     "SaveHandle",
     "__version__",
     "convert",
@@ -24,6 +26,7 @@ __all__ = [
     "load_into",
     "open",
     "plan",
+    "record",
     "report",
     "save",
     "verify",
@@ -32,6 +35,8 @@ __all__ = [
 _LIVE = {
     "LoadReport": "ucp.train.loading",
     "load_into": "ucp.train.loading",
+    "Recorder": "ucp.train.recording",
+    "record": "ucp.train.recording",
     "SaveHandle": "ucp.train.saving",
     "save": "ucp.train.saving",
 }

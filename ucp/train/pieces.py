@@ -71,11 +71,7 @@ class Collector:
     def collect(self) -> Holdings:
         """All pieces, parameter by parameter in the module's order as far as the optimizer keeps it."""
         job = self.job
-        trained = {name: stepped.group for stepped in job.stepped for name in stepped.names}
-        buffers = {held.share.name for held in job.buffers}
-        for name in job.shapes:
-            role: Role = "trained" if name in trained else ("buffer" if name in buffers else "frozen")
-            self._note(name, role, trained.get(name))
+        trained = self.note_parameters()
         copies = {held.share.name: dtype_of(held.tensor) for held in job.weights}
         for stepped in job.stepped:
             own = dtype_of(stepped.key)
@@ -90,6 +86,24 @@ class Collector:
             if held.share.name in copies or held.share.name not in trained:
                 self._add(held.share, WEIGHT, held.tensor)
         return self.found
+
+    def note_parameters(self) -> dict[str, int]:
+        """Note every parameter without looking at its values; the group of each that is trained."""
+        job = self.job
+        trained = {name: stepped.group for stepped in job.stepped for name in stepped.names}
+        buffers = {held.share.name for held in job.buffers}
+        for name in job.shapes:
+            role: Role = "trained" if name in trained else ("buffer" if name in buffers else "frozen")
+            self._note(name, role, trained.get(name))
+        return trained
+
+    def slice_region(self, name: str) -> Region:
+        """What of a (noted) parameter this model-parallel rank's slice is, as a region of the whole."""
+        return self._regions[name]
+
+    def region_of(self, share: Share) -> Region:
+        """Which elements of the (noted) whole parameter a share is."""
+        return share_region(self._regions[share.name], share.region, self.job.shapes[share.name], share.name)
 
     def _note(self, name: str, role: Role, group: int | None) -> None:
         job, local = self.job, self.job.shapes[name]
@@ -168,7 +182,7 @@ class Collector:
         flat = flat_view(tensor)
         if flat is None:
             flat = local_part(tensor).contiguous().view(-1)  # channels last and the like: a copy in row-major order
-        region = share_region(self._regions[name], share.region, self.job.shapes[name], name)
+        region = self.region_of(share)
         logical = self.job.logical_name(name)
         shape = self.found.notes[logical].shape
         part = flat.narrow(0, share.start, region.numel)

@@ -1,0 +1,145 @@
+"""`ucp.record` on real engines and torch jobs: what is logged, times its factor, is what the optimizer was given."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.interop.spec import Spec
+from tests.interop.test_load_into import BF16_OPTIMIZER, zero
+from tests.train.worlds import Worlds
+from ucp.log.bases import list_bases, usable_bases
+from ucp.log.payloads import Stage
+from ucp.log.reader import Log
+
+pytestmark = [pytest.mark.slow, pytest.mark.interop]
+
+RANKS = "tests.train.recording_ranks:"
+
+
+def assert_is_what_was_consumed(out: Path, results: list[Any]) -> Log:
+    """Every recorded block, scaled, has the bits that the inner optimizer of its rank saw; all elements are there."""
+    from safetensors.torch import load_file
+
+    log = Log.open(out / "run", "strict")
+    epoch = log.epochs[-1]
+    covered: dict[str, np.ndarray] = {p.name: np.zeros(prod(p.shape), int) for p in epoch.manifest.parameters}
+    for result in results:
+        rank = result["rank"]
+        witness = load_file(out / f"witness{rank:02d}.safetensors")
+        stream = epoch.streams[rank]
+        consumed = {
+            (step, place[0]): (witness[f"{step}/{number}/grad"].float().numpy(), place, witness[f"{step}/{number}/lr"])
+            for step in stream.steps
+            for number, places in enumerate(result["places"])
+            for place in places
+            if f"{step}/{number}/grad" in witness
+        }
+        for step in epoch.steps:
+            record = stream.record(step)
+            assert record.skipped == (step in result["skipped"])
+            for block in stream.schema.blocks:
+                name = epoch.manifest.parameters[block.parameter].name
+                stored = stream.read_block(step, block.id)
+                if record.skipped:
+                    assert stored is None
+                    continue
+                given, (_, start, first, _), lr = consumed[step, name]
+                assert stored is not None
+                values = stored.float32()
+                if record.scale is not None:
+                    values = values * record.scale
+                at = block.offset
+                assert np.array_equal(values.view("u4"), given[at : at + block.count].view("u4")), (step, name)
+                tensor = stream.schema.tensors[block.tensor]
+                assert record.group(tensor.group).lr == float(lr)
+                if step == epoch.steps.start and len(block.region.boxes) == 1:
+                    box = block.region.boxes[0]
+                    if prod(box.shape) == len(covered[name]):
+                        covered[name][block.region.start : block.region.stop] += 1
+                        assert block.region.start - first == at - start
+    log.covered = covered  # type: ignore[attr-defined]
+    return log
+
+
+def assert_everything_once(log: Log) -> None:
+    covered = log.covered  # type: ignore[attr-defined]
+    assert covered
+    assert all(np.all(counts == 1) for counts in covered.values())
+
+
+ENGINES: dict[str, tuple[int, Spec, Stage, set[str]]] = {
+    "zero 0, fp32": (2, Spec(zero=0, dtype="fp32"), Stage.CONSUMED, {"float32"}),
+    "zero 0, bf16": (2, Spec(zero=0, groups=3), Stage.REDUCED, {"bfloat16"}),
+    "zero 1": (2, Spec(zero=1, gas=2), Stage.REDUCED, {"bfloat16"}),
+    "zero 2, round robin, 3 ranks": (
+        *(3, Spec(zero=2, groups=3, frozen=("pos",), config=zero(2, round_robin_gradients=True))),
+        *(Stage.REDUCED, {"bfloat16"}),
+    ),
+    "zero 3, small sub-groups": (2, Spec(zero=3, config=zero(3, sub_group_size=700)), Stage.REDUCED, {"bfloat16"}),
+    "bf16 optimizer": (2, Spec(config=BF16_OPTIMIZER), Stage.REDUCED, {"float32"}),
+    "tp 2 × dp 2": (4, Spec(tp=2), Stage.REDUCED, {"bfloat16"}),
+    "pp 2 × dp 1": (2, Spec(pp=2, gas=2), Stage.REDUCED, {"bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_is_recorded_is_what_was_consumed(worlds: Worlds, tmp_path: Path, name: str) -> None:
+    world, spec, stage, dtypes = ENGINES[name]
+    spec = replace(spec, config={**spec.config, "gradient_clipping": 0.05})  # so that every step is clipped
+    options: dict[str, Any] = {"base_every": 3}
+    if spec.tp > 1 or spec.pp > 1:
+        from tests.interop import model as gpt
+
+        options["client_state"] = {"universal_checkpoint_info": gpt.universal_info(spec)}
+    results = worlds.run(world, RANKS + "engine", tmp_path, spec=asdict(spec), steps=5, options=options)
+    log = assert_is_what_was_consumed(tmp_path, results)
+    epoch = log.epochs[0]
+    assert epoch.steps == range(1, 6)
+    assert all(stream.record(2).stage == stage for stream in epoch.streams.values())
+    assert {tensor.grad_dtype for s in epoch.manifest.streams for tensor in s.tensors} == dtypes
+    if spec.tp == 1:
+        assert_everything_once(log)
+    assert [base.step for base in list_bases(tmp_path / "run")] == [0, 3]
+    assert [base.step for base in usable_bases(log)] == [0, 3]
+    if stage == Stage.REDUCED:
+        assert all(stream.record(step).scale != 1 for stream in epoch.streams.values() for step in epoch.steps)
+        sizes = {block.data.nbytes / block.count for block in stored_blocks(log)}
+        assert sizes == {2.0}, "two bytes an element, whatever DeepSpeed accumulates in"
+
+
+def stored_blocks(log: Log) -> list[Any]:
+    epoch = log.epochs[0]
+    found = [s.read_block(2, block.id) for s in epoch.streams.values() for block in s.schema.blocks]
+    return [block for block in found if block is not None and block.data.nbytes]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_skipped_steps_and_growing_scales(worlds: Worlds, tmp_path: Path, stage: int) -> None:
+    """fp16 with a dynamic scale that grows and shrinks: the factor is the one of the step, not of the backward pass."""
+    spec = Spec(zero=stage, dtype="fp16")
+    results = worlds.run(2, RANKS + "engine", tmp_path, spec=asdict(spec), steps=8, overflow_at=4)
+    assert all(4 in result["skipped"] for result in results)
+    log = assert_is_what_was_consumed(tmp_path, results)
+    stream = log.epochs[0].streams[0]
+    assert {t.grad_dtype for t in stream.schema.tensors} == {"float16"}
+    assert stream.aux(4)["counters"]["skipped_steps"] == len([s for s in results[0]["skipped"] if s <= 4])
+    scales = [stream.aux(step)["scaler"]["cur_scale"] for step in stream.steps]
+    assert len(set(scales)) > 2, "the loss scale has changed in between"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_torch_jobs(worlds: Worlds, tmp_path: Path, kind: str) -> None:
+    results = worlds.run(2, RANKS + "module", tmp_path, spec=asdict(Spec(dtype="fp32")), kind=kind, steps=4)
+    log = assert_is_what_was_consumed(tmp_path, results)
+    epoch = log.epochs[0]
+    assert epoch.steps == range(1, 5)
+    if kind == "ddp":  # each rank logs its share
+        assert_everything_once(log)
+        loads = [schema.numel for schema in epoch.manifest.streams]
+        assert min(loads) > 0.3 * max(loads)

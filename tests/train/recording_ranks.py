@@ -1,0 +1,107 @@
+"""What ranks do in tests of `ucp.record`: train, record, and write down what the optimizer was really given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import ucp
+from tests.interop.ds_rank import build, train
+from tests.train import torch_ranks
+from tests.train.ranks import spec_of
+from ucp.train.describe import describe
+
+
+class Witness:
+    """Writes down, independently of the recorder, every tensor that the inner optimizer steps, and its states."""
+
+    def __init__(self, model: Any, optimizer: Any = None) -> None:
+        self.job = describe(model, optimizer)
+        self.seen: dict[str, torch.Tensor] = {}
+        self.step = 0
+        self.calls = 0
+        self.job.optimizer.register_step_pre_hook(self._before)
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        self.calls += 1
+        number = {id(stepped.key): i for i, stepped in enumerate(self.job.stepped)}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    local = getattr(p.grad, "_local_tensor", p.grad)
+                    self.seen[f"{self.step + 1}/{number[id(p)]}/grad"] = local.detach().clone().reshape(-1)
+                    self.seen[f"{self.step + 1}/{number[id(p)]}/lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+
+    def places(self) -> list[list[Any]]:
+        """For each stepped tensor: (name, first element in it, start and stop of the interval of the parameter)."""
+        return [
+            [[self.job.logical_name(s.name), s.start, s.region.start, s.region.stop] for s in stepped.shares]
+            for stepped in self.job.stepped
+        ]
+
+
+def engine(
+    out: Path,
+    rank: int,
+    *,
+    spec: dict[str, Any],
+    steps: int,
+    options: dict[str, Any] | None = None,
+    overflow_at: int | None = None,
+) -> dict[str, Any]:
+    """Train a DeepSpeed engine under a recorder; with `overflow_at`, the loss of that step is not a number."""
+    made = spec_of(spec)
+    live, place = build(made, dist.get_world_size(), rank, universal=False)
+    witness = Witness(live)
+    recorder = ucp.record(live, out / "run", **(options or {}))
+    skipped = []
+    for step in range(1, steps + 1):
+        before = live.skipped_steps
+        if step == overflow_at:
+            spoil(live)
+        train(live, made, place, 1)
+        witness.step = step
+        if live.skipped_steps > before:
+            skipped.append(step)
+    recorder.flush()
+    stats = recorder.stats()
+    recorder.close()
+    save_file(witness.seen, out / f"witness{rank:02d}.safetensors")
+    return {
+        "rank": rank,
+        **place,
+        "skipped": skipped,
+        "stats": stats,
+        "calls": witness.calls,
+        "places": witness.places(),
+        "class": type(live.optimizer).__name__,
+    }
+
+
+def spoil(live: Any) -> None:
+    """Make the next backward pass give something that is not a number, once."""
+    p = next(p for p in live.module.parameters() if p.requires_grad)
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return gradient * float("nan")
+
+    handle = p.register_hook(poison)
+
+
+def module(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int) -> dict[str, Any]:
+    """Train a torch module (DDP, FSDP2) under a recorder."""
+    made = spec_of(spec)
+    model, optimizer = torch_ranks.build(made, kind)
+    witness = Witness(model, optimizer)
+    with ucp.record(model, optimizer, out / "run") as recorder:
+        for step in range(1, steps + 1):
+            torch_ranks.train(model, optimizer, made, kind, step - 1, 1)
+            witness.step = step
+        stats = recorder.stats()
+    save_file(witness.seen, out / f"witness{rank:02d}.safetensors")
+    return {"rank": rank, "stats": stats, "places": witness.places(), "skipped": []}

@@ -1,0 +1,111 @@
+"""The bases that a recorder takes: saved in the background, and what they make superfluous dropped."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ucp.log.bases import ATOMS, Base, base_folder, list_bases, write_base
+from ucp.log.reader import EPOCH
+from ucp.log.writer import Writer
+from ucp.train.saving import SaveHandle
+
+
+class Bases:
+    """Bases of one epoch. `save(folder, asynchronous)` saves the live job; every rank calls alike."""
+
+    def __init__(
+        self,
+        run: Path,
+        epoch: int,
+        start: int,
+        first_number: int,
+        keep: int | None,
+        save: Callable[[Path, bool], SaveHandle],
+        rank: int,
+    ) -> None:
+        self._run = run
+        self._epoch = epoch
+        self._start = start
+        self._next = first_number
+        self._keep = keep
+        self._save = save
+        self._rank = rank
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._finished: list[int] = []  # steps of whole bases of this run, oldest first
+        self.last_step = start
+        self.taken = 0
+
+    def begin_with(self, step: int) -> str:
+        """Take the first base now; gives its folder relative to the run's."""
+        base = self._new(step)
+        self._save(base.path, False).wait()
+        self._publish(base)
+        return str(base.folder.relative_to(self._run))
+
+    def begin_from(self, steps: list[int]) -> None:
+        """Begin with bases that are there."""
+        self._finished = list(steps)
+
+    def take(self, step: int) -> None:
+        """Take a base of the state as it is now, in the background. Collective."""
+        self.wait()
+        base = self._new(step)
+        handle = self._save(base.path, True)
+
+        def finish() -> None:
+            try:
+                handle.wait()
+                self._publish(base)
+            except BaseException as error:  # noqa: BLE001 - raised by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=finish, name="ucp-base")
+        self._thread.start()
+
+    def drop_superfluous(self, writer: Writer) -> None:
+        """Let the writer drop what the second newest base has made superfluous. Cheap when there is nothing new."""
+        keep = self._keep
+        while keep is not None and len(self._finished) > keep:
+            self._finished.pop(0)
+            writer.drop_upto(self._finished[0])
+
+    def wait(self) -> None:
+        """Wait for the base that is under way; raise what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _new(self, step: int) -> Base:
+        base = Base(base_folder(self._run, self._next), self._next, step, self._epoch, ATOMS)
+        base.folder.mkdir(parents=True, exist_ok=True)
+        self._next += 1
+        self.taken += 1
+        self.last_step = step
+        return base
+
+    def _publish(self, base: Base) -> None:
+        if self._rank == 0:
+            write_base(base)
+            self._drop_old()
+        self._finished.append(base.step)
+
+    def _drop_old(self) -> None:
+        """Older bases than are kept, and epochs that lie altogether before them. On rank 0."""
+        if self._keep is None:
+            return
+        bases = list_bases(self._run)
+        for base in bases[: -self._keep]:
+            shutil.rmtree(base.folder)
+        kept = bases[-self._keep :]
+        if len(bases) > self._keep and kept[0].step >= self._start and kept[0].epoch == self._epoch:
+            for folder in (self._run / "log").iterdir():
+                named = EPOCH.fullmatch(folder.name)
+                if named is not None and int(named[1]) < self._epoch:
+                    shutil.rmtree(folder)

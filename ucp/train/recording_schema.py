@@ -1,0 +1,213 @@
+"""Which rank logs which elements of which parameter: agreed on by all ranks before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ucp.errors import UsageError
+from ucp.log.manifest import Kernel, Manifest, OptimizerGroup
+from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
+from ucp.model.layout import Rank
+from ucp.model.region import Region
+from ucp.model.rules import Rule, RuleBook
+from ucp.train.live import LiveJob, dtype_of, local_part
+from ucp.train.pieces import Collector, SliceRules
+from ucp.train.recording_kernel import plain_hyper
+from ucp.train.talk import agree, gather
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A part of a parameter that a rank could log: `region` of the whole, in its optimizer tensor from `start` on."""
+
+    name: str
+    region: Region
+    tensor: int  # index into the job's stepped tensors
+    start: int
+
+
+@dataclass(slots=True)
+class RankOffers:
+    """What one rank tells the others."""
+
+    rank: Rank
+    parameters: list[LoggedParameter]
+    slices: dict[str, Region]  # name → this model-parallel rank's slice of the whole
+    offers: list[Offer]
+    groups: list[tuple[dict[str, Any], list[str]]]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What all ranks agreed on, and this rank's part of it."""
+
+    schemas: list[StreamSchema]
+    parameters: list[LoggedParameter]
+    groups: list[OptimizerGroup]
+    notes: list[str]
+    mine: StreamSchema
+    stepped: list[int]  # tensor of my stream → index into the job's stepped tensors
+
+
+def agree_on_schema(
+    job: LiveJob, grad_dtypes: Sequence[str], book: RuleBook | None, client_state: dict[str, Any], rank: int
+) -> Agreement:
+    """Deal the parameters over the ranks. Collective. `grad_dtypes` are of the gradients of the stepped tensors."""
+    offers: RankOffers | None = None
+    error: BaseException | None = None
+    slices = SliceRules(job, book, client_state)
+    slices.agree_on_defaults()
+    try:
+        offers = _offers(job, slices)
+    except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
+        error = caught
+    agree(error)
+    everyone: list[RankOffers] = gather(offers)
+    parameters = _parameters(everyone)
+    kept = deal(everyone, {p.name: p.rule for p in parameters})
+    index = {parameter.name: number for number, parameter in enumerate(parameters)}
+    tensors = [_tensor(job, stepped, dtype) for stepped, dtype in zip(job.stepped, grad_dtypes, strict=True)]
+    mine, stepped = _schema(rank, job.rank, kept[rank], tensors, index)
+    schemas: list[StreamSchema] = gather(mine)
+    notes = list(dict.fromkeys(note for told in everyone for note in told.notes))
+    return Agreement(schemas, parameters, _groups(everyone), notes, mine, stepped)
+
+
+def _offers(job: LiveJob, slices: SliceRules) -> RankOffers:
+    collector = Collector(job, slices)
+    trained = collector.note_parameters()
+    notes = collector.found.notes
+    parameters = []
+    held = {share.name: dtype_of(tensor) for share, tensor in ((h.share, h.tensor) for h in job.weights)}
+    dtypes = {name: dtype_of(stepped.key) for stepped in job.stepped for name in stepped.names}
+    for name, group in trained.items():
+        note = notes[job.logical_name(name)]
+        dtype = str(held.get(name, dtypes[name]))
+        parameters.append(LoggedParameter(note.name, note.shape, dtype, group, note.rule, note.padded_shape))
+    offers = [
+        Offer(job.logical_name(share.name), collector.region_of(share), number, share.start)
+        for number, stepped in enumerate(job.stepped)
+        for share in stepped.shares
+    ]
+    groups = [
+        (plain_hyper(group), [job.logical_name(name) for name in names])
+        for group, names in zip(job.groups, job.names_by_group(), strict=True)
+    ]
+    told = RankOffers(
+        job.rank,
+        parameters,
+        {job.logical_name(name): collector.slice_region(name) for name in trained},
+        offers,
+        groups,
+    )
+    if job.buffers:
+        names = ", ".join(held.share.name for held in job.buffers[:3])
+        told.notes.append(f"buffers are not logged, they are those of the base: {names} ({len(job.buffers)} in all)")
+    if any(not local_part(stepped.key).is_contiguous() for stepped in job.stepped):
+        told.notes.append(
+            "some optimizer tensors are not row-major: a fused kernel sees their elements in another order"
+        )
+    return told
+
+
+def _tensor(job: LiveJob, stepped: Any, grad_dtype: str) -> OptimizerTensor:
+    names = tuple(job.logical_name(name) for name in stepped.names)
+    local = local_part(stepped.key)
+    return OptimizerTensor(local.numel(), stepped.group, str(dtype_of(local)), grad_dtype, names)
+
+
+def _parameters(everyone: Sequence[RankOffers]) -> list[LoggedParameter]:
+    found: dict[str, LoggedParameter] = {}
+    for told in everyone:
+        for parameter in told.parameters:
+            other = found.setdefault(parameter.name, parameter)
+            if other.shape != parameter.shape:
+                raise UsageError(
+                    f"parameter {parameter.name} has shape {list(other.shape)} on one rank"
+                    f" and {list(parameter.shape)} on another ({told.rank})"
+                )
+    return list(found.values())
+
+
+def deal(everyone: Sequence[RankOffers], rules: dict[str, Rule]) -> list[list[Offer]]:
+    """Which of its offers each rank logs, so that every element is logged once.
+
+    Equal model-parallel slices are copies: the first such rank logs them (of an averaged parameter, all). Of ranks that
+    hold the same elements in one slice (ZeRO off), the one with the fewest elements so far takes them.
+    """
+    owners = _owners(everyone, rules)
+    candidates: dict[tuple[str, Region, tuple[int, int]], list[tuple[int, Offer]]] = {}
+    for number, told in enumerate(everyone):
+        place = told.rank.pp, told.rank.tp
+        for offer in told.offers:
+            if place in owners[offer.name]:
+                candidates.setdefault((offer.name, offer.region, place), []).append((number, offer))
+    kept: list[list[Offer]] = [[] for _ in everyone]
+    load = [0] * len(everyone)
+    for held in candidates.values():
+        number, offer = min(held, key=lambda each: (load[each[0]], each[0]))
+        kept[number].append(offer)
+        load[number] += offer.region.numel
+    return kept
+
+
+def _owners(everyone: Sequence[RankOffers], rules: dict[str, Rule]) -> dict[str, set[tuple[int, int]]]:
+    """Name → the (pp, tp) places that log it."""
+    first: dict[str, dict[Region, tuple[int, int]]] = {}
+    places: dict[str, set[tuple[int, int]]] = {}
+    for told in sorted(everyone, key=lambda told: (told.rank.pp, told.rank.tp)):
+        place = told.rank.pp, told.rank.tp
+        for name, region in told.slices.items():
+            if rules[name].cut == "average":
+                places.setdefault(name, set()).add(place)
+            else:
+                first.setdefault(name, {}).setdefault(region, place)
+    return {**{name: set(found.values()) for name, found in first.items()}, **places}
+
+
+def _schema(
+    stream: int, rank: Rank, kept: list[Offer], tensors: list[OptimizerTensor], index: dict[str, int]
+) -> tuple[StreamSchema, list[int]]:
+    """This rank's stream, and which stepped tensor each of its tensors is."""
+    schema = StreamSchema(stream, rank)
+    used = sorted({offer.tensor for offer in kept})
+    for number, stepped in enumerate(used):
+        schema.tensors.append(tensors[stepped])
+        shares = [(index[offer.name], offer.region, offer.start) for offer in kept if offer.tensor == stepped]
+        schema.blocks.extend(cut_blocks(len(schema.blocks), number, sorted(shares, key=lambda share: share[2])))
+    return schema, used
+
+
+def _groups(everyone: Sequence[RankOffers]) -> list[OptimizerGroup]:
+    """Groups with the parameters that all ranks have in them (pipeline stages have different ones)."""
+    count = max((len(told.groups) for told in everyone), default=0)
+    groups = []
+    for number in range(count):
+        held = [told.groups[number] for told in everyone if number < len(told.groups)]
+        names = dict.fromkeys(name for _, some in held for name in some)
+        groups.append(OptimizerGroup(held[0][0], tuple(names)))
+    return groups
+
+
+def manifest_of(job: LiveJob, agreed: Agreement, kernel: Kernel, run: str, epoch: int, start: int) -> Manifest:
+    """The manifest of a new epoch, still without parent and base."""
+    kinds = sorted({str(kind) for state in job.optimizer.state.values() for kind in state})
+    return Manifest(
+        run,
+        epoch,
+        start,
+        job.mesh,
+        kernel,
+        f"{type(job.optimizer).__module__}.{type(job.optimizer).__qualname__}",
+        agreed.parameters,
+        agreed.groups,
+        agreed.schemas,
+        state_kinds=["grad", "param", *kinds],
+        notes=agreed.notes,
+    )
+
+
+__all__ = ["Agreement", "Offer", "RankOffers", "agree_on_schema", "deal", "manifest_of"]
