@@ -68,13 +68,36 @@ def open_checkpoint(
     preset: str | None = None,
     names: str | os.PathLike[str] | None = None,
     model_config: str | os.PathLike[str] | None = None,
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
 ) -> OpenCheckpoint:
     """Index the checkpoint at `path`, whatever its format. No tensor is loaded and nothing in it is executed.
 
     `names` gives its parameters the names, and the forms, of another framework: `hf`, `megatron`, `megatron-deepspeed`,
-    or the path of a table. `model_config` is a JSON file that says what the checkpoint does not say of its model.
+    or the path of a table. `model_config` is a JSON file that says what the checkpoint does not say of its model. With
+    the `log` of a run, it is the state after `step` (a number or `latest`) that follows from the checkpoint.
     """
-    return OpenCheckpoint(_renamed(index_checkpoint(Path(path), read_options(tag, rules, preset)), names, model_config))
+    indexed = index_state(path, read_options(tag, rules, preset), log, step, exact)
+    return OpenCheckpoint(_renamed(indexed, names, model_config))
+
+
+def index_state(
+    path: str | os.PathLike[str],
+    options: ReadOptions,
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
+) -> Checkpoint:
+    """The index of a checkpoint; with a `log`, of the state after `step` (a number or `latest`) that both make.
+
+    Where that may differ from what the job held, notes say so; with `exact` it is an error.
+    """
+    if log is None and step is None and not exact:
+        return index_checkpoint(Path(path), options)
+    from ucp.replay.opening import open_at
+
+    return open_at(path, options, log, step, exact=exact)
 
 
 def _renamed(
@@ -149,7 +172,8 @@ class ParameterView:
         atom = self.parameter.atoms.get(kind)
         if atom is None:
             raise UsageError(f"parameter {self.name} has no {kind!r}", hint=f"it has: {', '.join(self.kinds)}")
-        return (read_tensor if as_torch else read_array)(self._index.root, atom, rows)
+        read = read_tensor if as_torch else read_array
+        return read(self._index.root, atom, rows, self._index.computed)
 
     def __repr__(self) -> str:
         return f"<parameter {self.name} {list(self.shape)}: {', '.join(self.kinds)}>"

@@ -63,3 +63,6 @@ LOG_RING_BYTES = 64 * MIB  # of memory between trainer and writer, where that is
 LOG_RESERVE_BYTES = 16 * MIB  # a segment file grows by this much at a time
 LOG_BATCH_BYTES = 8 * MIB  # written before the writer waits for the disk, …
 LOG_BATCH_SECONDS = 2.0  # … and how long a step may have to wait for that
+
+# Replayed states that are kept, so that all states of a stretch are taken from one replay.
+REPLAY_CACHE_BYTES = 32 * MIB

@@ -1,0 +1,315 @@
+"""Computing states: stretches of optimizer tensors, replayed from the base to a step, all states of a stretch at once.
+
+A replay runs in the coordinates of the tensor that the optimizer was called on, because kernels that work in vectors
+treat the last few elements of a tensor otherwise. What comes out is offered as files, one a tensor and state, from
+which fragments take what they need.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucp import tunables
+from ucp.engine.casting import RawArray, raw_dtype
+from ucp.engine.regions import RegionReader
+from ucp.errors import InconsistentError
+from ucp.files.local import SourceFiles
+from ucp.log.codecs import Encoding, bits_type
+from ucp.log.reader import StoredBlock, Stream
+from ucp.log.schema import Block
+from ucp.model.checkpoint import COMPUTED, Atom, ComputedFiles
+from ucp.model.dtypes import BFLOAT16, DType
+from ucp.replay.kernels import PARAM, Kernel, Stretch, consumed
+from ucp.replay.stored import Chain, StoredStates
+from ucp.replay.timeline import Update
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class Origin:
+    """A parameter in the base: its states there, and the step of the log that it is of."""
+
+    name: str
+    step: int
+    counter: int  # updates that the optimizer had counted
+    atoms: dict[str, Atom]  # by kind; PARAM is the tensor that the optimizer updates
+
+
+@dataclass(slots=True)
+class ReplayedTensor:
+    """An optimizer tensor of one stream, and what happened to it between the base and the step that is wanted."""
+
+    file: str  # name of its computed files, without the state
+    stream: Stream
+    index: int  # its number in the stream
+    numel: int
+    dtype: DType
+    kernel: Kernel | None  # None: states come from stored values alone
+    kinds: dict[str, DType]  # of the states that there are in the end; PARAM first
+    blocks: list[Block]  # by offset
+    origins: Mapping[int, Origin]  # by the log's parameter number
+    updates: Sequence[Update]
+    stored: StoredStates
+    last: int
+    resumed_at: int = 0
+    chunk: int = field(default_factory=lambda: tunables.LOG_BLOCK_ELEMENTS)
+
+
+Chunk = dict[str, memoryview]  # the bytes of every state of a stretch
+
+
+class ReplayedFiles:
+    """The computed files of one span of a log. Keeps a few stretches; threads that want the same one wait for it."""
+
+    def __init__(
+        self, base: SourceFiles, tensors: Sequence[ReplayedTensor], identity: str, inner: ComputedFiles | None
+    ) -> None:
+        """`inner` has the computed files of older spans, on which these are built."""
+        self.identity = identity
+        self._base = base
+        self.inner = inner
+        self._places = {f"{tensor.file}/{kind}": (tensor, kind) for tensor in tensors for kind in tensor.kinds}
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, int], Future[Chunk]] = OrderedDict()
+        self.replayed = 0  # elements times updates, for benchmarks
+        weakref.finalize(self, base.close)
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        """As `ComputedFiles.read_into`."""
+        place = self._places.get(file)
+        if place is None:
+            if self.inner is None:
+                raise AssertionError(f"{file} is not computed here")
+            self.inner.read_into(file, offset, target)
+            return
+        tensor, kind = place
+        size = tensor.chunk * tensor.kinds[kind].itemsize
+        done = 0
+        while done < len(target):
+            number, start = divmod(offset + done, size)
+            data = self._chunk(tensor, number)[kind]
+            some = data[start : start + len(target) - done]
+            target[done : done + len(some)] = some
+            done += len(some)
+
+    def _chunk(self, tensor: ReplayedTensor, number: int) -> Chunk:
+        key = tensor.file, number
+        with self._lock:
+            future = self._kept.get(key)
+            mine = future is None
+            if future is None:
+                future = self._kept[key] = Future()
+                self._evict(tensor)
+            else:
+                self._kept.move_to_end(key)
+        if mine:
+            try:
+                future.set_result(self._compute(tensor, number))
+            except BaseException as error:
+                future.set_exception(error)
+                with self._lock:
+                    self._kept.pop(key, None)
+                raise
+        return future.result()
+
+    def _evict(self, tensor: ReplayedTensor) -> None:
+        nbytes = sum(dtype.itemsize for dtype in tensor.kinds.values()) * min(tensor.chunk, tensor.numel)
+        room = max(4, tunables.REPLAY_CACHE_BYTES // max(1, nbytes))
+        for key in list(self._kept):
+            if len(self._kept) <= room:
+                break
+            if self._kept[key].done():
+                del self._kept[key]
+
+    def _compute(self, tensor: ReplayedTensor, number: int) -> Chunk:
+        import torch
+
+        with torch.no_grad():
+            replay = Replay(tensor, number, self._base)
+            stretch = replay.run(tensor.last)
+        self.replayed += replay.taken * stretch.param.numel()
+        return {kind: memory_of(replay.tensor_of(kind)) for kind in tensor.kinds}
+
+
+class Replay:
+    """One stretch on its way from the base to a step."""
+
+    def __init__(self, tensor: ReplayedTensor, number: int, base: SourceFiles) -> None:
+        import torch
+
+        self.tensor = tensor
+        self.base = base
+        self.start = number * tensor.chunk
+        self.stop = min(self.start + tensor.chunk, tensor.numel)
+        self.blocks = [b for b in tensor.blocks if b.offset < self.stop and b.offset + b.count > self.start]
+        self.taken = 0  # updates
+        param = torch.zeros(self.stop - self.start, dtype=torch_dtype(tensor.dtype))
+        self.stretch = Stretch(param, resumed_at=tensor.resumed_at)
+        self._waiting = sorted(map(self._beginning, self.blocks), key=lambda each: each[0])
+        self._updates = iter(tensor.updates)
+        self._next = next(self._updates, None)
+
+    def run(self, last: int) -> Stretch:
+        """Go on until after step `last`."""
+        kernel = self.tensor.kernel
+        while self._next is not None and self._next.step <= last:
+            update = self._next
+            self._next = next(self._updates, None)
+            self._load(update.step - 1)
+            if len(self._waiting) < len(self.blocks):  # before that, there is nothing to update
+                self._update(kernel, update)
+        self._load(last)
+        return self.stretch
+
+    def tensor_of(self, kind: str) -> torch.Tensor:
+        """A state of the stretch; zeros where no update has made it."""
+        import torch
+
+        held = self.stretch.param if kind == PARAM else self.stretch.states.get(kind)
+        return held if held is not None else torch.zeros_like(self.stretch.param)
+
+    def _update(self, kernel: Kernel | None, update: Update) -> None:
+        if kernel is None:
+            return  # every block begins at the last step
+        gradient = self._gradient(update)
+        if gradient is not None:
+            kernel.update(self.stretch, gradient, update.hyper)
+            self.stretch.step += 1
+            self.taken += 1
+
+    def _beginning(self, block: Block) -> tuple[int, int, Block, Mapping[str, Chain] | None]:
+        """After which step a block is loaded, how many updates its tensor had taken by then, and from what."""
+        tensor = self.tensor
+        origin = tensor.origins[block.parameter]
+        if tensor.stored:
+            found = tensor.stored.best(
+                block.id, list(tensor.kinds), origin.step, tensor.last, replays=tensor.kernel is not None
+            )
+            if found is not None:
+                step = next(iter(found.values())).step
+                counter = origin.counter + sum(origin.step < update.step <= step for update in tensor.updates)
+                return step, counter, block, found
+        if tensor.kernel is None and origin.step != tensor.last:
+            raise InconsistentError(
+                f"parameter {origin.name}: the log has no states of it that lead from step {origin.step} to"
+                f" {tensor.last}, and its optimizer cannot be replayed",
+                hint="take a step that was logged in full, or convert the base as it is",
+            )
+        return origin.step, origin.counter, block, None
+
+    def _load(self, step: int) -> None:
+        """Put blocks that begin at or before `step` in their places."""
+        while self._waiting and self._waiting[0][0] <= step:
+            _, counter, block, chains = self._waiting.pop(0)
+            self.stretch.step = counter
+            for kind, dtype in self.tensor.kinds.items():
+                self._load_state(block, kind, dtype, None if chains is None else chains[kind])
+
+    def _load_state(self, block: Block, kind: str, dtype: DType, chain: Chain | None) -> None:
+        atom = self.tensor.origins[block.parameter].atoms.get(kind)
+        low, high = max(block.offset, self.start), min(block.offset + block.count, self.stop)
+        inside = slice(low - block.offset, high - block.offset)
+        values: RawArray | None = None
+        if atom is not None and (chain is None or chain.full is None):
+            region = block.region if chain is not None else block.region.cut(inside.start, inside.stop)
+            values = np.empty(region.numel, raw_dtype(atom.dtype))
+            RegionReader(self.base, atom).read(region, values)
+        if chain is not None:
+            bits = None if values is None else values.view(bits_type(dtype))
+            if bits is None and chain.full is None:
+                bits = np.zeros(block.count, bits_type(dtype))
+            values = self.tensor.stored.follow(chain, bits)[inside]
+        target = self._target(kind, dtype, made=values is not None)
+        if target is not None and values is not None:
+            raw = np.ascontiguousarray(values).view(np.uint8)
+            target[low - self.start : high - self.start] = _as_torch(raw, dtype)
+
+    def _target(self, kind: str, dtype: DType, *, made: bool) -> torch.Tensor | None:
+        """The tensor of a state, made where it should exist."""
+        import torch
+
+        if kind == PARAM:
+            return self.stretch.param
+        known = self.stretch.states.get(kind)
+        if known is None:
+            kernel, updates = self.tensor.kernel, self.tensor.updates
+            value = kernel.initial(kind, updates[0].hyper) if kernel and updates else 0.0
+            if value is None and not made:
+                return None
+            known = torch.full((self.stop - self.start,), value or 0.0, dtype=torch_dtype(dtype))
+            self.stretch.states[kind] = known
+        return known
+
+    def _gradient(self, update: Update) -> torch.Tensor | None:
+        """What the kernel saw; padding has none, which is zero."""
+        import torch
+
+        dtype = self.stretch.param.dtype
+        whole: torch.Tensor | None = None
+        for block in self.blocks:
+            stored = self.tensor.stream.read_block(update.step, block.id)
+            if stored is None or stored.count != block.count:
+                raise InconsistentError(
+                    f"{self.tensor.stream.folder}: step {update.step} has no gradient of block {block.id}"
+                    f" ({self.tensor.origins[block.parameter].name}), but of its neighbours",
+                    hint="`ucp log verify` reads all of the log",
+                )
+            part = _gradient_of(stored)
+            low, high = max(block.offset, self.start), min(block.offset + block.count, self.stop)
+            part = part[low - block.offset : high - block.offset]
+            if len(part) == self.stop - self.start:
+                return consumed(part, update.scale, dtype)
+            if whole is None:
+                whole = torch.zeros(self.stop - self.start, dtype=torch.float32 if update.scale is not None else dtype)
+            whole[low - self.start : high - self.start] = part
+        return None if whole is None else consumed(whole, update.scale, dtype)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of this name."""
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def _gradient_of(stored: StoredBlock) -> torch.Tensor:
+    if stored.encoding == Encoding.NARROWED:
+        return _as_torch(stored.data, BFLOAT16)
+    return _as_torch(stored.bits().view(np.uint8), stored.dtype)
+
+
+def _as_torch(raw: np.ndarray[Any, Any], dtype: DType) -> torch.Tensor:
+    """Bytes as a flat tensor, which shares their memory."""
+    import torch
+
+    if raw.size == 0:
+        return torch.empty(0, dtype=torch_dtype(dtype))
+    if not raw.flags.writeable:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(torch_dtype(dtype))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor."""
+    import torch
+
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    data: memoryview = tensor.view(torch.uint8).numpy().data
+    return data
+
+
+def file_of(epoch: int, stream: int, tensor: int, last: int) -> str:
+    """Name of the computed files of an optimizer tensor after a step, without the state."""
+    return f"{COMPUTED}epoch-{epoch:06d}/stream-{stream:05d}/tensor-{tensor:04d}@{last}"

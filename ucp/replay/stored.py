@@ -1,0 +1,110 @@
+"""States that a log holds as such: absolute values (FULL) and differences (DIFF), which shorten or replace a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ucp.log.codecs import Bits, apply_difference
+from ucp.log.frames import FrameType
+from ucp.log.reader import Stream
+from ucp.log.walk import FrameRef
+from ucp.replay.kernels import PARAM
+
+# Names under which a log may keep the tensor that the optimizer updates.
+PARAM_NAMES = frozenset({PARAM, "master", "weight"})
+
+# What reaching a state costs, in updates by a kernel that cost the same.
+_FULL_COST = 2
+_DIFF_COST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A stored value after `step`; a difference to the value after `base_step` where that is not None."""
+
+    step: int
+    base_step: int | None
+    ref: FrameRef
+    row: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """How to come to a state after `step`: from the newest absolute value, or from the base, by differences."""
+
+    step: int
+    full: Entry | None
+    differences: tuple[Entry, ...]
+
+
+class StoredStates:
+    """All FULL and DIFF blocks of one stream."""
+
+    def __init__(self, stream: Stream, kinds: Sequence[str]) -> None:
+        self._stream = stream
+        self._entries: dict[tuple[int, str], list[Entry]] = {}
+        for frame in (FrameType.FULL, FrameType.DIFF):
+            for ref, table, base_step in stream.states(frame):
+                for row in table:
+                    kind = kinds[int(row["state"])]
+                    key = int(row["block"]), PARAM if kind in PARAM_NAMES else kind
+                    since = base_step if frame is FrameType.DIFF else None
+                    self._entries.setdefault(key, []).append(Entry(ref.header.step, since, ref, row))
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def best(
+        self, block: int, kinds: Sequence[str], start: int, last: int, replays: bool
+    ) -> Mapping[str, Chain] | None:
+        """The chains of all `kinds` of a block that lead to one step, as near to `last` as it pays; None for the base.
+
+        `start` is the base's step. Where nothing `replays` the rest, only a chain that leads to `last` will do.
+        """
+        reached = [self._reach(block, kind, start, last) for kind in kinds]
+        common = sorted(set.intersection(*(set(one) for one in reached))) if reached else []
+        for step in reversed(common):
+            chains = {kind: one[step] for kind, one in zip(kinds, reached, strict=True)}
+            if step == start or (not replays and step < last):
+                return None
+            cost = max((c.full is not None) * _FULL_COST + len(c.differences) * _DIFF_COST for c in chains.values())
+            if not replays or cost < step - start:
+                return chains
+        return None
+
+    def _reach(self, block: int, kind: str, start: int, last: int) -> dict[int, Chain]:
+        """Every step that stored states lead to, with the shortest chain."""
+        found: dict[int, Chain] = {start: Chain(start, None, ())}
+        for entry in sorted(self._entries.get((block, kind), ()), key=lambda entry: entry.step):
+            if not start <= entry.step <= last:
+                continue
+            if entry.base_step is None:
+                found[entry.step] = Chain(entry.step, entry, ())
+            elif entry.base_step in found:
+                before = found[entry.base_step]
+                chain = Chain(entry.step, before.full, (*before.differences, entry))
+                known = found.get(entry.step)
+                if known is None or len(known.differences) > len(chain.differences):
+                    found[entry.step] = chain
+        return found
+
+    def follow(self, chain: Chain, base: Bits | None) -> Bits:
+        """The bit patterns at the end of a chain; `base` are those that it begins with, where it has no own."""
+        start = base if chain.full is None else self._bits(chain.full)
+        assert start is not None
+        deltas = [self._bits(entry) for entry in chain.differences]
+        return apply_difference(start, fold(deltas)) if deltas else start
+
+    def _bits(self, entry: Entry) -> Bits:
+        return self._stream.read_entry(entry.ref, entry.row).bits()
+
+
+def fold(deltas: Sequence[Bits]) -> Bits:
+    """One difference that does what all of these do one after the other: neighbours first, then neighbours of those."""
+    level = list(deltas)
+    while len(level) > 1:
+        pairs = [apply_difference(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
+        level = [*pairs, *level[len(pairs) * 2 :]]
+    return level[0]
