@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucp.errors import UsageError
-from ucp.formats.registry import OptimizerKind, OptimizerSharding, ReadOptions, WriteOptions, Writer, make_writer
+from ucp.formats.registry import (
+    ExpertForm,
+    OptimizerKind,
+    OptimizerSharding,
+    ReadOptions,
+    WriteOptions,
+    Writer,
+    make_writer,
+)
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.model.checkpoint import Checkpoint, Extras, Parameter
 from ucp.model.dtypes import DType, parse_dtype
@@ -228,10 +236,12 @@ def plan(
     vpp: int | None = None,
     dp: int | None = None,
     ep: int | None = None,
+    etp: int | None = None,
     zero: int | None = None,
     like: str | os.PathLike[str] | None = None,
     stages: Sequence[int] | None = None,
     vocab_size: int | None = None,
+    experts: ExpertForm | None = None,
     optimizer: OptimizerKind | None = None,
     optimizer_sharding: OptimizerSharding | None = None,
     max_shard_size: int | None = None,
@@ -245,7 +255,8 @@ def plan(
     """Index the source and lay out the target, without writing anything.
 
     Degrees that are left out keep the source's value, or that of the checkpoint `like`. `vpp` counts the model chunks
-    of every pipeline stage. `stages` are the numbers of the first layer of every pipeline stage (of every chunk, where
+    of every pipeline stage. `etp` is the tensor-parallel degree of experts, `experts` their form in the modules.
+    `stages` are the numbers of the first layer of every pipeline stage (of every chunk, where
     stages have several: the first chunks of all stages come first); `vocab_size` is the padded size of vocabulary
     dimensions. `optimizer` names the one of Megatron's that is to load the target, `optimizer_sharding` how its sharded
     checkpoint keeps the state of the distributed one.
@@ -267,12 +278,14 @@ def plan(
         vpp=vpp,
         dp=dp,
         ep=ep,
+        etp=etp,
         zero=zero,
         dtype=wanted,
         like=None if like is None else index_checkpoint(Path(like), ReadOptions()),
         max_shard_size=max_shard_size,
         first_layers=None if stages is None else tuple(stages),
         vocab_size=vocab_size,
+        experts=experts,
         optimizer=optimizer,
         optimizer_sharding=optimizer_sharding,
     )

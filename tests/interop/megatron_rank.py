@@ -1,9 +1,9 @@
 """One rank of a megatron-core job: loads a checkpoint and compares everything with a legacy rank file.
 
-`python -m tests.interop.megatron_rank RANK WORLD STORE FOLDER EXPECTED TP PP KIND`; KIND is `plain` or `distributed`,
-the optimizer with which a `torch_dist` folder is loaded, or `legacy` or `legacy-distributed`: FOLDER then has rank
-files. What is expected are rank files of Megatron's own with the plain optimizer, or such as the tests have proven to
-be what Megatron writes. Prints the number of tensors that were compared.
+`python -m tests.interop.megatron_rank RANK WORLD STORE FOLDER EXPECTED TP PP EP KIND`; KIND is `plain` or
+`distributed`, the optimizer with which a `torch_dist` folder is loaded, or `legacy` or `legacy-distributed`: FOLDER
+then has rank files. What is expected are rank files of Megatron's own with the plain optimizer, or such as the tests
+have proven to be what Megatron writes. Prints the number of tensors that were compared.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def build_model(args: Any, pp: int, stages: int) -> Any:
         add_bias_linear=args.add_bias_linear,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_moe_experts=args.num_experts,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+        moe_token_dispatcher_type="alltoall",
         pipeline_dtype=torch.bfloat16,
         params_dtype=torch.bfloat16,
         bf16=True,
@@ -51,7 +56,7 @@ def build_model(args: Any, pp: int, stages: int) -> Any:
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pp == 0,
@@ -86,34 +91,37 @@ def build_optimizer(model: Any, args: Any, *, distributed: bool) -> Any:
         use_distributed_optimizer=distributed,
     )
     optimizer = get_megatron_optimizer(config, [wrapped])
-    inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+    chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     if distributed:
-        inner._init_optimizer_states_with_dummy_values()
-    return SimpleNamespace(outer=optimizer, inner=inner)
+        for inner in chain:
+            inner._init_optimizer_states_with_dummy_values()
+            keep_steps(inner)
+    return SimpleNamespace(outer=optimizer, chain=chain)
 
 
-def load(model: Any, optimizer: Any, folder: Path, *, distributed: bool) -> Any:
+def load(model: Any, optimizer: Any, folder: Path) -> Any:
     """Load the folder as Megatron's training loop does; nothing may be missing in it, and nothing left over."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    grid = (
+    grid: tuple[int, ...] = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    here = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
-
+    here: tuple[int, ...] = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    copy = parallel_state.get_data_parallel_rank()
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        grid, here, copy = (*grid, parallel_state.get_data_parallel_world_size()), (*here, copy), 0
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     sharded: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     plan = optimizer.outer.sharded_state_dict(sharded, is_loading=True, metadata=metadata)
     sharded["optimizer"] = plan
-    sharded["rng_state"] = ShardedObject(
-        "rng_state", [], grid, here, replica_id=parallel_state.get_data_parallel_rank()
-    )
+    sharded["rng_state"] = ShardedObject("rng_state", [], grid, here, replica_id=copy)
     loaded = dist_checkpointing.load(sharded, str(folder), strict="raise_all")
     model.load_state_dict(loaded["model"])
-    if distributed:
-        keep_steps(optimizer.inner)
     optimizer.outer.load_state_dict(loaded["optimizer"])
     return loaded
 
@@ -155,21 +163,29 @@ def compare(model: Any, optimizer: Any, legacy: Any, tp: int, *, distributed: bo
     for name, parameter in named.items():
         count += check(name, parameter.data, stored[name], rows(name, parameter))
     order = sorted(named, key=lambda name: named[name].ndim < 2 or name.endswith(".bias"))
-    masters = [master for group in legacy["optimizer"]["fp32_from_fp16_params"] for master in group]
-    for number, name in enumerate(order):
-        states = legacy["optimizer"]["optimizer"]["state"][number]
+    saved = legacy["optimizer"] if isinstance(legacy["optimizer"], list) else [legacy["optimizer"]]
+    if len(saved) != len(optimizer.chain):
+        raise SystemExit(f"{len(saved)} optimizers were saved, {len(optimizer.chain)} are there")
+    held_by = [
+        (inner, tree, number, name)
+        for experts, (inner, tree) in enumerate(zip(optimizer.chain, saved, strict=True))
+        for number, name in enumerate(n for n in order if len(saved) == 1 or (".experts." in n) == bool(experts))
+    ]
+    for inner, tree, number, name in held_by:
+        states = tree["optimizer"]["state"][number]
+        master_saved = [master for group in tree["fp32_from_fp16_params"] for master in group][number]
         part = slice(None)
         if distributed:
-            if named[name] not in optimizer.inner.model_param_gbuf_map:
+            if named[name] not in inner.model_param_gbuf_map:
                 continue  # another data-parallel rank has it
-            held = optimizer.inner._get_main_param_and_optimizer_states(named[name])
-            mine = optimizer.inner._get_model_param_range_map(named[name])["param"]
+            held = inner._get_main_param_and_optimizer_states(named[name])
+            mine = inner._get_model_param_range_map(named[name])["param"]
             part = slice(mine.start, mine.end)
         else:
             master = named[name].main_param
-            held = {"param": master, **optimizer.inner.optimizer.state[master]}
+            held = {"param": master, **inner.optimizer.state[master]}
         limit = rows(name, named[name])
-        for kind, theirs in (("param", masters[number]), *((k, states[k]) for k in ("exp_avg", "exp_avg_sq"))):
+        for kind, theirs in (("param", master_saved), *((k, states[k]) for k in ("exp_avg", "exp_avg_sq"))):
             if distributed:
                 real = theirs.numel() if limit is None else limit * theirs[0].numel()
                 theirs = theirs.flatten()[part][: max(0, real - part.start)]
@@ -181,16 +197,22 @@ def compare(model: Any, optimizer: Any, legacy: Any, tp: int, *, distributed: bo
     return count
 
 
-def main(rank: int, world: int, store: str, folder: Path, legacy: Path, tp: int, pp: int, kind: str) -> None:
+def main(rank: int, world: int, store: str, folder: Path, legacy: Path, tp: int, pp: int, ep: int, kind: str) -> None:
     megatron_on_cpu.install()
     dist.init_process_group(backend="gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=tp,
+    )
     model_parallel_cuda_manual_seed(7)
     stage, slice_ = rank // (world // pp), rank % tp
-    name = f"mp_rank_{slice_:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+    experts = parallel_state.get_expert_model_parallel_rank()
+    name = f"mp_rank_{slice_:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{experts:03d}" if ep > 1 else "")
     saved = torch.load(legacy / name / "model_optim_rng.pt", weights_only=False)
     distributed = kind.endswith("distributed")
     model = build_model(saved["args"], stage, pp)
@@ -198,13 +220,11 @@ def main(rank: int, world: int, store: str, folder: Path, legacy: Path, tp: int,
     if kind.startswith("legacy"):
         loaded = torch.load(folder / name / "model_optim_rng.pt", weights_only=False)
         model.load_state_dict(loaded["model"])
-        if distributed:
-            keep_steps(optimizer.inner)
         optimizer.outer.load_state_dict(loaded["optimizer"])
         if distributed:
             optimizer.outer.load_parameter_state(str(folder / name / "distrib_optim.pt"))
     else:
-        loaded = load(model, optimizer, folder, distributed=distributed)
+        loaded = load(model, optimizer, folder)
     sys.stdout.write(f"{compare(model, optimizer, saved, slice_, distributed=distributed)}\n")
     if len(loaded["rng_state"]) != 1 or loaded["iteration"] != saved["iteration"]:
         raise SystemExit("random state or iteration is not what was saved")
@@ -213,7 +233,7 @@ def main(rank: int, world: int, store: str, folder: Path, legacy: Path, tp: int,
 
 
 if __name__ == "__main__":
-    number, world_size, store_file, saved_folder, legacy_folder, tensor, pipeline, optimizer_kind = sys.argv[1:]
+    number, world_size, store_file, saved_folder, legacy_folder, tensor, pipeline, expert, optimizer_kind = sys.argv[1:]
     main(
         int(number),
         int(world_size),
@@ -222,5 +242,6 @@ if __name__ == "__main__":
         Path(legacy_folder),
         int(tensor),
         int(pipeline),
+        int(expert),
         optimizer_kind,
     )

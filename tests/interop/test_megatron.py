@@ -21,14 +21,16 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = pytest.mark.slow
 
 
-def run_job(folder: Path, expected: Path, tp: int, pp: int, kind: str, scratch: Path, dp: int = 1) -> list[int]:
+def run_job(
+    folder: Path, expected: Path, tp: int, pp: int, kind: str, scratch: Path, dp: int = 1, ep: int = 1
+) -> list[int]:
     """The number of tensors that each rank compared; fails with the output of the ranks that did not get there."""
     world = tp * pp * dp
     command = [sys.executable, "-m", "tests.interop.megatron_rank"]
     tail = [str(world), str(scratch / "store"), *(str(next(f.glob("iter_*"))) for f in (folder, expected))]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), *tail, str(tp), str(pp), kind],
+            [*command, str(rank), *tail, str(tp), str(pp), str(ep), kind],
             cwd=PROJECT,
             env={
                 **os.environ,
@@ -50,7 +52,7 @@ def run_job(folder: Path, expected: Path, tp: int, pp: int, kind: str, scratch: 
 
 def states_of(parameters: int, kind: str) -> int:
     """Weight, master, two moments; the plain optimizer counts steps beside them."""
-    return parameters * (4 if kind == "distributed" else 5)
+    return parameters * (4 if kind.endswith("distributed") else 5)
 
 
 @pytest.mark.parametrize("source", ["gpt_tp2_pp2_torchdist", "gpt_tp2_pp2_torch"])
@@ -127,3 +129,23 @@ def test_the_distributed_optimizer_takes_the_legacy_layout(
     counts = run_job(tmp_path / "out", tmp_path / "expected", tp, pp, "legacy-distributed", tmp_path, dp)
     parameters = len(ucp.open(corpus / "megatron" / source)) + (pp > 1)  # and the last stage's copy of the embedding
     assert sum(counts) >= tp * states_of(parameters, "distributed") + (dp - 1) * tp * parameters
+
+
+@pytest.mark.parametrize(
+    "to, kind, ep, flavour",
+    [
+        ("torch-dist", "plain", 1, {}),  # from two expert-parallel ranks: Megatron itself refuses
+        ("torch-dist", "distributed", 2, {"optimizer_sharding": "dp_reshardable"}),
+        ("megatron", "legacy-distributed", 2, {}),
+    ],
+)
+def test_experts_load_elsewhere(
+    corpus: Path, tmp_path: Path, to: str, kind: str, ep: int, flavour: dict[str, Any]
+) -> None:
+    source = corpus / "megatron/moe_ep2_torchdist"
+    options: dict[str, Any] = {"tp": 1, "ep": ep, "dp": ep}
+    optimizer = "distributed" if "distributed" in kind else "plain"
+    ucp.api.convert(source, tmp_path / "out", to=to, optimizer=optimizer, **flavour, **options)
+    ucp.api.convert(source, tmp_path / "expected", to="megatron", optimizer="plain", **options)
+    counts = run_job(tmp_path / "out", tmp_path / "expected", 1, 1, kind, tmp_path, dp=ep, ep=ep)
+    assert sum(counts) >= states_of(29, kind)

@@ -51,12 +51,18 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--vpp", type=click.IntRange(1), help="Model chunks of every pipeline stage of the target (Megatron).")
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel degree of the target.")
 @click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree of the target.")
+@click.option("--etp", type=click.IntRange(1), help="Tensor-parallel degree of the target's experts (Megatron).")
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the target.")
 @click.option(
     "--like", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Take the layout of this checkpoint."
 )
 @click.option("--stages", callback=_numbers, metavar="N,N,…", help="First layer of every pipeline stage: 0,5,11.")
 @click.option("--vocab-size", type=click.IntRange(1), help="Padded size of the vocabulary in the target.")
+@click.option(
+    "--experts",
+    type=click.Choice(["grouped", "sequential"]),
+    help="Form of the experts in the target's modules (Megatron). [default: that of the source]",
+)
 @click.option(
     "--optimizer",
     type=click.Choice(["plain", "distributed"]),

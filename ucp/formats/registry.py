@@ -61,6 +61,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
 
 OptimizerKind = Literal["plain", "distributed"]
 OptimizerSharding = Literal["fully_reshardable", "dp_reshardable"]
+ExpertForm = Literal["grouped", "sequential"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,14 @@ class WriteOptions:
     vpp: int | None = None  # model chunks of every pipeline stage
     dp: int | None = None
     ep: int | None = None
+    etp: int | None = None  # tensor-parallel degree of experts
     zero: int | None = None
     dtype: DType | None = None  # of the module's weights
     like: Checkpoint | None = None  # copy this checkpoint's layout
     max_shard_size: int | None = None  # bytes of one file, for formats that choose their own cuts
     first_layers: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
     vocab_size: int | None = None  # padded size of vocabulary dimensions
+    experts: ExpertForm | None = None  # in which form Megatron's modules keep experts
     optimizer: OptimizerKind | None = None  # which of Megatron's optimizers is to load it
     optimizer_sharding: OptimizerSharding | None = None  # how a sharded checkpoint keeps the distributed one's state
 
@@ -109,6 +112,8 @@ WRITERS: dict[str, str] = {
 # Options that mean something to a few targets only.
 _ONLY_FOR: dict[str, set[str]] = {
     "vpp": {"megatron", "torch-dist"},
+    "etp": {"megatron", "torch-dist"},
+    "experts": {"megatron", "torch-dist"},
     "optimizer": {"megatron", "torch-dist"},
     "optimizer_sharding": {"torch-dist"},
 }

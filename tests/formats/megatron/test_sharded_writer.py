@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+import ucp
 import ucp.api
-from tests.formats.megatron.test_writer import check_same_atoms
+from tests.formats.megatron.test_writer import check_same, check_same_atoms, files_of
 from ucp.errors import UsageError
 from ucp.files.torchzip import TorchFile
 from ucp.formats.megatron.distributed import read_torch_dist
+from ucp.formats.megatron.plain_optimizer import optimizers_of
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.box import Box
 from ucp.model.coverage import coverage
@@ -145,6 +147,50 @@ def test_a_flavour_is_for_the_distributed_optimizer(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         ucp.api.plan(corpus / "megatron/gpt_tp1_pp1_torch", tmp_path, optimizer_sharding="dp_reshardable", **options)
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch-dist"])
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_experts_meet_on_one_rank_and_part_again(corpus: Path, tmp_path: Path, to: str, optimizer: str) -> None:
+    """Megatron itself cannot load optimizer state of parallel experts on a single rank."""
+    expected = corpus / "megatron/moe_tp2_ep2_etp2_torch"
+    ucp.api.convert(expected, tmp_path / "one", to=to, optimizer=optimizer, tp=1, ep=1, dp=1)
+    check_same_atoms(expected, tmp_path / "one")
+    tree = next(iter(ucp.open(tmp_path / "one").extras.trees.values()))
+    assert len(optimizers_of(tree["optimizer"])) == 1
+    ucp.api.convert(tmp_path / "one", tmp_path / "back", to="megatron", optimizer="plain", tp=2, ep=2, dp=2)
+    made, real = files_of(tmp_path / "back"), files_of(expected)
+    assert list(made) == list(real)
+    assert sum(check_same(file, real[name], int(name.split("mp_rank_")[1][:2])) for name, file in made.items()) > 200
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch-dist"])
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_experts_have_a_tensor_parallel_degree_of_their_own(
+    corpus: Path, tmp_path: Path, to: str, optimizer: str
+) -> None:
+    source = corpus / "megatron/moe_tp2_ep2_etp2_torch"
+    options: dict[str, Any] = {"to": to, "optimizer": optimizer, "tp": 4, "pp": 2}
+    for ep, etp in ((2, 1), (4, 2), (1, 2)):
+        ucp.api.convert(source, tmp_path / f"{ep}", ep=ep, etp=etp, **options)
+        check_same_atoms(source, tmp_path / f"{ep}")
+        made = open_checkpoint(tmp_path / f"{ep}", ReadOptions())
+        assert (made.mesh.ep, made.details["expert_tp"]) == (ep, etp)
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_experts_are_taken_out_of_groups_and_put_back(corpus: Path, tmp_path: Path, optimizer: str) -> None:
+    source = corpus / "megatron/moegg_ep2_torch"
+    options: dict[str, Any] = {"to": "megatron", "optimizer": optimizer}
+    ucp.api.convert(source, tmp_path / "single", experts="sequential", **options)
+    check_same_atoms(source, tmp_path / "single")
+    model = files_of(tmp_path / "single")["iter_0000002/mp_rank_00_000/model_optim_rng.pt"].tree["model"]
+    assert "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight" in model
+    assert not any(name.endswith("experts.weight1") for name in model)
+    ucp.api.convert(tmp_path / "single", tmp_path / "back", to="megatron", optimizer="plain", experts="grouped")
+    made, real = files_of(tmp_path / "back"), files_of(source)
+    assert list(made) == list(real)
+    assert sum(check_same(file, real[name], 0) for name, file in made.items()) > 100
 
 
 def test_half_a_stack_is_refused(corpus: Path, tmp_path: Path) -> None:

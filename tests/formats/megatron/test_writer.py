@@ -317,8 +317,10 @@ def check_same_atoms(source: Path, made: Path) -> None:
         ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 2, "stages": (0, 2)}, "do not deal 4 layers to pp=2 × vpp=2"),
         ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 3}, "4 layers do not divide over 2 stages of 3 chunks"),
         ("gpt_tp1_pp1_torch", {"vpp": 2}, "vpp=2 with pp=1"),
+        ("gpt_tp1_pp1_torch", {"etp": 1}, "the model has no experts"),
+        ("moe_ep1_torch", {"tp": 2, "etp": 4}, "cut over etp=4 ranks, which does not divide tp=2"),
         ("moe_ep1_torch", {"ep": 3}, "4 experts do not divide over ep=3"),
-        ("moe_ep1_torch", {"ep": 2, "dp": 3}, "ep=2 does not divide dp=3"),
+        ("moe_ep1_torch", {"ep": 2, "dp": 3}, "ep=2 × etp=1 does not divide tp=1 × dp=3"),
     ],
 )
 def test_impossible_jobs_are_refused(
@@ -330,7 +332,7 @@ def test_impossible_jobs_are_refused(
 
 
 def test_other_frameworks_are_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="carries no arguments of a Megatron job"):
+    with pytest.raises(UsageError, match="which a Megatron job's arguments name"):
         ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="megatron")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ucp.errors import UsageError
 from ucp.files.inert import InertOrderedDict
 from ucp.files.local import SourceFiles
 from ucp.files.torchzip_writer import torch_file
@@ -16,6 +15,7 @@ from ucp.formats.megatron.emit.job import job_for
 from ucp.formats.megatron.emit.model import Model, Tenant
 from ucp.formats.megatron.emit.optimizer import has_states, plain_tree, stateless_chain
 from ucp.formats.megatron.emit.rng import RandomStates
+from ucp.formats.megatron.filing import FileRank, file_ranks
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, TRACKER
 from ucp.formats.megatron.local_module import ModuleRank
 from ucp.formats.megatron.names import expert_of, with_expert_after, with_layer_after
@@ -36,13 +36,6 @@ class Writer:
         self.job = job_for(source, self.carried, options)
         self.mesh = self.job.mesh
         self.notes: list[Note] = list(self.job.notes)
-        arguments = self.job.arguments
-        if arguments.ep > 1 and arguments.etp != arguments.tp:
-            raise UsageError(
-                f"experts cut over {arguments.etp} of {arguments.tp} tensor-parallel ranks with ep={arguments.ep}:"
-                " which rank writes which file is not known for the legacy layout",
-                hint="use --ep 1, or --to torch-dist",
-            )
         self.model = Model(source, self.job, options)
         self._buffers = Buffers(self.model) if self.mesh.zero and has_states(source) else None
         self._random = RandomStates(self.carried.rng(), self.mesh)
@@ -62,15 +55,13 @@ class Writer:
         return tracker(self._folder)
 
     def _trees(self, files: SourceFiles) -> Iterator[tuple[str, Any]]:
-        mesh, arguments = self.mesh, self.job.arguments
-        for pp in range(mesh.pp):
-            for ep in range(mesh.ep):
-                for tp in range(mesh.tp):
-                    rank = ModuleRank(pp, tp, ep, tp % arguments.etp)
-                    yield f"{self._name(pp, tp, ep)}/{MODEL_FILE}", self._tree(rank, files)
-                    if self._buffers is not None:
-                        tree = gathered_tree(self._buffers, rank, arguments)
-                        yield f"{self._name(pp, tp, ep)}/{OPTIMIZER_FILE}", tree
+        arguments = self.job.arguments
+        for pp in range(self.mesh.pp):
+            for held in file_ranks(arguments):
+                name = self._name(pp, held.tp, held.ep)
+                yield f"{name}/{MODEL_FILE}", self._tree(pp, held, files)
+                if self._buffers is not None:
+                    yield f"{name}/{OPTIMIZER_FILE}", gathered_tree(self._buffers, pp, held, arguments)
 
     def _name(self, pp: int, tp: int, ep: int) -> str:
         name = f"mp_rank_{tp:02d}"
@@ -78,11 +69,12 @@ class Writer:
             name += f"_{pp:03d}"
         return f"{name}_{ep:03d}" if self.mesh.ep > 1 else name
 
-    def _tree(self, rank: ModuleRank, files: SourceFiles) -> dict[str, Any]:
+    def _tree(self, pp: int, held: FileRank, files: SourceFiles) -> dict[str, Any]:
         mesh = self.mesh
+        rank = ModuleRank(pp, held.tp, held.ep, held.etp)
         tenants = list(self.model.tenants(rank))
         rest = self.carried.rest()
-        number = rank.tp + mesh.tp * (rank.ep + mesh.dp * rank.pp)
+        number = held.place + mesh.tp * mesh.dp * pp
         args = self.job.args(self.carried.args, number, self.model.vocabulary, "torch")
         tree: dict[str, Any] = {"args": args}
         for key in ("checkpoint_version", "iteration"):
@@ -97,7 +89,7 @@ class Writer:
         if has_states(self.source):
             tree["optimizer"] = self._optimizer(tenants, files)
             tree.update({} if scheduler is None else {SCHEDULER: scheduler})
-        state = self._random.of(rank.pp, rank.tp, rank.ep)
+        state = self._random.of(pp, held.tp, held.place // mesh.tp)
         if state is not None:
             tree["rng_state"] = state
         return {**tree, **rest}

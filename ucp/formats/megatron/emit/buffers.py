@@ -12,6 +12,7 @@ from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.buffers import BufferLayout
 from ucp.formats.megatron.emit.model import Model
 from ucp.formats.megatron.emit.optimizer import has_apart_experts
+from ucp.formats.megatron.filing import FileRank
 from ucp.formats.megatron.local_module import (
     ModuleRank,
     ModuleTensor,
@@ -92,16 +93,17 @@ def seated(buffer: Buffer) -> list[tuple[int, ModuleTensor]]:
     return sorted(zip(places, buffer.tensors, strict=True), key=lambda item: item[0])
 
 
-def gathered_tree(buffers: Buffers, rank: ModuleRank, arguments: Arguments) -> Any:
-    """`distrib_optim.pt` of one rank, as the first of its data-parallel ranks writes it.
+def gathered_tree(buffers: Buffers, pp: int, held: FileRank, arguments: Arguments) -> Any:
+    """`distrib_optim.pt` of one rank of stage `pp`: what all ranks that share a state have of it.
 
-    Where experts have ranks of their own there are two optimizers. A rank that is not the first of the ranks that share
-    an optimizer's state has None in place of it.
+    Where experts have ranks of their own there are two optimizers. A rank that is not the first of those that share the
+    state of one has None in place of it.
     """
+    rank = ModuleRank(pp, held.tp, held.ep, held.etp)
     if not has_apart_experts(arguments):
         return _state(buffers, buffers.of(rank, experts=None))
-    dense = None if rank.ep else _state(buffers, buffers.of(rank, experts=False))
-    experts = None if rank.tp >= arguments.etp else _state(buffers, buffers.of(rank, experts=True))
+    dense = _state(buffers, buffers.of(rank, experts=False)) if held.leads_dense else None
+    experts = _state(buffers, buffers.of(rank, experts=True)) if held.leads_experts else None
     return [dense, experts]
 
 

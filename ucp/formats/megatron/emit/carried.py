@@ -10,6 +10,7 @@ from typing import Any, Final
 from ucp.errors import UsageError
 from ucp.files.inert import Inert
 from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.filing import file_ranks
 from ucp.formats.megatron.folder import COMMON, RANK_FOLDER
 from ucp.formats.megatron.names import expert_of, modern, plain, stack_of, with_expert_after, with_layer_after
 from ucp.formats.megatron.pipeline import chunks_of_job
@@ -63,15 +64,17 @@ class Carried:
         return next((value for key, value in sorted(self._objects.items()) if _SCALER.match(key) and value), None)
 
     def rng(self) -> dict[tuple[int, int, int], Any]:
-        """The random states by (pp, tp, dp). Where experts are parallel, the first data-parallel ranks are theirs."""
+        """The random states by (pp, tp, dp), of those data-parallel ranks that have their own."""
         found: dict[tuple[int, int, int], Any] = {}
         for key, value in sorted(self._objects.items()):
             match = _RNG.match(key)
             if match:
                 found[int(match[1]), int(match[2]), int(match[3] or 0)] = value
+        copies = {(held.tp, held.ep): held.place // self.arguments.tp for held in file_ranks(self.arguments)}
         for name, tree in sorted(self._ranks.items()):
             if "rng_state" in tree:
-                found[self._coordinates(name)] = tree["rng_state"]
+                pp, tp, ep = self._coordinates(name)
+                found[pp, tp, copies.get((tp, ep), 0)] = tree["rng_state"]
         return found
 
     def _coordinates(self, name: str) -> tuple[int, int, int]:

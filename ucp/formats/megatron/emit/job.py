@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Final
 
 from ucp.errors import UsageError
@@ -69,15 +70,16 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
         )
     base = like.mesh if like is not None else source.mesh
     pattern = Carried(like).arguments if like is not None else carried.arguments
-    mesh = _mesh(base, options)
-    _check_experts(mesh, carried.arguments)
+    mesh, etp = _mesh(base, carried.arguments, options)
+    _check_experts(mesh, carried.arguments, options)
     notes: list[Note] = []
     if bool(mesh.zero) != bool(source.mesh.zero) and source.groups:
         kind, how = ("distributed", "with") if mesh.zero else ("plain", "without")
         text = f"written for the {kind} optimizer: load it {how} --use-distributed-optimizer"
         notes.append(Note("optimizer-kind", text))
     sharding = _sharding(pattern, mesh, options)
-    fields = _fields(carried.arguments, pattern, mesh, options, notes)
+    fields = _fields(carried.arguments, mesh, etp, options)
+    _deal_layers(fields, carried.arguments, pattern, mesh, options, notes)
     if _FULLY in fields:
         fields[_FULLY] = bool(mesh.zero) and sharding == "fully_reshardable"
     arguments = Arguments(fields)
@@ -115,35 +117,39 @@ def _sharding(pattern: Arguments, mesh: Mesh, options: WriteOptions) -> Optimize
     return options.optimizer_sharding
 
 
-def _mesh(base: Mesh, options: WriteOptions) -> Mesh:
+def _mesh(base: Mesh, stored: Arguments, options: WriteOptions) -> tuple[Mesh, int]:
+    """The target's mesh, and the tensor-parallel degree of its experts: that of everything else, unless it differs."""
+
     def choose(asked: int | None, kept: int) -> int:
         return kept if asked is None else asked
 
     tp, pp, ep = choose(options.tp, base.tp), choose(options.pp, base.pp), choose(options.ep, base.ep)
-    dp = options.dp if options.dp is not None else -(-base.dp // ep) * ep  # expert ranks are data-parallel ranks
-    mesh = Mesh(tp, pp, dp, ep, _zero(base, options))
-    if min(tp, pp, dp, ep) < 1:
-        raise UsageError(f"no such job: {mesh}")
-    if dp % ep:
-        raise UsageError(f"ep={ep} does not divide dp={dp}: expert-parallel ranks are data-parallel ranks")
-    return mesh
+    etp = choose(options.etp, tp if stored.etp == stored.tp else stored.etp)
+    if min(tp, pp, ep, etp) < 1 or tp % etp:
+        raise UsageError(f"experts are cut over etp={etp} ranks, which does not divide tp={tp}")
+    copies = etp * ep // gcd(tp, etp * ep)  # experts are dealt to the ranks of a stage: these must come out even
+    dp = options.dp if options.dp is not None else -(-base.dp // copies) * copies
+    if dp < 1 or dp % copies:
+        raise UsageError(
+            f"ep={ep} × etp={etp} does not divide tp={tp} × dp={dp}: expert-parallel ranks are data-parallel ranks",
+            hint=f"choose a --dp that {copies} divides",
+        )
+    return Mesh(tp, pp, dp, ep, _zero(base, options)), etp
 
 
-def _check_experts(mesh: Mesh, arguments: Arguments) -> None:
+def _check_experts(mesh: Mesh, arguments: Arguments, options: WriteOptions) -> None:
     experts = arguments.number("num_experts", 0)
     if mesh.ep > 1 and not experts:
         raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
+    if not experts and (options.etp is not None or options.experts is not None):
+        raise UsageError("the model has no experts", hint="leave --etp and --experts out")
     if experts % mesh.ep:
         raise UsageError(f"{experts} experts do not divide over ep={mesh.ep}")
 
 
-def _fields(
-    stored: Arguments, pattern: Arguments, mesh: Mesh, options: WriteOptions, notes: list[Note]
-) -> dict[str, Any]:
+def _fields(stored: Arguments, mesh: Mesh, etp: int, options: WriteOptions) -> dict[str, Any]:
+    """The arguments of the target's job, but for those that deal layers to stages."""
     fields = dict(stored.fields)
-    etp = mesh.tp if stored.etp == stored.tp else stored.etp
-    if mesh.tp % etp:
-        raise UsageError(f"experts are cut over {etp} ranks, which does not divide tp={mesh.tp}")
     fields.update(
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
@@ -163,7 +169,10 @@ def _fields(
     fields.update({name: value for name, value in known.items() if name in fields})
     if not mesh.zero:
         fields.update({name: False for name in ("overlap_param_gather",) if name in fields})
-    _deal_layers(fields, stored, pattern, mesh, options, notes)
+    if options.experts is not None:
+        fields["moe_grouped_gemm"] = options.experts == "grouped"
+        if not stored.has_transformer_engine:
+            fields["moe_use_legacy_grouped_gemm"] = options.experts == "grouped"
     return fields
 
 
