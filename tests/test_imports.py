@@ -23,7 +23,7 @@ WALLS: dict[str, set[str]] = {
     "compare": {"engine", "formats", "files", "model"},
     "reports": {"compare", "checks", "engine", "formats", "files", "model"},
     "log": {"files", "model"},
-    "replay": {"log", "engine", "formats", "files", "model"},
+    "replay": {"log", "checks", "engine", "formats", "files", "model"},
     "train": {"replay", "log", "checks", "engine", "formats", "files", "model"},
     "cli": {"reports", "compare", "train", "replay", "log", "checks", "engine", "formats", "files", "model"},
 }

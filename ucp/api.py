@@ -259,7 +259,7 @@ def plan(
     `stages` are the numbers of the first layer of every pipeline stage (of every chunk, where
     stages have several: the first chunks of all stages come first); `vocab_size` is the padded size of vocabulary
     dimensions. `optimizer` names the one of Megatron's that is to load the target, `optimizer_sharding` how its sharded
-    checkpoint keeps the state of the distributed one.
+    checkpoint keeps the state of the distributed one. `log`, `step` and `exact` as in `open_checkpoint`.
     """
     wanted = _dtype(dtype)
     if only is not None and to in ("deepspeed", "deepspeed-universal"):
@@ -269,7 +269,7 @@ def plan(
     if only == "weights" and to == "safetensors":
         only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
     selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
-    indexed = index_checkpoint(Path(src), read_options(tag, rules, preset, repair))
+    indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
     source = _crossed(_renamed(select(indexed, selection), names, model_config), to, model_config)
     options = WriteOptions(
         link=link,
@@ -283,6 +283,9 @@ def plan(
         dtype=wanted,
         like=None if like is None else index_checkpoint(Path(like), ReadOptions()),
         max_shard_size=max_shard_size,
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
         first_layers=None if stages is None else tuple(stages),
         vocab_size=vocab_size,
         experts=experts,
@@ -323,6 +326,8 @@ def convert(
 def verify(
     src: str | os.PathLike[str],
     level: str = "default",
+    if link and source.computed is not None:
+        raise UsageError("what follows from a log lies in no file that --link could point at", hint="leave --link out")
     *,
     fail_on: str = "error",
     allow: Sequence[str] = (),
@@ -335,13 +340,19 @@ def verify(
     """Check the checkpoint at `src` (`level`: `quick`, `default` or `deep`). What is wrong is reported, not raised.
 
     `report.ok` and `report.exit_code` follow from `fail_on` (a severity or `never`), the checks in `allow` and the path
-    of an earlier report in `baseline`.
+    of an earlier report in `baseline`. With a `log`, base and log are checked, and the state after `step` that they
+    make; with `exact`, that it may differ from what the job held is an error.
     """
     from ucp.checks import make_policy
     from ucp.checks import verify as run_checks
 
     policy = make_policy(fail_on, allow, baseline)
-    return run_checks(src, level, options=read_options(tag, rules, preset), jobs=jobs or default_jobs(), policy=policy)
+    options, jobs = read_options(tag, rules, preset), jobs or default_jobs()
+    if log is None and step is None and not exact:
+        return run_checks(src, level, options=options, jobs=jobs, policy=policy)
+    from ucp.replay.checking import verify_at
+
+    return verify_at(src, level, options, log, step, exact=exact, jobs=jobs, policy=policy)
 
 
 def diff(
@@ -368,19 +379,27 @@ def diff(
     """Compare the checkpoints at `a` and `b`, whatever their formats and layouts, in one pass.
 
     Without a tolerance only equal bits are the same. `updates` also measures how far each parameter moved. With `names`
-    both are compared under the names of one framework, as in `open_checkpoint`.
+    both are compared under the names of one framework, as in `open_checkpoint`. With `log_a`, A is the state after
+    `step_a` that follows from it, and B likewise.
     """
     from ucp.compare import Options, Tolerance, compare
 
     options = Options(Tolerance(rtol, atol, ulp), only, tuple(include), tuple(exclude), strict, updates)
     one, other = (
-        _renamed(index_checkpoint(Path(path), read_options(tag, rules, preset)), names, model_config)
-        for path, tag in ((a, tag_a), (b, tag_b))
+        _renamed(
+            index_state(path, read_options(tag, rules, preset), log, step, exact and log is not None),
+            names,
+            model_config,
+        )
+        for path, tag, log, step in ((a, tag_a, log_a, step_a), (b, tag_b, log_b, step_b))
     )
     return compare(one, other, options, jobs=jobs or default_jobs(), progress=progress)
 
 
 def report(
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
     src: str | os.PathLike[str],
     page: str | os.PathLike[str],
     *,
@@ -413,6 +432,11 @@ def _dtype(dtype: str | DType | None) -> DType | None:
     if dtype is None or isinstance(dtype, DType):
         return dtype
     parsed = parse_dtype(dtype)
+    log_a: str | os.PathLike[str] | None = None,
+    step_a: int | str | None = None,
+    log_b: str | os.PathLike[str] | None = None,
+    step_b: int | str | None = None,
+    exact: bool = False,
     if parsed is None or parsed.family != "float":
         raise UsageError(f"{dtype!r} is no floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
     return parsed

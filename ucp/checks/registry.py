@@ -14,7 +14,7 @@ class Check:
     """A check: its stable id, what it means, from which level on it runs, the module that runs it, its exit code.
 
     Several checks may share a module, which then looks at their bytes in one pass. `readable` has none: it is what
-    comes of opening the checkpoint.
+    comes of opening the checkpoint. Those `of_logs` run where a log is put upon it (`ucp.replay.checking`).
     """
 
     id: str
@@ -22,6 +22,7 @@ class Check:
     level: Level
     module: str
     exit_code: int = InconsistentError.exit_code
+    of_logs: bool = False
 
 
 _DAMAGE: Final = IntegrityError.exit_code
@@ -49,6 +50,8 @@ CHECKS: Final = (
     Check("finite", "no element is NaN or infinite", _DEEP, "scan"),
     Check("second-moments", "no second moment is negative", _DEEP, "scan"),
     Check("extras", "what is carried beside the parameters can be read", _DEFAULT, "extras", _DAMAGE),
+    Check("log", "every frame of the log is whole, and every stream is there", _QUICK, "", _DAMAGE, of_logs=True),
+    Check("replay", "what the log makes of the base is what the job held, bit for bit", _QUICK, "", of_logs=True),
     Check("slice-mappings", "DeepSpeed's own table of slices agrees with the layout", _QUICK, "notes"),
     Check("notes", "what the reader had to decide or could not use", _QUICK, "notes"),
 )
@@ -58,4 +61,4 @@ BY_ID: Final = {check.id: check for check in CHECKS}
 
 def checks_of(level: Level) -> list[Check]:
     """The checks that run at this level."""
-    return [check for check in CHECKS if check.level <= level]
+    return [check for check in CHECKS if check.level <= level and not check.of_logs]

@@ -13,11 +13,13 @@ from ucp import api
 from ucp.cli.options import (
     echo_notes,
     human_bytes,
+    log_options,
     naming_options,
     parse_bytes,
     reading_options,
     source_argument,
     table,
+    use_one_thread_each,
 )
 from ucp.formats.registry import WRITERS
 from ucp.model.target import Target
@@ -87,6 +89,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     help="Most memory for slabs.",
 )
 @click.option("--resume", is_flag=True, help="Go on with a half-done output.")
+@log_options
 @click.option("--restart", is_flag=True, help="Throw a half-done output away and begin again.")
 @click.option("--durable", is_flag=True, help="Flush everything to the disk before the output appears.")
 @click.option("--dry-run", is_flag=True, help="Print the plan (files, bytes, reads, writes, memory) and stop.")
@@ -121,6 +124,7 @@ def command(
     The output appears whole or not at all. A run that was killed goes on with --resume.
     """
     from ucp.cli.progress import Bar
+    use_one_thread_each(conversion.source)
     from ucp.engine.staging import staging_folder
 
     conversion = api.plan(src, dst, **options)
@@ -131,6 +135,7 @@ def command(
     begin = time.perf_counter()
     try:
         conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=Bar())
+      ucp convert run step1200 --log run --step 1200 --to deepspeed --dp 6
     except KeyboardInterrupt:
         if (kept := staging_folder(dst)).exists():
             click.echo(f"\nwhat was done is kept in {kept}: repeat the command with --resume to go on", err=True)

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 )
 @click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`, for both.")
 @naming_options
+@click.option(
+    "--log", "log_a", type=click.Path(path_type=Path), metavar="DIR", help="Log of a run: A is brought to --step."
+)
+@click.option("--step", "step_a", metavar="N|latest", help="Step of the log. [default: latest]")
+@click.option("--log-b", type=click.Path(path_type=Path), metavar="DIR", help="Log of a run: B is brought to --step-b.")
+@click.option("--step-b", metavar="N|latest", help="Step of the log of B. [default: latest]")
+@click.option("--exact", is_flag=True, help="Refuse a state that may differ from the job's own in any bit.")
 @click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative distance that counts as equal.")
 @click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute distance that counts as equal.")
 @click.option("--ulp", type=click.IntRange(0), default=0, help="Steps in the last place that count as equal.")
@@ -69,6 +76,7 @@ def command(
       ucp diff before after --rtol 1e-5
       ucp diff before after --only weights --include 'blocks.0.*'
       ucp diff run run --tag-a global_step100 --tag-b global_step200 --updates
+      ucp diff run checkpoints/global_step1200 --log run --step 1200
 
     Exit code 0: the same (within the tolerances) · 1: different. With --updates it is 0 whatever moved.
     """

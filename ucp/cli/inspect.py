@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import echo_notes, human_bytes, naming_options, source_argument, table
+from ucp.cli.options import echo_notes, human_bytes, log_options, naming_options, source_argument, table
 from ucp.errors import UsageError
 from ucp.formats.inert_json import Encoder
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
@@ -29,6 +29,7 @@ from ucp.model.rule_json import rule_to_json
 )
 @click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`.")
 @naming_options
+@log_options
 @click.option("--param", "name", metavar="NAME", help="Show where each byte of this parameter lies, rank by rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -40,6 +41,7 @@ def command(
     model_config: Path | None,
     name: str | None,
     as_json: bool,
+    **state: Any,
 ) -> None:
     """Show the format, mesh, optimizer and parameters of the checkpoint SRC.
 
@@ -50,9 +52,10 @@ def command(
       ucp inspect run/checkpoints --rules
       ucp inspect run/checkpoints --names hf
       ucp inspect run/checkpoints --json | jq .parameters[0]
+      ucp inspect run --log run --step latest
     """
     opened = api.open_checkpoint(
-        src, tag=tag, rules=rules or None, preset=preset, names=names, model_config=model_config
+        src, tag=tag, rules=rules or None, preset=preset, names=names, model_config=model_config, **state
     )
     checkpoint = opened.index
     if name is not None:

@@ -17,6 +17,7 @@ from ucp.version import VERSION
 COMMANDS = {
     "inspect": "Show what a checkpoint holds, and where each byte of a parameter lies.",
     "convert": "Turn a checkpoint into another format or layout, in one pass and constant memory.",
+    "merge": "Make atoms of any step of a run that was logged with ucp.record.",
     "verify": "Say whether the shards of a checkpoint are consistent, and if not, which rank and parameter.",
     "diff": "Say whether two checkpoints are the same, whatever their formats, and if not, by how much they differ.",
     "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",

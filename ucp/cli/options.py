@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ucp.model.checkpoint import Note
+from ucp.model.checkpoint import Checkpoint, Note
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +46,32 @@ def reading_options(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+def log_options(function: F) -> F:
+    """Which state of a logged run is meant: --log, --step, --exact."""
+    for option in reversed(
+        (
+            click.option(
+                "--log",
+                type=click.Path(path_type=Path, file_okay=False),
+                metavar="DIR",
+                help="Log of a run: SRC is brought from its own step to --step. SRC may be the run's folder.",
+            ),
+            click.option("--step", metavar="N|latest", help="Step of the log. [default: latest]"),
+            click.option("--exact", is_flag=True, help="Refuse a state that may differ from the job's own in any bit."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def use_one_thread_each(*checkpoints: Checkpoint) -> None:
+    """Replay in as many threads as there are workers, instead of in as many for every worker."""
+    if any(checkpoint.computed is not None for checkpoint in checkpoints):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def naming_options(function: F) -> F:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, reading_options, source_argument
+from ucp.cli.options import human_bytes, log_options, reading_options, source_argument
 from ucp.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ FAIL_ON = ("error", "warning", "note", "never")
 @click.command("verify", short_help="Say whether the shards of a checkpoint are consistent.")
 @source_argument
 @reading_options
+@log_options
 @click.option("--quick", is_flag=True, help="Look at the index alone: milliseconds, whatever the size.")
 @click.option("--deep", is_flag=True, help="Read every byte once: checksums, NaN, padding.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="What to print. [default: text]")
@@ -58,6 +59,9 @@ def command(
     allow: tuple[str, ...],
     baseline: Path | None,
     jobs: int | None,
+    log: Path | None,
+    step: str | None,
+    exact: bool,
 ) -> None:
     """Check the checkpoint SRC: one line a finding, most important first.
 
@@ -68,6 +72,7 @@ def command(
       ucp verify run/checkpoints --quick
       ucp verify run/checkpoints --deep -o report.json -o ucp.sarif
       ucp verify atoms --allow finite --fail-on warning
+      ucp verify run --log run --step latest
 
     Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Unless --fail-on says otherwise, warnings and notes
     do not change it.
@@ -88,7 +93,13 @@ def command(
         from ucp.cli.progress import Bar
 
         progress = Bar()
-    report = verify(src, level, options=options, jobs=jobs or api.default_jobs(), progress=progress, policy=policy)
+    how: dict[str, Any] = {"jobs": jobs or api.default_jobs(), "progress": progress, "policy": policy}
+    if log is not None or step is not None or exact:
+        from ucp.replay.checking import verify_at
+
+        report = verify_at(src, level, options, log, step, exact=exact, **how)
+    else:
+        report = verify(src, level, options=options, **how)
     written = {path: _FORMS.get(path.suffix, form) for path in output}
     for path, wanted in written.items():
         _write(path, render(report, wanted))

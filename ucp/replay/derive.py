@@ -50,7 +50,7 @@ def at_step(base: Checkpoint, log: Log, step: int | None = None, *, exact: bool 
     if exact and derived.labels:
         from ucp.replay.proof import prove
 
-        proof = prove(derived, log)
+        proof = prove(derived)
         derived.labels = proof.remaining(derived.labels)
         if derived.labels:
             raise UsageError(

@@ -39,7 +39,7 @@ def open_at(
     from ucp.replay.derive import at_step
 
     wanted = step_number(step)
-    opened = Log.open(log, check="tail")  # blocks are checked when they are read
+    opened = Log.open(Path(log), check="tail")  # blocks are checked when they are read
     base = open_checkpoint(find_base(Path(path), opened, wanted), options)
     state = at_step(base, opened, wanted, exact=exact)
     if state.computed is None:

@@ -9,7 +9,6 @@ import xxhash
 
 from ucp.files.local import SourceFiles
 from ucp.log.payloads import Digest
-from ucp.log.reader import Log
 from ucp.replay.chunks import Replay, ReplayedTensor, memory_of
 from ucp.replay.derive import Derived
 from ucp.replay.exactness import Approximate
@@ -36,9 +35,8 @@ class Proof:
         return [] if everything else list(labels)
 
 
-def prove(derived: Derived, log: Log) -> Proof:
+def prove(derived: Derived) -> Proof:
     """Replay every tensor of the newest span past its digests, stretch by stretch, and compare."""
-    del log
     checkpoint = derived.checkpoint
     proof = Proof(checkpoint.step or 0)
     inner = getattr(checkpoint.computed, "inner", None)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ucp.errors import InconsistentError, UcpError, UsageError
-from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.rules import RuleBook
+from ucp.replay.opening import open_at
 from ucp.train.cutting import Cutter
 from ucp.train.describe import describe
 from ucp.train.extras import TrainingState, apply_training_state, find_training_state
@@ -47,13 +48,17 @@ def load_into(
     rules: str | Path | None = None,
     preset: str | None = None,
     strict: bool = True,
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
 ) -> LoadReport:
     """Load the checkpoint at `path` into a live job, in place. Every rank must call it, between two steps.
 
     `model` is a DeepSpeed engine (which has its optimizer) or a torch module (plain, DDP, FSDP2) with its `optimizer`.
     The checkpoint may have any format that `ucp` reads and any layout; each rank reads what it holds and nothing else.
     Everything is checked on all ranks before the first write; a failure is raised on every rank. With `strict` off,
-    what the checkpoint lacks is left as it is and reported.
+    what the checkpoint lacks is left as it is and reported. With the `log` of a run, the job gets the state after
+    `step` (a number or `latest`) that follows from the checkpoint; with `exact`, only one that is right in every bit.
     """
     if path is None:
         model, optimizer, path = _path_second(model, optimizer)
@@ -61,7 +66,9 @@ def load_into(
     loader: _Loader | None = None
     error: BaseException | None = None
     try:
-        loader = _Loader(model, optimizer, Path(path), tag, rule_book(rules, preset), strict)
+        book = rule_book(rules, preset)
+        source = open_at(path, ReadOptions(tag, book), log, step, exact=exact)
+        loader = _Loader(model, optimizer, source, book, strict)
         loader.check(rank, size)
     except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
         error = caught
@@ -86,13 +93,11 @@ def _path_second(model: Any, second: Any) -> tuple[Any, Any, str | os.PathLike[s
 class _Loader:
     """One rank's load: checked first, then run."""
 
-    def __init__(
-        self, model: Any, optimizer: Any, path: Path, tag: str | None, book: RuleBook | None, strict: bool
-    ) -> None:
+    def __init__(self, model: Any, optimizer: Any, source: Checkpoint, book: RuleBook | None, strict: bool) -> None:
         self.strict = strict
         self.job: LiveJob = describe(model, optimizer)
         _check_between_steps(self.job)
-        self.source: Checkpoint = open_checkpoint(path, ReadOptions(tag, book))
+        self.source = source
         self.files = CountingFiles(self.source.root, computed=self.source.computed)
         self.cutter = Cutter(self.job.mesh.tp, self.job.rank.tp, book)
         self.plan = LoadPlan()

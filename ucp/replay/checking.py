@@ -1,0 +1,125 @@
+"""`verify` of a base, a log, and the state that they make: what is wrong with each, and whether the state is exact."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ucp import tunables
+from ucp.checks import Finding, Level, Policy, Report, verify
+from ucp.checks.run import Progress
+from ucp.checks.values import SECOND_MOMENTS, bits_of, negative, not_finite, scannable
+from ucp.engine.casting import raw_dtype
+from ucp.engine.reading import AtomReader
+from ucp.errors import IntegrityError, UcpError, UsageError
+from ucp.files.local import SourceFiles
+from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.log.reader import Log
+from ucp.model.checkpoint import Checkpoint
+from ucp.model.slabs import slabs
+from ucp.replay.derive import Derived, derive
+from ucp.replay.exactness import EVERY
+from ucp.replay.opening import find_base, step_number
+from ucp.replay.proof import prove
+
+_SHOWN = 5  # parameters that a refuted digest is told of
+
+
+def verify_at(
+    path: str | os.PathLike[str],
+    level: Level | str,
+    options: ReadOptions,
+    log: str | os.PathLike[str] | None,
+    step: int | str | None,
+    *,
+    exact: bool = False,
+    jobs: int = 2,
+    progress: Progress | None = None,
+    policy: Policy | None = None,
+) -> Report:
+    """Check the base as `verify` does, then the log, then what they make: its digests, and at the deepest level values.
+
+    That a state may not be exact is a warning, with `exact` an error. A digest of the job's own that the replay does
+    not meet is an error.
+    """
+    if log is None:
+        raise UsageError("--step and --exact are about the steps of a log", hint="name the log with --log")
+    wanted = step_number(step)
+    depth = Level[level.upper()] if isinstance(level, str) and level.upper() in Level.__members__ else level
+    with Log.open(Path(log), "inspect", check="all" if depth is Level.DEEP else "tail") as opened:
+        base = find_base(Path(path), opened, wanted)
+        report = verify(base, level, options=options, jobs=jobs, progress=progress, policy=policy)
+        report.checks = [*report.checks, "log", "replay"]
+        report.add(_log(opened))
+        if not any(finding.check == "readable" for finding in report.findings):
+            report.add(_state(opened, open_checkpoint(base, options), wanted, report.level, exact))
+    report.sort()
+    return report
+
+
+def _log(log: Log) -> Iterator[Finding]:
+    for epoch in log.epochs:
+        for number in epoch.missing:
+            text = f"{epoch.folder}: stream {number} has no files"
+            yield Finding("log", "error", text, hint="copy the logs of all ranks into one folder")
+        for defect in epoch.defects:
+            # A torn end is how a killed job leaves its log: what was durable is there.
+            bad = defect.kind in ("damaged", "disorder")
+            hint = f"steps up to {defect.step} are good" if defect.step is not None else None
+            yield Finding(
+                "log",
+                "error" if bad else "note",
+                str(defect),
+                file=str(defect.file),
+                byte_range=(defect.offset, defect.offset + 1),
+                hint=hint,
+                exit_code=IntegrityError.exit_code,
+            )
+
+
+def _state(log: Log, base: Checkpoint, step: int | None, level: Level, exact: bool) -> Iterator[Finding]:
+    try:
+        derived = derive(base, log, step)
+        labels, refuted = derived.labels, []
+        if level > Level.QUICK:
+            proof = prove(derived)
+            labels, refuted = proof.remaining(labels), proof.refuted
+        for label in refuted[:_SHOWN]:
+            hint = (
+                "the log or the base is not of this job, or this machine computes otherwise than the one that trained"
+            )
+            yield Finding("replay", "error", str(label), parameter=label.parameter, hint=hint)
+        for label in labels:
+            if label not in refuted:
+                whose = None if label.parameter == EVERY else label.parameter
+                yield Finding("replay", "error" if exact else "warning", str(label), parameter=whose)
+        if level is Level.DEEP:
+            yield from _values(derived)
+    except UcpError as error:
+        yield Finding("replay", "error", error.what, hint=error.hint, exit_code=error.exit_code)
+
+
+def _values(derived: Derived) -> Iterator[Finding]:
+    """Numbers that should not be there, in what is computed."""
+    checkpoint = derived.checkpoint
+    with SourceFiles(checkpoint.root, computed=checkpoint.computed) as files:
+        for atom in checkpoint.atoms():
+            if not atom.computed or not scannable(atom.dtype):
+                continue
+            reader = AtomReader(files, atom)
+            bad = below = 0
+            for slab in slabs(reader.shape, max(1, tunables.SLAB_BYTES // atom.dtype.itemsize)):
+                values = np.empty(slab.shape, raw_dtype(atom.dtype))
+                reader.read(slab, values)
+                bits = bits_of(values, atom.dtype)
+                bad += not_finite(bits, atom.dtype)[0]
+                below += negative(bits, atom.dtype)[0] if atom.kind in SECOND_MOMENTS else 0
+            if bad:
+                text = f"{bad} of {atom.numel} elements are NaN or infinite after step {checkpoint.step}"
+                yield Finding("finite", "error", text, parameter=atom.name, kind=atom.kind)
+            if below:
+                text = f"{below} of {atom.numel} elements are negative after step {checkpoint.step}"
+                yield Finding("second-moments", "error", text, parameter=atom.name, kind=atom.kind)
