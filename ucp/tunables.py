@@ -30,6 +30,10 @@ BOUNCE_BYTES = 4 * MIB
 # nothing, small enough that threads balance and that a killed run loses little.
 PART_BYTES = 64 * MIB
 
+# Processes that write one target together look after each other this often, and give up on one that is gone so long.
+LOOK_AT_OTHERS_SECONDS = 1.0
+MISSING_PROCESS_SECONDS = 60.0
+
 # Payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
 DATA_ALIGNMENT = 4096
 

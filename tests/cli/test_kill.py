@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from tests.formats.atoms.synthetic import write_atoms
+from tests.trees import contents
 
 # Small slabs and parts, and a process that kills itself for good when so many slabs have been written.
 DRIVER = """
@@ -35,10 +35,6 @@ sys.exit(run(sys.argv[2:]))
 def convert(kill_after: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", DRIVER, str(kill_after), "convert", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +89,3 @@ def test_interrupt_keeps_what_was_done_and_says_so(source: Path, tmp_path: Path)
     assert "Traceback" not in stopped.stderr
     assert "--resume" in stopped.stderr
     assert convert(0, str(source), str(tmp_path / "out"), "--resume").returncode == 0
-
-
-def test_real_safetensors_are_not_mistaken_for_atoms(tmp_path: Path) -> None:
-    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
-    run = convert(0, str(tmp_path), str(tmp_path.with_name("never")))
-    assert run.returncode in (2, 3)
-    assert "Traceback" not in run.stderr

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values_of, write_shards
+from tests.trees import contents
 from ucp import tunables
 from ucp.engine.convert import Progress, RunOptions, run
 from ucp.engine.staging import staging_folder
@@ -100,10 +101,6 @@ class StopAfter(Progress):
         self.left -= nbytes
         if self.left < 0:
             raise self.error
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_resume_writes_only_what_is_missing(job: tuple[Target, Checkpoint, Path]) -> None:

@@ -255,7 +255,7 @@ def test_resume_does_not_believe_a_literal_that_has_changed(job: tuple[Target, C
         run(target, source, path, options(), KillBeforePublishing(), Progress())
     half = staging.Staging(path, target, fingerprint(target, source), resume=True, restart=False)
     assert list(half.remaining(parts(target))) == []
-    seals = list(sealing_parts(target, half.written()))
+    seals = list(sealing_parts(target, half.written(), half.files))
     assert list(half.remaining(seals)) == []
     extent = replace(seals[0].extents[0], data=b"x" * seals[0].extents[0].nbytes)
     changed = replace(seals[0], extents=(extent, *seals[0].extents[1:]))
@@ -301,9 +301,9 @@ def test_a_span_must_be_tiled() -> None:
     file = OutputFile("f", 9, seal=Seal(((2, 5),), lambda crcs: [Literal(0, bytes(len(crcs)))]))
     for extents in ([], [(2, 4)], [(2, 3), (6, 1)], [(1, 6)], [(2, 6)]):
         with pytest.raises(AssertionError, match="not tiled"):
-            list(sealing_parts(Target((file,)), [Written(0, a, n, "", 0) for a, n in extents]))
+            list(sealing_parts(Target((file,)), [Written(0, a, n, "", 0) for a, n in extents], {0}))
     with pytest.raises(AssertionError, match="CRC-32"):
-        list(sealing_parts(Target((file,)), [Written(0, 2, 5, "")]))
+        list(sealing_parts(Target((file,)), [Written(0, 2, 5, "")], {0}))
 
 
 def test_atoms_in_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import xxhash
 from ucp import tunables
 from ucp.engine.plan import VERSION, stretches
 from ucp.engine.sealing import sealing_parts
-from ucp.engine.staging import Staging
+from ucp.engine.shares import WHOLE, Share
+from ucp.engine.staging import Staging, gather, publish
 from ucp.engine.stream import Budget, stream
 from ucp.errors import StorageError
 from ucp.files.local import SourceFiles
@@ -29,6 +30,7 @@ class RunOptions:
     resume: bool = False
     restart: bool = False
     durable: bool = False
+    share: Share = WHOLE
 
 
 class Progress:
@@ -52,11 +54,11 @@ def run(
     last: Callable[[Digests], OutputFile | None],
     progress: Progress,
 ) -> None:
-    """Write `target` to the folder `path`. `last` gets all digests and gives the file that is written last."""
+    """Write `target` to the folder `path`, or a share of it. `last` gets all digests and gives the last file."""
     identity = fingerprint(target, source)
-    staging = Staging(path, target, identity, resume=options.resume, restart=options.restart)
+    staging = Staging(path, target, identity, resume=options.resume, restart=options.restart, share=options.share)
     try:
-        progress.start(target.nbytes)
+        progress.start(sum(target.files[number].size for number in staging.files))
         with SourceFiles(source.root, computed=source.computed) as files:
             progress.advance(staging.finished_bytes)
             write = partial(
@@ -68,20 +70,37 @@ def run(
                 done=staging.record,
                 progress=progress.advance,
             )
-            write([staging.remaining(stretch) for stretch in stretches(target, max(1, options.budget.jobs))])
-            write([staging.remaining(sealing_parts(target, staging.written()))])
-        staging.publish(last(staging.digests()), durable=options.durable)
+            walks = stretches(target, max(1, options.budget.jobs), staging.files)
+            write([staging.remaining(walk) for walk in walks])
+            write([staging.remaining(sealing_parts(target, staging.written(), staging.files))])
+        if options.share.is_whole:
+            staging.publish(last(staging.digests()), durable=options.durable)
+        else:
+            staging.end_share(durable=options.durable)
     except (KeyboardInterrupt, StorageError) as error:
         # What was done is good: a full disk or an impatient person should not cost it.
         staging.close()
         if isinstance(error, StorageError) and error.hint is None and staging.folder.exists():
-            error.hint = f"what was done is kept in {staging.folder}: repeat the command with --resume to go on"
+            again = "with --resume " if options.share.is_whole else ""
+            error.hint = f"what was done is kept in {staging.folder}: repeat the command {again}to go on"
         raise
     except BaseException:
         staging.discard()
         raise
     finally:
         progress.finish()
+
+
+def finish(
+    target: Target,
+    source: Checkpoint,
+    path: Path,
+    last: Callable[[Digests], OutputFile | None],
+    *,
+    durable: bool,
+) -> None:
+    """Publish what the shares of a conversion have written, when all of them are done."""
+    publish(path, last(gather(path, target, fingerprint(target, source))), durable=durable)
 
 
 def fingerprint(target: Target, source: Checkpoint) -> str:

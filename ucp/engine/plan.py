@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import chain
@@ -60,17 +60,18 @@ def parts(target: Target) -> Iterator[Part]:
     return chain(*stretches(target, 1))
 
 
-def stretches(target: Target, count: int) -> list[Iterator[Part]]:
+def stretches(target: Target, count: int, only: Container[int] | None = None) -> list[Iterator[Part]]:
     """All the work that a target takes in `count` stretches of about as many bytes, each for one thread to walk along.
 
-    Neighbours in the plan go to the same file, which Linux lets one thread write at a time: threads that walk far from
-    each other do not wait for each other.
+    With `only`, the work for files of these numbers. Neighbours in the plan go to the same file, which Linux lets one
+    thread write at a time: threads that walk far from each other do not wait for each other.
     """
+    numbered = [(number, file) for number, file in enumerate(target.files) if only is None or number in only]
     holes: dict[int, list[tuple[int, Hole]]] = {}
-    for number, file in enumerate(target.files):
+    for number, file in numbered:
         for hole in file.holes:
             holes.setdefault(id(hole.atom), []).append((number, hole))
-    files = _shares([(file.size, (number, file)) for number, file in enumerate(target.files)], count)
+    files = _shares([(file.size, (number, file)) for number, file in numbered], count)
     together = _together(holes.values())
     atoms = _shares([(sum(hole.nbytes for at in some for _, hole in at), some) for some in together], count)
     return [_stretch(*shares) for shares in zip(files, atoms, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from ucp.engine.plan import Part, literal_parts
 from ucp.engine.stream import Written
@@ -11,9 +11,11 @@ from ucp.files.crc import crc32_combine
 from ucp.model.target import Target
 
 
-def sealing_parts(target: Target, written: Iterable[Written]) -> Iterator[Part]:
-    """What is left to write when everything else of the target is on disk, as `written` says."""
-    sealed: dict[int, list[Written]] = {n: [] for n, file in enumerate(target.files) if file.seal is not None}
+def sealing_parts(target: Target, written: Iterable[Written], only: Container[int]) -> Iterator[Part]:
+    """What is left to write of the files `only` when everything else of them is on disk, as `written` says."""
+    sealed: dict[int, list[Written]] = {
+        n: [] for n, file in enumerate(target.files) if file.seal is not None and n in only
+    }
     for extent in written:
         if extent.file in sealed:
             sealed[extent.file].append(extent)

@@ -1,31 +1,32 @@
 """Staging: output appears whole or not at all, and a killed run goes on where it was.
 
-Work goes to `.<name>.ucp-partial` beside the target. Its journal has one line a finished part with the digests of
+Work goes to `.<name>.ucp-partial` beside the target. A journal there has one line a finished part with the digests of
 what was written. Resuming reads journalled ranges back and believes only those whose digest still fits, so it does not
 matter what a crash did to the page cache. The last act is a rename.
+
+Several processes may share the work: each has a journal of its own and writes whole files; one of them publishes.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import xxhash
 
 from ucp import tunables
+from ucp.engine.journal import Journal, Record, is_held
 from ucp.engine.plan import Extent, Part
+from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.stream import Written
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import allocate
 from ucp.model.target import Digests, OutputFile, Target
 
-JOURNAL = "journal.jsonl"
-OUTPUT = "output"
+OUTPUT: Final = "output"
 
 
 def staging_folder(target: Path) -> Path:
@@ -34,87 +35,89 @@ def staging_folder(target: Path) -> Path:
 
 
 class Staging:
-    """An output folder under construction. Use as a context manager; `publish` makes it appear."""
+    """An output folder under construction, as one process sees it. `publish` makes it appear."""
 
-    def __init__(self, path: Path, target: Target, fingerprint: str, *, resume: bool, restart: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        target: Target,
+        fingerprint: str,
+        *,
+        resume: bool,
+        restart: bool,
+        share: Share = WHOLE,
+    ) -> None:
         """`fingerprint` identifies target and source: a journal of another one is never continued."""
         self.path = path
         self.target = target
         self.fingerprint = fingerprint
+        self.share = share
         self.folder = staging_folder(path)
         self.output = self.folder / OUTPUT
-        self._journal: int | None = None
+        self.files = share.files(target)
+        self._journal: Journal | None = None
         self.finished: dict[tuple[tuple[int, int, int], ...], list[Written]] = {}
-        if not path.parent.is_dir():
-            raise StorageError(f"{path.parent}: no such folder", hint="make it first, or choose another target")
-        if os.path.lexists(path):
-            raise UsageError(f"{path}: exists already", hint="choose another target, or remove it first")
-        if self.folder.exists() and restart:
-            self._take_lock(create=False)
-            self.discard()
-        if self.folder.exists() and not resume:
-            raise UsageError(
-                f"{self.folder}: a half-done output of an earlier run is here",
-                hint="add --resume to go on where it stopped, or --restart to throw it away and begin again",
-            )
+        check_place(path)
+        self._check_half_done(resume, restart)
         try:
-            self._begin()
+            self._begin(restart)
         except OSError as error:
             raise StorageError(f"{self.folder}: cannot be made: {error.strerror}") from error
 
-    def _begin(self) -> None:
-        fresh = not (self.folder / JOURNAL).exists()
+    def _check_half_done(self, resume: bool, restart: bool) -> None:
+        """What is here already must be ours to go on with. A share always goes on: its neighbours may be at work."""
+        if not self.folder.exists():
+            return
+        others = found_shares(self.folder)
+        if self.share.is_whole:
+            if restart:
+                self._discard_all(others)
+            elif others or not resume:
+                on = f"--part N/{others[0].count} and --finish" if others else "--resume"
+                raise UsageError(
+                    f"{self.folder}: a half-done output of an earlier run is here"
+                    + (f", made in {others[0].count} parts" if others else ""),
+                    hint=f"add {on} to go on where it stopped, or --restart to throw it away and begin again",
+                )
+        elif (self.folder / WHOLE.journal).exists() or any(other.count != self.share.count for other in others):
+            how = f"in {others[0].count} parts" if others else "in one piece"
+            raise UsageError(
+                f"{self.folder}: a half-done output is here that was made {how}",
+                hint="go on with it as it was begun, or remove that folder to begin again",
+            )
+
+    def _discard_all(self, others: Iterable[Share]) -> None:
+        for share in (WHOLE, *others):
+            if is_held(self.folder / share.journal):
+                raise self._busy()
+        self.discard()
+
+    def _begin(self, restart: bool) -> None:
+        made = not self.folder.exists()
         self.output.mkdir(parents=True, exist_ok=True)
-        self._take_lock(create=True)
+        journal = self._journal = Journal(self.folder / self.share.journal, self._busy())
         try:
-            if fresh:
-                _check_space(self.path.parent, self.target.nbytes)
-                self._append({"ucp": "journal", "version": 1, "fingerprint": self.fingerprint})
+            if journal.taken and not restart:
+                for written in journal.load(self.fingerprint):
+                    self._finished(written)
             else:
-                self._load_journal()
-                _check_space(self.path.parent, self.target.nbytes - self.finished_bytes)
-            for file in self.target.files:
+                os.truncate(journal.path, 0)
+                journal.begin(self.fingerprint)
+            own = [file for number, file in enumerate(self.target.files) if number in self.files]
+            _check_space(self.path.parent, sum(file.size for file in own) - self.finished_bytes)
+            for file in own:
                 _allocate(self.output / file.path, file.size)
         except BaseException:
-            if fresh:
+            if made and self.share.is_whole:
                 self.discard()
             self.close()
             raise
 
-    def _take_lock(self, *, create: bool) -> None:
-        """One process a target: the lock goes with the process, however it ends."""
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | (os.O_CREAT if create else 0)
-        try:
-            self._journal = os.open(self.folder / JOURNAL, flags, 0o644)
-        except FileNotFoundError:
-            return  # killed before it had a journal: nobody holds it
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._journal)
-            self._journal = None
-            raise UsageError(
-                f"{self.path}: another process is writing it now", hint="wait for it, or choose another target"
-            ) from None
-
-    def _append(self, record: dict[str, Any]) -> None:
-        assert self._journal is not None
-        os.write(self._journal, (json.dumps(record, separators=(",", ":")) + "\n").encode())
-
-    def _load_journal(self) -> None:
-        data = (self.folder / JOURNAL).read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        assert self._journal is not None
-        os.ftruncate(self._journal, len(whole))  # a line torn by the kill must not swallow the next one
-        records = list(_records(whole.splitlines()))
-        if not records or records[0].get("fingerprint") != self.fingerprint:
-            raise UsageError(
-                f"{self.folder}: the half-done output belongs to another source, target or version",
-                hint="add --restart instead of --resume to throw it away and begin again",
-            )
-        for record in records[1:]:
-            written = [Written(*entry) for entry in record["written"]]
-            self.finished[tuple((w.file, w.offset, w.nbytes) for w in written)] = written
+    def _busy(self) -> UsageError:
+        whose = "" if self.share.is_whole else f"{self.share}: "
+        return UsageError(
+            f"{self.path}: {whose}another process is writing it now", hint="wait for it, or choose another target"
+        )
 
     @property
     def finished_bytes(self) -> int:
@@ -141,52 +144,116 @@ class Staging:
         for written in self.finished.values():
             yield from written
 
+    def _finished(self, written: list[Written]) -> None:
+        self.finished[tuple((w.file, w.offset, w.nbytes) for w in written)] = written
+
     def record(self, written: list[Written]) -> None:
         """Journal a finished part."""
-        self.finished[tuple((w.file, w.offset, w.nbytes) for w in written)] = written
-        self._append({"written": [_entry(w) for w in written]})
+        assert self._journal is not None
+        self._finished(written)
+        self._journal.record(written)
+
+    def end_share(self, *, durable: bool) -> None:
+        """All files of this share are written: say so, and let go."""
+        assert self._journal is not None
+        if durable:
+            for number in self.files:
+                _sync(self.output / self.target.files[number].path)
+        self._journal.finish()
+        self.close()
 
     def digests(self) -> Digests:
         """For each file of the target, what was written: `(offset, nbytes, digest)` in order of offset."""
-        table: list[list[tuple[int, int, str]]] = [[] for _ in self.target.files]
-        for w in self.written():
-            table[w.file].append((w.offset, w.nbytes, w.digest))
-        for entries in table:
-            entries.sort()
-        return table
+        return digests_of(self.target, self.written())
 
     def publish(self, last: OutputFile | None, *, durable: bool) -> None:
         """Write `last` (the manifest), then let the folder appear under its name."""
-        try:
-            if last is not None:
-                path = self.output / last.path
-                _allocate(path, last.size)
-                path.write_bytes(b"".join(literal.data for literal in last.literals))
-            if durable:
-                _sync_tree(self.output)
-            os.rename(self.output, self.path)
-            if durable:
-                _sync(self.path.parent)
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be published: {error.strerror}") from error
-        self.discard()
+        publish(self.path, last, durable=durable)
+        self.close()
 
     def discard(self) -> None:
-        """Remove the staging folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the staging folder. A share leaves it to the others."""
+        if self.share.is_whole:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
         """Let go of the lock; what was done stays for --resume."""
         if self._journal is not None:
-            os.close(self._journal)
+            self._journal.close()
             self._journal = None
 
 
-def _entry(written: Written) -> list[int | str]:
-    """A journal entry; `Written(*entry)` reads it."""
-    entry: list[int | str] = [written.file, written.offset, written.nbytes, written.digest]
-    return entry if written.crc is None else [*entry, written.crc]
+def check_place(path: Path) -> None:
+    """Refuse a target that is there already, or that has no folder to be in."""
+    if not path.parent.is_dir():
+        raise StorageError(f"{path.parent}: no such folder", hint="make it first, or choose another target")
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: exists already", hint="choose another target, or remove it first")
+
+
+def gather(path: Path, target: Target, fingerprint: str) -> Digests:
+    """What the shares of a conversion have written together; refused where something is missing."""
+    check_place(path)
+    folder = staging_folder(path)
+    shares = found_shares(folder)
+    if not shares:
+        raise UsageError(
+            f"{folder}: no part of this target is here", hint="write the parts first, with --part 1/N to --part N/N"
+        )
+    count = shares[0].count
+    written: dict[tuple[int, int, int], Written] = {}  # what was written again is in a journal twice
+    lacking: list[str] = []
+    for share in (Share(number, count) for number in range(count)):
+        journal = folder / share.journal
+        try:
+            record = Record.parse(journal.read_bytes(), fingerprint, journal)
+        except FileNotFoundError:
+            lacking.append(f"{share} was not begun")
+            continue
+        if not record.done:
+            lacking.append(f"{share} " + ("is at work" if is_held(journal) else "did not end"))
+        written.update(((w.file, w.offset, w.nbytes), w) for part in record.parts for w in part)
+    if lacking:
+        raise UsageError(
+            f"{path}: {'; '.join(lacking)}", hint="run these parts (again: what they have done is kept), then --finish"
+        )
+    digests = digests_of(target, written.values())
+    for file, ranges in zip(target.files, digests, strict=True):
+        if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (folder / OUTPUT / file.path).is_file():
+            raise StorageError(
+                f"{folder / OUTPUT / file.path}: not all of it was written",
+                hint="do all machines see the same folder? Remove it and run the parts again",
+            )
+    return digests
+
+
+def digests_of(target: Target, written: Iterable[Written]) -> Digests:
+    """For each file of the target, what was written: `(offset, nbytes, digest)` in order of offset."""
+    table: list[list[tuple[int, int, str]]] = [[] for _ in target.files]
+    for w in written:
+        table[w.file].append((w.offset, w.nbytes, w.digest))
+    for entries in table:
+        entries.sort()
+    return table
+
+
+def publish(path: Path, last: OutputFile | None, *, durable: bool) -> None:
+    """Write `last` (the manifest) into the staging folder of `path`, then let the output appear under its name."""
+    folder = staging_folder(path)
+    output = folder / OUTPUT
+    try:
+        if last is not None:
+            _allocate(output / last.path, last.size)
+            (output / last.path).write_bytes(b"".join(literal.data for literal in last.literals))
+        if durable:
+            _sync_tree(output)
+        os.rename(output, path)
+        if durable:
+            _sync(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be published: {error.strerror}") from error
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def digest_range(path: Path, offset: int, nbytes: int) -> str | None:
@@ -205,18 +272,6 @@ def digest_range(path: Path, offset: int, nbytes: int) -> str | None:
     except FileNotFoundError:
         return None
     return digest.hexdigest()
-
-
-def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    """Journal records up to the first torn line."""
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        if not isinstance(record, dict):
-            return
-        yield record
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -1,0 +1,63 @@
+"""Shares: one conversion done by several processes, each writing whole files of the same plan."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ucp.errors import UsageError
+from ucp.model.target import Target
+
+_NAME: Final = re.compile(r"journal-(\d+)-of-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What process `number` of `count` does, numbered from 0."""
+
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise UsageError(
+                f"there is no part {self.number + 1} of {self.count}",
+                hint=f"parts are numbered from 1 to {self.count}: --part 1/{self.count}",
+            )
+
+    def __str__(self) -> str:
+        return f"part {self.number + 1}/{self.count}"
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == 1
+
+    @property
+    def journal(self) -> str:
+        """Name of the journal in the staging folder."""
+        return "journal.jsonl" if self.is_whole else f"journal-{self.number + 1}-of-{self.count}.jsonl"
+
+    def files(self, target: Target) -> frozenset[int]:
+        """Numbers of the files that are written here: all shares together take every file once.
+
+        The largest file goes to whoever has least so far, so shares differ by at most one file's bytes.
+        """
+        loads = [0] * self.count
+        mine: set[int] = set()
+        for number in sorted(range(len(target.files)), key=lambda n: (-target.files[n].size, n)):
+            least = loads.index(min(loads))
+            loads[least] += target.files[number].size
+            if least == self.number:
+                mine.add(number)
+        return frozenset(mine)
+
+
+WHOLE: Final = Share(0, 1)
+
+
+def found_shares(folder: Path) -> list[Share]:
+    """The shares that have a journal in a staging folder."""
+    found = (_NAME.fullmatch(path.name) for path in folder.glob("journal-*.jsonl"))
+    return sorted((Share(int(m[1]) - 1, int(m[2])) for m in found if m), key=lambda share: (share.count, share.number))
