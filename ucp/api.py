@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ucp.checks import Report
     from ucp.compare import Comparison
     from ucp.engine.convert import Progress
-    from ucp.engine.shares import Share
     from ucp.reports import Written
 
 DEFAULT_MEMORY = 256 * MIB
@@ -205,15 +204,13 @@ class Conversion:
         resume: bool = False,
         restart: bool = False,
         durable: bool = False,
-        share: Share | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Write the target. It appears whole, or not at all. A `share` of it waits for `finish` to appear."""
+        """Write the target. It appears whole, or not at all."""
         from ucp.engine.convert import Progress, RunOptions, run
-        from ucp.engine.shares import WHOLE
         from ucp.engine.stream import Budget
 
-        options = RunOptions(Budget(jobs or default_jobs(), memory), resume, restart, durable, share or WHOLE)
+        options = RunOptions(Budget(jobs or default_jobs(), memory), resume, restart, durable)
         run(
             self.target,
             self.source,
@@ -222,35 +219,6 @@ class Conversion:
             lambda digests: self.writer.last(self.target, digests),
             progress or Progress(),
         )
-
-    def finish(self, *, durable: bool = False) -> None:
-        """Let the target appear that shares of it have written."""
-        from ucp.engine.convert import finish
-
-        finish(
-            self.target,
-            self.source,
-            self.path,
-            lambda digests: self.writer.last(self.target, digests),
-            durable=durable,
-        )
-
-    def run_together(self, share: Share, progress: Progress, **options: Any) -> None:
-        """Write this process's share of a launch; the first process waits for the others and lets the target appear."""
-        from ucp.engine.convert import fingerprint
-        from ucp.engine.together import Together
-
-        together = Together(self.path, share, self.target.nbytes, progress)
-        try:
-            self.run(share=share, progress=together, **options)
-            if together.leads:
-                together.wait(fingerprint(self.target, self.source))
-                self.finish(durable=options.get("durable", False))
-        except BaseException as error:
-            together.fail(error)
-            raise
-        finally:
-            together.close()
 
 
 def plan(
@@ -283,6 +251,9 @@ def plan(
     repair: bool = False,
     names: str | os.PathLike[str] | None = None,
     model_config: str | os.PathLike[str] | None = None,
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
 ) -> Conversion:
     """Index the source and lay out the target, without writing anything.
 
@@ -315,9 +286,6 @@ def plan(
         dtype=wanted,
         like=None if like is None else index_checkpoint(Path(like), ReadOptions()),
         max_shard_size=max_shard_size,
-    log: str | os.PathLike[str] | None = None,
-    step: int | str | None = None,
-    exact: bool = False,
         first_layers=None if stages is None else tuple(stages),
         vocab_size=vocab_size,
         experts=experts,
@@ -326,6 +294,8 @@ def plan(
     )
     if link and to != "atoms":
         raise UsageError(f"--link makes virtual atoms, not {to}", hint="leave --to or --link out")
+    if link and source.computed is not None:
+        raise UsageError("what follows from a log lies in no file that --link could point at", hint="leave --link out")
     writer = make_writer(to, source, options)
     return Conversion(source, writer, writer.target(), Path(dst))
 
@@ -346,38 +316,18 @@ def convert(
     resume: bool = False,
     restart: bool = False,
     durable: bool = False,
-    part: tuple[int, int] | None = None,
-    finish: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Checkpoint:
-    """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index.
-
-    Of several processes each may write one `part`, `(1, n)` to `(n, n)`; a last call with `finish` lets `dst` appear.
-    """
-    from ucp.engine.shares import Share
-
+    """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index."""
     conversion = plan(src, dst, **options)
-    if finish:
-        conversion.finish(durable=durable)
-    else:
-        conversion.run(
-            jobs=jobs,
-            memory=memory,
-            resume=resume,
-            restart=restart,
-            durable=durable,
-            share=None if part is None else Share(part[0] - 1, part[1]),
-            progress=progress,
-        )
+    conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=progress)
     return conversion.source
 
 
 def verify(
     src: str | os.PathLike[str],
     level: str = "default",
-    if link and source.computed is not None:
-        raise UsageError("what follows from a log lies in no file that --link could point at", hint="leave --link out")
     *,
     fail_on: str = "error",
     allow: Sequence[str] = (),
@@ -386,6 +336,9 @@ def verify(
     tag: str | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
 ) -> Report:
     """Check the checkpoint at `src` (`level`: `quick`, `default` or `deep`). What is wrong is reported, not raised.
 
@@ -424,6 +377,11 @@ def diff(
     preset: str | None = None,
     names: str | os.PathLike[str] | None = None,
     model_config: str | os.PathLike[str] | None = None,
+    log_a: str | os.PathLike[str] | None = None,
+    step_a: int | str | None = None,
+    log_b: str | os.PathLike[str] | None = None,
+    step_b: int | str | None = None,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare the checkpoints at `a` and `b`, whatever their formats and layouts, in one pass.
@@ -447,9 +405,6 @@ def diff(
 
 
 def report(
-    log: str | os.PathLike[str] | None = None,
-    step: int | str | None = None,
-    exact: bool = False,
     src: str | os.PathLike[str],
     page: str | os.PathLike[str],
     *,
@@ -482,11 +437,6 @@ def _dtype(dtype: str | DType | None) -> DType | None:
     if dtype is None or isinstance(dtype, DType):
         return dtype
     parsed = parse_dtype(dtype)
-    log_a: str | os.PathLike[str] | None = None,
-    step_a: int | str | None = None,
-    log_b: str | os.PathLike[str] | None = None,
-    step_b: int | str | None = None,
-    exact: bool = False,
     if parsed is None or parsed.family != "float":
         raise UsageError(f"{dtype!r} is no floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
     return parsed
