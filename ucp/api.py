@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ucp.checks import Report
     from ucp.compare import Comparison
     from ucp.engine.convert import Progress
+    from ucp.engine.shares import Share
     from ucp.reports import Written
 
 DEFAULT_MEMORY = 256 * MIB
@@ -204,13 +205,15 @@ class Conversion:
         resume: bool = False,
         restart: bool = False,
         durable: bool = False,
+        share: Share | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Write the target. It appears whole, or not at all."""
+        """Write the target. It appears whole, or not at all. A `share` of it waits for `finish` to appear."""
         from ucp.engine.convert import Progress, RunOptions, run
+        from ucp.engine.shares import WHOLE
         from ucp.engine.stream import Budget
 
-        options = RunOptions(Budget(jobs or default_jobs(), memory), resume, restart, durable)
+        options = RunOptions(Budget(jobs or default_jobs(), memory), resume, restart, durable, share or WHOLE)
         run(
             self.target,
             self.source,
@@ -219,6 +222,35 @@ class Conversion:
             lambda digests: self.writer.last(self.target, digests),
             progress or Progress(),
         )
+
+    def finish(self, *, durable: bool = False) -> None:
+        """Let the target appear that shares of it have written."""
+        from ucp.engine.convert import finish
+
+        finish(
+            self.target,
+            self.source,
+            self.path,
+            lambda digests: self.writer.last(self.target, digests),
+            durable=durable,
+        )
+
+    def run_together(self, share: Share, progress: Progress, **options: Any) -> None:
+        """Write this process's share of a launch; the first process waits for the others and lets the target appear."""
+        from ucp.engine.convert import fingerprint
+        from ucp.engine.together import Together
+
+        together = Together(self.path, share, self.target.nbytes, progress)
+        try:
+            self.run(share=share, progress=together, **options)
+            if together.leads:
+                together.wait(fingerprint(self.target, self.source))
+                self.finish(durable=options.get("durable", False))
+        except BaseException as error:
+            together.fail(error)
+            raise
+        finally:
+            together.close()
 
 
 def plan(
@@ -316,12 +348,30 @@ def convert(
     resume: bool = False,
     restart: bool = False,
     durable: bool = False,
+    part: tuple[int, int] | None = None,
+    finish: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Checkpoint:
-    """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index."""
+    """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index.
+
+    Of several processes each may write one `part`, `(1, n)` to `(n, n)`; a last call with `finish` lets `dst` appear.
+    """
+    from ucp.engine.shares import Share
+
     conversion = plan(src, dst, **options)
-    conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=progress)
+    if finish:
+        conversion.finish(durable=durable)
+    else:
+        conversion.run(
+            jobs=jobs,
+            memory=memory,
+            resume=resume,
+            restart=restart,
+            durable=durable,
+            share=None if part is None else Share(part[0] - 1, part[1]),
+            progress=progress,
+        )
     return conversion.source
 
 
