@@ -21,6 +21,7 @@ from ucp.cli.options import (
     table,
     use_one_thread_each,
 )
+from ucp.engine.shares import Share
 from ucp.formats.registry import WRITERS
 from ucp.model.target import Target
 
@@ -33,6 +34,16 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
         return tuple(int(word) for word in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of layer numbers such as 0,5,11") from None
+
+
+def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Share | None:
+    del ctx, param
+    if value is None:
+        return None
+    number, slash, count = value.partition("/")
+    if not (slash and number.isdigit() and count.isdigit()):
+        raise click.BadParameter(f"{value!r} is not a part such as 1/4")
+    return Share(int(number) - 1, int(count))
 
 
 @click.command("convert", short_help="Turn a checkpoint into another one.")
@@ -92,6 +103,8 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--resume", is_flag=True, help="Go on with a half-done output.")
 @click.option("--restart", is_flag=True, help="Throw a half-done output away and begin again.")
 @click.option("--durable", is_flag=True, help="Flush everything to the disk before the output appears.")
+@click.option("--part", callback=_part, metavar="I/N", help="Write this part of the output: 1/4 to 4/4, anywhere.")
+@click.option("--finish", is_flag=True, help="Let the output appear when all of its parts are written.")
 @click.option("--dry-run", is_flag=True, help="Print the plan (files, bytes, reads, writes, memory) and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was planned or done as JSON.")
 def command(
@@ -104,6 +117,8 @@ def command(
     resume: bool,
     restart: bool,
     durable: bool,
+    part: Share | None,
+    finish: bool,
     **options: Any,
 ) -> None:
     """Turn the checkpoint SRC into the new folder DST.
@@ -123,23 +138,41 @@ def command(
 
     Layout options that are left out keep the source's value.
     The output appears whole or not at all. A run that was killed goes on with --resume.
+    Under torchrun, srun or mpirun the processes share the work; without a launcher,
+    --part 1/4 to --part 4/4 do, on any machines that see both folders, and --finish.
     """
+    from ucp.cli.launchers import launched_share
     from ucp.cli.progress import Bar
     from ucp.engine.staging import staging_folder
 
     conversion = api.plan(src, dst, **options)
     use_one_thread_each(conversion.source)
-    echo_notes((*conversion.source.notes, *conversion.writer.notes))
+    launched = None if part is not None or finish else launched_share()
+    if launched is None or launched.number == 0:
+        echo_notes((*conversion.source.notes, *conversion.writer.notes))
     if dry_run:
         _print_plan(conversion, jobs or api.default_jobs(), memory, as_json)
         return
     begin = time.perf_counter()
-    try:
-        conversion.run(jobs=jobs, memory=memory, resume=resume, restart=restart, durable=durable, progress=Bar())
-    except KeyboardInterrupt:
-        if (kept := staging_folder(dst)).exists():
-            click.echo(f"\nwhat was done is kept in {kept}: repeat the command with --resume to go on", err=True)
-        raise
+    if finish:
+        conversion.finish(durable=durable)
+    else:
+        how: dict[str, Any] = {"jobs": jobs, "memory": memory, "resume": resume, "restart": restart, "durable": durable}
+        try:
+            if launched is not None:
+                conversion.run_together(launched, Bar(), **how)
+            else:
+                conversion.run(share=part, progress=Bar(), **how)
+        except KeyboardInterrupt:
+            if (kept := staging_folder(dst)).exists():
+                again = "with --resume " if part is None and launched is None else ""
+                click.echo(f"\nwhat was done is kept in {kept}: repeat the command {again}to go on", err=True)
+            raise
+        if launched is not None and launched.number > 0:
+            return
+        if part is not None and not part.is_whole:
+            click.echo(f"{dst}: {part} is written; when all are, add --finish instead of --part", err=True)
+            return
     seconds = time.perf_counter() - begin
     target = conversion.target
     files = sum(path.is_file() for path in dst.rglob("*"))
