@@ -54,7 +54,12 @@ def page() -> str:
         for name in COMMANDS:
             command = cli.get_command(ctx, name)
             assert command is not None
-            parts.append(f"## `ucp {name}`\n\n{_help(click.Context(command, parent=ctx, info_name=name))}")
+            inner = click.Context(command, parent=ctx, info_name=name)
+            parts.append(f"## `ucp {name}`\n\n{_help(inner)}")
+            if isinstance(command, click.Group):
+                for sub, each in command.commands.items():
+                    shown = _help(click.Context(each, parent=inner, info_name=sub))
+                    parts.append(f"### `ucp {name} {sub}`\n\n{shown}")
     return "\n".join([*parts, CODES + _codes(), VARIABLES])
 
 

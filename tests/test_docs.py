@@ -35,9 +35,9 @@ def commands() -> dict[str, click.Command]:
 
 
 def options(command: click.Command) -> set[str]:
-    return {
-        spelling for param in command.params for spelling in (*param.opts, *param.secondary_opts) if "-" in spelling
-    }
+    own = {spelling for param in command.params for spelling in (*param.opts, *param.secondary_opts) if "-" in spelling}
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    return own.union(*map(options, inner))
 
 
 # ------------------------------------------------------------------------------------------------ what is shown is so

@@ -203,6 +203,17 @@ def test_a_torn_end_is_told_from_damage(tmp_path: Path) -> None:
             assert (found.recoverable_step, found.defects[0].kind, found.defects[0].offset) == (step - 1, kind, at)
 
 
+def test_a_file_that_was_just_being_made_is_a_torn_end(tmp_path: Path) -> None:
+    write_log(tmp_path, range(1, 4), end=False)
+    [path] = segments(tmp_path)
+    scan = Log.open(tmp_path).epochs[0].streams[0].scan
+    for begun in (b"", bytes(8192), path.read_bytes()[:4000]):
+        (path.parent / f"{scan.next_lsn:012d}.ugl").write_bytes(begun)
+        epoch = Log.open(tmp_path).epochs[0]
+        assert epoch.recoverable_step == 3
+        assert [defect.kind for defect in epoch.defects] == ["torn"]
+
+
 def test_a_block_that_rots_later_is_refused_when_it_is_read(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 4))
     [path] = segments(tmp_path)

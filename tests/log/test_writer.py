@@ -181,6 +181,18 @@ def test_an_epoch_goes_on_after_its_torn_end(tmp_path: Path) -> None:
     assert contents(Log.open(tmp_path, "strict")) == expected(range(1, 8))
 
 
+def test_an_epoch_that_was_closed_can_go_on(tmp_path: Path) -> None:
+    manifest = write_log(tmp_path, range(1, 4))
+    log = Log.open(tmp_path)
+    next_lsn = resume_stream(log.epochs[0], log.epochs[0].streams[0])
+    writer = begin(tmp_path, manifest, next_lsn=next_lsn, durable_step=3)
+    put(writer, 4)
+    writer.close()
+    log = Log.open(tmp_path, "strict")
+    assert contents(log) == expected(range(1, 5))
+    assert log.epochs[0].streams[0].digests().keys() == {3}
+
+
 def test_streams_are_cut_to_the_same_step(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 8), made_manifest(2), per_segment=2)
     epoch = Log.open(tmp_path).epochs[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from ucp.errors import StorageError, UsageError
 from ucp.log.manifest import sync_folder
 from ucp.log.reader import Epoch, Log, Stream
-from ucp.log.walk import list_segments
+from ucp.log.walk import FrameRef, list_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +34,28 @@ def plan_truncate(epoch: Epoch, step: int) -> list[Cut]:
 
 
 def plan_cut(stream: Stream, step: int) -> list[Cut]:
-    """What of a stream lies after its step `step`."""
+    """What of a stream lies after its step `step`. Of a stream that is whole and ends with it, nothing."""
     logged = stream.scan.steps.get(step)
+    if logged is not None and not stream.defects and step == stream.steps.stop - 1:
+        return []
     cuts = []
     passed = logged is None
     for segment in list_segments(stream.folder):
         if passed:
             cuts.append(Cut(segment.path, segment.size, 0))
         elif logged is not None and segment.path == logged.commit.file:
-            end = max([logged.commit.header.end, *_loose_ends(stream, step)])
+            end = max([logged.commit.header.end, *(ref.header.end for ref in _kept_behind(stream, step))])
             if segment.size != end:
                 cuts.append(Cut(segment.path, segment.size, end))
             passed = True
     return cuts
 
 
-def _loose_ends(stream: Stream, step: int) -> list[int]:
-    """Ends of whole frames about `step` behind its commit, in the same file: digests and the like are kept."""
+def _kept_behind(stream: Stream, step: int) -> list[FrameRef]:
+    """Whole frames about `step` behind its commit, in the same file: digests and the like are kept."""
     commit = stream.scan.steps[step].commit
     return [
-        ref.header.end
+        ref
         for ref in stream.scan.loose
         if ref.file == commit.file and ref.header.lsn > commit.header.lsn and ref.header.step == step
     ]
@@ -93,23 +95,14 @@ def resume_stream(epoch: Epoch, stream: Stream) -> int:
     Every rank does this for its own stream, after all have looked at the log.
     """
     step = epoch.recoverable_step
+    cuts = plan_cut(stream, step)
+    carry_out(cuts)
     logged = stream.scan.steps.get(step)
-    carry_out(plan_cut(stream, step))
     if logged is None:
         return 0
-    return (
-        max(
-            [logged.commit.header.lsn]
-            + [
-                ref.header.lsn
-                for ref in stream.scan.loose
-                if ref.file == logged.commit.file
-                and ref.header.step == step
-                and ref.header.lsn > logged.commit.header.lsn
-            ]
-        )
-        + 1
-    )
+    if not cuts:
+        return stream.scan.next_lsn
+    return max([logged.commit.header.lsn, *(ref.header.lsn for ref in _kept_behind(stream, step))]) + 1
 
 
 def plan_compact(log: Log, step: int) -> list[Cut]:

@@ -201,8 +201,7 @@ def _read_headers(scan: StreamScan, epoch: int, schema: StreamSchema) -> None:
         except BadBytesError as error:
             last = number + 1 == len(scan.segments)
             with _Open(segment.path) as file:
-                kind: DefectKind = "torn" if last and number > 0 and not file.frame_after(0) else "damaged"
-                kind = "torn" if last and file.is_zero(0) else kind
+                kind: DefectKind = "torn" if last and file.frame_after(0) < 0 else "damaged"
             scan.defects.append(Defect(kind, segment.path, 0, segment.first_lsn, None, str(error)))
             del scan.segments[number:]
             return
@@ -341,6 +340,7 @@ def _steps(scan: StreamScan, frames: list[FrameRef]) -> None:
                 if scan.steps and header.step != next(reversed(scan.steps)) + 1:
                     raise BadBytesError(f"step {header.step} follows step {next(reversed(scan.steps))}")
                 opened, opening = LoggedStep(header.step, StepRecord.unpack(ref.read()), [], None, [], ref), ref
+                scan.ended = False
             elif opened is None or opening is None:
                 if header.type in (FrameType.GRAD, FrameType.COMMIT):
                     raise BadBytesError(f"a {header.type.name} frame outside of a step")

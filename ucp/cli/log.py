@@ -1,0 +1,363 @@
+"""`ucp log`: what a gradient log holds, whether it is whole, and what of it may go."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ucp.cli.options import human_bytes, table
+from ucp.errors import InconsistentError, IntegrityError, UsageError
+from ucp.log.bases import list_bases, usable_bases
+from ucp.log.codecs import Encoding
+from ucp.log.payloads import StepRecord
+from ucp.log.reader import Epoch, Log, Stream
+from ucp.log.upkeep import Cut, carry_out, plan_compact, plan_truncate, remove_empty_epochs
+
+SCHEMA = 1
+
+_log = click.argument("log", type=click.Path(path_type=Path))
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+
+
+@click.group("log", short_help="Look at gradient logs.")
+def command() -> None:
+    """Look at the gradient log that `ucp.record` writes, check it, and drop what is no longer needed.
+
+    LOG is the run's folder, its `log` folder, or one epoch in it. A log may be looked at while it is written.
+    """
+
+
+@command.command("ls", short_help="List epochs and bases.")
+@_log
+@_json
+def list_log(log: Path, as_json: bool) -> None:
+    """List the epochs of LOG with the steps that each has, and the bases beside it.
+
+    \b
+      ucp log ls run
+    """
+    with Log.open(log, "inspect", check="tail") as opened:
+        if as_json:
+            click.echo(json.dumps(_listing(opened)))
+            return
+        rows = [
+            [
+                str(epoch.number),
+                _steps(epoch),
+                "-" if epoch.manifest.parent is None else f"{epoch.manifest.parent.epoch}@{epoch.manifest.parent.step}",
+                str(len(epoch.manifest.streams)),
+                str(epoch.manifest.mesh),
+                epoch.manifest.kernel.id,
+                human_bytes(_bytes(epoch)),
+            ]
+            for epoch in opened.epochs
+        ]
+        click.echo(table(rows, ["epoch", "steps", "from", "streams", "mesh", "kernel", "size"]))
+        bases = list_bases(opened.run_folder)
+        if bases:
+            usable = {base.number for base in usable_bases(opened)}
+            rows = [[str(b.number), str(b.step), str(b.epoch), "yes" if b.number in usable else "no"] for b in bases]
+            click.echo("\n" + table(rows, ["base", "step", "epoch", "log goes on from it"]))
+        click.echo(f"last step that can be had: {opened.recoverable_step}", err=True)
+        _tell_defects(opened)
+
+
+@command.command("stat", short_help="Show sizes, encodings, streams and scalars.")
+@_log
+@click.option("--step", type=int, help="Show the scalars of this step instead.")
+@_json
+def stat(log: Path, step: int | None, as_json: bool) -> None:
+    """Show what LOG takes: bytes a step and parameter, encodings, and what every stream has.
+
+    \b
+      ucp log stat run
+      ucp log stat run --step 1200       learning rates, factor, skipped or not
+    """
+    with Log.open(log, "inspect", check="tail") as opened:
+        if step is not None:
+            _show_step(opened, step, as_json)
+            return
+        epochs = [_statistics(epoch) for epoch in opened.epochs]
+        if as_json:
+            click.echo(json.dumps({"schema": SCHEMA, "epochs": epochs}))
+            return
+        for epoch in epochs:
+            _print_statistics(epoch)
+        _tell_defects(opened)
+
+
+@command.command("verify", short_help="Read all of a log and check it.")
+@_log
+@_json
+@click.pass_context
+def verify(ctx: click.Context, log: Path, as_json: bool) -> None:
+    """Read every byte of LOG, and say what is not as it was written.
+
+    A torn end (what a crash left of the last write) and an unfinished step are told, and are no failure: nothing that
+    was durable is lost. Damage is: exit code 4, or 1 where files of a rank are missing.
+    """
+    with Log.open(log, "inspect", check="all") as opened:
+        defects = [defect for epoch in opened.epochs for defect in epoch.defects]
+        missing = [(epoch.number, stream) for epoch in opened.epochs for stream in epoch.missing]
+        bad = [defect for defect in defects if defect.kind in ("damaged", "disorder")]
+        verdict = "damaged" if bad else ("incomplete" if missing else "whole")
+        if as_json:
+            told = {
+                "schema": SCHEMA,
+                "verdict": verdict,
+                "recoverable_step": opened.recoverable_step,
+                "missing": [{"epoch": epoch, "stream": stream} for epoch, stream in missing],
+                "defects": [
+                    {
+                        "kind": defect.kind,
+                        "file": str(defect.file),
+                        "offset": defect.offset,
+                        "lsn": defect.lsn,
+                        "step": defect.step,
+                        "reason": defect.reason,
+                    }
+                    for defect in defects
+                ],
+            }
+            click.echo(json.dumps(told))
+        else:
+            for defect in defects:
+                click.echo(str(defect))
+            for number, stream in missing:
+                click.echo(f"epoch {number}: stream {stream} has no files")
+            click.echo(f"{verdict}; last step that can be had: {opened.recoverable_step}", err=True)
+    ctx.exit(IntegrityError.exit_code if bad else (InconsistentError.exit_code if missing else 0))
+
+
+@command.command("truncate", short_help="Cut a log after a step.")
+@_log
+@click.option("--step", type=int, help="Last step to keep. [default: the last that can be had]")
+@click.option("--keep-tail", is_flag=True, help="Keep what is cut off beside it, as NAME.tail.")
+@_dry_run
+@_json
+def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_json: bool) -> None:
+    """Cut every stream of the newest epoch of LOG after the same step: torn ends, and steps that not all ranks have.
+
+    Nothing needs this: readers take no notice of torn ends, and a new recording begins a new epoch. It gives the space
+    back. Where the end is not torn but damaged, later steps may be good: then name the step.
+    """
+    with Log.open(log, "inspect") as opened:
+        epoch = opened.epochs[-1]
+        bad = [defect for defect in epoch.defects if defect.kind in ("damaged", "disorder")]
+        if step is None and bad:
+            raise IntegrityError(
+                f"{bad[0]}", hint=f"to throw away everything from there on: --step {epoch.recoverable_step}"
+            )
+        cuts = plan_truncate(epoch, epoch.recoverable_step if step is None else step)
+        _do(cuts, dry_run, as_json, keep_tail=keep_tail)
+
+
+@command.command("compact", short_help="Drop what bases have made superfluous.")
+@_log
+@click.option("--step", type=int, help="Keep what leads on from a base of this step. [default: the second newest base]")
+@_dry_run
+@_json
+def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
+    """Delete the files of LOG that hold only steps that the second newest base already has.
+
+    Steps between older bases can then no longer be had. Bases are not touched.
+    """
+    with Log.open(log, "inspect", check="tail") as opened:
+        if step is None:
+            bases = usable_bases(opened)
+            if len(bases) < 2:
+                raise UsageError(
+                    f"{log}: there are {len(bases)} bases, and the log is kept from the second newest on",
+                    hint="say with --step which step a checkpoint of yours is of",
+                )
+            step = bases[-2].first_step
+        cuts = plan_compact(opened, step)
+        _do(cuts, dry_run, as_json)
+        if not dry_run:
+            remove_empty_epochs(opened)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _do(cuts: list[Cut], dry_run: bool, as_json: bool, *, keep_tail: bool = False) -> None:
+    freed = sum(cut.size - cut.keep for cut in cuts)
+    if not dry_run:
+        carry_out(cuts, save_tails=keep_tail)
+    if as_json:
+        told = {"schema": SCHEMA, "done": not dry_run, "bytes": freed, "files": [cut.to_json() for cut in cuts]}
+        click.echo(json.dumps(told))
+        return
+    for cut in cuts:
+        what = "goes" if cut.keep == 0 else f"is cut to {cut.keep} bytes"
+        click.echo(f"{cut.path}: {what}")
+    click.echo(f"{human_bytes(freed)} {'would be' if dry_run else 'are'} free", err=True)
+
+
+def _listing(log: Log) -> dict[str, Any]:
+    usable = {base.number for base in usable_bases(log)}
+    return {
+        "schema": SCHEMA,
+        "root": str(log.root),
+        "recoverable_step": log.recoverable_step,
+        "epochs": [
+            {
+                "epoch": epoch.number,
+                "start": epoch.manifest.start,
+                "first_step": epoch.steps.start if epoch.steps else None,
+                "last_step": epoch.steps.stop - 1 if epoch.steps else None,
+                "parent": None
+                if epoch.manifest.parent is None
+                else {"epoch": epoch.manifest.parent.epoch, "step": epoch.manifest.parent.step},
+                "streams": len(epoch.manifest.streams),
+                "mesh": epoch.manifest.mesh.to_json(),
+                "kernel": epoch.manifest.kernel.to_json(),
+                "optimizer": epoch.manifest.optimizer,
+                "base": epoch.manifest.base,
+                "notes": epoch.manifest.notes,
+                "bytes": _bytes(epoch),
+                "defects": len(epoch.defects),
+            }
+            for epoch in log.epochs
+        ],
+        "bases": [
+            {
+                "number": base.number,
+                "step": base.step,
+                "epoch": base.epoch,
+                "path": str(base.path),
+                "usable": base.number in usable,
+            }
+            for base in list_bases(log.run_folder)
+        ],
+    }
+
+
+def _statistics(epoch: Epoch) -> dict[str, Any]:
+    numel = sum(schema.numel for schema in epoch.manifest.streams)
+    encodings: Counter[str] = Counter()
+    streams = []
+    total = steps = 0
+    for stream in epoch.streams.values():
+        size = sum(_step_bytes(stream, step) for step in stream.steps)
+        total += size
+        for step in stream.steps[-1:]:
+            for ref in stream.scan.steps[step].grads:
+                encodings.update(Encoding(int(code)).name.lower() for code in stream.table(ref)["encoding"])
+        steps = max(steps, len(stream.steps))
+        streams.append(
+            {
+                "stream": stream.number,
+                "rank": str(stream.schema.rank),
+                "steps": [stream.steps.start, stream.steps.stop - 1] if stream.steps else None,
+                "segments": len(stream.scan.segments),
+                "elements": stream.schema.numel,
+                "blocks": len(stream.schema.blocks),
+                "bytes": sum(segment.size for segment in stream.scan.segments),
+                "closed": stream.scan.ended,
+                "digests": sorted(stream.digests()),
+                "defects": [str(defect) for defect in stream.defects],
+            }
+        )
+    skipped = [step for step in epoch.steps if next(iter(epoch.streams.values())).record(step).skipped]
+    return {
+        "epoch": epoch.number,
+        "optimizer": epoch.manifest.optimizer,
+        "kernel": epoch.manifest.kernel.id,
+        "elements": numel,
+        "steps": [epoch.steps.start, epoch.steps.stop - 1] if epoch.steps else None,
+        "skipped": skipped,
+        "bytes_per_step": total / steps if steps else None,
+        "bytes_per_element": total / steps / numel if steps and numel else None,
+        "encodings": dict(encodings),
+        "notes": epoch.manifest.notes,
+        "streams": streams,
+    }
+
+
+def _print_statistics(epoch: dict[str, Any]) -> None:
+    steps = "no steps" if epoch["steps"] is None else f"steps {epoch['steps'][0]} to {epoch['steps'][1]}"
+    click.echo(f"epoch {epoch['epoch']}: {steps}, {epoch['optimizer']} ({epoch['kernel']})")
+    click.echo(f"  elements   {epoch['elements']:,}")
+    if epoch["bytes_per_step"] is not None:
+        each = f", {epoch['bytes_per_element']:.3f} bytes an element" if epoch["bytes_per_element"] is not None else ""
+        click.echo(f"  a step     {human_bytes(epoch['bytes_per_step'])}{each}")
+        click.echo("  blocks     " + ", ".join(f"{count} {name}" for name, count in epoch["encodings"].items()))
+    if epoch["skipped"]:
+        click.echo(f"  skipped    {', '.join(map(str, epoch['skipped']))}")
+    for note in epoch["notes"]:
+        click.echo(f"  note       {note}")
+    rows = [
+        [
+            str(stream["stream"]),
+            stream["rank"],
+            "-" if stream["steps"] is None else f"{stream['steps'][0]}-{stream['steps'][1]}",
+            str(stream["segments"]),
+            f"{stream['elements']:,}",
+            human_bytes(stream["bytes"]),
+            "closed" if stream["closed"] else "open",
+        ]
+        for stream in epoch["streams"]
+    ]
+    text = table(rows, ["stream", "rank", "steps", "files", "elements", "size", "end"])
+    click.echo("\n".join("  " + line for line in text.splitlines()))
+
+
+def _show_step(log: Log, step: int, as_json: bool) -> None:
+    span = log.spans(step)[-1]
+    stream = next(iter(span.epoch.streams.values()))
+    record = stream.record(step)
+    told = {"schema": SCHEMA, "step": step, "epoch": span.epoch.number, **_record(record), "aux": stream.aux(step)}
+    if as_json:
+        click.echo(json.dumps(told))
+        return
+    state = "skipped" if record.skipped else record.stage.name.lower()
+    scale = "" if record.scale is None else f", times {float(record.scale)!r}"
+    click.echo(f"step {step} of epoch {span.epoch.number}: {state}{scale}")
+    for group in told["groups"]:
+        click.echo("  group " + ", ".join(f"{key} {value!r}" for key, value in group.items() if value is not None))
+
+
+def _record(record: StepRecord) -> dict[str, Any]:
+    names = ("group", "lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "opt_step")
+    return {
+        "stage": record.stage.name.lower(),
+        "skipped": record.skipped,
+        "scale": None if record.scale is None else float(record.scale),
+        "micro_batches": record.micro_batches,
+        "consumed_samples": record.consumed_samples,
+        "time_ns": record.time_ns,
+        "groups": [
+            {name: None if (value := getattr(group, name)) != value else value for name in names}
+            for group in record.groups
+        ],
+    }
+
+
+def _step_bytes(stream: Stream, step: int) -> int:
+    """Everything that a step takes in its file, headers and padding included."""
+    logged = stream.scan.steps[step]
+    refs = [*logged.grads, *logged.others, logged.commit, *([logged.aux] if logged.aux is not None else [])]
+    step_frame = 64 + -(-len(logged.record.pack()) // 64) * 64
+    return step_frame + sum(ref.header.end - ref.header.offset for ref in refs)
+
+
+def _steps(epoch: Epoch) -> str:
+    return f"{epoch.steps.start}-{epoch.steps.stop - 1}" if epoch.steps else "none"
+
+
+def _bytes(epoch: Epoch) -> int:
+    return sum(segment.size for stream in epoch.streams.values() for segment in stream.scan.segments)
+
+
+def _tell_defects(log: Log) -> None:
+    for epoch in log.epochs:
+        for defect in epoch.defects:
+            click.echo(f"note: {defect}", err=True)
+        for stream in epoch.missing:
+            click.echo(f"note: epoch {epoch.number}: stream {stream} has no files", err=True)
