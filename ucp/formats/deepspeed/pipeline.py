@@ -123,20 +123,46 @@ def _stages_of_layers(layers: list[int], stages: Mapping[int, StageNames]) -> di
 
 
 def name_tied(reading: Reading, info: object) -> None:
-    """Give parameters that several stages hold the name of a tied module, where the optimizer names nothing (ZeRO off).
+    """Give the parameters of tied modules their names, where the optimizer names nothing (ZeRO off).
 
-    Only the patterns of a universal_checkpoint_info (`info`) may say how the tied module is called.
+    Only the patterns of a universal_checkpoint_info (`info`) may say how a tied module is called. Which layer it is
+    shows in the stages that hold it; where one stage has all its uses, in the names inside the layer.
     """
-    patterns = info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None
-    keys = {found[1] for text in texts_of(patterns) if (found := _TIED_IN_PATTERN.search(text))}
-    for name in list(reading.holdings.roles):
-        found = _OF_LAYER.fullmatch(name)
-        if found is None or len({holder.pp for holder in reading.holdings.row(name)}) < 2:
-            continue
-        if len(keys) == 1:
-            reading.holdings.rename(name, f"tied_modules.{next(iter(keys))}.{found[2]}")
-        else:
+    patterns = texts_of(info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None)
+    keys = sorted({found[1] for text in patterns if (found := _TIED_IN_PATTERN.search(text))})
+    layers: dict[int, dict[str, str]] = {}  # layer → its parameters: local name → name
+    for name in reading.holdings.roles:
+        if found := _OF_LAYER.fullmatch(name):
+            layers.setdefault(int(found[1]), {})[found[2]] = name
+    for layer, members in layers.items():
+        shared = {local: name for local, name in members.items() if _stages_that_hold(reading, name) > 1}
+        if len(keys) == 1 and shared:
+            _rename_tied(reading, keys[0], layer, shared)
+        for name in shared.values() if len(keys) != 1 else ():
             reading.note("tied-name-unknown", f"{name}: tied over stages; DeepSpeed's own name for it is not recorded")
+    for key in keys:
+        names = [text for text in patterns if (found := _TIED_IN_PATTERN.search(text)) and found[1] == key]
+        for layer, members in layers.items() if key not in reading.pipeline["tied"] else ():
+            if any(_matches(text, f"tied_modules.{key}.{local}") for local in members for text in names):
+                _rename_tied(reading, key, layer, members)
+                break
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _stages_that_hold(reading: Reading, name: str) -> int:
+    return len({holder.pp for holder in reading.holdings.row(name)})
+
+
+def _rename_tied(reading: Reading, key: str, layer: int, members: Mapping[str, str]) -> None:
+    for local, name in members.items():
+        reading.holdings.rename(name, f"tied_modules.{key}.{local}")
+    reading.pipeline["tied"][key] = layer
 
 
 def missing_layer_files(layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames], tp: int) -> list[str]:

@@ -206,14 +206,17 @@ def _read_unsharded(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks
         read_frozen(reading, holder, model)
     _read_experts(reading, files, grid, ranks)
     reading.problems.raise_any(_RESTORE)
+    info = next(iter(ranks.models.values()))[0].mapping().get("universal_checkpoint_info")
     if not files.expert_optim and all(not m.mapping().get("optimizer") for (m, *_) in ranks.models.values()):
         reading.note(
             "optimizer-missing", "no optimizer state: there are no *_optim_states.pt files, only weights were read"
         )
+        if files.layers:
+            name_tied(reading, info)
         return Shown()
     ep = read_stages(reading, files, grid.tp, {h: model for h, (model, *_) in ranks.models.items()})
     if files.layers:
-        name_tied(reading, next(iter(ranks.models.values()))[0].mapping().get("universal_checkpoint_info"))
+        name_tied(reading, info)
     return Shown(ep=ep)
 
 
