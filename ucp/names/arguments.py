@@ -34,7 +34,7 @@ def facts_of_arguments(args: Mapping[str, Any]) -> Facts:
         positions=_number(args, "max_position_embeddings") or _number(args, "seq_length"),
         gated=gated is not None if known else None,
         activation=_activation(args, gated),
-        tied=args.get("untie_embeddings_and_output_weights") is not True,
+        tied=None if (untied := _flag(args, "untie_embeddings_and_output_weights")) is None else not untied,
         rotary=_is_rotary(args),
         rotary_base=_real(args, "rotary_base") or _real(args, "rope_theta"),
         rotary_scaling=_real(args, "rope_scaling_factor") if args.get("use_rope_scaling") is True else None,
@@ -51,8 +51,10 @@ def arguments_for(facts: Facts, step: int | None, dtype: str) -> dict[str, Any]:
     """The arguments of a Megatron job of one rank with such a model, as far as it is known."""
     heads, groups = facts.heads or 1, facts.query_groups or facts.heads or 1
     moe = {
-        "num_experts": facts.experts,
-        "moe_ffn_hidden_size": facts.ffn,
+        "num_experts": facts.experts or None,
+        "moe_ffn_hidden_size": facts.ffn if facts.experts else None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_layer_freq": 1,
         "moe_router_topk": facts.experts_per_token or 2,
         "moe_router_pre_softmax": False,
         "moe_grouped_gemm": False,
@@ -84,8 +86,7 @@ def arguments_for(facts: Facts, step: int | None, dtype: str) -> dict[str, Any]:
         "qk_layernorm": bool(facts.qk_norm),
         "untie_embeddings_and_output_weights": facts.tied is False,
         "multi_latent_attention": False,
-        "num_experts": None,
-        **(moe if facts.experts else {}),
+        **moe,
         "tokenizer_type": "HuggingFaceTokenizer",
         "vocab_size": facts.vocabulary,
         "padded_vocab_size": facts.vocabulary,
@@ -100,6 +101,10 @@ def arguments_for(facts: Facts, step: int | None, dtype: str) -> dict[str, Any]:
         "rank": 0,
         "local_rank": 0,
         "use_distributed_optimizer": False,
+        "accumulate_allreduce_grads_in_fp32": dtype == "bfloat16",
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "ddp_bucket_size": None,
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
         "transformer_impl": "transformer_engine",
@@ -149,7 +154,9 @@ def _query_groups(args: Mapping[str, Any], heads: int | None) -> int | None:
 
 
 def _experts(args: Mapping[str, Any]) -> int | None:
-    value = args.get("num_experts")
+    if "num_experts" not in args:
+        return None
+    value = args["num_experts"]
     if isinstance(value, list):  # of Megatron-DeepSpeed, one number a group of layers
         return max((n for n in value if type(n) is int and n > 1), default=0)
     return value if type(value) is int and value > 0 else 0

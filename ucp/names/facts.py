@@ -70,7 +70,9 @@ def facts_of(checkpoint: Checkpoint, model_config: Path | None = None) -> Facts:
         found = found.over(facts_of_config(config))
     arguments = next(iter(arguments_in(checkpoint)), None)
     if arguments is not None:
-        found = found.over(facts_of_arguments(arguments))
+        # What a job's arguments do not name yet, its release did not have.
+        head = any(name.endswith(("output_layer.weight", "lm_head.weight")) for name in checkpoint.parameters)
+        found = found.over(facts_of_arguments(arguments)).over(Facts(experts=0, tied=not head))
     if found.tied is None and any(p.aliases for p in checkpoint.parameters.values()):
         found = replace(found, tied=True)
     return found

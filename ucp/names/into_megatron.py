@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,7 @@ from typing import Any, Final
 from ucp.errors import UsageError
 from ucp.files.inert import Inert
 from ucp.files.pickle_writer import bare_object
-from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, ParamGroup
+from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, ParamGroup
 from ucp.model.dtypes import FLOAT32
 from ucp.model.region import Region
 from ucp.names.arguments import arguments_for, in_core_words
@@ -36,7 +36,7 @@ _SCHEDULE: Final = (
 def into_megatron(
     checkpoint: Checkpoint, trees: Mapping[int, Mapping[str, Any]], model_config: Path | None
 ) -> Checkpoint:
-    """The checkpoint as Megatron's writers want it; `trees` are the model files of DeepSpeed that it carries, by rank."""
+    """The checkpoint as Megatron's writers want it; `trees` are DeepSpeed's model files in it, by rank."""
     facts = facts_of(checkpoint, model_config)
     first = trees[min(trees)] if trees else {}
     stored = first.get("args")
@@ -53,16 +53,19 @@ def into_megatron(
                 hint="give the model's config.json with --model-config FILE",
             )
         fields = arguments_for(facts, checkpoint.step, str(checkpoint.details.get("dtype") or _dtype(checkpoint)))
+    fields.update(raw_arguments(model_config) if model_config is not None else {})
     fields.update(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp, world_size=mesh.world)
     tree: dict[str, Any] = {
         "args": bare_object("argparse", "Namespace", fields),
         "checkpoint_version": 3.0,
-        "iteration": checkpoint.step or 0,
+        **({"iteration": checkpoint.step} if checkpoint.step is not None else {}),  # none in a `release`
         "num_floating_point_operations_so_far": 0.0,
     }
     schedule = first.get("lr_scheduler")
     if isinstance(schedule, dict) and "num_steps" in schedule:
         tree["opt_param_scheduler"] = {key: schedule[key] for key in _SCHEDULE if key in schedule}
+    elif checkpoint.groups:
+        tree["opt_param_scheduler"] = _counted_schedule(checkpoint.groups, first)
     scaler = _megatron_scaler(checkpoint)
     if scaler is not None:
         tree["optimizer"] = {"grad_scaler": scaler}
@@ -78,10 +81,10 @@ def into_megatron(
     ]
     details = {**checkpoint.details, "dtype": checkpoint.details.get("dtype") or _dtype(checkpoint)}
     details.pop("pipeline", None)
-    notes = [
-        *checkpoint.notes,
-        carried_note(checkpoint, "Megatron", bool(tree.get("opt_param_scheduler")), bool(random)),
-    ]
+    notes = [*checkpoint.notes, carried_note(checkpoint, "Megatron", isinstance(schedule, dict), bool(random))]
+    if checkpoint.groups and not (isinstance(schedule, dict) and "num_steps" in schedule):
+        text = "of the schedule only the samples that were seen are known: start with --override-opt-param-scheduler"
+        notes.append(Note("schedule-unknown", text))
     return replace(checkpoint, extras=extras, groups=groups, details=details, notes=notes)
 
 
@@ -109,6 +112,24 @@ def _dtype(checkpoint: Checkpoint) -> str:
         if atom is not None and parameter.role != "buffer":
             sizes[atom.dtype.name] = sizes.get(atom.dtype.name, 0) + atom.numel
     return max(sizes, key=lambda name: sizes[name], default="float32")
+
+
+def _counted_schedule(groups: Sequence[ParamGroup], model: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron wants to load of a schedule, for a run that had another one: how far it is, in samples."""
+    rates = [rate for group in groups if isinstance(rate := group.hyper.get("lr"), (int, float))]
+    decay = max((d for group in groups if isinstance(d := group.hyper.get("weight_decay"), (int, float))), default=0.0)
+    return {
+        "max_lr": max(rates, default=0.0),
+        "min_lr": 0.0,
+        "lr_warmup_steps": 0,
+        "num_steps": whole_number(model.get("global_samples")),
+        "lr_decay_style": "constant",
+        "lr_decay_steps": 0,
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": 0,
+    }
 
 
 def _megatron_hyper(hyper: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> dict[str, Any]:

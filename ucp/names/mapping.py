@@ -202,9 +202,13 @@ class _Mapping:
                     hint="take the weights alone with --only weights",
                 )
         plain = len(new.tiles) == 1 and new.tiles[0].covers(first.shape, new.shape)
-        vocabulary = None
+        padded, vocabulary = first.padded_shape, None
         if new.entry.cut == "vocab":
             vocabulary = first.rule.true_size if first.rule.cut == "vocab" else first.shape[0]
+            known = self._facts.vocabulary
+            if plain and vocabulary is None and known is not None and known < first.shape[0]:
+                vocabulary, padded = known, first.shape
+                new.shape = (known, *first.shape[1:])
         numbered = new.numbers.get("expert") if self._to != HF and "expert" in new.side.places else None
         return Parameter(
             new.name,
@@ -213,7 +217,7 @@ class _Mapping:
             {kind: self._atom(new, kind, sources, plain) for kind in first.atoms},
             rule_on(new.entry, new.side, new.sizes, new.lead, vocabulary),
             f"names: {self._match.table.name}",
-            first.padded_shape if plain and self._to != HF else None,
+            padded if plain and self._to != HF else None,
             first.group,
             self._aliases(first) or self._tied(new),
             tuple(sorted({stage for source in sources for stage in source.stages})),
@@ -224,7 +228,8 @@ class _Mapping:
         atoms = {source.name: source.atoms[kind] for source in sources}
         first = sources[0].atoms[kind]
         if plain:
-            return replace(first, name=new.name)
+            shape = new.shape if first.shape == sources[0].shape else first.shape  # without a vocabulary's padding
+            return replace(first, name=new.name, shape=shape)
         if all(not atom.shape and source.shape for atom, source in zip(atoms.values(), sources, strict=True)):
             # One number for the parameter: that of its first part, and the others say the same.
             copies = [cover for a in atoms.values() for cover in (a.fragments, *a.replicas)]

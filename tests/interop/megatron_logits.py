@@ -1,0 +1,47 @@
+"""A megatron-core model of one rank reads a legacy rank file and says what it computes, in single precision.
+
+`python -m tests.interop.megatron_logits STORE FOLDER TOKENS LOGITS`: FOLDER is that of an iteration, TOKENS a file of
+`torch.save` with a batch of tokens, LOGITS the file to write.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.interop import megatron_on_cpu
+
+
+def main(store: str, folder: Path, tokens: Path, logits: Path) -> None:
+    megatron_on_cpu.install()
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state  # attention draws numbers, and throws them away
+    dist.init_process_group(backend="gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from tests.interop.megatron_rank import build_model
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(7)
+    saved = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    model = build_model(saved["args"], 0, 1).float()
+    for module in model.modules():
+        if hasattr(module, "input_in_float16"):  # softmax rounds what it gives
+            module.input_in_bf16 = module.input_in_float16 = False
+    missing, unexpected = model.load_state_dict(saved["model"], strict=False)
+    wrong = [name for name in (*missing, *unexpected) if not name.endswith("_extra_state")]
+    if wrong:
+        raise SystemExit(f"not the parameters of this model: {wrong}")
+    ids = torch.load(tokens)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    masked = torch.ones(1, 1, ids.shape[1], ids.shape[1]).triu(1) > 0
+    with torch.no_grad():
+        torch.save(model.eval()(ids, positions, masked), logits)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(Path, sys.argv[2:]))
