@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any, Final
 
+from ucp.files.inert import Inert
+from ucp.files.pickle_writer import bare_object
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import Span, Stream
 from ucp.model.checkpoint import Checkpoint, Extras, Note, ParamGroup
 
 _COUNTED: Final = "global_steps"
+_RANDOM: Final = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 def advance(checkpoint: Checkpoint, span: Span) -> Checkpoint:
@@ -20,7 +25,12 @@ def advance(checkpoint: Checkpoint, span: Span) -> Checkpoint:
     aux = stream.aux(span.last)
     told: Mapping[str, Any] = aux if isinstance(aux, dict) else {}
     groups, notes = _groups(checkpoint, span, stream, told)
-    trees = {name: _tree(tree, span, stream, told) for name, tree in checkpoint.extras.trees.items()}
+    trees = {}
+    for name, tree in checkpoint.extras.trees.items():
+        if _RANDOM.fullmatch(PurePosixPath(name).name):
+            notes.append(Note("random-generators", f"{name} is left out: the log does not know random generators"))
+        else:
+            trees[name] = _tree(tree, span, told, notes)
     extras = Extras(trees, checkpoint.extras.files)
     return replace(checkpoint, groups=groups, extras=extras, notes=[*checkpoint.notes, *notes])
 
@@ -88,9 +98,53 @@ def _next_rate(stream: Stream, span: Span, group: int, aux: Mapping[str, Any]) -
     return None
 
 
-def _tree(tree: Any, span: Span, stream: Stream, aux: Mapping[str, Any]) -> Any:
-    """An extras tree of the base, with what a log knows better."""
-    if not isinstance(tree, dict) or _COUNTED not in tree:
+def _tree(tree: Any, span: Span, aux: Mapping[str, Any], notes: list[Note]) -> Any:
+    """An extras tree of the base, with what the log knows better: in the places where DeepSpeed and `ucp.save` keep it.
+
+    What the user logged with every step (`ucp.record(aux=…)`) becomes client state.
+    """
+    noted = aux.get("user")
+    user: dict[str, Any] = noted if isinstance(noted, dict) else {}
+    if not isinstance(tree, dict):
         return tree
-    del stream, aux
-    return {**tree, _COUNTED: span.last}
+    if isinstance(tree.get("client_state"), dict):  # `ucp.save` of a torch module
+        return {**tree, "client_state": {**tree["client_state"], **user}}
+    inner = tree.get("optimizer_state_dict")
+    if isinstance(inner, dict) and isinstance(inner.get("loss_scaler"), Inert):
+        return {**tree, "optimizer_state_dict": {**inner, "loss_scaler": _scaler(inner["loss_scaler"], aux)}}
+    if _COUNTED not in tree:
+        return tree
+    found = {**tree, _COUNTED: span.last, **user}
+    found.update({name: count for name, count in aux.get("counters", {}).items() if name in tree})
+    if isinstance(tree.get("lr_scheduler"), dict):
+        if isinstance(aux.get("lr_scheduler"), dict):
+            found["lr_scheduler"] = {**tree["lr_scheduler"], **_alike(tree["lr_scheduler"], aux["lr_scheduler"])}
+        else:
+            notes.append(Note("lr-scheduler", "the LR scheduler is that of the base: the log does not have it"))
+    if isinstance(tree.get("optimizer"), dict):
+        found["optimizer"] = {**tree["optimizer"], **_alike(tree["optimizer"], aux.get("scaler", {}))}
+    return found
+
+
+def _alike(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The new values of keys that the base has, where JSON could keep them: numbers, texts, lists of such."""
+    return {key: _as(old[key], value) for key, value in new.items() if key in old and _is_plain(old[key])}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _as(old: Any, new: Any) -> Any:
+    return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
+
+
+def _scaler(scaler: Inert, aux: Mapping[str, Any]) -> Any:
+    """The loss scaler after the step, as an object of the same class."""
+    fields = scaler.state
+    noted = aux.get("scaler")
+    if not isinstance(fields, dict) or not isinstance(noted, dict):
+        return scaler
+    return bare_object(scaler.module, scaler.qualname, {**fields, **_alike(fields, noted)})

@@ -27,6 +27,7 @@ from ucp.log.reader import StoredBlock, Stream
 from ucp.log.schema import Block
 from ucp.model.checkpoint import COMPUTED, Atom, ComputedFiles
 from ucp.model.dtypes import BFLOAT16, DType
+from ucp.model.region import Region
 from ucp.replay.kernels import PARAM, Kernel, Stretch, consumed
 from ucp.replay.stored import Chain, StoredStates
 from ucp.replay.timeline import Update
@@ -43,6 +44,11 @@ class Origin:
     step: int
     counter: int  # updates that the optimizer had counted
     atoms: dict[str, Atom]  # by kind; PARAM is the tensor that the optimizer updates
+
+    def is_padded(self, region: Region) -> bool:
+        """Does a region reach past the parameter's shape?"""
+        shape = self.atoms[PARAM].shape
+        return any(stop > n for box in region.boxes for stop, n in zip(box.stop, shape, strict=True))
 
 
 @dataclass(slots=True)

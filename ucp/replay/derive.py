@@ -162,7 +162,7 @@ def _over(before: Derived, span: Span, step: int, steps: Mapping[str, int]) -> D
     kernel, doubt = find_kernel(manifest.kernel)
     labels = list(before.labels)
     if kernel is not None:
-        reasons = [*doubts(manifest, kernel), *([doubt] if doubt else [])]
+        reasons = [*doubts(manifest), *([doubt] if doubt else [])]
         labels += [Approximate(span.first, EVERY, reason) for reason in reasons]
     builder = _Builder(base, span, kernel, step, steps)
     tensors = builder.tensors()
@@ -400,7 +400,7 @@ class _Builder:
         for kind, dtype in first.kinds.items():
             if kind != PARAM and kind not in atoms:
                 atoms[kind] = Atom(parameter.name, kind, parameter.shape, dtype, _fragments(held, kind), computed=True)
-        if STEP not in atoms and first.updates and first.updates[-1].before >= 0:
+        if STEP not in atoms and first.updates and self.kernel is not None and self.kernel.counts:
             blank = Atom(parameter.name, STEP, (), FLOAT32, ())
             atoms[STEP] = self._stepped(blank, first, parameter)
         return replace(parameter, atoms=atoms)

@@ -37,7 +37,7 @@ def find_kernel(fingerprint: Fingerprint) -> tuple[Kernel | None, str | None]:
     return KERNELS.get(fingerprint.id), None
 
 
-def doubts(manifest: Manifest, kernel: Kernel) -> list[str]:
+def doubts(manifest: Manifest) -> list[str]:
     """Why a replay of this epoch on this machine may not give the same bits; nothing where it does."""
     import torch
 
@@ -50,7 +50,7 @@ def doubts(manifest: Manifest, kernel: Kernel) -> list[str]:
     if _release(fingerprint.torch) != _release(here):
         found.append(f"it was trained with torch {fingerprint.torch} and is replayed with {here}")
     capability = torch.backends.cpu.get_cpu_capability()
-    if kernel.vectors and fingerprint.cpu_capability != capability:
+    if fingerprint.cpu_capability != capability:
         found.append(
             f"it was trained with {fingerprint.cpu_capability or 'unknown'} vectors, this CPU has {capability}"
         )

@@ -46,7 +46,7 @@ class Kernel:
     id: str
     kinds: Callable[[Hyper], tuple[str, ...]]  # the states of an optimizer with these hyper-parameters
     update: Callable[[Stretch, torch.Tensor, Hyper], None]
-    vectors: bool = True  # bits depend on the CPU's vectors
+    counts: bool = True  # the optimizer keeps the number of its updates
     initial: Callable[[str, Hyper], float | None] = lambda _kind, _hyper: 0.0  # of a missing state; None: made later
 
 
@@ -180,7 +180,7 @@ def _torch_kernels() -> list[Kernel]:
             update = partial(_adam, fused=fused, decoupled=decoupled)
             made.append(Kernel(f"torch.{name}.{way}", _adam_kinds, update))
         sgd = partial(_sgd, fused=fused)
-        made.append(Kernel(f"torch.sgd.{way}", _sgd_kinds, sgd, initial=_made_by_the_first_update))
+        made.append(Kernel(f"torch.sgd.{way}", _sgd_kinds, sgd, counts=False, initial=_made_by_the_first_update))
         adagrad = partial(_adagrad, fused=fused)
         made.append(Kernel(f"torch.adagrad.{way}", lambda _: ("sum",), adagrad, initial=_accumulator))
     return made
@@ -190,7 +190,7 @@ KERNELS: Final[dict[str, Kernel]] = {
     kernel.id: kernel
     for kernel in (
         *_torch_kernels(),
-        Kernel("lion", _exp_avg, _lion),
+        Kernel("lion", _exp_avg, _lion, counts=False),
         Kernel("deepspeed.cpu_adam", lambda _: ("exp_avg", "exp_avg_sq"), _cpu_adam),
         Kernel("deepspeed.cpu_lion", lambda _: ("exp_avg", "exp_avg_sq"), _cpu_lion),
     )

@@ -24,7 +24,7 @@ from ucp.train.live import LiveJob, flat_view, local_part
 from ucp.train.pieces import digest_of
 from ucp.train.recording_bases import Bases
 from ucp.train.recording_hooks import Hooks, Taker, grad_dtypes, hang_in, stage_of
-from ucp.train.recording_kernel import kernel_of, own_step
+from ucp.train.recording_kernel import kernel_of, own_step, plain_hyper
 from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
 from ucp.train.rulebooks import rule_book
 from ucp.train.saving import SaveHandle, save
@@ -247,6 +247,10 @@ class Recorder:
             if scaler is not None:
                 fields = {name: getattr(scaler, name, None) for name in (*SCALER_FIELDS, "min_loss_scale")}
                 notes["scaler"] = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
+            # The scheduler has taken its step: these are for the next one.
+            notes["lr"] = [plain_hyper({"lr": group.get("lr")})["lr"] for group in self._job.groups]
+            if engine.lr_scheduler is not None:
+                notes["lr_scheduler"] = plain_hyper(engine.lr_scheduler.state_dict())
         if self._aux is not None:
             notes["user"] = self._aux()
         return notes or None
