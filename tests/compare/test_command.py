@@ -44,7 +44,7 @@ def test_different(clean: Path, changed: Path) -> None:
     assert header.split()[:3] == ["parameter", "state", "differ"]
     assert row.split()[:4] == ["pos.weight", "exp_avg", "1", "98"]
     assert "[2, 1]" in row
-    assert "DIFFERENT: 1 atoms differ" in found.stderr
+    assert "DIFFERENT: 1 atom differing" in found.stderr
     assert run(clean, changed, "--atol", "10").returncode == 0
     assert run(clean, changed, "--only", "weights").returncode == 0
     assert run(clean, changed, "--exclude", "pos.*").returncode == 0

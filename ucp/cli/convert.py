@@ -11,6 +11,7 @@ import click
 
 from ucp import api
 from ucp.cli.options import (
+    counted,
     echo_notes,
     human_bytes,
     log_options,
@@ -182,7 +183,7 @@ def command(
         return
     rate = f"{human_bytes(target.nbytes / seconds)}/s" if seconds > 0 else ""
     click.echo(
-        f"{dst}: {len(conversion.source.parameters)} parameters, {files} files,"
+        f"{dst}: {counted(len(conversion.source.parameters), 'parameter')}, {counted(files, 'file')},"
         f" {human_bytes(target.nbytes)} in {seconds:.2f} s ({rate})",
         err=True,
     )
@@ -204,12 +205,12 @@ def _print_plan(conversion: api.Conversion, jobs: int, memory: int, as_json: boo
         click.echo(json.dumps({**target.to_json(), **totals, "mesh": mesh and mesh.to_json()}))
         return
     if mesh is not None:
-        click.echo(f"{conversion.source.mesh} → {mesh} ({mesh.world} ranks)\n")
+        click.echo(f"{conversion.source.mesh} → {mesh} ({counted(mesh.world, 'rank')})\n")
     rows = [[file.path, human_bytes(file.size), str(len(file.holes))] for file in target.files]
     click.echo(table(rows, ["file", "bytes", "tensors"]))
     click.echo(
-        f"\n{len(target.files)} files: reads {human_bytes(totals['reads'])},"
-        f" writes {human_bytes(totals['writes'])}, holds {human_bytes(totals['memory'])} in {jobs} threads"
+        f"\n{counted(len(target.files), 'file')}: reads {human_bytes(totals['reads'])},"
+        f" writes {human_bytes(totals['writes'])}, holds {human_bytes(totals['memory'])} in {counted(jobs, 'thread')}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, naming_options, table
+from ucp.cli.options import counted, human_bytes, naming_options, table
 from ucp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -171,17 +170,16 @@ def _print_updates(result: Comparison, limit: int) -> None:
 
 
 def _verdict(result: Comparison) -> str:
-    read = f"{result.compared} atoms, {human_bytes(result.bytes_read)} read"
+    read = f"{counted(result.compared, 'atom')}, {human_bytes(result.bytes_read)} read"
     if result.identical:
         return f"identical: {read}"
     if result.same:
-        return f"the same within the tolerances: {len(result.within)} atoms differ by less; {read}"
-    parts = Counter(
-        {
-            "atoms differ": len(result.atoms),
-            "atoms only in A": len(result.only_a),
-            "atoms only in B": len(result.only_b),
-            "settings differ": len(result.settings),
-        }
+        return f"the same within the tolerances: {counted(len(result.within), 'atom')} off by less; {read}"
+    found = (
+        (len(result.atoms), "atom", "differing"),
+        (len(result.only_a), "atom", "only in A"),
+        (len(result.only_b), "atom", "only in B"),
+        (len(result.settings), "setting", "differing"),
     )
-    return f"DIFFERENT: {', '.join(f'{count} {what}' for what, count in parts.items() if count)}; {read}"
+    parts = [f"{counted(count, noun)} {what}" for count, noun, what in found if count]
+    return f"DIFFERENT: {', '.join(parts)}; {read}"

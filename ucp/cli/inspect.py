@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import echo_notes, human_bytes, log_options, naming_options, source_argument, table
+from ucp.cli.options import counted, echo_notes, human_bytes, log_options, naming_options, source_argument, table
 from ucp.errors import UsageError
 from ucp.formats.inert_json import Encoder
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
@@ -89,7 +89,7 @@ def _summary_text(checkpoint: Checkpoint) -> str:
         ["format", checkpoint.format],
         ["framework", checkpoint.framework or "unknown"],
         ["root", str(checkpoint.root)],
-        ["mesh", f"{checkpoint.mesh} ({checkpoint.mesh.world} ranks)"],
+        ["mesh", f"{checkpoint.mesh} ({counted(checkpoint.mesh.world, 'rank')})"],
         ["step", "unknown" if checkpoint.step is None else str(checkpoint.step)],
         ["parameters", f"{weights:,} in {', '.join(f'{count} {role}' for role, count in roles.items())}"],
         ["files", f"{len(checkpoint.sizes)}, {human_bytes(sum(checkpoint.sizes.values()))}"],
@@ -100,7 +100,7 @@ def _summary_text(checkpoint: Checkpoint) -> str:
     for number, group in enumerate(checkpoint.groups):
         hyper = {key: value for key, value in group.hyper.items() if isinstance(value, (int, float, str, tuple))}
         text = ", ".join(f"{key}={value}" for key, value in hyper.items())
-        facts.append([f"group {number}", f"{len(group.names)} parameters: {text}"])
+        facts.append([f"group {number}", f"{counted(len(group.names), 'parameter')}: {text}"])
     rows = [
         [
             parameter.name,

@@ -107,6 +107,11 @@ def echo_notes(notes: Iterable[Note]) -> None:
             click.echo(f"note: … and {count - _NOTES_OF_A_KIND} more of this kind ({kind}); --json lists all", err=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def human_bytes(count: float) -> str:
     """A size for people, in powers of 1,024."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

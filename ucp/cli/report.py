@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, parse_bytes, reading_options, source_argument
+from ucp.cli.options import counted, human_bytes, parse_bytes, reading_options, source_argument
 from ucp.errors import UsageError
 
 
@@ -79,8 +79,7 @@ def command(
         summary = {"schema": 1, "page": str(output), "bytes": written.nbytes, "parameters": written.parameters}
         click.echo(json.dumps({**summary, "ok": checks.ok, "counts": checks.counts}))
     else:
-        counts = ", ".join(f"{count} {severity}s" for severity, count in checks.counts.items() if count)
-        click.echo(
-            f"{output}: {human_bytes(written.nbytes)}, {written.parameters} parameters; {counts or 'consistent'}"
-        )
+        counts = ", ".join(counted(count, severity) for severity, count in checks.counts.items() if count)
+        size, parameters = human_bytes(written.nbytes), counted(written.parameters, "parameter")
+        click.echo(f"{output}: {size}, {parameters}; {counts or 'consistent'}")
     ctx.exit(0 if written.parameters else checks.exit_code)

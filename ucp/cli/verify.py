@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, log_options, reading_options, source_argument
+from ucp.cli.options import counted, human_bytes, log_options, reading_options, source_argument
 from ucp.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def _conclude(report: Report) -> None:
     from ucp.checks.renderings import verdict
 
     click.echo(
-        f"{report.source}: {verdict(report)}; {len(report.checks)} checks ({report.level.title}) of"
-        f" {report.parameters} parameters, {report.atoms} atoms, {report.files} files;"
+        f"{report.source}: {verdict(report)}; {counted(len(report.checks), 'check')} ({report.level.title}) of"
+        f" {counted(report.parameters, 'parameter')}, {counted(report.atoms, 'atom')}, {counted(report.files, 'file')};"
         f" {human_bytes(report.bytes_read)} read",
         err=True,
     )
