@@ -10,7 +10,7 @@ import pytest
 
 import ucp
 from tests.interop.spec import Spec
-from tests.interop.test_load_into import BF16_OPTIMIZER, zero
+from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
 from tests.train.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
@@ -49,3 +49,63 @@ def test_every_step_is_what_the_job_saved(worlds: Worlds, tmp_path: Path, name: 
         assert found.a.step == step
     report = ucp.verify(run, "deep", log=run)
     assert [finding for finding in report.findings if finding.severity != "note"] == []
+
+
+LOAD = "tests.train.ranks:load"
+
+
+@pytest.fixture(scope="module")
+def trained(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An fp16 run on two ranks that skipped step 3, with `run` and every step in `saved`; another base after step 4."""
+    out = tmp_path_factory.mktemp("trained")
+    spec = Spec(zero=2, dtype="fp16", config={**zero(2), **CLIP})
+    worlds.run(2, RECORDED, out, spec=asdict(spec), steps=7, overflow_at=3, base_every=4)
+    return out
+
+
+@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize(
+    "world, spec", [(3, Spec(zero=3, dtype="fp16", seed=9)), (1, Spec(zero=1, dtype="fp16", seed=9))]
+)
+def test_another_world_goes_on_from_a_merged_step(
+    worlds: Worlds, trained: Path, tmp_path: Path, world: int, spec: Spec, step: int
+) -> None:
+    """Loaded from the log or from the job's own save of that step: the same state, the same training from there."""
+    run, saved = trained / "run", trained / "saved"
+    job = {"spec": asdict(spec), "steps": 2}
+    merged = worlds.run(world, LOAD, tmp_path / "a", path=run, options={"log": str(run), "step": step}, **job)
+    own = worlds.run(world, LOAD, tmp_path / "b", path=saved, options={"tag": f"step{step}"}, **job)
+    for rank in range(world):
+        assert unequal(state(tmp_path / "a", "loaded", rank), state(tmp_path / "b", "loaded", rank)) == []
+        assert unequal(state(tmp_path / "a", "resumed", rank), state(tmp_path / "b", "resumed", rank)) == []
+        assert merged[rank]["loaded"] == own[rank]["loaded"]
+        assert merged[rank]["losses"] == own[rank]["losses"]
+        assert merged[rank]["report"]["step"] == step
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "deepspeed", "dp": 3, "zero": 3},
+        {"to": "deepspeed", "dp": 2, "zero": 1},
+        {"to": "deepspeed-universal"},
+        {"to": "dcp"},
+        {"to": "atoms", "dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_a_merged_step_goes_to_any_target(trained: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    run = trained / "run"
+    ucp.convert(run, tmp_path / "merged", log=run, step=6, exact=True, **options)
+    ucp.convert(trained / "saved", tmp_path / "own", tag="step6", **options)
+    found = ucp.diff(tmp_path / "merged", tmp_path / "own")
+    assert found.same, (found.atoms, found.settings, found.only_a, found.only_b)
+    assert found.compared > 50
+
+
+def test_an_older_base_gives_the_same_bits(trained: Path) -> None:
+    """Steps 5 to 7 follow from either base."""
+    run = trained / "run"
+    bases = [run / "base" / name / "atoms" for name in ("base-000000", "base-000001")]
+    for step in (4, 5, 7):
+        assert ucp.diff(bases[0], bases[1], log_a=run, step_a=step, log_b=run, step_b=step, exact=True).same
