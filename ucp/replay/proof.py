@@ -27,6 +27,12 @@ class Proof:
     )  # parameter → newest step at which all its states are the job's
     refuted: list[Approximate] = field(default_factory=list)
 
+    @property
+    def proven_step(self) -> int | None:
+        """The newest step at which every parameter is proven; None where there is none."""
+        step = min(self.proven.values(), default=-1)
+        return None if step < 0 or self.refuted else step
+
     def remaining(self, labels: Sequence[Approximate]) -> list[Approximate]:
         """The labels that are left: a digest of the very step proves what it covers, a wrong one refutes it."""
         if self.refuted:

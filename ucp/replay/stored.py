@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ucp.log.codecs import Bits, apply_difference
+from ucp.log.codecs import DTYPES, Bits, apply_difference
 from ucp.log.frames import FrameType
 from ucp.log.reader import Stream
 from ucp.log.walk import FrameRef
+from ucp.model.dtypes import DType
 from ucp.replay.kernels import PARAM
 
 # Names under which a log may keep the tensor that the optimizer updates.
@@ -55,6 +56,11 @@ class StoredStates:
 
     def __bool__(self) -> bool:
         return bool(self._entries)
+
+    def kinds(self, block: int) -> dict[str, DType]:
+        """The states of a block that are stored at some step, with their element types."""
+        found = {kind: entries[0] for (held, kind), entries in self._entries.items() if held == block}
+        return {kind: DTYPES[int(entry.row["dtype"])] for kind, entry in found.items()}
 
     def best(
         self, block: int, kinds: Sequence[str], start: int, last: int, replays: bool

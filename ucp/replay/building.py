@@ -1,0 +1,271 @@
+"""One span of a log upon one base: which optimizer tensors there are, and where the parameters' states lie in them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ucp.errors import InconsistentError, UsageError
+from ucp.files.local import SourceFiles
+from ucp.log.reader import Span
+from ucp.log.schema import Block, LoggedParameter
+from ucp.model.box import intersect, whole
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
+from ucp.model.dtypes import BY_NAME, FLOAT32, DType
+from ucp.model.region import Region
+from ucp.replay.chunks import Origin, ReplayedTensor, file_of
+from ucp.replay.kernels import PARAM, Kernel
+from ucp.replay.stored import StoredStates
+from ucp.replay.timeline import Timelines, Update
+
+_NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+
+
+class Builder:
+    """Tensors and parameters of one span upon one base."""
+
+    def __init__(
+        self, base: Checkpoint, span: Span, kernel: Kernel | None, step: int, steps: Mapping[str, int]
+    ) -> None:
+        """`base` is of `step`, but for the parameters in `steps`."""
+        self.base = base
+        self._step = step
+        self.span = span
+        self.kernel = kernel
+        self.manifest = span.epoch.manifest
+        self._aliases = base.aliases()
+        self._files = SourceFiles(base.root, computed=base.computed)
+        self._own_steps = steps
+        self._origins: dict[int, Origin] = {}
+
+    def tensors(self) -> list[ReplayedTensor]:
+        """Every optimizer tensor of the span."""
+        with self._files:
+            return list(self._tensors())
+
+    def _tensors(self) -> Iterator[ReplayedTensor]:
+        span = self.span
+        for number, stream in sorted(span.epoch.streams.items()):
+            timelines = Timelines(span, stream)
+            stored = StoredStates(stream, self.manifest.state_kinds)
+            for index, schema in enumerate(stream.schema.tensors):
+                blocks = stream.schema.blocks_of(index)
+                updates = timelines.of_tensor(index)
+                origins = {block.parameter: self._origin(block.parameter, updates) for block in blocks}
+                if self.kernel is None and not stored:
+                    raise self._no_kernel()
+                dtype = BY_NAME[schema.dtype]
+                self._check(origins.values(), dtype, updates, stream.number)
+                yield ReplayedTensor(
+                    file_of(span.epoch.number, number, index, span.last),
+                    stream,
+                    index,
+                    schema.numel,
+                    dtype,
+                    self.kernel,
+                    self._kinds(origins.values(), dtype, updates, schema.group, stored, blocks),
+                    blocks,
+                    origins,
+                    updates,
+                    stored,
+                    span.last,
+                    self._resumed_at(timelines, schema.group),
+                )
+
+    def _no_kernel(self) -> UsageError:
+        return UsageError(
+            f"{self.span.epoch.folder}: the optimizer {self.manifest.optimizer} ({self.manifest.kernel.id}) cannot be"
+            " replayed, and the log has none of its states",
+            hint="only the steps of full checkpoints can be had of this run",
+        )
+
+    def _resumed_at(self, timelines: Timelines, group: int) -> int:
+        """Updates that the optimizer had counted when the epoch began, where its first steps are still there."""
+        steps = self.span.epoch.steps
+        if not steps:
+            return 0
+        stream = timelines.stream
+        for step in steps:
+            record = stream.record(step)
+            scalars = next((one for one in record.groups if one.group == group), None)
+            if not record.skipped and scalars is not None and scalars.opt_step >= 0:
+                return scalars.opt_step
+        return 0
+
+    def _parameter(self, logged: LoggedParameter) -> Parameter:
+        found = self.base.parameters.get(self._aliases.get(logged.name, logged.name))
+        if found is None:
+            raise InconsistentError(
+                f"{self.base.root}: has no parameter {logged.name}, which the log trains",
+                hint="give a base of the same run",
+            )
+        if found.shape != logged.shape:
+            raise InconsistentError(
+                f"parameter {logged.name}: shape {list(found.shape)} in {self.base.root}, {list(logged.shape)} in the"
+                " log",
+                hint="give a base of the same run",
+            )
+        return found
+
+    def _origin(self, number: int, updates: Sequence[Update]) -> Origin:
+        if number not in self._origins:
+            parameter = self._parameter(self.manifest.parameters[number])
+            atoms = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER, STEP)}
+            held = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
+            if held is None:
+                raise InconsistentError(
+                    f"parameter {parameter.name}: {self.base.root} has neither weight nor master of it",
+                    hint="take a base with all states: --only and --exclude leave some out",
+                )
+            step = self._own_steps.get(parameter.name, self._step)
+            counter = self._counter(parameter)
+            if counter is None:
+                after = next((update.before for update in updates if update.step > step), -1)
+                counter = max(after, 0)
+                if counter and len(atoms) == 0:
+                    raise InconsistentError(
+                        f"parameter {parameter.name}: {self.base.root} has no optimizer states of it, after"
+                        f" {counter} updates",
+                        hint="take a base with all states: --only and --exclude leave some out",
+                    )
+            self._origins[number] = Origin(parameter.name, step, counter, {PARAM: held, **atoms})
+        return self._origins[number]
+
+    def _counter(self, parameter: Parameter) -> int | None:
+        atom = parameter.atoms.get(STEP)
+        if atom is None or atom.numel != 1 or atom.dtype.name not in _NUMBERS:
+            return None
+        fragment = atom.fragments[0]
+        size = fragment.dtype.itemsize
+        data = fragment.inline or self._files.read(fragment.file, fragment.offset, size)
+        return int(struct.unpack(_NUMBERS[fragment.dtype.name], data)[0])
+
+    def _check(self, origins: Iterable[Origin], dtype: DType, updates: Sequence[Update], stream: int) -> None:
+        """The base must be the state that the log goes on from."""
+        for origin in origins:
+            held = origin.atoms[PARAM]
+            if held.dtype != dtype:
+                raise InconsistentError(
+                    f"parameter {origin.name}: the optimizer stepped it in {dtype}, the base has it in {held.dtype}",
+                    hint="take a base with masters in full precision",
+                )
+            after = next((update for update in updates if update.step > origin.step), None)
+            if after is not None and after.before >= 0 and origin.counter > after.before:
+                raise InconsistentError(
+                    f"parameter {origin.name}: its optimizer had counted {origin.counter} updates in {self.base.root},"
+                    f" and {after.before} before step {after.step} of the log (stream {stream})",
+                    hint="the base is not of this run, or not of the step that it says",
+                )
+
+    def _kinds(
+        self,
+        origins: Iterable[Origin],
+        dtype: DType,
+        updates: Sequence[Update],
+        group: int,
+        stored: StoredStates,
+        blocks: Sequence[Block],
+    ) -> dict[str, DType]:
+        """The states that there are after the span, with their element types."""
+        held = {kind: atom.dtype for origin in origins for kind, atom in origin.atoms.items() if kind != PARAM}
+        if self.kernel is None:
+            logged = {kind: found for block in blocks[:1] for kind, found in stored.kinds(block.id).items()}
+            return {PARAM: dtype, **{kind: found for kind, found in logged.items() if kind != PARAM}}
+        hyper = updates[0].hyper if updates else self.manifest.groups[group].hyper
+        kinds = self.kernel.kinds(hyper) if updates else tuple(held)
+        return {PARAM: dtype, **{kind: held.get(kind, dtype) for kind in kinds}}
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def parameters(self, tensors: Sequence[ReplayedTensor]) -> dict[str, Parameter]:
+        """The base's parameters, the logged ones with atoms in computed files."""
+        held: dict[str, list[tuple[ReplayedTensor, Block]]] = {}
+        for tensor in tensors:
+            for block in tensor.blocks:
+                held.setdefault(tensor.origins[block.parameter].name, []).append((tensor, block))
+        self._check_complete(held)
+        return {
+            name: self._computed(parameter, held[name]) if name in held else parameter
+            for name, parameter in self.base.parameters.items()
+        }
+
+    def _check_complete(self, held: dict[str, list[tuple[ReplayedTensor, Block]]]) -> None:
+        for parameter in self.base.parameters.values():
+            found = held.get(parameter.name)
+            if found is None:
+                if parameter.role == "trained" and parameter.group is not None:
+                    raise InconsistentError(
+                        f"parameter {parameter.name}: is trained, but the log knows nothing of it",
+                        hint="a log of all ranks is needed; convert the base as it is without --log",
+                    )
+                continue
+            inside = whole(parameter.shape)
+            count = sum(
+                common.numel
+                for _, block in found
+                for piece in block.region.pieces()
+                if (common := intersect(piece.box, inside)) is not None
+            )
+            if count != parameter.numel:
+                raise InconsistentError(
+                    f"parameter {parameter.name}: the log has {count} of its {parameter.numel} elements",
+                    hint="a log of all ranks is needed: copy the streams of every rank into one folder",
+                )
+
+    def _computed(self, parameter: Parameter, held: Sequence[tuple[ReplayedTensor, Block]]) -> Parameter:
+        first = held[0][0]
+        atoms: dict[str, Atom] = {}
+        for kind, atom in parameter.atoms.items():
+            if kind in (WEIGHT, MASTER):
+                # The module's copy is the master, cast.
+                fragments = _fragments(held, PARAM)
+                atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
+            elif kind == STEP:
+                atoms[kind] = self._stepped(atom, first, parameter)
+            elif kind in first.kinds:
+                fragments = _fragments(held, kind)
+                atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
+            else:
+                atoms[kind] = atom
+        for kind, dtype in first.kinds.items():
+            if kind != PARAM and kind not in atoms:
+                atoms[kind] = Atom(parameter.name, kind, parameter.shape, dtype, _fragments(held, kind), computed=True)
+        if STEP not in atoms and self._counts(first.updates):
+            blank = Atom(parameter.name, STEP, (), FLOAT32, ())
+            atoms[STEP] = self._stepped(blank, first, parameter)
+        return replace(parameter, atoms=atoms)
+
+    def _counts(self, updates: Sequence[Update]) -> bool:
+        """Does the optimizer keep the number of its updates?"""
+        return bool(updates) and (updates[-1].before >= 0 if self.kernel is None else self.kernel.counts)
+
+    def _stepped(self, atom: Atom, tensor: ReplayedTensor, parameter: Parameter) -> Atom:
+        """The optimizer's counter after the span."""
+        origin = next(origin for origin in tensor.origins.values() if origin.name == parameter.name)
+        count = origin.counter + sum(update.step > origin.step for update in tensor.updates)
+        data = struct.pack(_NUMBERS[atom.dtype.name], count)
+        region = Region.all_of(atom.shape)
+        return replace(atom, fragments=(Fragment(region, "", 0, atom.dtype, inline=data),), replicas=(), combine="copy")
+
+
+def _fragments(held: Sequence[tuple[ReplayedTensor, Block]], kind: str) -> tuple[Fragment, ...]:
+    """Where a state of a parameter lies in computed files; neighbours joined."""
+    found: list[Fragment] = []
+    for tensor, block in held:
+        dtype = tensor.kinds[kind]
+        file, offset = f"{tensor.file}/{kind}", block.offset * dtype.itemsize
+        before = found[-1] if found else None
+        if (
+            before is not None
+            and before.file == file
+            and before.offset + before.nbytes == offset
+            and before.region.boxes == block.region.boxes
+            and before.region.stop == block.region.start
+        ):
+            region = Region(before.region.boxes, before.region.start, block.region.stop)
+            found[-1] = replace(before, region=region)
+        else:
+            found.append(Fragment(block.region, file, offset, dtype, tensor.stream.schema.rank))
+    return tuple(found)
