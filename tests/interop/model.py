@@ -386,6 +386,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd_plain": lambda groups, lr: torch.optim.SGD(groups, lr=lr, foreach=False),
     "adagrad": lambda groups, lr: torch.optim.Adagrad(groups, lr=lr, foreach=False),
     "rmsprop": lambda groups, lr: torch.optim.RMSprop(groups, lr=lr, momentum=0.9, centered=True, foreach=False),
+    "adafactor": lambda groups, lr: torch.optim.Adafactor(groups, lr=lr, foreach=False),
     "lion": lambda groups, lr: Lion(groups, lr=lr / 10),
 }
 

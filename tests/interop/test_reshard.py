@@ -147,6 +147,13 @@ CHANGES: dict[str, tuple[Spec, int, Spec, int, dict[str, Any]]] = {
     ),
     "frozen, zero 3 -> zero 2": (Spec(zero=3, frozen=("pos",)), 2, Spec(zero=2, frozen=("pos",)), 3, {}),
     "sgd, zero 1 -> zero 3": (Spec(optimizer="sgd"), 2, Spec(zero=3, optimizer="sgd"), 3, {}),
+    "states by row and column, zero 0": (
+        Spec(zero=0, dtype="fp32", optimizer="adafactor"),
+        2,
+        Spec(zero=0, dtype="fp32", optimizer="adafactor"),
+        3,
+        {},
+    ),
     "tiny group": (Spec(groups=3), 2, Spec(groups=3), 4, {}),
 }
 

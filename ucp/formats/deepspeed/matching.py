@@ -32,10 +32,21 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter of an optimizer group: its shape as far as known, and its master weight where there is one."""
+    """One parameter of an optimizer group: its master weight where there is one, else the shapes of its states."""
 
-    shape: Shape | None
-    master: Stored | None
+    master: Stored | None = None
+    shape: Shape | None = None  # of the master
+    states: frozenset[Shape] = frozenset()
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether a parameter of this shape can be meant: a state has it, or rows and columns of it (Adafactor)."""
+        if self.shape is not None:
+            return self.shape == shape
+        if not self.states or shape in self.states:
+            return True
+        rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
+        kept = ((*rows, 1), (*shape[:-2], 1, *shape[-1:]))  # with the dimension that was summed over
+        return len(shape) > 1 and (self.states >= {rows, columns} or self.states >= set(kept))
 
 
 def match_by_value(
@@ -97,7 +108,7 @@ def _choices(state: Any, groups: Sequence[Sequence[Slot]], shape: Shape) -> list
     positions, frozen = state
     found: list[tuple[int | None, Any]] = []
     for g, at in enumerate(positions):
-        if at < len(groups[g]) and groups[g][at].shape in (None, shape):
+        if at < len(groups[g]) and groups[g][at].fits(shape):
             found.append((g, ((*positions[:g], at + 1, *positions[g + 1 :]), frozen)))
     if frozen:
         found.append((None, (positions, frozen - 1)))

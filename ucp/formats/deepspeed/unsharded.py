@@ -159,7 +159,7 @@ def _read_by_parameter(
 
 
 def _slots(reading: Reading, found: Unsharded) -> list[list[Slot]]:
-    """What is known of each numbered parameter: its master weight, else the shape that its largest state has."""
+    """What is known of each numbered parameter: its master weight, else the shapes of its states."""
     groups: list[list[Slot]] = []
     for g, group in enumerate(found.groups):
         params = _params(group)
@@ -172,13 +172,12 @@ def _slots(reading: Reading, found: Unsharded) -> list[list[Slot]]:
         for position, index in enumerate(params):
             if found.masters is not None:
                 ref = found.masters[g][position]
-                slots.append(Slot(ref.shape, found.file.whole(ref)))
+                slots.append(Slot(found.file.whole(ref), ref.shape))
                 continue
             state = found.state.get(index)
             tensors = [v for v in state.values() if isinstance(v, TensorRef)] if isinstance(state, dict) else []
-            largest = max(tensors, key=lambda ref: (ref.numel, len(ref.shape)), default=None)
             # A lone `step` says nothing about the parameter.
-            slots.append(Slot(largest.shape if largest is not None and largest.shape else None, None))
+            slots.append(Slot(states=frozenset(ref.shape for ref in tensors if ref.shape)))
         groups.append(slots)
     return groups
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,15 @@ from ucp.model.dtypes import DType
 _FORMATS = {"int64": "<q", "float32": "<f", "float64": "<d", "int32": "<i"}
 
 
-def element_kinds(members: Iterable[Local]) -> dict[str, DType]:
-    """Kinds that have one value an element, with their dtype; the union over the parameters, in order."""
+def element_kinds(members: Iterable[Local], without: Container[str] = ()) -> dict[str, DType]:
+    """Kinds that have one value an element, with their dtype; the union over the parameters, in order.
+
+    `without`: kinds that are written in another way, and may have any shape.
+    """
     kinds: dict[str, DType] = {}
     for member in members:
         for kind, atom in member.parameter.atoms.items():
-            if kind in (WEIGHT, MASTER) or (not atom.shape and member.parameter.shape):
+            if kind in (WEIGHT, MASTER) or (not atom.shape and member.parameter.shape) or kind in without:
                 continue
             if atom.shape != member.parameter.shape:
                 raise InconsistentError(

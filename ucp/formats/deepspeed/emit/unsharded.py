@@ -8,8 +8,9 @@ from typing import Any
 from ucp.files.torchzip_writer import NewTensor
 from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.states import Scalars, element_kinds
-from ucp.formats.deepspeed.emit.tensors import shaped_tensor
+from ucp.formats.deepspeed.emit.tensors import shaped_tensor, whole_tensor
 from ucp.formats.deepspeed.emit.world import LocalGroup, World
+from ucp.model.checkpoint import MASTER, WEIGHT, Atom
 from ucp.model.dtypes import FLOAT16, FLOAT32
 
 
@@ -49,12 +50,23 @@ def optimizer_tree(world: World, groups: Sequence[LocalGroup], scalars: Scalars)
 def _entries(world: World, member: Local, scalars: Scalars) -> dict[str, Any]:
     numbers = scalars.each(member)
     entries: dict[str, Any] = {kind: value for kind, value in numbers.items() if kind == "step"}
-    for kind in element_kinds([member]):
+    odd = _odd_states(member)
+    for kind in element_kinds([member], without=odd):
         atom = world.state(member.parameter, kind)
         assert atom is not None
         entries[kind] = shaped_tensor(atom, member.region, member.shape)
+    entries.update((kind, whole_tensor(atom)) for kind, atom in odd.items())
     entries.update((kind, value) for kind, value in numbers.items() if kind != "step")
     return entries
+
+
+def _odd_states(member: Local) -> dict[str, Atom]:
+    """States of a shape of their own (Adafactor's rows and columns, tables): where nothing is cut, they stay whole."""
+    parameter = member.parameter
+    if member.shape != parameter.shape:
+        return {}
+    kinds = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
+    return {kind: atom for kind, atom in kinds.items() if atom.shape not in ((), parameter.shape)}
 
 
 def _whole(world: World, member: Local) -> NewTensor:
