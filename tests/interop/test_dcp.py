@@ -179,7 +179,9 @@ def test_fsdp2_goes_on_in_deepspeed(
     """Weights of an FSDP2 job are the masters of a DeepSpeed engine that loads them with plain `load_checkpoint`."""
     import torch
 
-    ucp.convert(trained.out / "saved", tmp_path / "converted", to="deepspeed", dp=3, zero=zero, dtype=dtype)
+    conversion = ucp.plan(trained.out / "saved", tmp_path / "converted", to="deepspeed", dp=3, zero=zero, dtype=dtype)
+    conversion.run()
+    assert any(note.id == "no-scheduler" for note in conversion.writer.notes)
     # Where an LR scheduler stands in a dcp folder is the user's choice: an engine without one finds nothing to miss.
     spec = replace(FP32, zero=zero, dtype=dtype, seed=99, scheduler=False)
     after = trainer.run_job(3, spec, 1, tmp_path / "ds", load_dir=tmp_path / "converted")

@@ -37,9 +37,25 @@ class Writer:
                 "a bf16 pipeline with ZeRO off: DeepSpeed fails to load such checkpoints, its own included",
                 hint="use --zero 1",
             )
+        self._check_optimizer()
         self.models = ModelFiles(self.world)
         tag = source.details.get("tag")
         self.tag = tag if isinstance(tag, str) else f"global_step{source.step or 0}"
+
+    def _check_optimizer(self) -> None:
+        """A source of weights alone has no place in files that keep them with the optimizer."""
+        if self.source.groups or not any(p.role == "trained" for p in self.source.parameters.values()):
+            if self.source.groups and "lr_scheduler" not in self.world.carried.model(0, 1):
+                text = "where the source keeps the state of an LR scheduler is not known: load the target with"
+                self.notes.append(Note("no-scheduler", f"{text} load_lr_scheduler_states=False, and set yours"))
+            return
+        if self.mesh.zero == 3:
+            raise UsageError(
+                "the source has no optimizer, and DeepSpeed keeps the weights of ZeRO-3 in the optimizer's files",
+                hint="use --zero 0, 1 or 2 and load with load_module_only=True; or --to safetensors",
+            )
+        text = "the source has no optimizer state: load the target with load_module_only=True"
+        self.notes.append(Note("no-optimizer", text))
 
     def target(self) -> Target:
         """Every file of the checkpoint; DeepSpeed has no manifest."""
