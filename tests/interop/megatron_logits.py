@@ -18,12 +18,16 @@ from tests.interop import megatron_on_cpu
 def main(store: str, folder: Path, tokens: Path, logits: Path) -> None:
     megatron_on_cpu.install()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state  # attention draws numbers, and throws them away
+    torch.cuda.current_stream = torch.cuda.Stream  # experts wait for it, and for what it records
+    torch.cuda.Stream.record_event = lambda stream: stream
     dist.init_process_group(backend="gloo", init_method=f"file://{store}", rank=0, world_size=1)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
 
     from tests.interop.megatron_rank import build_model
 
+    vars(moe_utils).setdefault("te_general_gemm", None)  # Transformer Engine's, which is not there
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(7)
     saved = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)

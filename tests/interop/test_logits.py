@@ -61,11 +61,11 @@ def some_tokens() -> Any:
     return torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("source", ["llama_tp2_pp2_torch", "gpt_tp2_pp2_torchdist"])
+@pytest.mark.parametrize("source", ["llama_tp2_pp2_torch", "gpt_tp2_pp2_torchdist", "moe_ep2_torchdist"])
 def test_megatrons_model_computes_the_same_in_transformers(corpus: Path, tmp_path: Path, source: str) -> None:
     given = corpus / "megatron" / source
     ucp.convert(given, tmp_path / "hf", to="safetensors", names="hf", dtype="bf16")
-    ucp.convert(given, tmp_path / "one", to="megatron", tp=1, pp=1)
+    ucp.convert(given, tmp_path / "one", to="megatron", tp=1, pp=1, ep=1)
     tokens = some_tokens()
     theirs = of_megatron(tmp_path / "one", tokens, tmp_path)
     assert theirs.std() > 0.1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 from ucp.errors import InconsistentError
 from ucp.model.box import Box, Shape, intersect, strides_of, whole
@@ -49,7 +50,7 @@ def tiled_atom(name: str, tiles: Sequence[Tile], shape: Shape, sources: Mapping[
             )
     if len(tiles) == 1 and tiles[0].covers(first.shape, shape):
         return replace(first, name=name)
-    covers = [[atom.fragments for atom in used]]
+    covers: list[list[Sequence[Fragment]]] = [[atom.fragments for atom in used]]
     if first.combine == "average":
         depth = {len(atom.replicas) for atom in used}
         if len(depth) > 1:
@@ -57,9 +58,39 @@ def tiled_atom(name: str, tiles: Sequence[Tile], shape: Shape, sources: Mapping[
         covers += [[atom.replicas[i] for atom in used] for i in range(depth.pop())]
     else:
         covers += [[copy if atom is owner else () for atom in used] for owner in used for copy in owner.replicas]
-    place = {atom.name: i for i, atom in enumerate(used)}
-    made = [_joined(piece for tile in tiles for piece in _retiled(cover[place[tile.name]], tile)) for cover in covers]
-    return replace(first, name=name, shape=shape, fragments=made[0], replicas=tuple(copy for copy in made[1:] if copy))
+    made = [_Joined(tiles, dict(zip(dict.fromkeys(t.name for t in tiles), cover, strict=True))) for cover in covers]
+    return replace(first, name=name, shape=shape, fragments=made[0], replicas=tuple(made[1:]))
+
+
+class _Joined(Sequence[Fragment]):
+    """The fragments that tiles make of other fragments, when they are looked at: of many ranks there are millions."""
+
+    __slots__ = ("_cover", "_held", "_tiles")
+
+    def __init__(self, tiles: Sequence[Tile], cover: Mapping[str, Sequence[Fragment]]) -> None:
+        self._tiles = tiles
+        self._cover = cover
+        self._held: tuple[Fragment, ...] | None = None
+
+    def _all(self) -> tuple[Fragment, ...]:
+        if self._held is None:
+            self._held = _joined(piece for tile in self._tiles for piece in _retiled(self._cover[tile.name], tile))
+        return self._held
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> Fragment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
+
+    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
+        return self._all()[index]
 
 
 def _retiled(fragments: Iterable[Fragment], tile: Tile) -> Iterator[Fragment]:

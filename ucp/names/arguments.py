@@ -30,13 +30,13 @@ def facts_of_arguments(args: Mapping[str, Any]) -> Facts:
         query_groups=_query_groups(args, heads),
         head_dim=_number(args, "kv_channels") or (hidden // heads if hidden and heads else None),
         experts=_experts(args),
-        experts_per_token=_number(args, "moe_router_topk"),
+        experts_per_token=_number(args, "moe_router_topk") if _experts(args) else None,
         positions=_number(args, "max_position_embeddings") or _number(args, "seq_length"),
         gated=gated is not None if known else None,
         activation=_activation(args, gated),
         tied=None if (untied := _flag(args, "untie_embeddings_and_output_weights")) is None else not untied,
         rotary=_is_rotary(args),
-        rotary_base=_real(args, "rotary_base") or _real(args, "rope_theta"),
+        rotary_base=None if _is_rotary(args) is False else _real(args, "rotary_base") or _real(args, "rope_theta"),
         rotary_scaling=_real(args, "rope_scaling_factor") if args.get("use_rope_scaling") is True else None,
         norm=_NORMS.get(norm.lower(), norm) if isinstance(norm, str) else None,
         epsilon=_real(args, "layernorm_epsilon") or _real(args, "norm_epsilon"),
@@ -186,6 +186,8 @@ def _unlike(args: Mapping[str, Any]) -> str | None:
         return "its rotary positions turn neighbouring elements (--rotary-interleaved)"
     if args.get("multi_latent_attention") is True:
         return "it has multi-latent attention"
+    if args.get("moe_router_pre_softmax") is True or args.get("moe_router_score_function", "softmax") != "softmax":
+        return "its router weighs experts in another way"
     percent = args.get("rotary_percent")
     if isinstance(percent, (int, float)) and percent != 1 and _is_rotary(args):
         return f"it turns {percent:.0%} of each head (--rotary-percent)"

@@ -48,6 +48,14 @@ def _way(checkpoint: Checkpoint, names: str, facts: Facts) -> list[Match]:
     held = [side for side in _sides(checkpoint, tables, facts) if side.is_whole]
     if any(side.side == target and (names in TARGETS or side.table.name == names) for side in held):
         return []
+    if names in TARGETS and not held and _is_mostly(checkpoint, tables, target, facts):
+        return []
+    if not any(facts.fits(table.when) for table in wanted):
+        known = ", ".join(table.name for table in wanted)
+        raise UsageError(
+            f"no table of {names!r} names is for such a model ({_kind(facts)}); there are: {known}",
+            hint="write a table of your own and give it with --names FILE",
+        )
     direct = [side for side in _sides(checkpoint, wanted, facts) if side.side != target]
     whole = [side for side in direct if side.is_whole]
     if whole:
@@ -62,6 +70,20 @@ def _way(checkpoint: Checkpoint, names: str, facts: Facts) -> list[Match]:
             return [first, _second(checkpoint, first, wanted, target, facts)]
     near = direct or _sides(checkpoint, tables, facts)
     raise refuse(min(near, key=lambda side: len(side.unknown)), names)
+
+
+def _is_mostly(checkpoint: Checkpoint, tables: Sequence[Table], target: str, facts: Facts) -> bool:
+    """Whether the names are the target's, although no table knows all of them (a model with modules of its own)."""
+    sides = _sides(checkpoint, tables, facts)
+    best = max((len(side.found) for side in sides if side.side == target), default=0)
+    return best > max((len(side.found) for side in sides if side.side != target), default=0)
+
+
+def _kind(facts: Facts) -> str:
+    words = {"moe": ("experts", "no experts"), "gated": ("a gated MLP", "no gate in its MLP")}
+    return ", ".join(
+        yes if getattr(facts, key) else no for key, (yes, no) in words.items() if getattr(facts, key) is not None
+    )
 
 
 def _second(checkpoint: Checkpoint, first: Match, wanted: Sequence[Table], target: str, facts: Facts) -> Match:
@@ -107,6 +129,11 @@ def _fitted(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
 def _for_hugging_face(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
     extras, notes = checkpoint.extras, list(checkpoint.notes)
     if config_of(checkpoint) is None:
+        if facts.unlike is not None:
+            raise UsageError(
+                f"Hugging Face's modules would compute something else from these tensors: {facts.unlike}",
+                hint="no table of ucp's is for such a model; --names FILE takes one of your own",
+            )
         rows = next((p.shape[0] for p in checkpoint.parameters.values() if p.rule.cut == "vocab"), None)
         config, why = config_for(facts, rows)
         if config is None:

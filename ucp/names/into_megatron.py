@@ -82,6 +82,8 @@ def into_megatron(
     details = {**checkpoint.details, "dtype": checkpoint.details.get("dtype") or _dtype(checkpoint)}
     details.pop("pipeline", None)
     notes = [*checkpoint.notes, carried_note(checkpoint, "Megatron", isinstance(schedule, dict), bool(random))]
+    if facts.unlike is not None:
+        notes.append(Note("unlike", f"the arguments do not say that {facts.unlike}: the job must"))
     if checkpoint.groups and not (isinstance(schedule, dict) and "num_steps" in schedule):
         text = "of the schedule only the samples that were seen are known: start with --override-opt-param-scheduler"
         notes.append(Note("schedule-unknown", text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -158,7 +158,10 @@ def _parameter(name: str, tensor: _Stored, options: ReadOptions) -> Parameter:
     parameter = Parameter(name, tensor.shape, "buffer" if role == "buffer" else "trained", {WEIGHT: atom})
     named = options.rules.find(name) if options.rules is not None else None
     if named is not None:
-        parameter.rule, parameter.rule_origin = resolve(named.rule, [tensor.shape], name), named.origin
+        rule = resolve(named.rule, [tensor.shape], name)
+        if rule.cut == "vocab" and rule.true_size is None:
+            rule = replace(rule, true_size=tensor.shape[rule.dim])  # nobody padded it
+        parameter.rule, parameter.rule_origin = rule, named.origin
     return parameter
 
 

@@ -1,0 +1,125 @@
+"""Real checkpoints under other names: all states, any layout, there and back, and cut for other ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ucp
+from tests.names.made import LLAMA, MIXTRAL, llama_shapes, mixtral_shapes, numbers, write_weights
+from ucp.errors import InconsistentError, UsageError
+from ucp.model.checkpoint import Checkpoint
+from ucp.names.arguments import arguments_for, facts_of_arguments, in_core_words, in_deepspeed_words
+from ucp.names.configs import config_for, facts_of_config
+from ucp.names.facts import Facts
+
+
+@pytest.mark.parametrize(
+    "source, seed",
+    [
+        ("llama_tp2_dp2_do_torch", "llama_tp2_dp2_do_full_torchdist"),
+        ("llama_tp2_pp2_torch", "llama_tp1_pp1_torchdist"),
+        ("moegg_ep2_torch", "moegg_ep2_torchdist"),
+        ("gpt_tp1_pp2_vpp2_torch", "gpt_tp2_pp2_torch"),
+    ],
+)
+def test_all_states_whatever_the_layout(corpus: Path, tmp_path: Path, source: str, seed: str) -> None:
+    """Layouts of one run are one checkpoint under other names too; mapped back, it is the run's own."""
+    given, other = corpus / "megatron" / source, corpus / "megatron" / seed
+    assert ucp.diff(given, other, names="hf").same
+    ucp.convert(given, tmp_path / "atoms", names="hf")
+    assert ucp.verify(tmp_path / "atoms").ok
+    assert ucp.diff(tmp_path / "atoms", given, names="megatron").same
+
+
+def test_moments_are_dealt_like_weights(corpus: Path) -> None:
+    given = corpus / "megatron/llama_tp2_pp2_torch"
+    own, new = ucp.open(given), ucp.open(given, names="hf")
+    for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
+        fused = np.asarray(own["decoder.layers.3.self_attention.linear_qkv.weight"].read(kind)).reshape(4, 4, 8, 48)
+        parts = [np.asarray(new[f"model.layers.3.self_attn.{part}_proj.weight"].read(kind)) for part in "qkv"]
+        assert (parts[0].reshape(4, 2, 8, 48) == fused[:, :2]).all(), kind
+        assert (parts[1].reshape(4, 8, 48) == fused[:, 2]).all(), kind
+        assert (parts[2].reshape(4, 8, 48) == fused[:, 3]).all(), kind
+    assert new["model.layers.3.self_attn.k_proj.weight"].read("step") == 2
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        ("megatron/llama_tp1_pp1_torchdist", {"to": "deepspeed", "names": "hf", "tp": 4, "zero": 1}),
+        ("megatron/gpt_tp1_pp1_torch", {"to": "deepspeed", "names": "hf", "tp": 2, "zero": 2, "dp": 3}),
+        ("megatron/llama_tp2_pp2_torch", {"to": "deepspeed", "names": "megatron-deepspeed", "tp": 1, "zero": 1}),
+        ("megatron_deepspeed/mds_swiglu_tp2_pp2_z1_bf16", {"to": "torch-dist", "names": "megatron", "tp": 4, "pp": 1}),
+        ("megatron_deepspeed/mds_gpt_dp2_z2_bf16", {"to": "megatron", "names": "megatron", "tp": 4, "dp": 1}),
+    ],
+)
+def test_mapped_names_are_cut_rightly(corpus: Path, tmp_path: Path, source: str, target: dict[str, Any]) -> None:
+    ucp.convert(corpus / source, tmp_path / "out", **target)
+    assert ucp.diff(corpus / source, tmp_path / "out", names=target["names"]).same
+    assert ucp.verify(tmp_path / "out").ok
+
+
+def test_experts_are_cut_rightly(tmp_path: Path) -> None:
+    """From a folder of weights to ranks of expert and tensor parallelism, and back."""
+    config = {**MIXTRAL, "num_attention_heads": 4, "num_local_experts": 3}
+    folder = write_weights(tmp_path / "hf", numbers(mixtral_shapes()), config)
+    ucp.convert(folder, tmp_path / "out", to="torch-dist", names="megatron", tp=2, ep=3, dp=3)
+    options: dict[str, Any] = {"names": "hf", "model_config": folder / "config.json"}
+    assert ucp.diff(folder, tmp_path / "out", **options).same
+    assert ucp.open(tmp_path / "out").index.mesh.ep == 3
+
+
+def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
+    said = {"apply_layernorm_1p": True, "num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": True}
+    (tmp_path / "job.json").write_text(json.dumps(said))
+    (tmp_path / "none.json").write_text("[]")
+    ucp.convert(folder, tmp_path / "out", to="megatron", names="megatron", model_config=tmp_path / "job.json")
+    with pytest.raises(UsageError, match="its norms store their weight less one"):
+        ucp.open(tmp_path / "out", names="hf")
+    with pytest.raises(UsageError, match="holds no JSON object"):
+        ucp.open(tmp_path / "out", names="hf", model_config=tmp_path / "none.json")
+
+
+def test_damaged_state_stays_refused(corpus: Path, tmp_path: Path) -> None:
+    given = corpus / "megatron/gpt_pp2_dp2_do_full_torchdist"
+    with pytest.raises(InconsistentError, match="holds numbers of its neighbours"):
+        ucp.convert(given, tmp_path / "out", names="hf")
+    ucp.convert(given, tmp_path / "out", names="hf", only="weights")
+    found = ucp.diff(tmp_path / "out", given, names="megatron", only="weights")
+    assert not found.atoms
+    assert found.compared == 52
+
+
+def test_models_without_a_table_are_refused(corpus: Path) -> None:
+    with pytest.raises(UsageError, match="no table of 'megatron-deepspeed' names is for such a model"):
+        ucp.open(corpus / "megatron/moe_ep1_torch", names="megatron-deepspeed")
+    with pytest.raises(UsageError, match="linear_kv_up_proj"):
+        ucp.open(corpus / "megatron/mla_tp1_torch", names="hf")
+    assert isinstance(ucp.open(corpus / "megatron/mla_tp1_torch", names="megatron").index, Checkpoint)
+
+
+FACTS = facts_of_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [FACTS, facts_of_config(MIXTRAL), facts_of_config({**LLAMA, "model_type": "qwen2"}), facts_of_config({
+        "model_type": "gpt2", "n_head": 4, "n_embd": 12, "n_layer": 2, "n_positions": 6, "vocab_size": 7
+    })],
+    ids=["llama", "mixtral", "qwen2", "gpt2"],
+)  # fmt: skip
+def test_facts_survive_arguments_and_configurations(facts: Facts) -> None:
+    args = arguments_for(facts, 3, "bfloat16")
+    assert facts_of_arguments(args).over(Facts(vocabulary=facts.vocabulary)) == facts
+    config, why = config_for(facts_of_arguments(args), facts.vocabulary)
+    assert why is None
+    assert config is not None
+    assert facts_of_config(config) == facts
+    mds = in_deepspeed_words(args)
+    assert facts_of_arguments(in_core_words(mds)).over(Facts(vocabulary=facts.vocabulary)) == facts
