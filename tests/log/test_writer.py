@@ -118,6 +118,9 @@ def test_segments_end_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.Monkey
         assert 1 < steps.start <= 8
         assert steps.stop == 14
         assert writer.stats.dropped_segments > 1
+        one = next(iter(log.epochs[0].streams[0].scan.steps.values()))
+        begin_of_one = min(ref.header.offset for ref in one.grads) - 64 - 128
+        assert writer.stats.bytes == 13 * (one.commit.header.end - begin_of_one)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])

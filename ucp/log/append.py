@@ -45,7 +45,7 @@ class Appender:
         self.schema_hash = schema_hash
         self.next_lsn = next_lsn
         self.path: Path | None = None
-        self.end = 0  # where the next frame goes
+        self.end = SEGMENT_BYTES  # where the next frame goes
         self._fd = -1
         self._salt = 0
         self._reserved = 0
@@ -106,6 +106,7 @@ class Appender:
         os.fsync(self._fd)
         os.close(self._fd)
         self._fd = -1
+        self.end = SEGMENT_BYTES  # where the next file's first frame goes
 
     def abandon(self, next_lsn: int) -> None:
         """Give up the open file, after an error; frames from `next_lsn` on will be written again, into another."""
@@ -114,6 +115,7 @@ class Appender:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.next_lsn = next_lsn
+        self.end = SEGMENT_BYTES
         if self.path is not None and self.path == segment_path(self.folder, next_lsn):
             # Nothing of it counts, and its name is needed again.
             self.path.rename(self.path.with_suffix(f".{time.time_ns()}.failed"))

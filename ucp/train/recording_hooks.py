@@ -20,6 +20,7 @@ from ucp.log.schema import StreamSchema
 from ucp.log.writer import Writer
 from ucp.train.live import LiveJob, dtype_of, local_part
 from ucp.train.recording_kernel import own_step, scalars
+from ucp.train.recording_schema import is_trained
 
 if TYPE_CHECKING:
     import torch
@@ -213,7 +214,7 @@ class Hooks:
 def hang_in(job: LiveJob, taker: Taker, stage: Stage, hooks: Hooks) -> None:
     """Take gradients from now on. What goes wrong is kept in `taker.failure` and never disturbs the step."""
 
-    known = {id(stepped.key): stepped.group for stepped in job.stepped}
+    known = {id(stepped.key): stepped.group for stepped in job.stepped if is_trained(stepped)}
 
     def before_update(optimizer: Any, *_: Any) -> None:
         _guarded(taker, lambda: _on_update(job, known, taker, stage, optimizer))
@@ -243,8 +244,9 @@ def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, 
         for p in stepped:
             if id(p) not in known:
                 raise UsageError(
-                    "the optimizer was given a parameter that it did not have when recording began",
-                    hint="stop recording and begin again after adding parameters",
+                    "the optimizer has a gradient of a parameter that it did not have when recording began, or that was"
+                    " frozen then",
+                    hint="close the recorder and record again after adding or thawing parameters",
                 )
             number = taker.number.get(id(p))
             if number is None:

@@ -12,7 +12,7 @@ from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_b
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import Rule, RuleBook
-from ucp.train.live import LiveJob, dtype_of, local_part
+from ucp.train.live import LiveJob, Stepped, dtype_of, local_part
 from ucp.train.pieces import Collector, SliceRules
 from ucp.train.recording_kernel import plain_hyper
 from ucp.train.talk import agree, gather
@@ -76,9 +76,15 @@ def agree_on_schema(
     return Agreement(schemas, parameters, _groups(everyone), notes, mine, stepped)
 
 
+def is_trained(stepped: Stepped) -> bool:
+    """Will this tensor get gradients? Not a frozen parameter that the optimizer was given all the same."""
+    return bool(stepped.key.requires_grad)
+
+
 def _offers(job: LiveJob, slices: SliceRules) -> RankOffers:
     collector = Collector(job, slices)
-    trained = collector.note_parameters()
+    steppable = {name for stepped in job.stepped if is_trained(stepped) for name in stepped.names}
+    trained = {name: group for name, group in collector.note_parameters().items() if name in steppable}
     notes = collector.found.notes
     parameters = []
     held = {share.name: dtype_of(tensor) for share, tensor in ((h.share, h.tensor) for h in job.weights)}
@@ -90,6 +96,7 @@ def _offers(job: LiveJob, slices: SliceRules) -> RankOffers:
     offers = [
         Offer(job.logical_name(share.name), collector.region_of(share), number, share.start)
         for number, stepped in enumerate(job.stepped)
+        if is_trained(stepped)
         for share in stepped.shares
     ]
     groups = [
