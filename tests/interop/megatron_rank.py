@@ -99,8 +99,11 @@ def build_optimizer(model: Any, args: Any, *, distributed: bool) -> Any:
     return SimpleNamespace(outer=optimizer, chain=chain)
 
 
-def load(model: Any, optimizer: Any, folder: Path) -> Any:
-    """Load the folder as Megatron's training loop does; nothing may be missing in it, and nothing left over."""
+def load(model: Any, optimizer: Any, folder: Path, *, whole: bool = True) -> Any:
+    """Load the folder as Megatron's training loop does; nothing may be missing in it, and nothing left over.
+
+    Without `whole`, random states are left alone: a folder of another layout has none for these ranks.
+    """
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -119,8 +122,9 @@ def load(model: Any, optimizer: Any, folder: Path) -> Any:
     sharded: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     plan = optimizer.outer.sharded_state_dict(sharded, is_loading=True, metadata=metadata)
     sharded["optimizer"] = plan
-    sharded["rng_state"] = ShardedObject("rng_state", [], grid, here, replica_id=copy)
-    loaded = dist_checkpointing.load(sharded, str(folder), strict="raise_all")
+    if whole:
+        sharded["rng_state"] = ShardedObject("rng_state", [], grid, here, replica_id=copy)
+    loaded = dist_checkpointing.load(sharded, str(folder), strict="raise_all" if whole else "assume_ok_unexpected")
     model.load_state_dict(loaded["model"])
     optimizer.outer.load_state_dict(loaded["optimizer"])
     return loaded

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 from ucp.errors import NotUnderstoodError, UnsafeError
@@ -47,15 +48,21 @@ class NewTensor:
     subclass: str | None = None
 
 
+@lru_cache(maxsize=256)
+def _class(module: str, qualname: str) -> type[Inert]:
+    """The stand-in for a class of which we make objects: a folder's metadata has thousands of each."""
+    return new_class(module, qualname)
+
+
 def called_object(module: str, qualname: str, *args: Any) -> Inert:
     """The object that `module.qualname(*args)` will give when the file is loaded: enums, functions."""
-    made: Inert = new_class(module, qualname)(*args)
+    made: Inert = _class(module, qualname)(*args)
     return made
 
 
 def bare_object(module: str, qualname: str, state: Any = None) -> Inert:
     """An object of the class `module.qualname` whose constructor is not called; `state` is its `__dict__`."""
-    cls = new_class(module, qualname)
+    cls = _class(module, qualname)
     made: Inert = cls.__new__(cls)
     made.state = state
     return made

@@ -43,16 +43,22 @@ READERS: dict[str, str] = {
     "dcp": "ucp.formats.dcp.reader",
     "safetensors": "ucp.formats.huggingface.reader",
 }
+# Formats whose recognising function is in a module of its own: readers are large, and most of them are not needed.
+_RECOGNISERS: dict[str, str] = {
+    "deepspeed-universal": "ucp.formats.deepspeed.universal_folder",
+    "deepspeed": "ucp.formats.deepspeed.folder",
+    "megatron": "ucp.formats.megatron.folder",
+}
 
 
 def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
     if not path.exists():
         raise StorageError(f"{path}: no such file or folder")
-    for module in READERS.values():
-        reader = cast(Reader, import_module(module))
-        if reader.recognises(path):
-            return reader.read(path, options)
+    for name, module in READERS.items():
+        recogniser = cast(Reader, import_module(_RECOGNISERS.get(name, module)))
+        if recogniser.recognises(path):
+            return cast(Reader, import_module(module)).read(path, options)
     raise NotUnderstoodError(
         f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
         hint="give the save folder (with `latest`), the step folder inside it, or a folder of atoms (with `ucp.json`)",

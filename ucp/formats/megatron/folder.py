@@ -37,6 +37,14 @@ class Place:
         return self.layout == "torch" or (self.root / METADATA).is_file()
 
 
+def recognises(path: Path) -> bool:
+    """An iteration folder of any of Megatron's layouts, or a save folder with one, even if its tracker names none."""
+    if find(path, None) is not None:
+        return True
+    name = tracked(path) if (path / TRACKER).is_file() else None
+    return name is not None and not (path / name).exists()
+
+
 def find(path: Path, tag: str | None) -> Place | None:
     """The checkpoint at `path`, or one below it; None where there is none.
 

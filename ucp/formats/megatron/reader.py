@@ -12,7 +12,7 @@ from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.assemble import Assembly
 from ucp.formats.megatron.carried import carried_tree, without_states
 from ucp.formats.megatron.distributed import read_torch_dist
-from ucp.formats.megatron.folder import METADATA, TRACKER, Place, find, must_find, tracked
+from ucp.formats.megatron.folder import METADATA, TRACKER, Place, must_find, recognises
 from ucp.formats.megatron.legacy import read_legacy
 from ucp.formats.megatron.order import order_key
 from ucp.formats.megatron.sharded_reader import ShardedReader
@@ -21,13 +21,7 @@ from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.layout import Mesh
 
-
-def recognises(path: Path) -> bool:
-    """An iteration folder of any of Megatron's layouts, or a save folder with one, even if its tracker names none."""
-    if find(path, None) is not None:
-        return True
-    name = tracked(path) if (path / TRACKER).is_file() else None
-    return name is not None and not (path / name).exists()
+__all__ = ["read", "recognises"]
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:

@@ -1,0 +1,160 @@
+#!/usr/bin/env python
+"""Measure resharding of Megatron's `torch_dist` folders against `cp`, megatron-core itself and torch's own exporter.
+
+    .venv/bin/python scripts/bench_megatron.py                    # takes five minutes and 8 GB of disk
+    .venv/bin/python scripts/bench_megatron.py --json result.json
+    .venv/bin/python scripts/bench_megatron.py --gb 0.1 --rounds 2
+
+A made-up checkpoint (scripts/synthetic_megatron.py) with optimizer state goes from tp 2 × pp 2 to tp 4 × pp 1. Measured
+as scripts/bench_convert.py does. megatron-core's route is a job of four CPU ranks that loads the folder and saves it
+again: only loading and saving count, not starting Python, importing and building the model. Its memory is that of all
+ranks, less what a rank takes before it loads. What it saved must be what we wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_convert import PROJECT, UCP, Bench, Usage, _machine, run
+
+TP = 4
+EXPORT = """
+import json, resource, sys, time
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+begin = time.perf_counter()
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"seconds": time.perf_counter() - begin, "rss": 1024 * (peak - before)}))
+"""
+
+
+class MegatronBench(Bench):
+    """The figures of Megatron's folders."""
+
+    def make_up(self, gb: float) -> Path:
+        """A checkpoint of about `gb` · 10⁹ bytes in the page cache."""
+        path = self.work / "source"
+        command = [sys.executable, str(PROJECT / "scripts" / "synthetic_megatron.py"), str(path), "--gb", str(gb)]
+        run([*command, "--tp", "2", "--pp", "2"])
+        for file in sorted(path.rglob("*.distcp")):
+            run(["dd", f"if={file}", "of=/dev/null", "bs=1M"])
+        return path
+
+    def reshard(self, source: Path, label: str) -> tuple[float, float]:
+        """Against `cp`, in turns; gives seconds and bytes of the best round."""
+        options = ["--to", "torch-dist", "--tp", str(TP), "--pp", "1", "--jobs", str(self.given.jobs)]
+        run([*UCP, "convert", str(source), str(self.out()), *options])  # not counted: bytecode, caches
+        ucp, cp = self.in_turns(
+            lambda out: [*UCP, "convert", str(source), str(out), *options],
+            lambda out: ["cp", "-r", str(source), str(out)],
+        )
+        for name, limit in (("wall", 1.2), ("cpu", 1.6)):
+            mine, theirs = ([getattr(usage, name) for usage in usages] for usages in (ucp, cp))
+            middle = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+            detail = {"of_fastest": min(mine) / min(theirs), "ucp_seconds": min(mine), "cp_seconds": min(theirs)}
+            self.add(f"{label}: {name}", middle, "× cp", f"≤ {limit}", middle <= limit, **detail)
+        peak = max(usage.rss for usage in ucp)
+        self.add(f"{label}: peak RSS", peak / 1e6, "MB", "≤ 150", peak <= 150e6)
+        return min(usage.wall for usage in ucp), float(peak)
+
+    def compare(self, what: str, seconds: float, rss: float, ours: tuple[float, float], **detail: Any) -> None:
+        """How much longer another route takes, and how much more memory."""
+        faster, smaller = seconds / ours[0], rss / ours[1]
+        self.add(f"{what}: wall", faster, "× ucp", "≥ 10", faster >= 10, seconds=seconds, **detail)
+        self.add(f"{what}: memory", smaller, "× ucp", "≥ 20", smaller >= 20, mb=rss / 1e6)
+
+    def megatron(self, source: Path, label: str, ours: tuple[float, float]) -> None:
+        """The load-and-save route, and whether it comes to the same."""
+        theirs = self.out()
+        found = self.reload(next(source.glob("iter_*")), theirs)
+        seconds = max(rank["load"] for rank in found), max(rank["save"] for rank in found)
+        detail = {"load_seconds": seconds[0], "save_seconds": seconds[1]}
+        rss = sum(rank["rss"] - rank["rss_before"] for rank in found)
+        self.compare(f"{label}: megatron-core", sum(seconds), rss, ours, **detail)
+        kept = self.work / "kept"
+        run([*UCP, "convert", str(source), str(kept), "--to", "torch-dist", "--tp", str(TP), "--pp", "1"])
+        same = _exit_code([*UCP, "diff", str(kept), str(theirs)]) == 0
+        self.add(f"{label}: megatron-core wrote other numbers", float(not same), "", "0", same)
+        shutil.rmtree(kept)
+
+    def reload(self, source: Path, out: Path) -> list[dict[str, float]]:
+        """Run the job; gives what its ranks measured."""
+        settings = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+        with tempfile.TemporaryDirectory(dir=self.work) as scratch:
+            ranks = [
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        str(PROJECT / "scripts" / "reloading_rank.py"),
+                        *(str(rank), str(TP), f"{scratch}/store", str(source), str(out), f"{scratch}/{rank}.json"),
+                    ],
+                    env={**os.environ, "PYTHONPATH": str(PROJECT), **settings},
+                )
+                for rank in range(TP)
+            ]
+            codes = [rank.wait() for rank in ranks]
+            if any(codes):
+                sys.exit("megatron-core's job failed")
+            return [json.loads(Path(scratch, f"{rank}.json").read_text()) for rank in range(TP)]
+
+    def torch(self, source: Path, label: str, ours: tuple[float, float]) -> None:
+        """torch's exporter, which makes one file of the folder and reshards nothing."""
+        out = self.out()
+        usage: Usage = run([sys.executable, "-c", EXPORT, str(next(source.glob("iter_*"))), str(out)])
+        out.unlink()
+        found = json.loads(usage.output.splitlines()[-1])
+        self.compare(f"{label}: dcp_to_torch_save", found["seconds"], found["rss"], ours)
+
+    def everything(self) -> None:
+        gb = self.given.gb
+        self.need(5 * gb + 1)
+        source = self.make_up(gb)
+        size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+        label = f"tp 2 × pp 2 → tp {TP}, {size / 1e9:.2g} GB"
+        ours = self.reshard(source, label)
+        self.torch(source, label, ours)
+        if not self.given.skip_megatron:
+            self.megatron(source, label, ours)
+
+
+def _exit_code(command: list[str]) -> int:
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    return subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=False).returncode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.5, help="size of the checkpoint, in 10⁹ bytes")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2, help="threads")
+    parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
+    parser.add_argument("--skip-megatron", action="store_true", help="leave out the job of megatron-core")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix=".bench-megatron-", dir=given.work or PROJECT) as folder:
+        machine = _machine(Path(folder))
+        print(f"      {machine}", file=sys.stderr)
+        bench = MegatronBench(Path(folder), given)
+        bench.everything()
+    if given.json is not None:
+        options = {key: value for key, value in vars(given).items() if key not in ("json", "work")}
+        result = {"schema": 1, "machine": machine, "options": options, "figures": [asdict(f) for f in bench.figures]}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if given.strict and not all(figure.met for figure in bench.figures):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
