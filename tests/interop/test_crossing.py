@@ -90,7 +90,6 @@ def check_state(corpus: Path, loaded: Path) -> None:
     "source, tp, pp, kind, tensors",
     [
         ("mds_swiglu_tp2_pp2_z1_bf16", 1, 1, "plain", 28),
-        ("mds_gpt_tp2_dp2_z1_nopipe_bf16", 2, 1, "legacy", 52),
         ("mds_gpt_dp2_z2_bf16", 1, 1, "distributed", 52),
     ],
 )
@@ -101,7 +100,7 @@ def test_megatron_deepspeed_goes_on_in_megatron(
     options: dict[str, Any] = {"names": "megatron", "tp": tp, "pp": pp, "dp": 1}
     zero = {"zero": 1 if kind == "distributed" else 0}
     ucp.convert(given, tmp_path / "expected", to="megatron", **options, zero=0)
-    ucp.convert(given, tmp_path / "out", to="megatron" if kind == "legacy" else "torch-dist", **options, **zero)
+    ucp.convert(given, tmp_path / "out", to="torch-dist", **options, **zero)
     counts = run_job(tmp_path / "out", tmp_path / "expected", tp, pp, kind, tmp_path)
     assert counts == [states_of(tensors, kind)] * tp
     # What was expected is itself what Megatron-DeepSpeed had, and the schedule is where it was.
