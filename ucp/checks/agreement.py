@@ -53,8 +53,8 @@ def look(context: Context) -> Iterator[Finding | Task]:
             bundles += [item for item in found if isinstance(item, Bundle)]
             for atoms in (item for item in found if not isinstance(item, Bundle)):
                 yield from _slow(context, parameter, atoms)
-    # The digests of a folder of atoms go front to back: its files are not read by two threads at once.
-    whole = context.checkpoint.format == "atoms" and not context.checkpoint.details.get("virtual")
+    # The digests of atoms and stores go front to back: their files are not read by two threads at once.
+    whole = context.checkpoint.format in ("atoms", "store") and not context.checkpoint.details.get("virtual")
     for bundle in bundles:
         if context.deep is not None:
             context.deep.elsewhere.update((lane.atom.name, lane.atom.kind) for lane in bundle.lanes)

@@ -31,9 +31,10 @@ _QUICK, _DEFAULT, _DEEP = Level.QUICK, Level.DEFAULT, Level.DEEP
 CHECKS: Final = (
     Check("source-unchanged", "the files that virtual atoms point at are as they were", _QUICK, "manifests", _DAMAGE),
     Check("manifest-files", "all files of the manifest are there in their size, no more", _QUICK, "manifests", _DAMAGE),
+    Check("store", "superblocks and slot headers of a mapped store are whole", _QUICK, "stores", _DAMAGE),
     Check("zip-crc", "every member of every torch file has the CRC that its archive records", _DEEP, "scan", _DAMAGE),
     Check("zip-structure", "the frame of every torch file agrees with its directory", _DEEP, "scan", _DAMAGE),
-    Check("manifest-checksums", "every part of every file has the checksum of the manifest", _DEEP, "scan", _DAMAGE),
+    Check("manifest-checksums", "every part of every file has the checksum of its manifest", _DEEP, "scan", _DAMAGE),
     Check("headers", "every atom file's own header says what the manifest says", _DEFAULT, "headers", _DAMAGE),
     Check("readable", "every file could be indexed and the shards fit together", _QUICK, ""),
     Check("grid", "every rank's files are there, and none that belongs to no rank", _QUICK, "grid"),

@@ -17,6 +17,7 @@ from ucp.checks.findings import Finding
 from ucp.checks.ledger import Notebook, Track
 from ucp.checks.registry import BY_ID
 from ucp.checks.spans import Archive, Span, manifest_spans, torch_spans
+from ucp.checks.stores import store_spans
 from ucp.checks.tasks import Context, Meter, Task, failure
 from ucp.checks.zipframes import frame_bytes, frame_defects
 from ucp.errors import IntegrityError, UcpError
@@ -38,6 +39,8 @@ def look(context: Context) -> Iterator[Finding | Task]:
     found: list[Finding | Span | Archive] = []
     if checkpoint.format == "atoms":
         found.extend(manifest_spans(checkpoint.root, held))
+    if checkpoint.format == "store":
+        found.extend(store_spans(checkpoint, held))
     for file in dict.fromkeys((*checkpoint.sizes, *held.files)):
         try:
             found.extend(torch_spans(checkpoint.root, file, held, padding))

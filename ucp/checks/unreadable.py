@@ -17,6 +17,7 @@ from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
 from ucp.formats.atoms import reader as atoms
 from ucp.formats.registry import ReadOptions
+from ucp.store.survey import is_store
 from ucp.tunables import MIB
 
 _SMALL = 1 * MIB  # members up to this size are worth a look at any level: the pickles are among them
@@ -32,6 +33,8 @@ def diagnose(
         except UcpError:
             return  # the manifest itself cannot be read, which was said
         return
+    if is_store(path):
+        return  # one file, whose neighbours are others' affair
     yield from missing(path, options.tag)
     yield from _damaged_archives(files, level, error)
 

@@ -37,6 +37,7 @@ class Reader(Protocol):
 # name → module with the reader. Imported only when tried, so that `ucp --help` loads none of them.
 READERS: dict[str, str] = {
     "atoms": "ucp.formats.atoms.reader",
+    "store": "ucp.formats.store.reader",
     "deepspeed-universal": "ucp.formats.deepspeed.universal",
     "deepspeed": "ucp.formats.deepspeed.reader",
     "megatron": "ucp.formats.megatron.reader",

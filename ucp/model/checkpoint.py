@@ -163,6 +163,7 @@ class Checkpoint:
     sizes: dict[str, int] = field(default_factory=dict)  # every file of the checkpoint, relative path → bytes
     details: dict[str, Any] = field(default_factory=dict)  # format-specific facts worth showing, JSON values only
     computed: ComputedFiles | None = None  # where fragments name files that do not exist
+    lease: object = None  # keeps the bytes as they are, as long as the index lives, where a job writes beside us
 
     def atoms(self) -> Iterator[Atom]:
         """Every atom, parameter by parameter."""

@@ -1,0 +1,86 @@
+"""Kills real writers at random instants and looks at what is left. Runs by itself: `killed_writer.py STORE KILLS SEED`.
+
+One process forks a writer again and again, so that a kill costs milliseconds. Prints what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.store.stores import fill, is_of_one_step, schema
+from ucp.store.loading import load
+from ucp.store.survey import read_shape, reader_of, survey
+from ucp.store.writer import Store
+
+
+def write_for_ever(path: Path, told: int) -> None:
+    store = Store.open(path)
+    os.write(told, struct.pack("<q", 0))  # it has begun
+    while True:
+        fill(store, store.sequence + 1, wait=10.0)
+        os.write(told, struct.pack("<q", store.commit()))
+
+
+def kill_one(path: Path, chance: random.Random, seconds: float) -> int:
+    """Let a writer run for a moment; the last generation that it said was committed (0: none)."""
+    ours, told = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        os.close(ours)
+        try:
+            write_for_ever(path, told)
+        finally:
+            os._exit(1)
+    os.close(told)
+    os.read(ours, 8)
+    time.sleep(chance.uniform(0, 2.5 * seconds))
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    last = 0
+    while data := os.read(ours, 8):
+        last = struct.unpack("<q", data)[0]
+    os.close(ours)
+    return last
+
+
+def main() -> None:
+    path, kills, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+    with Store.create(path, schema()) as store:
+        began = time.perf_counter()
+        for step in (1, 2, 3):
+            fill(store, step)
+            store.commit()
+        seconds = (time.perf_counter() - began) / 3  # of a generation, on this disk
+    seen: dict[str, Any] = {"kills": 0, "wrong": [], "in the middle": 0, "uncommitted": 0, "generations": 0}
+    before = 3
+    for _ in range(kills):
+        told = kill_one(path, chance, seconds)
+        loaded = load(path)
+        loaded.check()
+        if not is_of_one_step(loaded):
+            seen["wrong"].append(f"step {loaded.step} is a mixture")
+        if not max(before, told) <= loaded.sequence <= max(before, told) + 1 or loaded.sequence != loaded.step:
+            seen["wrong"].append(f"generation {loaded.sequence} after {before}, {told}")
+        before = loaded.sequence
+        del loaded
+        fd = os.open(path, os.O_RDONLY)
+        read = reader_of(fd, path)
+        found = survey(read, read_shape(read, os.fstat(fd).st_size, path))
+        os.close(fd)
+        seen["in the middle"] += len(found.generations) == 1 and not found.beyond
+        seen["uncommitted"] += len(found.beyond)
+        seen["kills"] += 1
+    seen["generations"] = before
+    json.dump(seen, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

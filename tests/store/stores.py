@@ -1,0 +1,49 @@
+"""Stores for tests: what an atom holds follows from its number and the step, so that a mixture shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64, DType
+from ucp.store.layout import Entry, Schema
+
+ENTRIES = (
+    Entry("embed.weight", "weight", (40, 33), BFLOAT16),
+    Entry("embed.weight", "master", (40, 33), FLOAT32),
+    Entry("embed.weight", "exp_avg", (40, 33), FLOAT32),
+    Entry("embed.weight", "step", (), FLOAT32),
+    Entry("norm.weight", "weight", (7,), FLOAT32),
+    Entry("count", "weight", (), INT64),
+    Entry("nothing", "weight", (0, 3), FLOAT32),
+    Entry("big", "weight", (128, 256), FLOAT32),
+)
+
+
+def schema(**options: Any) -> Schema:
+    return Schema(ENTRIES, **options)
+
+
+def content(number: int, entry: Entry, step: int) -> bytes:
+    """What atom `number` holds after `step`: every byte differs from that of the step before."""
+    at = np.arange(entry.nbytes, dtype=np.uint32)
+    return bytes(((at * 31 + number * 17 + step * 101) % 251).astype(np.uint8).data)
+
+
+def fill(store: Any, step: int, wait: float = 0.0) -> None:
+    store.begin(step, wait=wait)
+    for number, entry in enumerate(store.schema.entries):
+        store.write(entry.name, entry.kind, content(number, entry, step))
+
+
+def numpy_type(dtype: DType) -> str:
+    return {"bfloat16": "u2"}.get(dtype.name, dtype.name)
+
+
+def is_of_one_step(loaded: Any) -> bool:
+    """Whether every atom of a loaded generation is that of its step."""
+    return all(
+        loaded.array(entry.name, entry.kind).tobytes() == content(number, entry, loaded.step)
+        for number, entry in enumerate(ENTRIES)
+    )

@@ -1,0 +1,132 @@
+"""Crashes: kill -9 of real writers at random instants, and power cuts that keep any part of what was not durable."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import PROJECT
+from tests.store.stores import ENTRIES, content, fill, schema
+from ucp.store.blocks import Head, Superblock
+from ucp.store.layout import Layout
+from ucp.store.survey import Shape, read_shape, survey
+from ucp.store.writer import Store
+
+SHARED_MEMORY = Path("/dev/shm")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stores need Linux")
+
+
+@pytest.mark.parametrize("kills, where", [(60, "disk"), (140, "memory")])
+def test_a_killed_writer_leaves_one_whole_generation(tmp_path: Path, kills: int, where: str) -> None:
+    if where == "memory" and not os.access(SHARED_MEMORY, os.W_OK):
+        pytest.skip("no shared memory")
+    folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY if where == "memory" else tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.store.killed_writer", str(folder / "store"), str(kills), "7"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=PROJECT,
+    )
+    shutil.rmtree(folder)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["wrong"] == []
+    assert seen["kills"] == kills
+    # The kills were not all between two generations, or the test would show nothing.
+    assert seen["in the middle"] >= kills // 10, seen
+    assert seen["generations"] >= kills // 5, seen
+
+
+class PowerCutError(Exception):
+    pass
+
+
+class Cut:
+    """Memory in front of a disk. After some waits the power goes: of what was not there yet, any part is."""
+
+    SECTOR = 512
+
+    def __init__(self, disk: bytearray, waits: int, chance: random.Random, share: float) -> None:
+        self.disk = disk
+        self.view = memoryview(bytearray(disk))
+        self._left, self._chance, self._share = waits, chance, share
+
+    def persist(self, ranges: Iterable[tuple[int, int]]) -> None:
+        if self._left == 0:
+            mine, there = (np.frombuffer(data, np.uint8) for data in (self.view, self.disk))
+            for sector in np.unique(np.flatnonzero(mine != there) // self.SECTOR):
+                if self._chance.random() < self._share:
+                    start = int(sector) * self.SECTOR
+                    stop = start + self._chance.choice([8, 64, self.SECTOR, self.SECTOR, self.SECTOR])
+                    there[start:stop] = mine[start:stop]
+            raise PowerCutError
+        self._left -= 1
+        for start, stop in ranges:
+            self.disk[start:stop] = self.view[start:stop]
+
+    def close(self) -> None:
+        pass
+
+
+def new_disk(slots: int) -> tuple[bytearray, Shape]:
+    made = schema()
+    data = made.dump()
+    layout = Layout(made, slots, len(data))
+    head = Head(bytes(range(16)), xxhash.xxh3_128_digest(data), layout.numbers(), 0)
+    disk = bytearray(layout.file_bytes)
+    disk[0:4096] = head.pack()
+    for at in (4096, 8192):
+        disk[at : at + 4096] = Superblock(0, -1, 0, 0, 0).pack(head.id)
+    disk[12288 : 12288 + len(data)] = data
+    return disk, Shape(Path("disk"), head, layout)
+
+
+@settings(max_examples=80)
+@given(
+    slots=st.integers(2, 3),
+    cuts=st.lists(st.integers(0, 13), min_size=1, max_size=6),
+    share=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_power_cut_leaves_one_whole_generation(slots: int, cuts: list[int], share: float, seed: int) -> None:
+    disk, shape = new_disk(slots)
+    chance = random.Random(seed)
+    last = 0
+    for waits in cuts:  # after each the job goes on with what the disk has
+        committed = last
+        try:
+            store = Store(Cut(disk, waits, chance, share), shape)
+            while True:
+                fill(store, store.sequence + 1)
+                committed = store.commit()
+        except PowerCutError:
+            pass
+
+        def read(at: int, size: int) -> bytes:
+            return bytes(disk[at : at + size])
+
+        found = survey(read, read_shape(read, len(disk), Path("disk")))
+        root = found.root
+        assert (0 if root is None else root.sequence) in (committed, committed + 1)
+        assert not found.broken
+        last = 0
+        for header in found.generations:  # the root, and every older one that is listed
+            last = max(last, header.sequence)
+            for number, entry in enumerate(ENTRIES):
+                at = shape.layout.atom_at(header.slot, number)
+                assert bytes(disk[at : at + entry.nbytes]) == content(number, entry, header.step), header.sequence
