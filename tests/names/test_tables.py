@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ def test_the_packaged_tables() -> None:
     assert [table.name for table in packaged_tables()] == table_names()
     assert {"gpt2", "llama", "mixtral", "megatron-deepspeed"} <= set(table_names())
     assert all("megatron" in table.sides for table in packaged_tables())
+
+
+def test_the_table_of_the_documentation(project: Path) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", (project / "docs/names.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert [entry.cut for entry in parse_table(block.encode(), "names.md", "own").entries] == ["vocab", "rows"]
 
 
 def test_patterns_count() -> None:
