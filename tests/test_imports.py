@@ -32,6 +32,7 @@ WALLS: dict[str, set[str]] = {
         "compare",
         "train",
         "shadow",
+        "shadow",
         "replay",
         "log",
         "checks",

@@ -90,3 +90,22 @@ SHADOW_STEP_BYTES = 1 * MIB
 SHADOW_NOTE_BYTES = 64 * MIB
 SHADOW_READ_BYTES = 64 * MIB
 SHADOW_PADDING_ELEMENTS = 16 * MIB
+
+# The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of the
+# newest frames is kept in the job for a shadow that comes back.
+SHADOW_POLL_SECONDS = 0.02
+SHADOW_PENDING_BYTES = 256 * MIB
+SHADOW_QUEUE_BYTES = 64 * MIB
+SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow again
+SHADOW_SNAPSHOTS = 4  # at once
+SHADOW_CONNECTIONS = 4096
+SHADOW_TOKEN_BYTES = 16  # that a token must have at least
+
+# What a peer may claim at most before any of it is believed.
+SHADOW_HANDSHAKE_SECONDS = 10.0
+SHADOW_QUESTION_BYTES = 64 * KIB
+SHADOW_MANIFEST_BYTES = 512 * MIB
+SHADOW_STEP_BYTES = 1 * MIB
+SHADOW_NOTE_BYTES = 64 * MIB
+SHADOW_READ_BYTES = 64 * MIB
+SHADOW_PADDING_ELEMENTS = 16 * MIB

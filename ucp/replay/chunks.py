@@ -177,6 +177,10 @@ class Replay:
         self._load(last)
         return self.stretch
 
+    def take(self, update: Update) -> None:
+        """One more update, after all that `run` has taken: for who has its step in hand and no log."""
+        self._update(self.tensor.kernel, update)
+
     def tensor_of(self, kind: str) -> torch.Tensor:
         """A state of the stretch; zeros where no update has made it."""
         import torch

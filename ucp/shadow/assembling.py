@@ -1,0 +1,126 @@
+"""A held state as a checkpoint like any other: the base's index, with every trained state in the shadow's memory.
+
+What a shadow tells of its state is JSON, so that the checkpoint can be put together in another process as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ucp.errors import NotUnderstoodError
+from ucp.log.manifest import Manifest
+from ucp.log.payloads import StepRecord
+from ucp.log.reader import Epoch, Span, Stream
+from ucp.log.schema import StreamSchema
+from ucp.log.walk import LoggedStep, StreamScan
+from ucp.model.checkpoint import COMPUTED, Checkpoint, ComputedFiles, Note
+from ucp.model.dtypes import BY_NAME
+from ucp.replay.aftermath import advance
+from ucp.replay.building import Builder
+from ucp.replay.chunks import ReplayedTensor
+from ucp.replay.derive import Derived, labelled
+from ucp.replay.exactness import ABOUT_BUFFERS, Approximate, find_kernel
+from ucp.replay.timeline import Update
+from ucp.shadow.state import HeldState, Place, Snapshot
+
+FORMAT = 1
+
+
+def tell(state: HeldState, base: Path, log: Path | None) -> dict[str, Any]:
+    """Everything about a state but its bytes, as JSON values."""
+    labels = [*([state.refuted] if state.refuted else []), *state.labels]
+    if state.refuted is None and state.proven_step == state.step:
+        labels = []
+    return {
+        "format": FORMAT,
+        "manifest": state.manifest.to_json(),
+        "step": state.step,
+        "base": str(base.resolve()),
+        "log": None if log is None else str(log.resolve()),
+        "tensors": [[t.stream.number, t.index, t.counter, t.kinds] for t in state.tensors],
+        "recent": [[step, record.pack().hex()] for step, record in state.recent],
+        "aux": state.aux,
+        "labels": [label.to_json() for label in labels],
+        "proven_step": state.proven_step,
+    }
+
+
+class HeldFiles:
+    """The bytes of a snapshot of this process as computed files."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.identity = identity_of(snapshot.told)
+        self._snapshot = snapshot
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        self._snapshot.read_into(place_of(file), offset, target)
+
+
+def identity_of(told: Mapping[str, Any]) -> str:
+    """Two states with the same identity are the same."""
+    return f"shadow {told['manifest']['run']} {told['manifest']['epoch']} {told['step']}"
+
+
+def file_name(stream: int, tensor: int) -> str:
+    """Name of the computed files of an optimizer tensor, without the state."""
+    return f"{COMPUTED}shadow/{stream}/{tensor}"
+
+
+def place_of(file: str) -> Place:
+    """What a computed file is of."""
+    stream, tensor, kind = file.removeprefix(f"{COMPUTED}shadow/").split("/", 2)
+    return int(stream), int(tensor), kind
+
+
+def assemble(base: Checkpoint, told: Mapping[str, Any], files: ComputedFiles) -> Checkpoint:
+    """The checkpoint that a shadow holds, from its base, what it tells, and its bytes."""
+    if told.get("format") != FORMAT:
+        raise NotUnderstoodError(f"the shadow speaks format {told.get('format')}, this ucp {FORMAT}")
+    manifest = Manifest.from_json(told["manifest"])
+    step = int(told["step"])
+    records = {int(at): StepRecord.unpack(bytes.fromhex(packed)) for at, packed in told["recent"]}
+    folder = Path(f"epoch-{manifest.epoch:06d}")
+    streams: dict[int, Stream] = {s.stream: _ToldStream(folder, s, records, told["aux"]) for s in manifest.streams}
+    epoch = Epoch(folder, manifest, streams)
+    kernel, _ = find_kernel(manifest.kernel)
+    builder = Builder(base, Span(epoch, step + 1, step), kernel, step, {})
+    known = {(int(s), int(t)): (int(counter), kinds) for s, t, counter, kinds in told["tensors"]}
+    tensors = [_as_told(tensor, step, *known[tensor.stream.number, tensor.index]) for tensor in builder.tensors()]
+    parameters = builder.parameters(tensors)
+    notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(ABOUT_BUFFERS))]
+    after = replace(base, parameters=parameters, step=step, notes=notes, computed=files)
+    if records:
+        after = advance(after, Span(epoch, min(records), step))
+    labels = [Approximate(int(one["step"]), str(one["parameter"]), str(one["reason"])) for one in told["labels"]]
+    after.details = {**after.details, "replay": {"base_step": base.step, "step": step, "log": told["log"]}}
+    return labelled(Derived(after, labels, proven=told["proven_step"]))
+
+
+def _as_told(tensor: ReplayedTensor, step: int, counter: int, kinds: Mapping[str, str]) -> ReplayedTensor:
+    """A tensor with the states and the count that the shadow has of it."""
+    origins = {number: replace(origin, step=step, counter=counter) for number, origin in tensor.origins.items()}
+    return replace(
+        tensor,
+        file=file_name(tensor.stream.number, tensor.index),
+        kinds={kind: BY_NAME[dtype] for kind, dtype in kinds.items()},
+        origins=origins,
+        updates=[Update(step, {}, None, counter)] if counter else [],
+    )
+
+
+class _ToldStream(Stream):
+    """A stream of which only scalars and notes of the newest steps are known."""
+
+    def __init__(self, folder: Path, schema: StreamSchema, records: Mapping[int, StepRecord], aux: Any) -> None:
+        scan = StreamScan(folder, schema.stream)
+        for step, record in records.items():
+            scan.steps[step] = LoggedStep(step, record, [], None, [], None)  # type: ignore[arg-type]
+        super().__init__(folder, schema, scan)
+        self._aux = aux
+
+    def aux(self, step: int) -> Any:
+        del step
+        return self._aux

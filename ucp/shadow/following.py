@@ -1,0 +1,423 @@
+"""The shadow itself: takes frames from wherever they come, applies every step that is complete in all streams."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ucp import tunables
+from ucp.errors import UcpError, UsageError
+from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.log.frames import BadBytesError
+from ucp.log.manifest import Manifest, read_manifest
+from ucp.log.reader import EPOCH, epoch_folder, stream_folder
+from ucp.shadow.assembling import HeldFiles, assemble, tell
+from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Frame, GapError, Intake
+from ucp.shadow.loading import Beginning, from_checkpoint, from_log
+from ucp.shadow.state import HeldState, Snapshot
+from ucp.shadow.tail import Tail
+
+LIVE, STALE, LOADING = "live", "stale", "loading"
+
+
+@dataclass(slots=True)
+class Lane:
+    """One stream: what has come of it, and how the log is read where nothing else comes."""
+
+    intake: Intake
+    tail: Tail | None = None
+    feeds: int = 0  # connections that bring its frames now
+    hole: int | None = None  # a feed has come to this frame, and frames before it are missing
+
+
+@dataclass(slots=True)
+class Following:
+    """One epoch that is being followed."""
+
+    number: int  # counts up with every beginning: what was meant for an older one is refused
+    state: HeldState
+    base: Path
+    lanes: dict[int, Lane]
+    log: Path | None
+    applied_at: float = field(default_factory=time.time)
+
+
+class Shadow:
+    """Holds the state of the newest complete step. Start it, feed it, ask it. Thread-safe."""
+
+    def __init__(
+        self,
+        base: Path | None = None,
+        log: Path | None = None,
+        *,
+        options: ReadOptions | None = None,
+        jobs: int = 1,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`base` is any checkpoint; `log` a log (or run) to follow. `note` is told what a person may want to know."""
+        self.base = base
+        self.log = log
+        self._options = options or ReadOptions()
+        self._note = note
+        self._pool = ThreadPoolExecutor(jobs, "ucp-shadow") if jobs > 1 else None
+        self._changed = threading.Condition()  # guards everything below
+        self._following: Following | None = None
+        self._stale: str | None = None
+        self._stopping = False
+        self._beginnings = 0
+        self._threads: list[threading.Thread] = []
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Life
+
+    def start(self) -> None:
+        """Load what there is, and begin to apply."""
+        if self.log is not None and _has_epochs(self.log):
+            with self._changed:
+                self._begin(from_log(self.base, self.log, self._options), self.log)
+        elif self.base is not None:
+            open_checkpoint(self.base, self._options)  # to say now, and not with the first step, that it is none
+        elif self.log is None:
+            raise UsageError("a shadow needs something to begin with", hint="name a base, or a log with its bases")
+        for work, name in ((self._apply_all, "ucp-shadow-apply"), (self._read_log, "ucp-shadow-log")):
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Apply what is complete, and end."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _give_up(self, reason: str) -> None:
+        """Nothing can be applied any more; what is held stays."""
+        with self._changed:
+            self._stale = self._stale or reason
+            self._changed.notify_all()
+        self._note(f"stale: {reason}")
+
+    def _begin(self, beginning: Beginning, log: Path | None) -> Following:
+        self._beginnings += 1
+        manifest = beginning.state.manifest
+        lanes = {}
+        for schema in manifest.streams:
+            lane = Lane(Intake(manifest.epoch, schema, beginning.positions.get(schema.stream)))
+            if log is not None:
+                folder = stream_folder(epoch_folder(_root(log), manifest.epoch), schema.stream)
+                lane.tail = Tail(folder, manifest.epoch, schema)
+                if lane.intake.expected is None:
+                    lane.intake.expected = 0
+            lanes[schema.stream] = lane
+        self._following = Following(self._beginnings, beginning.state, beginning.base, lanes, log)
+        self._stale = None
+        self._changed.notify_all()
+        self._note(
+            f"holds step {beginning.state.step} of epoch {manifest.epoch}"
+            f" ({len(manifest.streams)} streams, {manifest.kernel.id}), from {beginning.base}"
+        )
+        return self._following
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Feeding
+
+    def join(self, manifest: Manifest, stream: int, run: Path | None) -> tuple[int, int | None]:
+        """A feed of a stream begins: gives (number of the beginning, the frame that is wanted next)."""
+        with self._changed:
+            following = self._following
+            known = None if following is None else following.state.manifest
+            if known is not None and known.run != manifest.run:
+                raise UsageError(
+                    f"this is the shadow of run {known.run}, not of {manifest.run}",
+                    hint="start another shadow for another run, or this one again with another base",
+                )
+            if known is not None and manifest.epoch < known.epoch:
+                raise UsageError(f"epoch {manifest.epoch} is over: the shadow follows epoch {known.epoch}")
+            if following is None or known is None or manifest.epoch > known.epoch or self._stale is not None:
+                following = self._follow(manifest, run)
+            lane = following.lanes.get(stream)
+            if lane is None or lane.intake.schema.hash() != manifest.stream(stream).hash():
+                raise UsageError(f"stream {stream} is not what the other ranks say it is")
+            lane.feeds += 1
+            return following.number, lane.intake.expected
+
+    def leave(self, number: int, stream: int) -> None:
+        """A feed of a stream is over."""
+        with self._changed:
+            if self._following is not None and self._following.number == number:
+                lane = self._following.lanes[stream]
+                lane.feeds -= 1
+                lane.hole = None
+                self._changed.notify_all()
+
+    def put(self, number: int, stream: int, frame: Frame) -> None:
+        """Take a frame of a feed. Waits while too much is pending, and while the log fills a gap before it."""
+        with self._changed:
+            while True:
+                following = self._following
+                if following is None or following.number != number or self._stopping:
+                    raise UsageError("the shadow follows another epoch now, or stops")
+                if self._stale is not None:
+                    raise UsageError(f"the shadow is stale: {self._stale}")
+                lane = following.lanes[stream]
+                if lane.intake.pending_bytes > tunables.SHADOW_PENDING_BYTES:
+                    self._changed.wait(1.0)
+                    continue
+                try:
+                    lane.intake.offer(frame)
+                except GapError as gap:
+                    if lane.tail is None:
+                        self._stale = f"stream {stream}: {gap}, and there is no log to read it from"
+                        self._changed.notify_all()
+                        continue
+                    lane.hole = gap.got
+                    self._changed.wait(1.0)
+                    continue
+                lane.hole = None
+                self._changed.notify_all()
+                return
+
+    def _follow(self, manifest: Manifest, run: Path | None) -> Following:
+        """Begin with an epoch that a feed has told of."""
+        log = self.log
+        if log is None and run is not None and _has_epochs(run):
+            log = run
+        following = self._following
+        if following is not None and self._stale is None and self._fits(following.state, manifest):
+            # The state of this very moment is what the epoch goes on from.
+            held = self._checkpoint(following)
+            beginning = from_checkpoint(held[0], manifest, following.state.labels)
+            beginning.base = following.base
+            held[1].close()
+            return self._begin(beginning, log)
+        if log is not None and _has_epochs(log):
+            beginning = from_log(None if self._bases_of(log) else self.base, log, self._options)
+            if beginning.state.manifest.run == manifest.run and beginning.state.manifest.epoch == manifest.epoch:
+                return self._begin(beginning, log)
+        named = None if run is None or manifest.base is None else run / manifest.base
+        for path in (named and named / "atoms", named, self.base):
+            if path is not None and path.exists():
+                with contextlib.suppress(UsageError):
+                    return self._begin(from_checkpoint(open_checkpoint(path, self._options), manifest), log)
+        raise UsageError(
+            f"there is no checkpoint of step {manifest.start}, which the job goes on from",
+            hint="start the shadow with --base of that step, or with --log of the run",
+        )
+
+    @staticmethod
+    def _bases_of(log: Path) -> bool:
+        return (_root(log).parent / "base").is_dir()
+
+    @staticmethod
+    def _fits(state: HeldState, manifest: Manifest) -> bool:
+        parent = manifest.parent
+        same = state.manifest.run == manifest.run and state.step == manifest.start
+        return same and parent is not None and (parent.epoch, parent.step) == (state.manifest.epoch, state.step)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Applying
+
+    def _apply_all(self) -> None:
+        while True:
+            with self._changed:
+                while not self._stopping and not self._complete():
+                    self._changed.wait(1.0)
+                following = self._following
+                step = self._take() if following is not None and self._complete() else None
+                if following is None or step is None:
+                    if self._stopping:
+                        return
+                    continue
+                self._changed.notify_all()
+            try:
+                if isinstance(step, ArrivedDigests):
+                    following.state.compare(step.stream, step.digests)
+                else:
+                    following.state.apply(step, self._pool)
+            except (UcpError, BadBytesError) as error:
+                self._give_up(f"step {following.state.step + 1}: {error}")
+            following.applied_at = time.time()
+            if following.state.refuted is not None:
+                self._note(str(following.state.refuted))
+
+    def _complete(self) -> bool:
+        """Is there anything that can be applied now?"""
+        if self._following is None or self._stale is not None:
+            return False
+        lanes = self._following.lanes.values()
+        ready = [lane.intake.ready[0] for lane in lanes if lane.intake.ready]
+        return any(isinstance(item, ArrivedDigests) for item in ready) or (bool(ready) and len(ready) == len(lanes))
+
+    def _take(self) -> dict[int, ArrivedStep] | ArrivedDigests | None:
+        """The next step of all streams, or digests of one; None for what is older than the state."""
+        assert self._following is not None
+        state, lanes = self._following.state, self._following.lanes
+        for lane in lanes.values():
+            head = lane.intake.ready[0] if lane.intake.ready else None
+            if isinstance(head, ArrivedDigests):
+                lane.intake.pop()
+                return head if head.step == state.step else None
+        heads: dict[int, ArrivedStep] = {}
+        for number, lane in lanes.items():
+            head = lane.intake.ready[0]
+            assert isinstance(head, ArrivedStep)
+            if head.step <= state.step:  # the base had it
+                lane.intake.pop()
+                return None
+            heads[number] = head
+        wrong = {step.step for step in heads.values()} - {state.step + 1}
+        if wrong:
+            self._stale = f"step {min(wrong)} came where step {state.step + 1} should be"
+            return None
+        for lane in lanes.values():
+            lane.intake.pop()
+        return heads
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Reading the log
+
+    def _read_log(self) -> None:
+        while not self._stopping:
+            moved = False
+            try:
+                moved = self._look_for_epoch() | self._poll()
+            except GapError as gap:
+                self._reload(f"the log begins with frame {gap.got}, and frame {gap.expected} is wanted")
+            except BadBytesError as error:
+                self._give_up(f"the log is out of order: {error}")
+            except UcpError as error:
+                self._give_up(str(error))
+            with self._changed:
+                self._changed.wait(0 if moved else tunables.SHADOW_POLL_SECONDS)
+
+    def _poll(self) -> bool:
+        """Read what the log has of streams that nothing else brings."""
+        with self._changed:
+            following = self._following
+            if following is None or self._stale is not None:
+                return False
+            lanes = [lane for lane in following.lanes.values() if lane.tail is not None]
+        moved = 0
+        for lane in lanes:
+            with self._changed:
+                until = lane.hole
+                if lane.feeds and until is None:
+                    continue
+                wanted = lane.intake.expected or 0
+            assert lane.tail is not None
+            take = _taker(self._changed, lane)
+            moved += lane.tail.poll(wanted, take, until)
+        return moved > 0
+
+    def _look_for_epoch(self) -> bool:
+        """Go on with an epoch of the log that is newer than the one that is followed."""
+        log = self.log if self._following is None else self._following.log
+        if log is None or not _has_epochs(log):
+            return False
+        newest = max(_epochs(log))
+        with self._changed:
+            following = self._following
+            if following is not None and newest <= following.state.manifest.epoch:
+                return False
+            if following is not None and any(lane.feeds for lane in following.lanes.values()):
+                return False  # the feeds tell when they go over to it
+            self._follow(read_manifest(epoch_folder(_root(log), newest)), _root(log).parent)
+        return True
+
+    def _reload(self, reason: str) -> None:
+        """The frames that are wanted are gone from the log: begin again with its newest base."""
+        with self._changed:
+            assert self._following is not None
+            log = self._following.log
+            assert log is not None
+            self._note(f"begins again: {reason}")
+            self._begin(from_log(None if self._bases_of(log) else self.base, log, self._options), log)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Asking
+
+    def status(self) -> dict[str, Any]:
+        """What the shadow holds and how far it is behind, as JSON values."""
+        with self._changed:
+            following, stale = self._following, self._stale
+            if following is None:
+                return {"schema": 1, "condition": STALE if stale else LOADING, "reason": stale, "step": None}
+            state = following.state
+            lanes = following.lanes
+            seen = max([state.step, *(lane.intake.newest or 0 for lane in lanes.values())])
+            return {
+                "schema": 1,
+                "condition": STALE if stale else LIVE,
+                "reason": stale,
+                "run": state.manifest.run,
+                "epoch": state.manifest.epoch,
+                "step": state.step,
+                "lag_steps": seen - state.step,
+                "seconds_since_step": time.time() - following.applied_at,
+                "state_bytes": state.nbytes,
+                "pending_bytes": sum(lane.intake.pending_bytes for lane in lanes.values()),
+                "streams": len(lanes),
+                "feeds": sum(lane.feeds for lane in lanes.values()),
+                "proven_step": state.proven_step,
+                "exact": not state.labels and state.refuted is None,
+                "labels": [str(label) for label in (*([state.refuted] if state.refuted else []), *state.labels)],
+                "base": str(following.base),
+                "log": None if following.log is None else str(following.log),
+            }
+
+    def snapshot(self) -> Snapshot:
+        """The state as it is after the newest complete step; the shadow goes on. Close it."""
+        with self._changed:
+            following = self._following
+        if following is None:
+            raise UsageError("the shadow holds nothing yet", hint="the job that it follows has not begun")
+        return following.state.snapshot(lambda: tell(following.state, following.base, following.log))
+
+    def _checkpoint(self, following: Following) -> tuple[Any, Snapshot]:
+        taken = following.state.snapshot(lambda: tell(following.state, following.base, following.log))
+        base = open_checkpoint(following.base, self._options)
+        return assemble(base, taken.told, HeldFiles(taken)), taken
+
+
+def _taker(changed: threading.Condition, lane: Lane) -> Callable[[Frame], bool]:
+    """Takes frames of the log until enough are pending."""
+
+    def take(frame: Frame) -> bool:
+        with changed:
+            if lane.intake.pending_bytes > tunables.SHADOW_PENDING_BYTES:
+                return False
+            lane.intake.offer(frame)
+            changed.notify_all()
+            return True
+
+    return take
+
+
+def _root(log: Path) -> Path:
+    """The folder that holds the epochs."""
+    return log / "log" if (log / "log").is_dir() else log
+
+
+def _epochs(log: Path) -> list[int]:
+    root = _root(log)
+    if not root.is_dir():
+        return []
+    found = [EPOCH.fullmatch(path.name) for path in root.iterdir() if (path / "manifest.json").is_file()]
+    return [int(named[1]) for named in found if named is not None]
+
+
+def _has_epochs(log: Path) -> bool:
+    return bool(_epochs(log))
+
+
+__all__ = ["LIVE", "LOADING", "STALE", "Shadow"]

@@ -1,0 +1,145 @@
+"""Where a shadow begins: a checkpoint, and what a log says has happened since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ucp import tunables
+from ucp.errors import InconsistentError, UsageError
+from ucp.files.local import SourceFiles
+from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.log.manifest import Manifest
+from ucp.log.payloads import StepRecord
+from ucp.log.reader import Epoch, Log, Span, Stream
+from ucp.model.checkpoint import Checkpoint
+from ucp.replay.building import Builder
+from ucp.replay.chunks import ReplayedTensor
+from ucp.replay.derive import derive
+from ucp.replay.exactness import EVERY, Approximate, doubts, find_kernel
+from ucp.replay.opening import find_base
+from ucp.shadow.state import ArrivedStream, HeldState, HeldTensor
+
+
+@dataclass(slots=True)
+class Beginning:
+    """A state, and which frame each stream goes on with (None: with its first)."""
+
+    state: HeldState
+    base: Path  # folder of the checkpoint
+    positions: dict[int, int | None]
+
+
+def from_log(base: Path | None, log: Path, options: ReadOptions) -> Beginning:
+    """The newest state that a log has. Without a base, the newest of the run's own."""
+    with Log.open(log, "inspect", check="tail") as opened:
+        newest = opened.epochs[-1]
+        last = newest.recoverable_step
+        start = find_base(opened.run_folder if base is None else base, opened, last)
+        derived = derive(open_checkpoint(start, options), opened, last)
+        spans = _spans(opened, last)
+        check_size(newest.manifest)
+        checkpoint = derived.checkpoint
+        inside = bool(derived.tensors) and bool(spans) and spans[-1].epoch is newest
+        if inside:
+            tensors = derived.tensors
+            files = SourceFiles(checkpoint.root, computed=getattr(checkpoint.computed, "inner", None))
+        else:  # the newest epoch has nothing after its beginning, or the base is of the very last step
+            tensors = _tensors(checkpoint, newest, last)
+            files = SourceFiles(checkpoint.root, computed=checkpoint.computed)
+        with files:
+            held = _held(tensors, newest.manifest, newest.folder, files, fresh=not newest.steps)
+        recent, aux = _recent(spans[-1]) if spans else ([], None)
+        labels = derived.labels or _labels(newest.manifest, last + 1)
+        state = HeldState(newest.manifest, last, held, labels, recent, aux)
+        positions = {number: _position(stream, last) for number, stream in newest.streams.items()}
+        return Beginning(state, start, positions)
+
+
+def from_checkpoint(base: Checkpoint, manifest: Manifest, labels: Sequence[Approximate] = ()) -> Beginning:
+    """The state that an epoch begins with, where the checkpoint is just that."""
+    if base.step is not None and base.step != manifest.start:
+        raise UsageError(
+            f"{base.root}: is of step {base.step}, and the job goes on from step {manifest.start}",
+            hint="give the log of the run with --log, or a base of that step",
+        )
+    check_size(manifest)
+    folder = Path(f"epoch-{manifest.epoch:06d}")
+    epoch = Epoch(folder, manifest, {s.stream: ArrivedStream(folder, s) for s in manifest.streams})
+    tensors = _tensors(base, epoch, manifest.start)
+    with SourceFiles(base.root, computed=base.computed) as files:
+        held = _held(tensors, manifest, folder, files, fresh=True)
+    state = HeldState(manifest, manifest.start, held, [*labels, *_labels(manifest, manifest.start + 1)])
+    return Beginning(state, base.root, {schema.stream: None for schema in manifest.streams})
+
+
+def _spans(log: Log, last: int) -> list[Span]:
+    """The steps that the log has up to the last; none where the state is that of a base and older steps are gone."""
+    try:
+        return log.spans(last)
+    except UsageError:
+        return []
+
+
+def _tensors(base: Checkpoint, epoch: Epoch, step: int) -> list[ReplayedTensor]:
+    """The optimizer tensors of an epoch as they are in a checkpoint of `step`."""
+    kernel, _ = find_kernel(epoch.manifest.kernel)
+    return Builder(base, Span(epoch, step + 1, step), kernel, step, {}).tensors()
+
+
+def _held(
+    tensors: Sequence[ReplayedTensor], manifest: Manifest, folder: Path, files: SourceFiles, *, fresh: bool
+) -> list[HeldTensor]:
+    streams = {schema.stream: ArrivedStream(folder, schema) for schema in manifest.streams}
+    for tensor in tensors:
+        if tensor.kernel is None:
+            raise UsageError(
+                f"the optimizer {manifest.optimizer} ({manifest.kernel.id}) cannot be replayed, so it has no shadow",
+                hint="save checkpoints of this job instead",
+            )
+    return [HeldTensor(tensor, streams[tensor.stream.number], files, fresh=fresh) for tensor in tensors]
+
+
+def _labels(manifest: Manifest, step: int) -> list[Approximate]:
+    _, doubt = find_kernel(manifest.kernel)
+    return [Approximate(step, EVERY, reason) for reason in (*doubts(manifest), *([doubt] if doubt else []))]
+
+
+def _position(stream: Stream, last: int) -> int | None:
+    """The frame after the last step that is in the state."""
+    logged = stream.scan.steps.get(last)
+    if logged is not None:
+        return logged.commit.header.lsn + 1
+    return stream.scan.segments[0].first_lsn if stream.scan.segments else 0
+
+
+def _recent(span: Span) -> tuple[list[tuple[int, StepRecord]], Any]:
+    """The newest steps and their records, from the last that changed something on, and the notes of the last."""
+    stream = span.epoch.streams[min(span.epoch.streams)]
+    found: list[tuple[int, StepRecord]] = []
+    for step in range(span.last, span.first - 1, -1):
+        record = stream.record(step)
+        found.insert(0, (step, record))
+        if not record.skipped:
+            break
+    return found, stream.aux(span.last)
+
+
+def check_size(manifest: Manifest) -> None:
+    """A manifest must not ask for more memory than its blocks have elements, and some padding."""
+    for schema in manifest.streams:
+        covered = [0] * len(schema.tensors)
+        for block in schema.blocks:
+            if not 0 <= block.parameter < len(manifest.parameters) or not 0 <= block.tensor < len(covered):
+                raise InconsistentError(f"stream {schema.stream}, block {block.id}: is of no parameter or tensor")
+            covered[block.tensor] += block.count
+            if not 0 <= block.offset <= schema.tensors[block.tensor].numel - block.count:
+                raise InconsistentError(f"stream {schema.stream}, block {block.id}: does not lie in its tensor")
+        for index, (tensor, count) in enumerate(zip(schema.tensors, covered, strict=True)):
+            if not count <= tensor.numel <= 2 * count + tunables.SHADOW_PADDING_ELEMENTS:
+                raise InconsistentError(
+                    f"stream {schema.stream}, optimizer tensor {index}: of its {tensor.numel} elements the log has"
+                    f" {count}"
+                )
