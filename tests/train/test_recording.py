@@ -293,6 +293,9 @@ def test_aux_is_logged_with_every_step(tmp_path: Path) -> None:
     job.recorder.close()
     stream = Log.open(tmp_path).epochs[0].streams[0]
     assert [stream.aux(step)["user"]["position"] for step in stream.steps] == [10, 20, 30]
+    wrong = Trained(tmp_path / "wrong", optimizers()["sgd"][0], aux=lambda: {1, 2})
+    with pytest.raises(UsageError, match="no JSON"):
+        wrong.train(1)
 
 
 def test_stats_add_up(tmp_path: Path) -> None:
@@ -376,3 +379,21 @@ def test_a_killed_trainer_loses_nothing_that_was_durable(tmp_path: Path) -> None
     assert told["killed"] == 12
     assert all(recovered >= durable for recovered, durable in told["steps"])
     assert sum(recovered for recovered, _ in told["steps"]) > 50
+
+
+def test_the_interval_between_bases_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ucp.train import recording
+
+    monkeypatch.setattr(recording, "TUNE_EVERY", 5)
+    with pytest.raises(UsageError, match="needs mtbf"):
+        Trained(tmp_path / "a", optimizers()["sgd"][0], base_every="auto")
+    job = Trained(tmp_path / "b", optimizers()["adamw single"][0], base_every="auto", mtbf=3600.0)
+    job.train(4)
+    assert job.recorder.stats()["base_every"] is None
+    job.train(8)
+    stats = job.recorder.stats()
+    assert stats["base_every"] >= 1
+    job.recorder.close()
+    costs = Log.open(tmp_path / "b").epochs[0].streams[0].aux(12)["costs"]
+    assert costs["steps"] == 12
+    assert costs["record_seconds"] > 0

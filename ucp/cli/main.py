@@ -21,6 +21,7 @@ COMMANDS = {
     "verify": "Say whether the shards of a checkpoint are consistent, and if not, which rank and parameter.",
     "diff": "Say whether two checkpoints are the same, whatever their formats, and if not, by how much they differ.",
     "log": "Look at gradient logs: what they hold, whether they are whole, and what may go.",
+    "tune": "Say how often to save bases, from measured costs and the time between failures.",
     "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",
 }
 

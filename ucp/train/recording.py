@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 import uuid
@@ -15,8 +16,10 @@ from ucp.errors import StorageError, UcpError, UsageError
 from ucp.log.bases import list_bases
 from ucp.log.frames import FrameType
 from ucp.log.manifest import Manifest, Parent, write_manifest
+from ucp.log.measured import REPLAY_SECONDS
 from ucp.log.payloads import Digest, pack_digests
 from ucp.log.reader import Log, epoch_folder, stream_folder
+from ucp.log.tuning import Costs, Tuner
 from ucp.log.writer import Writer
 from ucp.train.describe import describe
 from ucp.train.extras import SCALER_FIELDS, live_scaler
@@ -32,6 +35,8 @@ from ucp.train.talk import agree, gather, world
 
 OnError = Literal["raise", "stop"]
 
+TUNE_EVERY = 100  # steps, with an automatic interval between bases
+
 
 def record(
     model: Any,
@@ -39,7 +44,8 @@ def record(
     path: str | os.PathLike[str] | None = None,
     *,
     base: str | Literal["now"] | None = "now",
-    base_every: int | None = None,
+    base_every: int | Literal["auto"] | None = None,
+    mtbf: float | None = None,
     keep_bases: int | None = 2,
     step: int | None = None,
     compress: bool = False,
@@ -58,7 +64,9 @@ def record(
 
     `base` says what the log starts from: `"now"` saves the state as it is, a path names a checkpoint of just this
     state, None needs a log that reaches this step. With `base_every`, another base is saved in the background after so
-    many steps; `keep_bases` of them are kept, and the log from the oldest of these on (None: everything).
+    many steps; `keep_bases` of them are kept, and the log from the oldest of these on (None: everything). With
+    `"auto"`, the interval that wastes least time is chosen from what is measured and `mtbf`, the mean time between
+    failures of the job in seconds; and again every hundred steps.
 
     `step` is the number of steps that the state has behind it (DeepSpeed and most optimizers know). `compress` packs
     blocks with zstd: a third less space for ten times the CPU. `slots` is how many steps may wait for the disk before
@@ -75,6 +83,7 @@ def record(
         optimizer,
         base=base,
         base_every=base_every,
+        mtbf=mtbf,
         keep_bases=keep_bases,
         step=step,
         writer={"compress": compress, "slots": slots, "batch_steps": batch_steps},
@@ -95,6 +104,11 @@ class Recorder:
         self._hooks = Hooks()
         self._hook_seconds = 0.0
         self._hook_cpu_seconds = 0.0
+        self._base_seconds = 0.0  # that training waited for bases
+        self._bases_taken = 0
+        self._start = 0
+        self._tuner: Tuner | None = None
+        self._mtbf = 0.0
         self._open = False
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -106,7 +120,8 @@ class Recorder:
         optimizer: Any,
         *,
         base: str | None,
-        base_every: int | None,
+        base_every: int | Literal["auto"] | None,
+        mtbf: float | None,
         keep_bases: int | None,
         step: int | None,
         writer: dict[str, Any],
@@ -118,6 +133,8 @@ class Recorder:
         try:
             if keep_bases is not None and keep_bases < 1:
                 raise UsageError("keep_bases must be at least 1, or None")
+            if base_every == "auto" and (mtbf is None or mtbf <= 0):
+                raise UsageError("an automatic interval between bases needs mtbf=, the seconds between failures")
             book = rule_book(save_with["rules"], save_with["preset"])
             self._job = describe(model, optimizer)
             if self._job.optimizer is None:
@@ -150,8 +167,11 @@ class Recorder:
             return save(model, optimizer, folder, asynchronous=asynchronous, **save_with)
 
         self._bases = Bases(self.path, epoch, self.step, first_base, keep_bases, save_base, rank)
-        self._base_every = base_every
+        self._base_every = None if base_every == "auto" else base_every
+        self._tuner, self._mtbf = Tuner() if base_every == "auto" else None, mtbf or 0.0
+        begin = time.perf_counter()
         named = self._bases.begin_with(self.step) if base == "now" else base
+        self._first_base_seconds = time.perf_counter() - begin
         folder = epoch_folder(self.path / "log", epoch)
         try:
             if manifest is not None:
@@ -168,6 +188,7 @@ class Recorder:
         self._taker = Taker(self._writer, agreed.mine, self._keys, groups)
         hang_in(self._job, self._taker, self._stage, self._hooks)
         self._hang_in_end()
+        self._start, self._started = self.step, time.perf_counter()
         self._open = True
 
     def _new_epoch(self, agreed: Agreement) -> tuple[Manifest, int]:
@@ -211,13 +232,35 @@ class Recorder:
                 raise self._taker.failure
             self._hand_over()
             self._bases.drop_superfluous(self._writer)
+            self._hook_seconds += time.perf_counter() - begin
+            self._hook_cpu_seconds += time.thread_time() - cpu
+            if self._tuner is not None and (self.step - self._start) % TUNE_EVERY == 0:
+                self._tune()
             if self._base_every is not None and self.step - self._bases.last_step >= self._base_every:
                 self.base()
         except UcpError as error:
             self._stop(error)
-        finally:
-            self._hook_seconds += time.perf_counter() - begin
-            self._hook_cpu_seconds += time.thread_time() - cpu
+
+    def _tune(self) -> None:
+        """Choose the interval between bases anew, from what the slowest rank has measured. Collective."""
+        assert self._tuner is not None
+        steps = self.step - self._start
+        stats = self._writer.stats
+        record = (self._hook_seconds + self._taker.seconds) / steps
+        base_time = self._bases.seconds
+        mine = (
+            (time.perf_counter() - self._started - self._base_seconds) / steps - record,
+            self._base_seconds / self._bases_taken if self._bases_taken else self._first_base_seconds,
+            stats.stall_seconds / stats.syncs if stats.syncs else 0.0,
+            record,
+            self._schema.numel * REPLAY_SECONDS,
+            base_time,
+        )
+        step, base_stall, sync_stall, record, replay, base_time = map(max, zip(*gather(mine), strict=True))
+        costs = Costs(max(step, 1e-9), self._mtbf, base_stall, sync_stall, record, replay, base_time, base_time)
+        choice = self._tuner.update(costs)
+        self._base_every = choice.base_every
+        self._writer.batch_steps = choice.batch_steps
 
     def _hand_over(self) -> None:
         engine = self._job.engine
@@ -252,8 +295,28 @@ class Recorder:
             if engine.lr_scheduler is not None:
                 notes["lr_scheduler"] = plain_hyper(engine.lr_scheduler.state_dict())
         if self._aux is not None:
-            notes["user"] = self._aux()
-        return notes or None
+            notes["user"] = self._user_notes(self._aux)
+        stats = self._writer.stats
+        notes["costs"] = {
+            "steps": self.step + 1 - self._start,
+            "record_seconds": round(self._hook_seconds + self._taker.seconds, 6),
+            "stall_seconds": round(stats.stall_seconds, 6),
+            "syncs": stats.syncs,
+            "bases": self._bases_taken,
+            "base_seconds": round(self._base_seconds, 6),
+        }
+        return notes
+
+    @staticmethod
+    def _user_notes(aux: Callable[[], Any]) -> Any:
+        value = aux()
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"what aux= gave is no JSON: {error}", hint="give numbers, text, lists and dictionaries"
+            ) from error
+        return value
 
     def _stop(self, error: UcpError) -> None:
         """End a recording that has failed."""
@@ -275,9 +338,12 @@ class Recorder:
 
     def base(self) -> None:
         """Save a base of the state as it is now, in the background, with its digests in the log. Collective."""
+        begin = time.perf_counter()
         self.digest()
         self._writer.rotate()
         self._bases.take(self.step)
+        self._base_seconds += time.perf_counter() - begin
+        self._bases_taken += 1
 
     def digest(self) -> None:
         """Log digests of this rank's optimizer tensors and states: a replay that meets them is proven exact."""
@@ -293,6 +359,8 @@ class Recorder:
             **self._writer.stats.to_json(),
             "step": self.step,
             "bases": self._bases.taken,
+            "base_every": self._base_every,
+            "base_seconds": self._base_seconds,
             "slots": len(self._writer.slots),
             "hook_seconds": self._hook_seconds + self._taker.seconds,
             "hook_cpu_seconds": self._hook_cpu_seconds + self._taker.cpu_seconds,

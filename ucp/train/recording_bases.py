@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Bases:
         self._finished: list[int] = []  # steps of whole bases of this run, oldest first
         self.last_step = start
         self.taken = 0
+        self.seconds = 0.0  # that the last whole base took from beginning to end
 
     def begin_with(self, step: int) -> str:
         """Take the first base now; gives its folder relative to the run's."""
@@ -54,12 +56,14 @@ class Bases:
         """Take a base of the state as it is now, in the background. Collective."""
         self.wait()
         base = self._new(step)
+        begin = time.perf_counter()
         handle = self._save(base.path, True)
 
         def finish() -> None:
             try:
                 handle.wait()
                 self._publish(base)
+                self.seconds = time.perf_counter() - begin
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
                 self._error = error
 
