@@ -32,7 +32,6 @@ WALLS: dict[str, set[str]] = {
         "compare",
         "train",
         "shadow",
-        "shadow",
         "replay",
         "log",
         "checks",

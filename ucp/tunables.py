@@ -60,6 +60,10 @@ SPACE_RESERVE_BYTES = 64 * MIB
 # Fragments that `ucp verify --quick` looks at, about two seconds' worth; of a checkpoint with more it takes a sample.
 QUICK_FRAGMENTS = 200_000
 
+# Snapshots. The background copier goes in chunks; what is smaller than a limit is copied at once.
+SNAPSHOT_CHUNK_BYTES = 1 * MIB
+SNAPSHOT_SMALL_BYTES = 4 * KIB
+
 # The gradient log. A block is what replay keeps in the CPU's cache with its states; a segment is what retention drops.
 LOG_BLOCK_ELEMENTS = 256 * KIB
 LOG_FRAME_BYTES = 16 * MIB  # of blocks in one GRAD frame, about
@@ -71,25 +75,6 @@ LOG_BATCH_SECONDS = 2.0  # … and how long a step may have to wait for that
 
 # Replayed states that are kept, so that all states of a stretch are taken from one replay.
 REPLAY_CACHE_BYTES = 32 * MIB
-
-# The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of the
-# newest frames is kept in the job for a shadow that comes back.
-SHADOW_POLL_SECONDS = 0.02
-SHADOW_PENDING_BYTES = 256 * MIB
-SHADOW_QUEUE_BYTES = 64 * MIB
-SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow again
-SHADOW_SNAPSHOTS = 4  # at once
-SHADOW_CONNECTIONS = 4096
-SHADOW_TOKEN_BYTES = 16  # that a token must have at least
-
-# What a peer may claim at most before any of it is believed.
-SHADOW_HANDSHAKE_SECONDS = 10.0
-SHADOW_QUESTION_BYTES = 64 * KIB
-SHADOW_MANIFEST_BYTES = 512 * MIB
-SHADOW_STEP_BYTES = 1 * MIB
-SHADOW_NOTE_BYTES = 64 * MIB
-SHADOW_READ_BYTES = 64 * MIB
-SHADOW_PADDING_ELEMENTS = 16 * MIB
 
 # The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of the
 # newest frames is kept in the job for a shadow that comes back.
