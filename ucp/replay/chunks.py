@@ -159,6 +159,7 @@ class Replay:
         self.stop = min(self.start + tensor.chunk, tensor.numel)
         self.blocks = [b for b in tensor.blocks if b.offset < self.stop and b.offset + b.count > self.start]
         self.taken = 0  # updates
+        self._scratch: torch.Tensor | None = None  # of gradients
         param = torch.zeros(self.stop - self.start, dtype=torch_dtype(tensor.dtype))
         self.stretch = Stretch(param, resumed_at=tensor.resumed_at)
         self._waiting = sorted(map(self._beginning, self.blocks), key=lambda each: each[0])
@@ -191,11 +192,9 @@ class Replay:
     def _update(self, kernel: Kernel | None, update: Update) -> None:
         if kernel is None:
             return  # every block begins at the last step
-        gradient = self._gradient(update)
-        if gradient is not None:
-            kernel.update(self.stretch, gradient, update.hyper)
-            self.stretch.step += 1
-            self.taken += 1
+        kernel.update(self.stretch, self._gradient(update), update.hyper)
+        self.stretch.step += 1
+        self.taken += 1
 
     def _beginning(self, block: Block) -> tuple[int, int, Block, Mapping[str, Chain] | None]:
         """After which step a block is loaded, how many updates its tensor had taken by then, and from what."""
@@ -260,12 +259,15 @@ class Replay:
             self.stretch.states[kind] = known
         return known
 
-    def _gradient(self, update: Update) -> torch.Tensor | None:
-        """What the kernel saw; padding has none, which is zero."""
+    def _gradient(self, update: Update) -> torch.Tensor:
+        """What the kernel saw; padding has none, which is zero. Good until the next one."""
         import torch
 
         dtype = self.stretch.param.dtype
-        whole: torch.Tensor | None = None
+        wanted = dtype if update.scale is None else torch.float32
+        if self._scratch is None or self._scratch.dtype != wanted:
+            self._scratch = torch.zeros(self.stop - self.start, dtype=wanted)
+        whole = self._scratch
         for block in self.blocks:
             stored = self.tensor.stream.read_block(update.step, block.id)
             if stored is None or stored.count != block.count:
@@ -274,15 +276,10 @@ class Replay:
                     f" ({self.tensor.origins[block.parameter].name}), but of its neighbours",
                     hint="`ucp log verify` reads all of the log",
                 )
-            part = _gradient_of(stored)
             low, high = max(block.offset, self.start), min(block.offset + block.count, self.stop)
-            part = part[low - block.offset : high - block.offset]
-            if len(part) == self.stop - self.start:
-                return consumed(part, update.scale, dtype)
-            if whole is None:
-                whole = torch.zeros(self.stop - self.start, dtype=torch.float32 if update.scale is not None else dtype)
-            whole[low - self.start : high - self.start] = part
-        return None if whole is None else consumed(whole, update.scale, dtype)
+            part = _gradient_of(stored)[low - block.offset : high - block.offset]
+            whole[low - self.start : high - self.start].copy_(part)
+        return consumed(whole, update.scale, dtype)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

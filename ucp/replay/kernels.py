@@ -200,11 +200,11 @@ KERNELS: Final[dict[str, Kernel]] = {
 def consumed(reduced: torch.Tensor, factor: float | None, dtype: torch.dtype) -> torch.Tensor:
     """The gradient that the kernel saw, from the one that was logged: one multiplication in float32 by float32(factor).
 
-    A factor of None means that the logged gradient is the one that the kernel saw.
+    A factor of None means that the logged gradient is the one that the kernel saw. Where `reduced` is float32 it is
+    multiplied in place.
     """
     import torch
 
     if factor is None:
         return reduced.to(dtype)
-    wide = reduced.to(torch.float32, copy=True)
-    return wide.mul_(torch.tensor(factor, dtype=torch.float32)).to(dtype)
+    return reduced.to(torch.float32).mul_(torch.tensor(factor, dtype=torch.float32)).to(dtype)
