@@ -118,6 +118,7 @@ def test_what_is_recorded_is_what_was_consumed(worlds: Worlds, tmp_path: Path, n
     assert {tensor.grad_dtype for s in epoch.manifest.streams for tensor in s.tensors} == dtypes
     if spec.tp == 1:
         assert_everything_once(log)
+    assert epoch.streams[0].aux(4)["lr_scheduler"]["last_epoch"] == 4
     assert [base.step for base in list_bases(tmp_path / "run")] == [0, 3]
     assert [base.step for base in usable_bases(log)] == [0, 3]
     if stage == Stage.REDUCED:

@@ -134,14 +134,28 @@ class Appender:
             os.ftruncate(self._fd, self._reserved)
 
     def _write_at(self, offset: int, parts: Sequence[Buffer]) -> None:
+        """Write parts end to end. Calls end at multiples of `WRITE_BYTES`, see there."""
         pending = [memoryview(part).cast("B") for part in parts if len(part)]
+        pending.reverse()  # the next part is the last of the list
         while pending:
-            done = os.pwritev(self._fd, pending[:_IOVECS], offset)
-            offset += done
-            while pending and done >= len(pending[0]):
-                done -= len(pending.pop(0))
-            if done:
-                pending[0] = pending[0][done:]
+            room = tunables.WRITE_BYTES - offset % tunables.WRITE_BYTES
+            some: list[memoryview] = []
+            while pending and room and len(some) < _IOVECS:
+                part = pending.pop()
+                if len(part) > room:
+                    pending.append(part[room:])
+                    part = part[:room]
+                some.append(part)
+                room -= len(part)
+            offset += self._write_some(offset, some)
+
+    def _write_some(self, offset: int, parts: list[memoryview]) -> int:
+        size = sum(map(len, parts))
+        done = os.pwritev(self._fd, parts, offset)
+        while done < size:  # rare: a signal, or a file system that is almost full
+            whole = b"".join(parts)
+            done += os.pwrite(self._fd, whole[done:], offset + done)
+        return size
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:

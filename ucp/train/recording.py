@@ -286,6 +286,9 @@ class Recorder:
             notes["counters"] = {
                 name: int(getattr(engine, name)) for name in ("global_steps", "skipped_steps", "global_samples")
             }
+            if hasattr(engine.lr_scheduler, "state_dict"):
+                state = engine.lr_scheduler.state_dict()
+                notes["lr_scheduler"] = {str(key): value for key, value in state.items() if _is_plain(value)}
             scaler = live_scaler(engine.optimizer)
             if scaler is not None:
                 fields = {name: getattr(scaler, name, None) for name in (*SCALER_FIELDS, "min_loss_scale")}
@@ -413,6 +416,13 @@ class Recorder:
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts)
                 found.append(Digest(number, kind, digest_of(whole)))
         return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Can JSON keep this as it is (but for tuples)?"""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _steps_taken(job: LiveJob) -> int:
