@@ -102,6 +102,15 @@ def index_state(
 
     Where that may differ from what the job held, notes say so; with `exact` it is an error.
     """
+    if os.fspath(path).startswith("shadow:/"):
+        if log is not None or step is not None:
+            raise UsageError(
+                f"{path}: a shadow holds one step, the newest; --log and --step are about others",
+                hint="name the run or a checkpoint instead of the shadow to get another step",
+            )
+        from ucp.shadow.client import open_shadow
+
+        return open_shadow(path, options)
     if log is None and step is None and not exact:
         return index_checkpoint(Path(path), options)
     from ucp.replay.opening import open_at

@@ -82,6 +82,7 @@ SHADOW_POLL_SECONDS = 0.02
 SHADOW_PENDING_BYTES = 256 * MIB
 SHADOW_QUEUE_BYTES = 64 * MIB
 SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow again
+SHADOW_SEND_SECONDS = 30.0  # without a byte going out before the job begins with another connection
 SHADOW_SNAPSHOTS = 4  # at once
 SHADOW_CONNECTIONS = 4096
 SHADOW_TOKEN_BYTES = 16  # that a token must have at least

@@ -22,6 +22,7 @@ COMMANDS = {
     "diff": "Say whether two checkpoints are the same, whatever their formats, and if not, by how much they differ.",
     "log": "Look at gradient logs: what they hold, whether they are whole, and what may go.",
     "tune": "Say how often to save bases, from measured costs and the time between failures.",
+    "shadow": "Hold the newest complete step of a running job in memory, ready to be converted.",
     "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",
 }
 

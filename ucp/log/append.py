@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ucp import tunables
@@ -46,6 +46,7 @@ class Appender:
         self.next_lsn = next_lsn
         self.path: Path | None = None
         self.end = SEGMENT_BYTES  # where the next frame goes
+        self.tap: Callable[[FrameHeader, Sequence[Buffer]], None] | None = None  # sees every frame that was written
         self._fd = -1
         self._salt = 0
         self._reserved = 0
@@ -78,6 +79,8 @@ class Appender:
         self._write_at(self.end, [header.pack(self._salt), *parts, tail] if tail else [header.pack(self._salt), *parts])
         self.end = header.end
         self.next_lsn += 1
+        if self.tap is not None:
+            self.tap(header, parts)
 
     def open_segment(self) -> None:
         """Begin a file for frames from `next_lsn` on."""

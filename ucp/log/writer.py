@@ -5,15 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ucp import tunables
 from ucp.errors import UcpError
-from ucp.log.append import Appender, storage_error
-from ucp.log.frames import FrameType
+from ucp.log.append import Appender, Buffer, storage_error
+from ucp.log.frames import FrameHeader, FrameType
 from ucp.log.payloads import pack_json
 from ucp.log.ring import Slot, make_slots
 from ucp.log.schema import StreamSchema
@@ -69,13 +69,17 @@ class Writer:
         batch_steps: int = 1,
         next_lsn: int = 0,
         durable_step: int = -1,
+        tap: Callable[[FrameHeader, Sequence[Buffer]], None] | None = None,
     ) -> None:
-        """`folder` is the stream's. `batch_steps` is how many steps, at least, wait for the disk together."""
+        """`folder` is the stream's. `batch_steps` is how many steps, at least, wait for the disk together. `tap` is
+        shown every frame that was written, in the writer's thread; what it wants to keep it copies.
+        """
         self.folder = folder
         self.compress = compress
         self.batch_steps = batch_steps
         self.stats = WriterStats(durable_step=durable_step)
         self._appender = Appender(folder, epoch, schema.stream, schema.hash(), next_lsn)
+        self._appender.tap = tap
         self._slots = make_slots(schema, slots)
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._slots:

@@ -58,13 +58,18 @@ class Shadow:
         *,
         options: ReadOptions | None = None,
         jobs: int = 1,
+        wait_for_job: bool = False,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`base` is any checkpoint; `log` a log (or run) to follow. `note` is told what a person may want to know."""
+        """`base` is any checkpoint; `log` a log (or run) to follow. `note` is told what a person may want to know.
+
+        With `wait_for_job`, what there is to begin with may come later, with the job.
+        """
         self.base = base
         self.log = log
         self._options = options or ReadOptions()
         self._note = note
+        self._waits = wait_for_job
         self._pool = ThreadPoolExecutor(jobs, "ucp-shadow") if jobs > 1 else None
         self._changed = threading.Condition()  # guards everything below
         self._following: Following | None = None
@@ -83,7 +88,7 @@ class Shadow:
                 self._begin(from_log(self.base, self.log, self._options), self.log)
         elif self.base is not None:
             open_checkpoint(self.base, self._options)  # to say now, and not with the first step, that it is none
-        elif self.log is None:
+        elif self.log is None and not self._waits:
             raise UsageError("a shadow needs something to begin with", hint="name a base, or a log with its bases")
         for work, name in ((self._apply_all, "ucp-shadow-apply"), (self._read_log, "ucp-shadow-log")):
             thread = threading.Thread(target=work, name=name, daemon=True)

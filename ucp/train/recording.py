@@ -21,6 +21,8 @@ from ucp.log.payloads import Digest, pack_digests
 from ucp.log.reader import Log, epoch_folder, stream_folder
 from ucp.log.tuning import Costs, Tuner
 from ucp.log.writer import Writer
+from ucp.shadow.sink import ShadowSink
+from ucp.shadow.wire import parse_address
 from ucp.train.describe import describe
 from ucp.train.extras import SCALER_FIELDS, live_scaler
 from ucp.train.live import LiveJob, flat_view, local_part
@@ -53,6 +55,8 @@ def record(
     batch_steps: int = 1,
     aux: Callable[[], Any] | None = None,
     on_error: OnError = "raise",
+    to: str | None = None,
+    shadow_wait: float = 0.0,
     client_state: dict[str, Any] | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
@@ -72,6 +76,10 @@ def record(
     blocks with zstd: a third less space for ten times the CPU. `slots` is how many steps may wait for the disk before
     training does, `batch_steps` how many at least become durable together. `aux` gives JSON values that are logged with
     every step. `on_error="stop"` ends the recording when it fails, where otherwise the step raises.
+
+    `to="shadow://host:port"` sends every step to a shadow as well (`ucp shadow`). One that is too slow, or gone, holds
+    the log up for `shadow_wait` seconds once, and not again before it takes something: it reads from the log what it
+    has missed.
     """
     if path is None:
         if not isinstance(optimizer, (str, os.PathLike)):
@@ -87,6 +95,8 @@ def record(
         keep_bases=keep_bases,
         step=step,
         writer={"compress": compress, "slots": slots, "batch_steps": batch_steps},
+        to=to,
+        shadow_wait=shadow_wait,
         save_with={"client_state": client_state, "rules": rules, "preset": preset},
     )
     return recorder
@@ -125,6 +135,8 @@ class Recorder:
         keep_bases: int | None,
         step: int | None,
         writer: dict[str, Any],
+        to: str | None,
+        shadow_wait: float,
         save_with: dict[str, Any],
     ) -> None:
         rank, _ = world()
@@ -181,6 +193,9 @@ class Recorder:
             error = caught
         agree(error)
         self.epoch = epoch
+        self._sink = None if to is None else self._reach_shadow(to, shadow_wait, manifest, rank)
+        if self._sink is not None:
+            writer = {**writer, "tap": self._sink.offer}
         self._schema = agreed.mine
         self._keys = [self._job.stepped[number].key for number in agreed.stepped]
         groups = [self._job.stepped[number].group for number in agreed.stepped]
@@ -190,6 +205,24 @@ class Recorder:
         self._hang_in_end()
         self._start, self._started = self.step, time.perf_counter()
         self._open = True
+
+    def _reach_shadow(self, to: str, wait: float, manifest: Manifest | None, rank: int) -> ShadowSink:
+        """A connection to the shadow for this rank's stream. Collective."""
+        error: BaseException | None = None
+        sink: ShadowSink | None = None
+        told = gather(manifest)[0]
+        try:
+            sink = ShadowSink(parse_address(to), told, rank, self.path, wait=wait)
+        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
+            error = caught
+        try:
+            agree(error)
+        except BaseException:
+            if sink is not None:
+                sink.close()
+            raise
+        assert sink is not None
+        return sink
 
     def _new_epoch(self, agreed: Agreement) -> tuple[Manifest, int]:
         """The manifest of this epoch, and the number of the next base. On rank 0."""
@@ -328,6 +361,7 @@ class Recorder:
         self._hooks.remove()
         with contextlib.suppress(StorageError):
             self._writer.close("failed")
+        self._let_shadow_go()
         if self._on_error == "raise":
             raise error
 
@@ -361,6 +395,7 @@ class Recorder:
         return {
             **self._writer.stats.to_json(),
             "step": self.step,
+            "shadow": None if self._sink is None else self._sink.told(),
             "bases": self._bases.taken,
             "base_every": self._base_every,
             "base_seconds": self._base_seconds,
@@ -382,6 +417,11 @@ class Recorder:
             self._bases.drop_superfluous(self._writer)
         finally:
             self._writer.close(reason)
+            self._let_shadow_go()
+
+    def _let_shadow_go(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -395,6 +435,7 @@ class Recorder:
             self._open = False
             self._hooks.remove()
             self._writer.close(f"error: {type(error).__name__}")
+            self._let_shadow_go()
 
     def _digests(self) -> list[Digest]:
         """XXH3-128 of every optimizer tensor and state, over its blocks end to end."""

@@ -1,0 +1,354 @@
+"""A shadow over TCP: jobs that feed it, who asks it, and who is not let in."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ucp
+from tests.shadow.following import assert_same, held, state_of, wait_for
+from ucp import tunables
+from ucp.errors import StorageError, UcpError, UsageError
+from ucp.shadow.client import status
+from ucp.shadow.following import Shadow
+from ucp.shadow.server import Door
+from ucp.shadow.wire import Address, parse_address, read_token, require_token
+
+HERE = Address("127.0.0.1", 0)
+
+
+class Pair:
+    """A shadow with its door."""
+
+    def __init__(self, *arguments: Any, address: Address = HERE, **options: Any) -> None:
+        self.notes: list[str] = []
+        self.shadow = Shadow(*arguments, wait_for_job=True, note=self.notes.append, **options)
+        self.shadow.start()
+        self.door = Door(self.shadow, address, self.notes.append)
+        self.url = f"shadow://{self.door.address}"
+
+    def close(self) -> None:
+        self.door.close()
+        self.shadow.stop()
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.close()
+
+
+class Job:
+    """A small torch job that is recorded; keeps every state that it had."""
+
+    def __init__(self, run: Path, width: int = 33, **options: Any) -> None:
+        torch.manual_seed(7)
+        self.net = torch.nn.Sequential(torch.nn.Linear(13, width), torch.nn.Tanh(), torch.nn.Linear(width, 5))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.recorder = ucp.record(self.net, self.optimizer, run, **options)
+        self.history: dict[int, dict[str, torch.Tensor]] = {}
+        self.step = 0
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.net(torch.randn(8, 13)).square().mean().backward()
+            self.optimizer.step()
+            self.step += 1
+            found = {}
+            for name, p in self.net.named_parameters():
+                found[f"{name}|weight"] = p.detach().clone()
+                found.update({f"{name}|{kind}": value.clone() for kind, value in self.optimizer.state[p].items()})
+            self.history[self.step] = found
+
+    def shadow_stats(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.recorder.stats()["shadow"]
+        return told
+
+
+def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None:
+    """Log and shadow are two sinks of one recorder: both have every step, the shadow's from the socket alone."""
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url)
+    shadow = pairs[0].shadow
+    for lane in shadow._following.lanes.values():  # type: ignore[union-attr]
+        lane.tail = None
+    for step in range(1, 21):
+        job.train()
+        wait_for(shadow, step)
+        assert_same(state_of(held(shadow)), job.history[step])
+    told = status(pairs[0].url)
+    assert (told["step"], told["lag_steps"], told["feeds"], told["condition"]) == (20, 0, 1, "live")
+    assert told["state_bytes"] >= 3 * 4 * sum(p.numel() for p in job.net.parameters())
+    job.recorder.close()
+    assert job.shadow_stats()["dropped"] == 0
+    assert ucp.diff(pairs[0].url, tmp_path / "run", log_b=tmp_path / "run", step_b=20).same
+
+
+def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: list[Pair]) -> None:
+    """What was opened stays at its step; what is opened later is newer."""
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url)
+    job.train(3)
+    wait_for(pairs[0].shadow, 3)
+    opened = ucp.open(pairs[0].url)
+    job.train(4)
+    wait_for(pairs[0].shadow, 7)
+    ucp.convert(pairs[0].url, tmp_path / "seven")
+    assert opened.index.step == 3
+    assert_same(state_of(opened.index), job.history[3])
+    assert_same(state_of(ucp.open(tmp_path / "seven").index), job.history[7])
+    assert ucp.verify(tmp_path / "seven", "deep").ok
+    del opened
+    with pytest.raises(UsageError, match="holds one step"):
+        ucp.open(pairs[0].url, log=tmp_path / "run", step=2)
+    job.recorder.close()
+
+
+def test_the_base_of_the_shadow_was_dropped(tmp_path: Path, pairs: list[Pair]) -> None:
+    """Retention of bases does not take the ground from under a shadow that is asked later."""
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url, base_every=2, keep_bases=1)
+    job.train(7)
+    job.recorder.flush()
+    wait_for(pairs[0].shadow, 7)
+    job.recorder.close()
+    assert not Path(pairs[0].shadow.status()["base"]).exists()
+    assert_same(state_of(ucp.open(pairs[0].url).index), job.history[7])
+
+
+def test_a_shadow_that_dies_and_comes_back(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on without it; a new one catches up from the log and is fed again."""
+    monkeypatch.setattr(tunables, "SHADOW_RETRY_SECONDS", 0.05)
+    first = Pair()
+    job = Job(tmp_path / "run", to=first.url)
+    job.train(3)
+    wait_for(first.shadow, 3)
+    port = first.door.address.port
+    first.close()
+    job.train(20)
+    assert job.step == 23
+    job.recorder.flush()
+    pairs.append(Pair(None, tmp_path / "run", address=Address("127.0.0.1", port)))
+    job.train(2)
+    wait_for(pairs[0].shadow, 25)
+    assert_same(state_of(held(pairs[0].shadow)), job.history[25])
+    end = time.monotonic() + 10
+    while not pairs[0].shadow.status()["feeds"] and time.monotonic() < end:
+        time.sleep(0.01)
+        job.train()
+    assert pairs[0].shadow.status()["feeds"] == 1
+    assert job.shadow_stats()["connections"] == 2
+    job.train(3)
+    wait_for(pairs[0].shadow, job.step)
+    assert_same(state_of(held(pairs[0].shadow)), job.history[job.step])
+    job.recorder.close()
+
+
+def test_a_shadow_that_is_too_slow_reads_the_log(
+    tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes nothing for a while: the job lets frames go, and waits no longer than it was told."""
+    monkeypatch.setattr(tunables, "SHADOW_QUEUE_BYTES", 2 * 1024 * 1024)
+    monkeypatch.setattr(tunables, "SHADOW_PENDING_BYTES", 1024 * 1024)
+    pairs.append(Pair())
+    shadow = pairs[0].shadow
+    job = Job(tmp_path / "run", width=4096, to=pairs[0].url)
+    job.train(1)
+    wait_for(shadow, 1)
+    with shadow._following.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
+        begin = time.monotonic()
+        while not job.shadow_stats()["dropped"]:
+            job.train(5)
+            assert time.monotonic() - begin < 60
+        job.recorder.flush()  # the log does not wait for the shadow
+        assert shadow.status()["step"] == 1
+        assert shadow.status()["lag_steps"] >= 1
+    wait_for(shadow, job.step, 60)
+    assert_same(state_of(held(shadow)), job.history[job.step])
+    assert job.shadow_stats()["stall_seconds"] == 0
+    job.recorder.close()
+
+
+def test_a_cut_connection(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut at any moment, again and again: no step is lost, none is taken twice."""
+    monkeypatch.setattr(tunables, "SHADOW_RETRY_SECONDS", 0.01)
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url)
+    for number in range(1, 41):
+        job.train()
+        if number % 4 == 0:
+            with pairs[0].door._lock:
+                for sock in pairs[0].door._open:
+                    sock.shutdown(socket.SHUT_RDWR)
+    job.recorder.flush()
+    wait_for(pairs[0].shadow, 40)
+    assert_same(state_of(held(pairs[0].shadow)), job.history[40])
+    job.recorder.close()
+    assert pairs[0].shadow.status()["condition"] == "live"
+
+
+def test_a_job_that_begins_again_is_followed(tmp_path: Path, pairs: list[Pair]) -> None:
+    """Another epoch of the same run, from an older step than the shadow has."""
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url)
+    job.train(4)
+    job.recorder.close()
+    wait_for(pairs[0].shadow, 4)
+    ucp.convert(tmp_path / "run", tmp_path / "two", log=tmp_path / "run", step=2)
+    again = Job.__new__(Job)
+    again.net = torch.nn.Sequential(torch.nn.Linear(13, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+    again.optimizer = torch.optim.AdamW(again.net.parameters(), lr=1e-2)
+    ucp.load_into(again.net, again.optimizer, tmp_path / "two")
+    again.step, again.history = 2, {}
+    again.recorder = ucp.record(again.net, again.optimizer, tmp_path / "run", to=pairs[0].url)
+    again.train(1)
+    again.recorder.flush()
+    end = time.monotonic() + 10
+    while pairs[0].shadow.status()["step"] != 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert pairs[0].shadow.status()["epoch"] == 1
+    assert_same(state_of(held(pairs[0].shadow)), again.history[3])
+    again.recorder.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who is let in
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("a secret of some length\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_only_who_knows_the_token_is_let_in(tmp_path: Path, pairs: list[Pair], token: Path) -> None:
+    pairs.append(Pair(address=Address("0.0.0.0", 0, token)))
+    address = f"127.0.0.1:{pairs[0].door.address.port}"
+    wrong = tmp_path / "wrong"
+    wrong.write_text("another secret of some length")
+    wrong.chmod(0o600)
+    for url in (f"shadow://{address}", f"shadow://{address}?token={wrong}"):
+        with pytest.raises(StorageError, match="does not let us in"):
+            status(url)
+        with pytest.raises(UcpError, match="does not let us in"):
+            Job(tmp_path / "run", to=url)
+    assert status(f"shadow://{address}?token={token}")["condition"] == "loading"
+    job = Job(tmp_path / "run2", to=f"shadow://{address}?token={token}")
+    job.train(2)
+    wait_for(pairs[0].shadow, 2)
+    job.recorder.close()
+
+
+def test_a_peer_without_the_token_gets_nothing_but_a_challenge(pairs: list[Pair], token: Path) -> None:
+    pairs.append(Pair(address=Address("127.0.0.1", 0, token)))
+    with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+        assert len(_all(sock, 40)) == 40
+        sock.sendall(b"UCPSHDW1" + bytes(64))
+        assert _all(sock, 1) == b""
+
+
+def _all(sock: socket.socket, size: int) -> bytes:
+    """So many bytes, or fewer where the other end closes."""
+    sock.settimeout(10)
+    data = b""
+    with contextlib.suppress(ConnectionResetError):  # closed with bytes of ours unread
+        while len(data) < size and (more := sock.recv(size - len(data))):
+            data += more
+    return data
+
+
+def test_other_machines_need_a_token(token: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        with pytest.raises(UsageError, match="needs a token"):
+            require_token(Address(host, 0))
+        require_token(Address(host, 0, token))
+    require_token(Address("127.0.0.1", 0))
+    require_token(Address("::1", 0))
+
+
+def test_tokens_are_secrets(tmp_path: Path, token: Path) -> None:
+    assert read_token(token) == b"a secret of some length"
+    token.chmod(0o644)
+    with pytest.raises(UsageError, match="others may read"):
+        read_token(token)
+    short = tmp_path / "short"
+    short.write_text("abc")
+    with pytest.raises(UsageError, match="too short"):
+        read_token(short)
+
+
+@pytest.mark.parametrize("text", ["nowhere", "host:port", "host:99999", "shadow://"])
+def test_no_address(text: str) -> None:
+    with pytest.raises(UsageError, match="no address"):
+        parse_address(text)
+
+
+def test_a_shadow_that_is_not_there(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"shadow://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(StorageError, match="cannot be reached"):
+        Job(tmp_path / "run", to=url)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lengths are not believed
+
+
+@pytest.mark.parametrize("length", [2**32 - 1, tunables.SHADOW_MANIFEST_BYTES + 1])
+def test_a_message_that_claims_too_much(pairs: list[Pair], length: int) -> None:
+    from ucp.shadow.wire import greet
+
+    pairs.append(Pair())
+    with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+        greet(sock, b"")
+        sock.sendall(struct.pack("<I", length))
+        assert _all(sock, 1) == b""
+    assert any("are allowed" in note for note in pairs[0].notes)
+
+
+def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
+    """A frame too long, one with another's number, one with a bit turned: the connection ends, the state stays."""
+    from dataclasses import replace
+
+    from ucp.log.frames import SEGMENT_BYTES, FrameHeader, FrameType, SegmentHeader
+    from ucp.shadow.wire import greet, receive_json, send_json
+
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url)
+    job.train(1)
+    wait_for(pairs[0].shadow, 1)
+    manifest = pairs[0].shadow._following.state.manifest  # type: ignore[union-attr]
+    good = FrameHeader(FrameType.GRAD, 0, 0, manifest.epoch, 99, 2, 64, 0, SEGMENT_BYTES)
+    payload = bytes(64)
+    for header in (
+        replace(good, length=1 << 40),
+        replace(good, offset=0),
+        replace(good, stream=5),
+        replace(good, type=FrameType.AUX, length=tunables.SHADOW_NOTE_BYTES + 64),
+        replace(good, epoch=9),
+    ):
+        with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+            greet(sock, b"")
+            send_json(sock, {"ask": "feed", "manifest": manifest.to_json(), "stream": 0, "run": None})
+            receive_json(sock, 1 << 20)
+            segment = SegmentHeader(manifest.epoch, 0, 0, 5, manifest.stream(0).hash(), 0)
+            sock.sendall(segment.pack() + header.pack(5) + payload)
+            assert _all(sock, 1) == b""
+    job.train(1)
+    wait_for(pairs[0].shadow, 2)
+    assert_same(state_of(held(pairs[0].shadow)), job.history[2])
+    job.recorder.close()

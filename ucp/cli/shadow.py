@@ -1,0 +1,118 @@
+"""`ucp shadow`: a process that holds the newest complete step of a job, ready to be converted at any time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from ucp import api
+from ucp.cli.options import human_bytes, reading_options
+from ucp.errors import UsageError
+
+_token = click.option(
+    "--token",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with the secret that jobs and askers must know. [default: $UCP_SHADOW_TOKEN_FILE]",
+)
+
+
+@click.group("shadow", invoke_without_command=True, short_help="Hold the newest step of a job.")
+@click.option("--base", type=click.Path(path_type=Path), help="Checkpoint to begin with. [default: the run's own]")
+@click.option("--log", type=click.Path(path_type=Path), help="Log (or run) to follow, and to catch up from.")
+@click.option("--listen", metavar="ADDR", help="Address (host:port) for jobs and askers; port 0 takes a free one.")
+@_token
+@reading_options
+@click.option("--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, help="Threads that apply steps.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    base: Path | None,
+    log: Path | None,
+    listen: str | None,
+    token: Path | None,
+    tag: str | None,
+    rules: Path | None,
+    preset: str | None,
+    jobs: int,
+) -> None:
+    """Hold the state of the newest complete step of a job in memory, bit for bit as the job has it.
+
+    \b
+      ucp shadow --log run --listen 127.0.0.1:7007
+      ucp shadow status 127.0.0.1:7007
+      ucp convert shadow://127.0.0.1:7007 resumed --to deepspeed --dp 4
+
+    The steps come from the log that `ucp.record` writes, or straight from the job:
+    `ucp.record(…, to="shadow://127.0.0.1:7007")`. The shadow goes on while it is converted, and keeps the last
+    complete step when the job dies. It ends with SIGTERM or SIGINT.
+
+    Addresses that other machines can reach need --token.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    if base is None and log is None and listen is None:
+        raise UsageError("a shadow needs a job to follow", hint="give --log, or --listen with --base")
+    import torch
+
+    from ucp.shadow.following import Shadow
+    from ucp.shadow.server import Door
+    from ucp.shadow.wire import parse_address
+
+    torch.set_num_threads(1)
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    options = api.read_options(tag, rules, preset)
+    shadow = Shadow(base, log, options=options, jobs=jobs, note=_say, wait_for_job=listen is not None)
+    shadow.start()
+    door = None if listen is None else Door(shadow, parse_address(listen, token), _say)
+    if door is not None:
+        click.echo(f"shadow://{door.address}")
+    ended.wait()
+    if door is not None:
+        door.close()
+    shadow.stop()
+
+
+@command.command("status", short_help="Say what a shadow holds.")
+@click.argument("address")
+@_token
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def status(ctx: click.Context, address: str, token: Path | None, as_json: bool) -> None:
+    """Say which step the shadow at ADDRESS holds, how far behind the job it is, and what it takes.
+
+    Exit code 1 when it is stale: it holds a step, and cannot go on from there.
+    """
+    from ucp.shadow.client import status as ask
+
+    told = ask(address, token)
+    if as_json:
+        click.echo(json.dumps(told))
+    elif told["step"] is None:
+        click.echo(f"{told['condition']}: holds nothing yet" + (f": {told['reason']}" if told["reason"] else ""))
+    else:
+        click.echo(
+            f"{told['condition']}: step {told['step']}, {told['lag_steps']} behind, {told['seconds_since_step']:.1f} s"
+            f" since then; {human_bytes(told['state_bytes'])} of states, {human_bytes(told['pending_bytes'])} waiting;"
+            f" {told['feeds']} of {told['streams']} streams connected"
+        )
+        for line in ([told["reason"]] if told["reason"] else []) + told["labels"]:
+            click.echo(line)
+        if told["proven_step"] is not None:
+            click.echo(f"the job's own digests were met at step {told['proven_step']}")
+    ctx.exit(1 if told["condition"] == "stale" else 0)
+
+
+def _say(text: str) -> None:
+    click.echo(f"ucp shadow: {text}", err=True)

@@ -1,0 +1,190 @@
+"""The shadow's door: jobs that bring frames, and who asks for its status or its state."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ucp import tunables
+from ucp.errors import StorageError, UcpError
+from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, BadBytesError, FrameHeader, SegmentHeader, padded
+from ucp.log.manifest import Manifest
+from ucp.log.schema import StreamSchema
+from ucp.shadow.following import Shadow
+from ucp.shadow.intake import Frame, payload_limit
+from ucp.shadow.state import Snapshot
+from ucp.shadow.wire import Address, RefusedError, receive, receive_json, require_token, send, send_json, welcome
+
+
+class Door:
+    """Listens for a shadow. A thread for each connection; a peer that does not know the token gets nothing."""
+
+    def __init__(self, shadow: Shadow, address: Address, note: Callable[[str], None] = lambda _: None) -> None:
+        require_token(address)
+        self._shadow = shadow
+        self._key = address.key()
+        self._note = note
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._snapshots = 0
+        self._closed = False
+        try:
+            family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
+            self._socket = socket.create_server((address.host, address.port), family=family, backlog=128)
+        except OSError as error:
+            raise StorageError(f"{address}: cannot listen here: {error.strerror or error}") from error
+        self.address = Address(address.host, self._socket.getsockname()[1], address.token_file)
+        self._thread = threading.Thread(target=self._accept, name="ucp-shadow-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more, and end all connections."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._lock:
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                full = len(self._open) >= tunables.SHADOW_CONNECTIONS
+                if not full:
+                    self._open.add(sock)
+            if full:
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), name="ucp-shadow-peer", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(tunables.SHADOW_HANDSHAKE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            welcome(sock, self._key)
+            sock.settimeout(None)
+            first = _dictionary(receive_json(sock, tunables.SHADOW_MANIFEST_BYTES))
+            if first.get("ask") == "feed":
+                self._feed(sock, first)
+            else:
+                self._answer(sock, first)
+        except RefusedError as error:
+            if str(error) != "the connection was closed":
+                self._note(f"refused: {error}")
+        except (BadBytesError, KeyError, TypeError, ValueError, AttributeError) as error:
+            self._note(f"refused: {type(error).__name__}: {error}")
+        except OSError:
+            pass  # the peer is gone
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # A job that brings the frames of one stream
+
+    def _feed(self, sock: socket.socket, told: dict[str, Any]) -> None:
+        manifest = Manifest.from_json(told["manifest"])
+        stream = int(told["stream"])
+        run = None if told.get("run") is None else Path(str(told["run"]))
+        schema = manifest.stream(stream)
+        try:
+            number, wanted = self._shadow.join(manifest, stream, run)
+        except UcpError as error:
+            self._note(f"a job cannot be followed: {error}")
+            send_json(sock, {"error": error.what, "hint": error.hint})
+            return
+        try:
+            send_json(sock, {"next": wanted})
+            segment = SegmentHeader.unpack(bytes(receive(sock, SEGMENT_BYTES)))
+            if (segment.epoch, segment.stream, segment.schema_hash) != (manifest.epoch, stream, schema.hash()):
+                raise RefusedError("frames of another stream than was told")
+            self._frames(sock, segment, schema, number)
+        except UcpError as error:  # stale, or another epoch: the job will ask again
+            self._note(f"stream {stream}: {error.what}")
+        finally:
+            self._shadow.leave(number, stream)
+
+    def _frames(self, sock: socket.socket, segment: SegmentHeader, schema: StreamSchema, number: int) -> None:
+        at = SEGMENT_BYTES
+        while True:
+            header = FrameHeader.unpack(bytes(receive(sock, FRAME_BYTES)), segment.salt)
+            if header.offset != at or header.length > payload_limit(header.type, schema):
+                raise RefusedError(f"a frame of {header.length} bytes at {header.offset}")
+            payload = receive(sock, padded(header.length))[: header.length]
+            self._shadow.put(number, schema.stream, Frame(header, payload))
+            at = header.end
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Who asks
+
+    def _answer(self, sock: socket.socket, question: dict[str, Any]) -> None:
+        snapshot: Snapshot | None = None
+        try:
+            while True:
+                asked = question.get("ask")
+                try:
+                    if asked == "status":
+                        send_json(sock, self._shadow.status())
+                    elif asked == "snapshot":
+                        if snapshot is not None:
+                            self._let_go(snapshot)
+                        snapshot = self._take()
+                        send_json(sock, snapshot.told)
+                    elif asked == "read" and snapshot is not None:
+                        self._read(sock, snapshot, question)
+                    else:
+                        raise RefusedError("an unknown question")
+                except UcpError as error:
+                    send_json(sock, {"error": error.what, "hint": error.hint})
+                question = _dictionary(receive_json(sock, tunables.SHADOW_QUESTION_BYTES))
+        finally:
+            if snapshot is not None:
+                self._let_go(snapshot)
+
+    def _take(self) -> Snapshot:
+        with self._lock:
+            if self._snapshots >= tunables.SHADOW_SNAPSHOTS:
+                raise StorageError(
+                    f"{self._snapshots} conversions of this shadow are under way", hint="wait for one to end"
+                )
+            self._snapshots += 1
+        try:
+            return self._shadow.snapshot()
+        except BaseException:
+            with self._lock:
+                self._snapshots -= 1
+            raise
+
+    def _let_go(self, snapshot: Snapshot) -> None:
+        snapshot.close()
+        with self._lock:
+            self._snapshots -= 1
+
+    def _read(self, sock: socket.socket, snapshot: Snapshot, question: dict[str, Any]) -> None:
+        size = int(question["size"])
+        if not 0 <= size <= tunables.SHADOW_READ_BYTES:
+            raise RefusedError(f"a question for {size} bytes")
+        data = memoryview(bytearray(size))
+        place = int(question["stream"]), int(question["tensor"]), str(question["kind"])
+        snapshot.read_into(place, int(question["offset"]), data)
+        send_json(sock, {"size": size})
+        send(sock, [data])
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RefusedError("a message that is no question")
+    return value

@@ -1,0 +1,204 @@
+"""The job's end: frames that go into the log go to a shadow as well, and training never waits for it longer than told.
+
+The newest frames are kept, sent or not, as far as there is room: a shadow that was away gets what it lacks of them, and
+reads the rest from the log.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ucp import tunables
+from ucp.errors import UcpError
+from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
+from ucp.log.manifest import Manifest
+from ucp.shadow.wire import Address, Buffer, RefusedError, connect, receive_json, send, send_json
+
+_ZEROS = bytes(FRAME_BYTES)
+
+
+@dataclass(slots=True)
+class SinkStats:
+    """What a sink has done so far."""
+
+    frames: int = 0  # sent, those that were sent again included
+    bytes: int = 0
+    dropped: int = 0  # frames that never went out: the shadow reads them from the log
+    connections: int = 0
+    stall_seconds: float = 0.0  # that the log's thread waited for room
+
+
+class ShadowSink:
+    """Sends one stream to a shadow, from a thread of its own. `offer` is called by the thread that writes the log."""
+
+    def __init__(
+        self, address: Address, manifest: Manifest, stream: int, run: Path | None, *, wait: float = 0.0
+    ) -> None:
+        """Connect, and be let in; `UcpError` where that fails. `wait` is how many seconds `offer` may wait for room."""
+        self.address = address
+        self.stats = SinkStats()
+        self._schema = manifest.stream(stream)
+        self._hello = {
+            "ask": "feed",
+            "manifest": manifest.to_json(),
+            "stream": stream,
+            "run": None if run is None else str(run.resolve()),
+        }
+        self._epoch = manifest.epoch
+        self._wait = wait
+        self._waited = False
+        self._changed = threading.Condition()
+        self._kept: deque[tuple[FrameHeader, bytearray]] = deque()  # by number, without gap
+        self._kept_bytes = 0
+        self._next: int | None = None  # the frame that goes out next; None: the first that is kept
+        self._closing = False
+        self._socket: socket.socket | None = None
+        self._at = 0
+        self._salt = 0
+        self.error: str | None = None  # why the shadow is not reached now
+        self._connect()
+        self._thread = threading.Thread(target=self._run, name="ucp-shadow-sink", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The log's side
+
+    def offer(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
+        """Take a copy of a frame. Waits for room at most as long as told, then lets go of what is oldest."""
+        payload = bytearray(b"".join(parts))
+        with self._changed:
+            if self._kept and header.lsn != self._kept[-1][0].lsn + 1:
+                if header.lsn <= self._kept[-1][0].lsn:
+                    return  # written again after an error of the disk: it was offered before
+                self._forget_all()
+            if self._is_full(len(payload)) and self._wait > 0 and not self._waited and self.error is None:
+                begin = time.monotonic()
+                room = self._changed.wait_for(lambda: not self._is_full(len(payload)) or self._closing, self._wait)
+                self._waited = not room  # once, until the shadow takes something again
+                self.stats.stall_seconds += time.monotonic() - begin
+            while self._kept and self._kept_bytes + len(payload) > tunables.SHADOW_QUEUE_BYTES:
+                self._forget()
+            self._kept.append((header, payload))
+            self._kept_bytes += len(payload)
+            self._changed.notify_all()
+
+    def _is_full(self, size: int) -> bool:
+        """Would one more frame push out one that was not sent?"""
+        if not self._kept or self._kept_bytes + size <= tunables.SHADOW_QUEUE_BYTES:
+            return False
+        return self._next is None or self._kept[0][0].lsn >= self._next
+
+    def _forget(self) -> None:
+        header, payload = self._kept.popleft()
+        self._kept_bytes -= len(payload)
+        if self._next is None or header.lsn >= self._next:
+            self.stats.dropped += 1
+            self._next = header.lsn + 1
+
+    def _forget_all(self) -> None:
+        while self._kept:
+            self._forget()
+
+    def told(self) -> dict[str, Any]:
+        """What the sink has done, and why the shadow is not reached where it is not, as JSON values."""
+        return {**asdict(self.stats), "error": self.error}
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Send what is left, as far as that goes in a few seconds, and end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(seconds)
+        if self._socket is not None:
+            self._socket.close()
+            self._thread.join(1.0)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The thread's side
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._frame() is not None or self._closing)
+                frame = self._frame()
+                if frame is None:  # closing, and everything is out
+                    break
+            try:
+                if self._socket is None:
+                    self._connect()
+                    continue  # the shadow may want another frame
+                self._send(*frame)
+            except (OSError, RefusedError, UcpError) as error:
+                self._lose(str(error))
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._closing, tunables.SHADOW_RETRY_SECONDS):
+                        break
+        if self._socket is not None:
+            self._socket.close()
+
+    def _frame(self) -> tuple[FrameHeader, bytearray] | None:
+        """What goes out next."""
+        if not self._kept:
+            return None
+        first = self._kept[0][0].lsn
+        place = 0 if self._next is None else max(self._next - first, 0)
+        return self._kept[place] if place < len(self._kept) else None
+
+    def _connect(self) -> None:
+        sock = connect(self.address)
+        try:
+            send_json(sock, self._hello)
+            sock.settimeout(None)  # it may have a base to load first; TCP says when it is gone
+            told: Any = receive_json(sock, tunables.SHADOW_QUESTION_BYTES)
+            if not isinstance(told, dict) or "error" in told:
+                raise UcpError(f"shadow://{self.address}: {told['error']}", hint=told.get("hint"))
+            wanted = told.get("next")
+            self._salt = secrets.randbits(64)
+            first = 0 if wanted is None else int(wanted)
+            schema = self._schema
+            segment = SegmentHeader(
+                self._epoch, schema.stream, max(first, 0), self._salt, schema.hash(), time.time_ns()
+            )
+            send(sock, [segment.pack()])
+            sock.settimeout(tunables.SHADOW_SEND_SECONDS)
+        except (OSError, RefusedError, ValueError) as error:
+            sock.close()
+            raise UcpError(f"shadow://{self.address}: {error}") from error
+        except UcpError:
+            sock.close()
+            raise
+        self._at = SEGMENT_BYTES
+        with self._changed:
+            self._next = None if wanted is None else int(wanted)
+            self.error = None
+            self._socket = sock
+        self.stats.connections += 1
+
+    def _send(self, header: FrameHeader, payload: bytearray) -> None:
+        assert self._socket is not None
+        placed = replace(header, offset=self._at)
+        tail = _ZEROS[: padded(len(payload)) - len(payload)]
+        send(self._socket, [placed.pack(self._salt), payload, tail])
+        self._at = placed.end
+        with self._changed:
+            self._next = header.lsn + 1
+            self._waited = False
+            self.stats.frames += 1
+            self.stats.bytes += placed.end - placed.offset
+            self._changed.notify_all()
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            self.error = reason
+            sock, self._socket = self._socket, None
+            self._changed.notify_all()
+        if sock is not None:
+            sock.close()
