@@ -123,3 +123,28 @@ def test_facts_survive_arguments_and_configurations(facts: Facts) -> None:
     assert facts_of_config(config) == facts
     mds = in_deepspeed_words(args)
     assert facts_of_arguments(in_core_words(mds)).over(Facts(vocabulary=facts.vocabulary)) == facts
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["trainer_llama_tied_z1_bf16", "trainer_gpt2_tied_z2_fp32", "lightning_llama_z2_bf16", "trainer_llama_z3_bf16"],
+)
+def test_a_run_of_a_hugging_face_trainer_becomes_megatrons(corpus: Path, tmp_path: Path, source: str) -> None:
+    given = corpus / "huggingface" / source
+    given = next((child for child in given.rglob("checkpoint-3")), given)
+    config = corpus / "huggingface/trainer_llama_z2_bf16/out/checkpoint-3/config.json"
+    said: dict[str, Any] = {"model_config": config} if source.startswith("lightning") else {}
+    ucp.convert(given, tmp_path / "out", to="torch-dist", names="megatron", tp=2, dp=1, zero=1, **said)
+    assert ucp.diff(given, tmp_path / "out", names="hf", **said).same  # the vocabulary's padding is known
+    made = ucp.open(tmp_path / "out").index
+    assert made.extras.trees["common.pt"]["opt_param_scheduler"]["num_steps"] > 0
+    assert made.step == 3
+    assert [group.hyper["is_decoupled_lr"] for group in made.groups] == [False] * len(made.groups)
+
+
+def test_a_view_under_other_names(corpus: Path, tmp_path: Path) -> None:
+    """Virtual atoms point at blocks of Megatron's files, transposed ones too."""
+    given = corpus / "megatron/gpt_tp2_pp2_torchdist"
+    ucp.convert(given, tmp_path / "view", names="hf", link=True)
+    assert ucp.diff(tmp_path / "view", given, names="hf").same
+    assert sum(path.stat().st_size for path in (tmp_path / "view").rglob("*") if path.is_file()) < 400_000

@@ -10,7 +10,7 @@ import pytest
 import ucp
 from tests.names.made import LLAMA, llama_shapes, numbers, write_weights
 from ucp.errors import StorageError, UsageError
-from ucp.names.patterns import Pattern
+from ucp.names.patterns import Pattern, outline
 from ucp.names.tables import load_table, packaged_tables, parse_table, table_names
 
 
@@ -35,6 +35,15 @@ def test_patterns_count() -> None:
     assert last.read("6.weight", 4) == {}
     assert last.read("7.weight", 4) is None
     assert last.read("6.weight", None) is None
+
+
+@pytest.mark.parametrize("text", ["h{layer}.x", "{layer}.x", "1.{layer+1}.7.x{expert}", "{layers+2}.weight", "a.b"])
+def test_an_outline_is_that_of_its_names(text: str) -> None:
+    pattern = Pattern(text)
+    name = pattern.write({"layer": 12, "expert": 3}, 40)
+    assert pattern.outline() in (outline(name), None)
+    assert (pattern.outline() is None) == ("h{" in text or "x{" in text)
+    assert pattern.read(name, 40) == {key: {"layer": 12, "expert": 3}[key] for key in pattern.places}
 
 
 GOOD = 'sides = ["a", "b"]\n[[map]]\na = "x.{layer}"\nb = "y.{layer}"\n'

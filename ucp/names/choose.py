@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import UsageError
-from ucp.model.checkpoint import Checkpoint, Note
+from ucp.model.checkpoint import Checkpoint, Note, Parameter, ParamGroup
 from ucp.names.configs import config_for
 from ucp.names.facts import CONFIG, Facts, config_of, facts_of
 from ucp.names.mapping import HF, MEGATRON, MEGATRON_DEEPSPEED, mapped
@@ -16,6 +16,9 @@ from ucp.names.matching import Match, match, refuse
 from ucp.names.tables import Table, load_packaged, load_table, packaged_tables, table_names
 
 TARGETS: Final = (HF, MEGATRON, MEGATRON_DEEPSPEED)
+_ATTRIBUTE: Final = "model."  # under which a LightningModule keeps the model
+_WRAPPERS: Final = ("_forward_module.", "module.", _ATTRIBUTE)
+_ROOTS: Final = ("model.", "lm_head.", "transformer.")
 
 
 def with_names(checkpoint: Checkpoint, names: str | Path, model_config: Path | None = None) -> Checkpoint:
@@ -24,10 +27,32 @@ def with_names(checkpoint: Checkpoint, names: str | Path, model_config: Path | N
     A checkpoint that has them already is given back as it is.
     """
     facts = facts_of(checkpoint, model_config)
-    found = checkpoint
+    checkpoint = found = _unwrapped(checkpoint)
     for step in _way(checkpoint, str(names), facts):
         found = mapped(found, match(step.table, step.side, found.parameters, facts))
     return _fitted(found, facts) if found is not checkpoint else checkpoint
+
+
+def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without what wrappers put in front of every name: DDP, Lightning's strategies and modules."""
+    names = list(checkpoint.parameters)
+    front = ""
+    for wrapper in _WRAPPERS:
+        inner = front + wrapper
+        roots = tuple(inner + root for root in _ROOTS)
+        if names and all(name.startswith(inner if wrapper != _ATTRIBUTE else roots) for name in names):
+            front = inner
+    if not front:
+        return checkpoint
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in checkpoint.parameters.items():
+        new = name.removeprefix(front)
+        atoms = {kind: replace(atom, name=new) for kind, atom in parameter.atoms.items()}
+        aliases = tuple(alias.removeprefix(front) for alias in parameter.aliases)
+        parameters[new] = replace(parameter, name=new, atoms=atoms, aliases=aliases)
+    groups = [ParamGroup(g.hyper, [name.removeprefix(front) for name in g.names]) for g in checkpoint.groups]
+    note = Note("prefix-stripped", f"'{front}' was taken off the front of every name")
+    return replace(checkpoint, parameters=parameters, groups=groups, notes=[*checkpoint.notes, note])
 
 
 def _way(checkpoint: Checkpoint, names: str, facts: Facts) -> list[Match]:

@@ -55,6 +55,9 @@ def into_megatron(
         fields = arguments_for(facts, checkpoint.step, str(checkpoint.details.get("dtype") or _dtype(checkpoint)))
     fields.update(raw_arguments(model_config) if model_config is not None else {})
     fields.update(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp, world_size=mesh.world)
+    sizes = {p.rule.true_size for p in checkpoint.parameters.values() if p.rule.cut == "vocab"}
+    if len(sizes) == 1 and None not in sizes:
+        fields["true_vocab_size"] = sizes.pop()
     tree: dict[str, Any] = {
         "args": bare_object("argparse", "Namespace", fields),
         "checkpoint_version": 3.0,

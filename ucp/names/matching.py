@@ -11,9 +11,9 @@ from typing import Final
 
 from ucp.errors import UsageError
 from ucp.names.facts import Facts
+from ucp.names.patterns import Pattern, outline
 from ucp.names.tables import Entry, Table
 
-_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 _CLOSE: Final = 2
 
 
@@ -51,14 +51,18 @@ def match(table: Table, side: str, names: Iterable[str], facts: Facts) -> Match:
     """Look every name up on one side of a table."""
     made = Match(table, side, facts)
     patterns = [
-        (i, position, pattern, regex)
+        (i, position, pattern)
         for i, entry in made.entries
         for position, pattern in enumerate(entry.sides[side].names)
-        if (regex := pattern.regex(facts.layers)) is not None
+        if pattern.regex(facts.layers) is not None
     ]
+    alike: dict[str, list[tuple[int, int, Pattern]]] = {}  # most names can be of one pattern only
+    for candidate in patterns:
+        alike.setdefault(candidate[2].outline() or "", []).append(candidate)
     for name in names:
-        for i, position, pattern, regex in patterns:
-            if regex.match(name) and (numbers := pattern.read(name, facts.layers)) is not None:
+        for i, position, pattern in sorted((*alike.get(outline(name), ()), *alike.get("", ())), key=lambda c: c[:2]):
+            numbers = pattern.read(name, facts.layers)
+            if numbers is not None:
                 made.found[name] = Found(i, position, tuple(sorted(numbers.items())))
                 break
         else:
@@ -69,7 +73,7 @@ def match(table: Table, side: str, names: Iterable[str], facts: Facts) -> Match:
 
 def refuse(match: Match, target: str) -> UsageError:
     """What to say of names that no entry of the nearest table knows: all of them, one line for all layers."""
-    kinds = Counter(_NUMBER.sub("N", name) for name in match.unknown)
+    kinds = Counter(outline(name) for name in match.unknown)
     patterns = [pattern.text for _, entry in match.entries for pattern in entry.sides[match.side].names]
     lines = []
     for kind, count in kinds.items():

@@ -81,7 +81,13 @@ class Arguments:
 
     @property
     def vocabulary(self) -> int | None:
-        """The tokenizer's size, where the arguments say it: Megatron stores the padded size and what the user typed."""
+        """The tokenizer's size, where the arguments say it: Megatron stores the padded size and what the user typed.
+
+        Checkpoints that were made from another framework's say it outright.
+        """
+        known = self.number("true_vocab_size", 0)
+        if 0 < known <= self.number("padded_vocab_size", 0):
+            return known
         extra = _TYPED_VOCABULARIES.get(str(self.fields.get("tokenizer_type")))
         typed = self.fields.get("vocab_size")
         if extra is None or type(typed) is not int or typed <= 0:
