@@ -14,7 +14,7 @@ from ucp import tunables
 from ucp.engine.plan import VERSION, stretches
 from ucp.engine.sealing import sealing_parts
 from ucp.engine.shares import WHOLE, Share
-from ucp.engine.staging import Staging, gather, publish
+from ucp.engine.staging import Staging, gather, publish, was_published
 from ucp.engine.stream import Budget, stream
 from ucp.errors import StorageError
 from ucp.files.local import SourceFiles
@@ -56,6 +56,8 @@ def run(
 ) -> None:
     """Write `target` to the folder `path`, or a share of it. `last` gets all digests and gives the last file."""
     identity = fingerprint(target, source)
+    if options.resume and was_published(path, identity, durable=options.durable):
+        return
     staging = Staging(path, target, identity, resume=options.resume, restart=options.restart, share=options.share)
     try:
         progress.start(sum(target.files[number].size for number in staging.files))
@@ -100,7 +102,9 @@ def finish(
     durable: bool,
 ) -> None:
     """Publish what the shares of a conversion have written, when all of them are done."""
-    publish(path, last(gather(path, target, fingerprint(target, source))), durable=durable)
+    identity = fingerprint(target, source)
+    if not was_published(path, identity, durable=durable):
+        publish(path, target, last(gather(path, target, identity)), durable=durable)
 
 
 def fingerprint(target: Target, source: Checkpoint) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ucp.engine.stream import Written
-from ucp.errors import UsageError
+from ucp.errors import StorageError, UsageError
 
 
 class Journal:
@@ -19,22 +19,23 @@ class Journal:
     def __init__(self, path: Path, busy: UsageError) -> None:
         """Open or make it; `busy` is raised where another process holds it."""
         self.path = path
-        self.taken = path.exists() and b"\n" in path.read_bytes()  # else it was killed before it had said anything
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)
-        if not _lock(self._fd):
+        if not (_lock(self._fd) and _is_at(self._fd, path)):  # whoever had it may have removed it just now
             self.close()
             raise busy
+        self.taken = bool(_whole_lines(path.read_bytes()))  # else it was killed before it had said anything
 
     def begin(self, fingerprint: str) -> None:
         """Write the first line."""
+        assert self._fd is not None
+        os.ftruncate(self._fd, 0)
         self._append({"ucp": "journal", "version": 1, "fingerprint": fingerprint})
 
     def load(self, fingerprint: str) -> list[list[Written]]:
-        """What an earlier process finished, part by part; a line that its end tore is cut off."""
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
+        """What an earlier process finished, part by part; what its end tore, or the machine's, is cut off."""
+        whole = _whole_lines(self.path.read_bytes())
         assert self._fd is not None
-        os.ftruncate(self._fd, len(whole))  # a torn line must not swallow the next one
+        os.ftruncate(self._fd, len(whole))  # no one reads on behind a torn line
         return Record.parse(whole, fingerprint, self.path).parts
 
     def record(self, written: Sequence[Written]) -> None:
@@ -53,7 +54,12 @@ class Journal:
 
     def _append(self, record: dict[str, Any]) -> None:
         assert self._fd is not None
-        os.write(self._fd, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+        line = memoryview((json.dumps(record, separators=(",", ":")) + "\n").encode())
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be written: {error.strerror}") from error
 
 
 class Record:
@@ -74,6 +80,12 @@ class Record:
             )
         parts = [[Written(*entry) for entry in record["written"]] for record in records[1:] if "written" in record]
         return cls(parts, bool(records[-1].get("done")))
+
+    @staticmethod
+    def belongs(data: bytes, fingerprint: str) -> bool:
+        """Whether a journal is of this run. One that a crash has left empty may be."""
+        first = next(_records(data.splitlines()), None)
+        return first is None or first.get("fingerprint") == fingerprint
 
     @property
     def nbytes(self) -> int:
@@ -100,13 +112,27 @@ def _lock(fd: int) -> bool:
     return True
 
 
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _whole_lines(data: bytes) -> bytes:
+    """The lines of a journal up to the first that is not whole."""
+    lines = data.split(b"\n")[:-1]
+    count = sum(1 for _ in _records(lines))
+    return b"".join(line + b"\n" for line in lines[:count])
+
+
 def _entry(written: Written) -> list[int | str]:
     """A journal entry; `Written(*entry)` reads it."""
     entry: list[int | str] = [written.file, written.offset, written.nbytes, written.digest]
     return entry if written.crc is None else [*entry, written.crc]
 
 
-def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,7 @@ from ucp.engine.plan import Extent, Part
 from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.stream import Written
 from ucp.errors import StorageError, UsageError
-from ucp.files.local import allocate
+from ucp.files.local import allocate, write_all
 from ucp.model.target import Digests, OutputFile, Target
 
 OUTPUT: Final = "output"
@@ -58,8 +58,8 @@ class Staging:
         self._journal: Journal | None = None
         self.finished: dict[tuple[tuple[int, int, int], ...], list[Written]] = {}
         check_place(path)
-        self._check_half_done(resume, restart)
         try:
+            self._check_half_done(resume, restart)
             self._begin(restart)
         except OSError as error:
             raise StorageError(f"{self.folder}: cannot be made: {error.strerror}") from error
@@ -72,6 +72,8 @@ class Staging:
         if self.share.is_whole:
             if restart:
                 self._discard_all(others)
+            elif is_held(self.folder / WHOLE.journal):
+                raise self._busy()
             elif others or not resume:
                 on = f"--part N/{others[0].count} and --finish" if others else "--resume"
                 raise UsageError(
@@ -87,28 +89,29 @@ class Staging:
             )
 
     def _discard_all(self, others: Iterable[Share]) -> None:
-        for share in (WHOLE, *others):
-            if is_held(self.folder / share.journal):
-                raise self._busy()
-        self.discard()
+        if any(is_held(self.folder / share.journal) for share in others):
+            raise self._busy()
+        held = Journal(self.folder / WHOLE.journal, self._busy())  # so that nobody begins while it goes
+        shutil.rmtree(self.folder, ignore_errors=True)
+        held.close()
 
     def _begin(self, restart: bool) -> None:
         made = not self.folder.exists()
-        self.output.mkdir(parents=True, exist_ok=True)
-        journal = self._journal = Journal(self.folder / self.share.journal, self._busy())
         try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            journal = self._journal = Journal(self.folder / self.share.journal, self._busy())
+            check_place(self.path)  # again: now no one else can publish it
             if journal.taken and not restart:
                 for written in journal.load(self.fingerprint):
                     self._finished(written)
             else:
-                os.truncate(journal.path, 0)
                 journal.begin(self.fingerprint)
             own = [file for number, file in enumerate(self.target.files) if number in self.files]
             _check_space(self.path.parent, sum(file.size for file in own) - self.finished_bytes)
             for file in own:
                 _allocate(self.output / file.path, file.size)
-        except BaseException:
-            if made and self.share.is_whole:
+        except BaseException as error:
+            if made and self.share.is_whole and (self._journal is not None or isinstance(error, OSError)):
                 self.discard()
             self.close()
             raise
@@ -168,7 +171,7 @@ class Staging:
 
     def publish(self, last: OutputFile | None, *, durable: bool) -> None:
         """Write `last` (the manifest), then let the folder appear under its name."""
-        publish(self.path, last, durable=durable)
+        publish(self.path, self.target, last, durable=durable)
         self.close()
 
     def discard(self) -> None:
@@ -238,14 +241,14 @@ def digests_of(target: Target, written: Iterable[Written]) -> Digests:
     return table
 
 
-def publish(path: Path, last: OutputFile | None, *, durable: bool) -> None:
+def publish(path: Path, target: Target, last: OutputFile | None, *, durable: bool) -> None:
     """Write `last` (the manifest) into the staging folder of `path`, then let the output appear under its name."""
     folder = staging_folder(path)
     output = folder / OUTPUT
     try:
         if last is not None:
-            _allocate(output / last.path, last.size)
-            (output / last.path).write_bytes(b"".join(literal.data for literal in last.literals))
+            _write_whole(output / last.path, b"".join(literal.data for literal in last.literals))
+        _remove_strays(output, {file.path for file in (*target.files, *(() if last is None else (last,)))})
         if durable:
             _sync_tree(output)
         os.rename(output, path)
@@ -254,6 +257,29 @@ def publish(path: Path, last: OutputFile | None, *, durable: bool) -> None:
     except OSError as error:
         raise StorageError(f"{path}: cannot be published: {error.strerror}") from error
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def was_published(path: Path, fingerprint: str, *, durable: bool) -> bool:
+    """Whether an earlier run let the output appear, and was killed before it had put its things away. Does that now."""
+    folder = staging_folder(path)
+    if not path.is_dir() or not folder.is_dir() or (folder / OUTPUT).exists():
+        return False
+    for share in (WHOLE, *found_shares(folder)):
+        journal = folder / share.journal
+        if journal.exists() and (is_held(journal) or not Record.belongs(journal.read_bytes(), fingerprint)):
+            return False
+    if durable:
+        _sync(path.parent)
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _remove_strays(output: Path, known: Container[str]) -> None:
+    """Remove files that are no part of the output: a run that was killed while it threw them away left them."""
+    for base, _, names in os.walk(output):
+        for name in names:
+            if (path := Path(base) / name).relative_to(output).as_posix() not in known:
+                path.unlink()
 
 
 def digest_range(path: Path, offset: int, nbytes: int) -> str | None:
@@ -271,6 +297,8 @@ def digest_range(path: Path, offset: int, nbytes: int) -> str | None:
                 nbytes -= got
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot read what an earlier run has written: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -290,6 +318,15 @@ def _allocate(path: Path, size: int) -> None:
         allocate(fd, size)
     except OSError as error:
         raise StorageError(f"{path}: cannot get {size:,} bytes: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(fd, 0, data)
     finally:
         os.close(fd)
 

@@ -109,6 +109,14 @@ def _open_for_reading(path: Path) -> int:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
+def read_at(fd: int, offset: int, size: int) -> bytes:
+    """`size` bytes from byte `offset`, fewer only where the file ends. The system may give fewer at a time."""
+    data = os.pread(fd, size, offset)
+    while 0 < len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
+
+
 def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:
     """Write all of `data` at byte `offset`, however many calls that takes. Calls end at multiples of `WRITE_BYTES`."""
     view = memoryview(data)

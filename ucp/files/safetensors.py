@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError, UsageError
+from ucp.files.local import read_at
 from ucp.model.dtypes import BY_TAG, DType
 
 _LENGTH = struct.Struct("<Q")
@@ -97,7 +98,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            first = os.pread(file.fileno(), _LENGTH.size, 0)
+            first = read_at(file.fileno(), 0, _LENGTH.size)
             if len(first) < _LENGTH.size:
                 raise IntegrityError(f"{path}: has {size} bytes, too few for a safetensors file", hint=_HINT)
             (length,) = _LENGTH.unpack(first)
@@ -108,7 +109,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
                 )
             if _LENGTH.size + length > size:
                 raise IntegrityError(f"{path}: claims a header of {length} bytes, but has {size} bytes", hint=_HINT)
-            raw = os.pread(file.fileno(), length, _LENGTH.size)
+            raw = read_at(file.fileno(), _LENGTH.size, length)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     if len(raw) != length:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import StorageError
+from ucp.files.local import read_at
 from ucp.files.torchzip import TorchFile
 
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # local header of a zip entry
@@ -28,8 +29,13 @@ class Glimpse:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+        self._path = path
         self._size = os.fstat(self._fd).st_size
-        self._start = self._find_start()
+        try:
+            self._start = self._find_start()
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def __enter__(self) -> Glimpse:
         return self
@@ -37,9 +43,15 @@ class Glimpse:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
+    def _read(self, offset: int, size: int) -> bytes:
+        try:
+            return read_at(self._fd, offset, size)
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot read bytes at {offset}: {error.strerror}") from error
+
     def _find_start(self) -> int:
         """Byte where the first entry's data starts, if that entry is an uncompressed data.pkl; else -1."""
-        head = os.pread(self._fd, 1024, 0)
+        head = self._read(0, 1024)
         if len(head) < _HEADER.size:
             return -1
         signature, _, _, method, _, _, _, _, _, name_length, extra_length = _HEADER.unpack_from(head)
@@ -52,14 +64,14 @@ class Glimpse:
         """Whether the archive is whole at its end and its first entry is this pickle."""
         if self._start < 0 or self._size < _END_SIZE:
             return False
-        if os.pread(self._fd, 4, self._size - _END_SIZE) != _END:
+        if self._read(self._size - _END_SIZE, 4) != _END:
             return False
         # Pickles end with a stop mark, so one cannot be the beginning of a longer one.
-        return bool(pickled) and os.pread(self._fd, len(pickled), self._start) == pickled
+        return bool(pickled) and self._read(self._start, len(pickled)) == pickled
 
     def pickle_of(self, archive: TorchFile) -> bytes:
         """The bytes of the pickle, to recognise it elsewhere; empty where it is not the first entry."""
         entry = next(iter(archive.entries.values()))
         if self._start < 0 or not entry.name.endswith("/data.pkl") or entry.header_offset != 0:
             return b""
-        return os.pread(self._fd, entry.size, self._start)
+        return self._read(self._start, entry.size)

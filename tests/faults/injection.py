@@ -1,0 +1,161 @@
+"""Faults of the operating system, at the call that a test names.
+
+`install` replaces the functions of `os` that touch files, in this process and for good: it is meant for a child. Calls
+are counted from 0 over all threads. What a fault does depends on the call: a write of no space, a read that is short.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+READS: Final = ("pread", "preadv")
+WRITES: Final = ("write", "pwrite", "pwritev")
+SYNCS: Final = ("fsync", "fdatasync")
+OTHERS: Final = (
+    "open", "ftruncate", "truncate", "rename", "replace", "mkdir", "rmdir", "unlink", "posix_fallocate",
+)  # fmt: skip
+CALLS: Final = (*READS, *WRITES, *SYNCS, *OTHERS)
+
+KINDS: Final = {
+    "short": (*READS, *WRITES),  # half of what was asked for
+    "EIO": (*READS, *WRITES, *SYNCS, *OTHERS),
+    "ENOSPC": (*WRITES, "fsync", "open", "ftruncate", "mkdir", "rename", "replace", "posix_fallocate"),
+    "kill": (*WRITES, *OTHERS),  # before the call
+    "torn": WRITES,  # SIGKILL after half of it
+    "power": (*WRITES, *OTHERS),  # SIGKILL, and what no fsync has written down is gone
+}
+
+REAL: Final = {name: getattr(os, name) for name in CALLS}
+_HERE: Final = (__file__, threading.__file__)
+
+
+@dataclass
+class Injector:
+    """Counts calls, and does `kind` at call `at`."""
+
+    kind: str | None = None
+    at: int = -1
+    calls: list[tuple[str, str]] = field(default_factory=list)  # (function, where it was called from)
+    lost: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # path → ranges that are not on the disk
+    paths: dict[int, str] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def install(self) -> None:
+        for name in CALLS:
+            setattr(os, name, self._wrapped(name))
+
+    def _wrapped(self, name: str) -> Callable[..., Any]:
+        real = REAL[name]
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            with self.lock:
+                number = len(self.calls)
+                self.calls.append((name, _site()))
+                if number == self.at and self.kind is not None:
+                    return self._fault(name, args, options)
+                # That the disk has it is noted below, and costs nothing here.
+                result = None if name in SYNCS else real(*args, **options)
+                self._remember(name, args, result)
+                return result
+
+        return wrapped
+
+    def _fault(self, name: str, args: Any, options: Any) -> Any:
+        if self.kind == "short":
+            return REAL[name](*_half(name, args), **options)
+        if self.kind == "torn":
+            REAL[name](*_half(name, args), **options)
+        if self.kind == "power":
+            self._lose()
+        if self.kind in ("kill", "torn", "power"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        number = getattr(errno, str(self.kind))
+        raise OSError(
+            number, os.strerror(number), *(str(arg) for arg in args[:1] if isinstance(arg, (str, os.PathLike)))
+        )
+
+    def _remember(self, name: str, args: Any, result: Any) -> None:
+        """Which bytes would be lost if the machine lost its power now."""
+        if name == "open":
+            self.paths[result] = os.fspath(args[0])
+        elif name == "pwrite" or name == "pwritev":
+            self.lost.setdefault(self.paths[args[0]], []).append((args[2], result))
+        elif name == "write" and args[0] in self.paths:  # ours are to the ends of files
+            size = os.fstat(args[0]).st_size
+            self.lost.setdefault(self.paths[args[0]], []).append((size - result, result))
+        elif name in SYNCS:
+            self.lost.pop(self.paths[args[0]], None)
+        elif name in ("rename", "replace"):
+            old, new = map(os.fspath, args[:2])
+            self.lost = {_moved(path, old, new): ranges for path, ranges in self.lost.items()}
+
+    def _lose(self) -> None:
+        chance = random.Random(self.at)
+        for path, ranges in self.lost.items():
+            try:
+                fd = REAL["open"](path, os.O_WRONLY)
+            except OSError:
+                continue
+            for offset, size in ranges:
+                if chance.random() < 0.5:
+                    REAL["pwrite"](fd, bytes(size), offset)
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    return new + path[len(old) :] if path == old or path.startswith(old + os.sep) else path
+
+
+def _half(name: str, args: Any) -> tuple[Any, ...]:
+    fd, data, *rest = args
+    if name == "pread":
+        return fd, max(1, data // 2), *rest
+    if name in ("preadv", "pwritev"):
+        first = memoryview(data[0])
+        return fd, [first[: max(1, len(first) // 2)]], *rest
+    return fd, memoryview(data)[: max(1, len(data) // 2)], *rest
+
+
+def _site() -> str:
+    """The two nearest lines of the project that lead to a call: what tells one kind of call from another."""
+    frame, found = sys._getframe(2), []
+    while frame is not None and len(found) < 2:  # type: ignore[redundant-expr]
+        file = frame.f_code.co_filename
+        if f"{os.sep}ucp{os.sep}" in file and file not in _HERE:
+            found.append(f"{os.path.basename(file)}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found)
+
+
+def points(calls: list[tuple[str, str]], kind: str) -> list[int]:
+    """Calls worth a fault: of every place that calls, the first and the last time."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for number, call in enumerate(calls):
+        if call[0] in KINDS[kind]:
+            places.setdefault(call, []).append(number)
+    return sorted({number for numbers in places.values() for number in (numbers[0], numbers[-1])})
+
+
+def always_short(most: int) -> None:
+    """Let every read and write take at most `most` bytes."""
+    for name in ("pwrite", "write"):
+        real = REAL[name]
+        setattr(os, name, lambda fd, data, *rest, real=real: real(fd, memoryview(data)[:most], *rest))
+    os.pread = lambda fd, size, offset: REAL["pread"](fd, min(size, most), offset)
+    for name in ("preadv", "pwritev"):
+        real = REAL[name]
+        setattr(os, name, lambda fd, data, *rest, real=real: real(fd, [memoryview(data[0])[:most]], *rest))
+
+
+def signal_storm() -> None:
+    """Interrupt system calls all the time, with a signal that means nothing."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.siginterrupt(signal.SIGALRM, True)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)

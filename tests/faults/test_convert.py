@@ -1,0 +1,61 @@
+"""Conversions on a system that fails: the old state or the new one, a clear message, and the same bytes in the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trees import contents
+
+FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
+SOURCE = FIXTURES / "z1_bf16_dp2"
+ONE = ["--include", "*attn.q*", "-j", "1"]
+ATOMS = [["convert", str(SOURCE), "{out}", *ONE, "--durable"]]
+RESHARD = [["convert", str(SOURCE), "{out}", "-j", "1", "--to", "deepspeed", "--dp", "3"]]
+PARTS = [
+    ["convert", str(SOURCE), "{out}", *ONE, "--part", "1/2"],
+    ["convert", str(SOURCE), "{out}", *ONE, "--part", "2/2"],
+    ["convert", str(SOURCE), "{out}", *ONE, "--finish"],
+]
+
+
+def sweep(folder: Path, commands: list[list[str]], hit: int, kinds: list[str], project: Path) -> dict[str, Any]:
+    asked = {"folder": str(folder), "commands": commands, "hit": hit, "kinds": kinds}
+    before = contents(SOURCE)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.sweep"],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        cwd=project,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert contents(SOURCE) == before, "a source is never touched"
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "commands, hit, kinds",
+    [
+        pytest.param(ATOMS, 0, ["signals", "always short", "short"], id="atoms, short and interrupted"),
+        pytest.param(ATOMS, 0, ["EIO", "ENOSPC"], id="atoms, refused"),
+        pytest.param(ATOMS, 0, ["kill", "torn"], id="atoms, killed"),
+        pytest.param(ATOMS, 0, ["power"], id="atoms, without power"),
+        pytest.param(RESHARD, 0, ["always short", "torn"], id="reshard"),
+        pytest.param(PARTS, 1, ["ENOSPC", "torn"], id="a part"),
+        pytest.param(PARTS, 2, ["EIO", "kill"], id="the last act of parts"),
+    ],
+)
+def test_the_old_state_or_the_new_one(
+    tmp_path: Path, project: Path, commands: list[list[str]], hit: int, kinds: list[str]
+) -> None:
+    found = sweep(tmp_path, commands, hit, kinds, project)
+    assert found["problems"] == []
+    assert set(found["counts"]) == set(kinds), "every kind of fault had a call to hit"
