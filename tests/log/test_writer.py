@@ -221,6 +221,19 @@ def test_what_a_base_has_made_superfluous_goes(tmp_path: Path) -> None:
     assert [(s.epoch.number, s.first, s.last) for s in log.spans()] == [(1, 8, 11)]
 
 
+def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.log.test_writer import begin, put\n"
+        "writer = begin(Path(sys.argv[1]), slots=8)\n"
+        "for step in range(1, 6): put(writer, step)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    log = Log.open(tmp_path, "strict")
+    assert contents(log) == expected(range(1, 6))
+    assert log.epochs[0].streams[0].scan.ended
+
+
 def test_a_killed_writer_loses_nothing_that_was_durable(tmp_path: Path) -> None:
     """A real process with a real writer, killed at 60 random moments (see killed_writer.py)."""
     done = subprocess.run(

@@ -52,17 +52,15 @@ def gradients() -> list[list[bytes]]:
 def train_until_killed(run: Path, pipe: int) -> None:
     model, optimizer = job()
     recorder = ucp.record(model, optimizer, run, slots=4, base_every=50, keep_bases=None)
-    told = -1
     for step in range(STEPS):
         train_step(model, optimizer, step)
-        if recorder.durable_step > told:
-            told = recorder.durable_step
-            os.write(pipe, struct.pack("<q", told))
+        told = recorder.durable_step
+        os.write(pipe, struct.pack("<qq", told, step + 1))
     time.sleep(60)
 
 
-def kill_one(run: Path, after: float, expected: list[list[bytes]]) -> tuple[int, int]:
-    """(step that can be recovered, last step that was said to be durable)."""
+def kill_one(run: Path, after: float, expected: list[list[bytes]]) -> tuple[int, int, int]:
+    """(step that can be recovered, last step that was said to be durable, last step that was trained)."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -88,7 +86,8 @@ def kill_one(run: Path, after: float, expected: list[list[bytes]]) -> tuple[int,
                 assert stored is not None
                 assert stored.float32().tobytes() == expected[step - 1][block.tensor], f"step {step}"
         assert usable_bases(log), "there is always a base to start from"
-        return log.recoverable_step, struct.unpack("<q", told[-8:])[0]
+        durable, trained = struct.unpack("<qq", told[-16:])
+        return log.recoverable_step, durable, trained
 
 
 def main() -> None:

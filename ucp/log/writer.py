@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import queue
 import threading
 import time
@@ -96,6 +98,7 @@ class Writer:
         self._done: list[tuple[Path, int]] = []  # closed segments of this writer and their last steps
         self._thread = threading.Thread(target=self._run, name="ucp-log", daemon=True)
         self._thread.start()
+        atexit.register(self._at_exit)  # a program that ends without `close` should lose nothing either
 
     # ------------------------------------------------------------------------------------------------------------------
     # The trainer's side
@@ -179,11 +182,16 @@ class Writer:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._at_exit)
         if self._error is None and self._bug is None:
             self._work.put(_Job(None, FrameType.EPOCH_END, -1, pack_json({"reason": reason})))
         self._work.put(None)
         self._thread.join()
         self.raise_error()
+
+    def _at_exit(self) -> None:
+        with contextlib.suppress(UcpError):
+            self.close("the program ended")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The thread's side
