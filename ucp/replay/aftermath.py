@@ -26,11 +26,14 @@ def advance(checkpoint: Checkpoint, span: Span) -> Checkpoint:
     told: Mapping[str, Any] = aux if isinstance(aux, dict) else {}
     groups, notes = _groups(checkpoint, span, stream, told)
     trees = {}
+    left_out = False
     for name, tree in checkpoint.extras.trees.items():
         if _RANDOM.fullmatch(PurePosixPath(name).name):
-            notes.append(Note("random-generators", f"{name} is left out: the log does not know random generators"))
+            left_out = True
         else:
             trees[name] = _tree(tree, span, told, notes)
+    if left_out:
+        notes.append(Note("random-generators", "the states of random generators are left out: the log has none"))
     extras = Extras(trees, checkpoint.extras.files)
     return replace(checkpoint, groups=groups, extras=extras, notes=[*checkpoint.notes, *notes])
 

@@ -119,7 +119,7 @@ def _values(derived: Derived) -> Iterator[Finding]:
                 below += negative(bits, atom.dtype)[0] if atom.kind in SECOND_MOMENTS else 0
             if bad:
                 text = f"{bad} of {atom.numel} elements are NaN or infinite after step {checkpoint.step}"
-                yield Finding("finite", "error", text, parameter=atom.name, kind=atom.kind)
+                yield Finding("finite", "warning", text, parameter=atom.name, kind=atom.kind)
             if below:
                 text = f"{below} of {atom.numel} elements are negative after step {checkpoint.step}"
-                yield Finding("second-moments", "error", text, parameter=atom.name, kind=atom.kind)
+                yield Finding("second-moments", "warning", text, parameter=atom.name, kind=atom.kind)
