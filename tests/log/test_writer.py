@@ -22,8 +22,11 @@ from ucp.log.frames import FrameType
 from ucp.log.manifest import Manifest, Parent, write_manifest
 from ucp.log.payloads import Digest, pack_digests
 from ucp.log.reader import Log, epoch_folder, stream_folder
+from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
 from ucp.log.upkeep import carry_out, plan_compact, plan_truncate, remove_empty_epochs, resume_stream
 from ucp.log.writer import Writer
+from ucp.model.layout import Rank
+from ucp.model.region import Region
 
 
 def begin(run: Path, manifest: Manifest | None = None, **settings: int) -> Writer:
@@ -219,6 +222,32 @@ def test_what_a_base_has_made_superfluous_goes(tmp_path: Path) -> None:
     assert remove_empty_epochs(log) == [tmp_path / "log" / "epoch-000000"]
     log = Log.open(tmp_path, "strict")
     assert [(s.epoch.number, s.first, s.last) for s in log.spans()] == [(1, 8, 11)]
+
+
+@pytest.mark.parametrize("compress, most", [(False, 2.02), (True, 1.45)])
+def test_what_a_parameter_takes_in_a_step(tmp_path: Path, compress: bool, most: float) -> None:
+    """Gradients like those of a real step: normal, of a size that differs from row to row, in bfloat16."""
+    numel = 1_000_003
+    manifest = made_manifest()
+    tensor = OptimizerTensor(numel, 0, "float32", "bfloat16", ("w",))
+    schema = StreamSchema(0, Rank(), [tensor], list(cut_blocks(0, 0, [(0, Region.all_of((numel,)), 0)])))
+    manifest.streams, manifest.parameters = [schema], [LoggedParameter("w", (numel,), "bfloat16", 0)]
+    folder = epoch_folder(tmp_path / "log", 0)
+    write_manifest(folder, manifest)
+    writer = Writer(stream_folder(folder, 0), 0, schema, compress=compress)
+    random = np.random.default_rng(0)
+    for step in range(1, 4):
+        slot = writer.acquire()
+        slot.step, slot.record = step, record(step)
+        for block, array in enumerate(slot.arrays):
+            rows = np.exp(random.normal(size=(len(array) + 255) // 256)).repeat(256)[: len(array)]
+            values = (random.normal(size=len(array)) * rows * 1e-3).astype(np.float32)
+            array[:] = values.view("<u4") >> 16
+            slot.present.append(block)
+        writer.submit(slot)
+    writer.close()
+    assert writer.stats.bytes / 3 / numel <= most
+    assert Log.open(tmp_path, "strict").recoverable_step == 3
 
 
 def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
