@@ -1,0 +1,152 @@
+"""`ucp shadow` as a process beside a job: the job is killed, the shadow has its last complete step."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ucp
+from tests.shadow import trainer
+from tests.shadow.following import assert_same, state_of
+from ucp.cli.main import run as run_command
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+class Processes:
+    """Processes that are ended with the test."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+        )
+        self.started.append(process)
+        return process
+
+    def shadow(self, *arguments: object) -> tuple[subprocess.Popen[str], str]:
+        """A running `ucp shadow --listen`, and its address."""
+        process = self.start("-m", "ucp", "shadow", "--listen", "127.0.0.1:0", *arguments)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def status(capsys: pytest.CaptureFixture[str], url: str) -> dict[str, Any]:
+    capsys.readouterr()
+    run_command(["shadow", "status", url, "--json"])
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def expected(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """The job after a step, when nothing happens to it."""
+    net, optimizer = trainer.build()
+    for number in range(1, step + 1):
+        trainer.step(net, optimizer, number)
+    found = {}
+    for name, p in net.named_parameters():
+        found[f"{name}|weight"] = p.detach().clone()
+        found.update({f"{name}|{kind}": value.clone() for kind, value in optimizer.state[p].items()})
+    return net, optimizer, found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str], seed: int) -> None:
+    """SIGKILL at a random moment: the shadow has every step that the job had told of, and the job goes on from it."""
+    torch.set_num_threads(1)
+    _, url = processes.shadow()
+    job = processes.start("-m", "tests.shadow.trainer", tmp_path / "run", 100_000, url)
+    assert job.stdout is not None
+    for _ in range(random.Random(seed).randrange(1, 60)):
+        told = int(job.stdout.readline())
+    time.sleep(random.Random(seed).random() * 0.02)
+    job.kill()
+    job.wait()
+    told = max([told, *map(int, job.stdout.read().split()[:-1])])
+    log = tmp_path / "run" / "log"
+    log.rename(tmp_path / "out-of-reach")  # the shadow alone has to do
+    end = time.monotonic() + 20
+    while (found := status(capsys, url))["feeds"] or found["pending_bytes"]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert found["condition"] == "live"
+    assert run_command(["convert", url, str(tmp_path / "resumed")]) == 0
+    resumed = ucp.open(tmp_path / "resumed").index
+    step = resumed.step
+    assert step is not None
+    assert 0 < step <= told + 1
+    net, optimizer, state = expected(step)
+    assert_same(state_of(resumed), state)
+    again, its = trainer.build()
+    assert ucp.load_into(again, its, tmp_path / "resumed").step == step
+    for number in range(step + 1, step + 6):
+        assert trainer.step(again, its, number) == trainer.step(net, optimizer, number)
+
+
+def test_the_shadow_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training goes on and ends well; another shadow has everything from the log."""
+    torch.set_num_threads(1)
+    shadow, url = processes.shadow()
+    job = processes.start("-m", "tests.shadow.trainer", tmp_path / "run", 120, url)
+    assert job.stdout is not None
+    for _ in range(10):
+        job.stdout.readline()
+    shadow.kill()
+    job.stdout.read()
+    assert job.wait(60) == 0
+    _, url = processes.shadow("--log", tmp_path / "run")
+    assert status(capsys, url)["step"] == 120
+    assert run_command(["convert", url, str(tmp_path / "end")]) == 0
+    assert_same(state_of(ucp.open(tmp_path / "end").index), expected(120)[2])
+
+
+def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    net, optimizer = trainer.build()
+    with ucp.record(net, optimizer, tmp_path / "run") as recorder:
+        trainer.step(net, optimizer, 1)
+        recorder.flush()
+        shadow, url = processes.shadow("--log", tmp_path / "run")
+        assert run_command(["shadow", "status", url]) == 0
+        assert "live: step 1, 0 behind" in capsys.readouterr().out
+        shadow.send_signal(signal.SIGTERM)
+        assert shadow.wait(20) == 0
+    assert run_command(["shadow", "status", url]) == 5
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "needs a job to follow"),
+        (["--listen", "0.0.0.0:0"], "needs a token"),
+        (["--base", "nowhere"], "nowhere"),
+        (["--listen", "nowhere"], "no address"),
+    ],
+)
+def test_what_cannot_be_a_shadow(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert run_command(["shadow", *arguments]) in (2, 3, 5)
+    assert message in capsys.readouterr().err
