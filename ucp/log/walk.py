@@ -6,32 +6,27 @@ skipped. So what is found is always a prefix of what was written.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from ucp.errors import StorageError
-from ucp.log.codecs import DTYPES
 from ucp.log.frames import (
     BATCH_END,
     FRAME_BYTES,
-    FRAME_MAGIC,
     SEGMENT_BYTES,
     TABLE_TYPES,
     BadBytesError,
     FrameHeader,
     FrameType,
     SegmentHeader,
-    checksum,
-    padded,
 )
-from ucp.log.payloads import TABLE_HEAD, Commit, StepRecord, Table, table_bytes, unpack_table
+from ucp.log.payloads import Commit, StepRecord
 from ucp.log.schema import StreamSchema
+from ucp.log.segmentfile import SegmentFile, check_blocks, frame_at
 
 SUFFIX: Final = ".ugl"
-CHUNK: Final = 1 << 20
 
 DefectKind = Literal["torn", "damaged", "incomplete", "disorder"]
 
@@ -69,7 +64,7 @@ class FrameRef:
 
     def read(self) -> bytes:
         """The payload of a frame."""
-        with _Open(self.file) as file:
+        with SegmentFile(self.file) as file:
             return file.read(self.payload_offset, self.header.length)
 
 
@@ -163,10 +158,10 @@ def _frames(scan: StreamScan, epoch: int, schema: StreamSchema) -> Iterator[Fram
             scan.defects.append(Defect("damaged", segment.path, 0, expected, last_step, reason))
             return
         segment.end = SEGMENT_BYTES
-        with _Open(segment.path) as file:
+        with SegmentFile(segment.path) as file:
             while following is None or expected < following:
                 try:
-                    header = _frame_at(file, segment.header, segment.end, expected)
+                    header = frame_at(file, segment.header, segment.end, expected)
                 except BadBytesError as error:
                     if following is None and file.is_zero(segment.end):
                         return
@@ -190,7 +185,7 @@ def _read_headers(scan: StreamScan, epoch: int, schema: StreamSchema) -> None:
     """Give segments their headers; what follows a segment without a good one is not looked at."""
     for number, segment in enumerate(scan.segments):
         try:
-            with _Open(segment.path) as file:
+            with SegmentFile(segment.path) as file:
                 header = SegmentHeader.unpack(file.read(0, SEGMENT_BYTES))
             if (header.epoch, header.stream, header.first_lsn) != (epoch, scan.stream, segment.first_lsn):
                 raise BadBytesError(
@@ -200,49 +195,12 @@ def _read_headers(scan: StreamScan, epoch: int, schema: StreamSchema) -> None:
                 raise BadBytesError("the header names another block schema than the manifest's")
         except BadBytesError as error:
             last = number + 1 == len(scan.segments)
-            with _Open(segment.path) as file:
+            with SegmentFile(segment.path) as file:
                 kind: DefectKind = "torn" if last and file.frame_after(0) < 0 else "damaged"
             scan.defects.append(Defect(kind, segment.path, 0, segment.first_lsn, None, str(error)))
             del scan.segments[number:]
             return
         segment.header = header
-
-
-def _frame_at(file: _Open, segment: SegmentHeader, offset: int, lsn: int) -> FrameHeader:
-    """The frame at `offset`, which must be the stream's frame `lsn`. Blocks are not read."""
-    header = FrameHeader.unpack(file.read(offset, FRAME_BYTES), segment.salt)
-    if (header.epoch, header.stream) != (segment.epoch, segment.stream):
-        raise BadBytesError(f"a frame of epoch {header.epoch}, stream {header.stream}")
-    if header.offset != offset:
-        raise BadBytesError(f"a frame that was written for byte {header.offset}")
-    if header.lsn != lsn:
-        raise BadBytesError(f"frame {header.lsn} where frame {lsn} should be")
-    if header.end > file.size:
-        raise BadBytesError(f"the file ends at byte {file.size}, inside a frame that ends at {header.end}")
-    if header.type in TABLE_TYPES:
-        read_table(file, header)
-    else:
-        payload = file.read(offset + FRAME_BYTES, padded(header.length))
-        if checksum(payload[: header.length]) != header.checksum:
-            raise BadBytesError("the checksum of a payload is wrong")
-        if any(payload[header.length :]):
-            raise BadBytesError("the bytes after a payload are not zero")
-    return header
-
-
-def read_table(file: _Open, header: FrameHeader) -> tuple[Table, int]:
-    """(entries, base step) of a table frame, checked."""
-    start = header.offset + FRAME_BYTES
-    if header.length < TABLE_HEAD.size:
-        raise BadBytesError("a table of blocks ends early")
-    count = TABLE_HEAD.unpack(file.read(start, TABLE_HEAD.size))[0]
-    size = table_bytes(count)
-    if size > header.length:
-        raise BadBytesError("a table of blocks is longer than its frame")
-    data = file.read(start, size)
-    if checksum(data) != header.checksum:
-        raise BadBytesError("the checksum of a table of blocks is wrong")
-    return unpack_table(data, header.length)
 
 
 def _checked(scan: StreamScan, frames: list[FrameRef], check: Literal["all", "tail"]) -> list[FrameRef]:
@@ -251,14 +209,14 @@ def _checked(scan: StreamScan, frames: list[FrameRef], check: Literal["all", "ta
     if check == "tail":
         ends = [i for i, ref in enumerate(frames[:-1]) if ref.header.flags & BATCH_END]
         first = ends[-1] + 1 if ends else 0
-    files: dict[Path, _Open] = {}
+    files: dict[Path, SegmentFile] = {}
     try:
         for number, ref in enumerate(frames):
             if number < first or ref.header.type not in TABLE_TYPES:
                 continue
             if ref.file not in files:
                 _close(files)
-                files[ref.file] = _Open(ref.file)
+                files[ref.file] = SegmentFile(ref.file)
             try:
                 check_blocks(files[ref.file], ref.header)
             except BadBytesError as error:
@@ -275,23 +233,6 @@ def _checked(scan: StreamScan, frames: list[FrameRef], check: Literal["all", "ta
     return frames
 
 
-def check_blocks(file: _Open, header: FrameHeader) -> None:
-    """Read every block of a table frame and compare checksums; what lies between blocks must be zero."""
-    table, _ = read_table(file, header)
-    start = header.offset + FRAME_BYTES
-    gap = table_bytes(len(table))
-    if any(file.read(start + gap, padded(gap) - gap)):
-        raise BadBytesError("the bytes after a table of blocks are not zero")
-    for entry in table:
-        length = int(entry["length"])
-        data = file.read(start + int(entry["offset"]), padded(length))
-        if checksum(memoryview(data)[:length]) != int(entry["checksum"]):
-            kind = DTYPES[int(entry["dtype"])]
-            raise BadBytesError(f"the checksum of block {entry['block']} ({entry['count']} × {kind}) is wrong")
-        if any(data[length:]):
-            raise BadBytesError(f"the bytes after block {entry['block']} are not zero")
-
-
 def _cut(scan: StreamScan, ref: FrameRef) -> None:
     """Forget everything from a frame on."""
     for number, segment in enumerate(scan.segments):
@@ -301,7 +242,7 @@ def _cut(scan: StreamScan, ref: FrameRef) -> None:
             return
 
 
-def _durable_after(file: _Open, segment: Segment) -> bool:
+def _durable_after(file: SegmentFile, segment: Segment) -> bool:
     """Do later bytes of the segment prove that what is broken at `segment.end` was durable once?
 
     The writer waits for the disk after a frame with BATCH_END, before it writes the next: so such a frame with another
@@ -381,63 +322,7 @@ def _last(scan: StreamScan) -> int | None:
     return next(reversed(scan.steps), None)
 
 
-class _Open:
-    """A file open for positional reads."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        self.size = os.fstat(self._fd).st_size
-
-    def __enter__(self) -> _Open:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes, or fewer where the file ends."""
-        try:
-            data = os.pread(self._fd, size, offset)
-            while 0 < len(data) < size:
-                more = os.pread(self._fd, size - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot read bytes at {offset}: {error.strerror}") from error
-        if len(data) < size and offset + size <= self.size:
-            raise BadBytesError(f"the file ends at byte {offset + len(data)}")
-        return data
-
-    def is_zero(self, offset: int) -> bool:
-        """Are all bytes from `offset` on zero (or are there none)?"""
-        while data := self.read(offset, min(CHUNK, max(self.size - offset, 0))):
-            if data.count(0) != len(data):
-                return False
-            offset += len(data)
-        return True
-
-    def frame_after(self, offset: int) -> int:
-        """Offset of the next place that looks like the beginning of a frame, or -1."""
-        at = -(-offset // FRAME_BYTES) * FRAME_BYTES
-        while data := self.read(at, min(CHUNK, max(self.size - at, 0))):
-            found = data.find(FRAME_MAGIC)
-            while found >= 0 and found % FRAME_BYTES:
-                found = data.find(FRAME_MAGIC, found + 1)
-            if found >= 0:
-                return at + found
-            at += len(data)
-        return -1
-
-
-def _close(files: dict[Path, _Open]) -> None:
+def _close(files: dict[Path, SegmentFile]) -> None:
     for file in files.values():
         file.close()
     files.clear()
