@@ -86,6 +86,13 @@ def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
         ucp.open(tmp_path / "out", names="hf", model_config=tmp_path / "none.json")
 
 
+def test_a_megatron_target_wants_megatrons_names(tmp_path: Path) -> None:
+    folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
+    with pytest.raises(UsageError, match="not called as megatron-core calls them") as refused:
+        ucp.convert(folder, tmp_path / "out", to="megatron")
+    assert "--names megatron" in str(refused.value)
+
+
 def test_damaged_state_stays_refused(corpus: Path, tmp_path: Path) -> None:
     given = corpus / "megatron/gpt_pp2_dp2_do_full_torchdist"
     with pytest.raises(InconsistentError, match="holds numbers of its neighbours"):

@@ -37,6 +37,12 @@ def into_megatron(
     checkpoint: Checkpoint, trees: Mapping[int, Mapping[str, Any]], model_config: Path | None
 ) -> Checkpoint:
     """The checkpoint as Megatron's writers want it; `trees` are DeepSpeed's model files in it, by rank."""
+    if not any(name.startswith("decoder.") for name in checkpoint.parameters):
+        shown = ", ".join(list(checkpoint.parameters)[:3])
+        raise UsageError(
+            f"parameters are not called as megatron-core calls them ({shown}, …)",
+            hint="map them with --names megatron, or with a table of your own: --names FILE",
+        )
     facts = facts_of(checkpoint, model_config)
     first = trees[min(trees)] if trees else {}
     stored = first.get("args")

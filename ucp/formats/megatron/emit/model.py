@@ -178,7 +178,7 @@ def _check(source: Checkpoint, arguments: Arguments) -> None:
     if strange:
         raise UsageError(
             f"{_some(strange)}: not parameters of a megatron-core decoder, so nothing says where they belong",
-            hint="leave them out with --exclude, or map the names first",
+            hint="leave them out with --exclude, or map the names with --names FILE",
         )
     if not source.parameters:
         raise UsageError(f"{source.root}: there is nothing to write")
