@@ -110,6 +110,49 @@ def test_numbered_parameters(tmp_path: Path, groups: int) -> None:
     assert {note.id for note in index_of(path).notes} == {"states-by-order", "wrapper-names"}
 
 
+def test_numbered_parameters_of_any_shape(tmp_path: Path) -> None:
+    """A 0-d parameter, biases and norms in the first group, a buffer, and a tied weight under both its names."""
+    import torch
+
+    model: dict[str, Any] = {
+        "temperature": torch.tensor(0.5),
+        "scores": torch.arange(6.0),
+        "embed.weight": torch.randn(5, 3),
+        "norm.weight": torch.randn(3),
+        "up.weight": torch.randn(4, 3),
+        "up.bias": torch.randn(4),
+    }
+    listed = ["temperature", "norm.weight", "up.bias", "embed.weight", "up.weight"]
+    numbered = {
+        i: {"step": torch.tensor(3.0), **{kind: torch.randn_like(model[name]) for kind in ("exp_avg", "exp_avg_sq")}}
+        for i, name in enumerate(listed)
+    }
+    groups = [{"lr": 0.5, "params": [0, 1, 2]}, {"lr": 0.25, "params": [3, 4]}]
+    model["head.weight"] = model["embed.weight"]
+    state = {"model": model, "optimizer": {"state": numbered, "param_groups": groups}}
+    path = save(state, tmp_path / "saved")
+    index = index_of(path)
+    assert [group.names for group in index.groups] == [listed[:3], listed[3:]]
+    assert index.parameters["embed.weight"].aliases == ("head.weight",)
+    opened = ucp.open(path)
+    for i, name in enumerate(listed):
+        for kind, value in numbered[i].items():
+            assert torch.equal(opened[name].read(kind, as_torch=True), value), (name, kind)
+
+
+def test_groups_without_names_are_not_lost(tmp_path: Path) -> None:
+    state = raw_state()
+    numbered = state["optimizer"]["state"]
+    numbered[0], numbered[4] = numbered[4], numbered[0]
+    path = save(state, tmp_path / "saved")
+    ucp.convert(path, tmp_path / "again", to="dcp")
+    before, after = index_of(path), index_of(tmp_path / "again")
+    assert after.parameters.keys() == before.parameters.keys()
+    groups = after.extras.trees[".metadata"]["optimizer"]["param_groups"]
+    assert groups == before.extras.trees[".metadata"]["optimizer"]["param_groups"]
+    assert groups[0]["weight_decay"] == state["optimizer"]["param_groups"][0]["weight_decay"]
+
+
 def test_numbers_that_fit_no_order_stay_extras(tmp_path: Path) -> None:
     state = raw_state()
     numbered = state["optimizer"]["state"]

@@ -6,16 +6,16 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.formats.dcp.groups import Group, Values, read_groups
-from ucp.formats.dcp.keys import ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
+from ucp.formats.dcp.keys import LIKE_WEIGHT, ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
 from ucp.formats.dcp.nesting import nest
 from ucp.formats.dcp.numbering import match_numbers
 from ucp.formats.dcp.own_facts import OwnFacts, take_facts
-from ucp.formats.dcp.roles import find_roles, find_ties
+from ucp.formats.dcp.roles import find_copies, find_roles, find_ties
 from ucp.formats.dcp.style import Place
 from ucp.formats.distcp_archives import Archives, Objects
 from ucp.formats.distcp_index import METADATA, Entry, Folder, ObjectEntry, TensorEntry
@@ -25,7 +25,6 @@ from ucp.model.layout import Rank
 from ucp.model.region import Region
 
 # States that have the parameter's own shape in every optimizer that knows them.
-_LIKE_WEIGHT: Final = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param"})
 
 
 @dataclass(slots=True)
@@ -153,6 +152,10 @@ class _Assembly:
         self, optimizer: OptimizerKeys, groups: list[Group], tensors: Mapping[str, TensorEntry]
     ) -> dict[str, str] | None:
         found = match_numbers(optimizer, groups, tensors)
+        if found is None:  # the optimizer knows a tied weight once, the model by all its names
+            copies = find_copies(self.archives, self.files, tensors)
+            once = {name: entry for name, entry in tensors.items() if name not in copies}
+            found = match_numbers(optimizer, groups, once) if copies else None
         if found is not None:
             self._note(
                 "states-by-order",
@@ -165,7 +168,9 @@ class _Assembly:
             f"the optimizer numbers its {count} parameters, in an unknown order: its states are extras",
         )
         name = next(iter(self.left))
-        self.left[name].extend(entry for states in optimizer.states.values() for entry in states.values())
+        tables = (*optimizer.states.values(), *optimizer.fields.values())
+        self.left[name].extend(entry for table in tables for entry in table.values())
+        self.left[name].extend([optimizer.whole] if optimizer.whole is not None else [])
         return None
 
     def _states(self, optimizer: OptimizerKeys, translate: Mapping[str, str]) -> None:
@@ -180,7 +185,7 @@ class _Assembly:
                 if parameter is None:
                     shape = next((e.shape for e in states.values() if isinstance(e, TensorEntry) and e.shape), ())
                     parameter = self.contents.parameters[name] = Parameter(name, shape)
-                elif atom.shape != parameter.shape and (kind in _LIKE_WEIGHT or atom.numel == parameter.numel > 1):
+                elif atom.shape != parameter.shape and (kind in LIKE_WEIGHT or atom.numel == parameter.numel > 1):
                     raise InconsistentError(
                         f"{self.root}: {entry.key} has the shape {list(atom.shape)},"
                         f" its parameter {list(parameter.shape)}",

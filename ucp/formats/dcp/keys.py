@@ -16,6 +16,7 @@ from ucp.formats.distcp_index import Entry, Folder, KeyPath, ObjectEntry, Tensor
 GROUPS: Final = "param_groups"
 STATE: Final = "state"
 PARAMS: Final = "params"
+LIKE_WEIGHT: Final = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param"})
 _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 

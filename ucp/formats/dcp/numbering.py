@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from ucp.formats.dcp.groups import Group
-from ucp.formats.dcp.keys import OptimizerKeys
+from ucp.formats.dcp.keys import LIKE_WEIGHT, OptimizerKeys
 from ucp.formats.dcp.roles import surely_buffer
+from ucp.formats.dealing import deal, states_fit
 from ucp.formats.distcp_index import Entry, TensorEntry
+from ucp.model.box import Shape
 
 
 def match_numbers(
@@ -16,7 +19,8 @@ def match_numbers(
     """Number → name, or None. `tensors` are the model's, in its own order.
 
     Numbers count parameters group by group: in the model's order, or with matrices before everything else, as jobs
-    do that spare biases and norms the weight decay. Shapes must agree with it.
+    do that spare biases and norms the weight decay. Shapes must agree with it. Failing that, groups may be dealt in any
+    one way that fits.
     """
     numbers = [name for group in groups for name in group.names] or sorted(optimizer.states, key=int)
     names = [name for name in tensors if not surely_buffer(name, tensors[name])]
@@ -25,7 +29,20 @@ def match_numbers(
         found = _match(numbers, order, optimizer.states, tensors)
         if found is not None:
             return found
-    return None
+    shapes = {number: _shapes(optimizer.states.get(number, {})) for number in numbers}
+    dealt = deal(
+        [[partial(states_fit, shapes[number]) for number in group.names] for group in groups],
+        [(name, tensors[name].shape) for name in names],
+    )
+    if not groups or dealt is None:
+        return None
+    return dict(zip(numbers, [name for group in dealt for name in group], strict=True))
+
+
+def _shapes(states: Mapping[str, Entry]) -> frozenset[Shape]:
+    """The shapes of states that say something of the parameter's; a number such as `step` says nothing."""
+    tensors = {kind: entry.shape for kind, entry in states.items() if isinstance(entry, TensorEntry)}
+    return frozenset(shape for kind, shape in tensors.items() if shape or kind in LIKE_WEIGHT)
 
 
 def _match(
@@ -35,7 +52,7 @@ def _match(
     names = iter(order)
     found: dict[str, str] = {}
     for number in numbers:
-        shapes = [e.shape for e in states.get(number, {}).values() if isinstance(e, TensorEntry) and e.shape]
+        shapes = _shapes(states.get(number, {}))
         for name in names:
             if all(shape == tensors[name].shape for shape in shapes) and (shapes or len(numbers) == len(order)):
                 found[number] = name

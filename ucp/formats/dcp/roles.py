@@ -79,6 +79,21 @@ def find_ties(
     return ties
 
 
+def find_copies(archives: Archives, files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> set[str]:
+    """Matrices that are bit for bit an earlier one of the same cut: tied weights, as far as values can tell."""
+    seen: dict[tuple[object, ...], list[TensorEntry]] = {}
+    copies: set[str] = set()
+    for name, entry in tensors.items():
+        if len(entry.shape) < 2 or not entry.chunks:
+            continue
+        earlier = seen.setdefault(_cut(entry), [])
+        if any(_equal(archives, files, entry, other) for other in earlier):
+            copies.add(name)
+        else:
+            earlier.append(entry)
+    return copies
+
+
 def _cut(entry: TensorEntry) -> tuple[object, ...]:
     return entry.shape, entry.dtype, tuple(sorted((box.start, box.shape) for box in entry.chunks))
 

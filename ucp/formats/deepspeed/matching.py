@@ -1,24 +1,22 @@
 """ZeRO off: the optimizer numbers its parameters and names none. Finds the names, by value where it can, else by shape.
 
-By value: a master weight rounded to the module's dtype is the module's weight, bit for bit. By shape: groups are lists
-of the model's parameters in the model's order, so every group is a subsequence of the module; if only one way of
-dealing the names out fits all shapes, it is the right one.
+By value: a master weight rounded to the module's dtype is the module's weight, bit for bit. By shape: see `dealing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ucp.files.local import SourceFiles
+from ucp.formats.dealing import deal, states_fit
 from ucp.formats.deepspeed.stored import Run, Stored
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
 
 SAMPLE: Final = 1024  # elements of a tensor that are compared before names are believed to match
 _BLOCK: Final = 1 << 20
-_MAX_WAYS: Final = 20_000  # half-dealt states kept at a time; beyond it nothing is decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +37,8 @@ class Slot:
     states: frozenset[Shape] = frozenset()
 
     def fits(self, shape: Shape) -> bool:
-        """Whether a parameter of this shape can be meant: a state has it, or rows and columns of it (Adafactor)."""
-        if self.shape is not None:
-            return self.shape == shape
-        if not self.states or shape in self.states:
-            return True
-        rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
-        kept = ((*rows, 1), (*shape[:-2], 1, *shape[-1:]))  # with the dimension that was summed over
-        return len(shape) > 1 and (self.states >= {rows, columns} or self.states >= set(kept))
+        """Whether a parameter of this shape can be meant."""
+        return self.shape == shape if self.shape is not None else states_fit(self.states, shape)
 
 
 def match_by_value(
@@ -76,55 +68,9 @@ def match_by_value(
 
 
 def match_by_shape(groups: Sequence[Sequence[Slot]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
-    """Names of every group's slots when exactly one way of dealing the module out in order fits; else None.
-
-    A candidate that goes to no group is a frozen parameter.
-    """
-    frozen = len(candidates) - sum(map(len, groups))
-    if frozen < 0:
-        return None
-    start = ((0,) * len(groups), frozen)
-    # state → (number of ways, capped at 2; the state before and the group that took the name)
-    ways: dict[Any, tuple[int, Any]] = {start: (1, None)}
-    history: list[dict[Any, tuple[int, Any]]] = []
-    for candidate in candidates:
-        after: dict[Any, tuple[int, Any]] = {}
-        for state, (count, _) in ways.items():
-            for taker, following in _choices(state, groups, candidate.shape):
-                known = after.get(following)
-                after[following] = (2, None) if known or count > 1 else (1, (state, taker))
-        if not after or len(after) > _MAX_WAYS:
-            return None
-        history.append(after)
-        ways = after
-    end = (tuple(map(len, groups)), 0)
-    if ways.get(end, (0, None))[0] != 1:
-        return None
-    return _retrace(end, history, candidates, len(groups))
-
-
-def _choices(state: Any, groups: Sequence[Sequence[Slot]], shape: Shape) -> list[tuple[int | None, Any]]:
-    """Who may take the next name: a group whose next slot has its shape, or nobody while frozen ones are left."""
-    positions, frozen = state
-    found: list[tuple[int | None, Any]] = []
-    for g, at in enumerate(positions):
-        if at < len(groups[g]) and groups[g][at].fits(shape):
-            found.append((g, ((*positions[:g], at + 1, *positions[g + 1 :]), frozen)))
-    if frozen:
-        found.append((None, (positions, frozen - 1)))
-    return found
-
-
-def _retrace(
-    end: Any, history: Sequence[Mapping[Any, tuple[int, Any]]], candidates: Sequence[Candidate], groups: int
-) -> list[list[str]]:
-    dealt: list[list[str]] = [[] for _ in range(groups)]
-    state = end
-    for candidate, after in zip(reversed(candidates), reversed(history), strict=True):
-        state, taker = after[state][1]
-        if taker is not None:
-            dealt[taker].append(candidate.name)
-    return [names[::-1] for names in dealt]
+    """Names of every group's slots when exactly one way of dealing the module out in order fits; else None."""
+    tests = [[slot.fits for slot in group] for group in groups]
+    return deal(tests, [(candidate.name, candidate.shape) for candidate in candidates])
 
 
 def find_copies(source: SourceFiles, candidates: Sequence[Candidate]) -> dict[str, str]:
