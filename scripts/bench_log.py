@@ -140,9 +140,9 @@ def make(run: str, params: int, steps: int, kernel: str) -> dict[str, Any]:
     import ucp
 
     shutil.rmtree(run, ignore_errors=True)
-    rows = max(1, params // 10 // 1024)
-    net = torch.nn.ParameterDict({f"large{i}": torch.nn.Parameter(torch.randn(rows, 1024)) for i in range(9)})
-    net.update({f"small{i}": torch.nn.Parameter(torch.randn(rows * 1024 // 50)) for i in range(50)})
+    rows = max(1, params // 8 // 1024)
+    net = torch.nn.ParameterDict({f"large{i}": torch.nn.Parameter(torch.randn(rows, 1024)) for i in range(8)})
+    net.update({f"small{i}": torch.nn.Parameter(torch.randn(1024)) for i in range(16)})
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=kernel == "fused", foreach=False)
     gradients = [torch.randn_like(p).bfloat16().float() for p in net.parameters()]  # narrowed when they are logged
     with ucp.record(net, optimizer, run) as recorder:

@@ -59,6 +59,9 @@ def _adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, fused: bool, de
 
     amsgrad = bool(hyper.get("amsgrad"))
     states = stretch.states
+    if fused:
+        _fused_adam(stretch, grad, hyper, amsgrad, decoupled)
+        return
     adam(
         [stretch.param],
         [grad],
@@ -67,7 +70,7 @@ def _adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, fused: bool, de
         [states["max_exp_avg_sq"]] if amsgrad else [],
         [_step_tensor(stretch)],
         foreach=False,
-        fused=fused,
+        fused=False,
         amsgrad=amsgrad,
         decoupled_weight_decay=decoupled,
         beta1=hyper["betas"][0],
@@ -76,6 +79,31 @@ def _adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, fused: bool, de
         weight_decay=hyper["weight_decay"],
         eps=hyper["eps"],
         maximize=bool(hyper.get("maximize")),
+    )
+
+
+def _fused_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, amsgrad: bool, decoupled: bool) -> None:
+    """The operator that torch's fused Adam ends in: what torch does around it costs as much as a small tensor."""
+    import torch
+
+    operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    states = stretch.states
+    operator(
+        [stretch.param],
+        [grad],
+        [states["exp_avg"]],
+        [states["exp_avg_sq"]],
+        [states["max_exp_avg_sq"]] if amsgrad else [],
+        [_step_tensor(stretch).add_(1)],
+        amsgrad=amsgrad,
+        lr=_learning_rate(hyper),
+        beta1=hyper["betas"][0],
+        beta2=hyper["betas"][1],
+        weight_decay=hyper["weight_decay"],
+        eps=hyper["eps"],
+        maximize=bool(hyper.get("maximize")),
+        grad_scale=None,
+        found_inf=None,
     )
 
 
