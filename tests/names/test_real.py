@@ -155,3 +155,21 @@ def test_a_view_under_other_names(corpus: Path, tmp_path: Path) -> None:
     ucp.convert(given, tmp_path / "view", names="hf", link=True)
     assert ucp.diff(tmp_path / "view", given, names="hf").same
     assert sum(path.stat().st_size for path in (tmp_path / "view").rglob("*") if path.is_file()) < 400_000
+
+
+@pytest.mark.parametrize("source", ["gptfp16_tp1_torch", "gptfp16_tp1_torchdist"])
+def test_the_loss_scale_crosses_and_comes_back(corpus: Path, tmp_path: Path, source: str) -> None:
+    given = corpus / "megatron" / source
+    ucp.convert(given, tmp_path / "zero", to="deepspeed", names="hf", zero=1, dp=1)
+    trees = ucp.open(tmp_path / "zero").extras.trees
+    (scaler,) = [t["optimizer_state_dict"]["loss_scaler"] for t in trees.values() if "optimizer_state_dict" in t]
+    assert scaler.get("cur_scale") == 256.0
+    assert scaler.get("dynamic") is True
+    config = tmp_path / "zero/config.json"
+    ucp.convert(tmp_path / "zero", tmp_path / "back", to="megatron", names="megatron", model_config=config)
+    assert ucp.diff(given, tmp_path / "back", names="hf").same
+    tree = next(iter(ucp.open(tmp_path / "back").extras.trees.values()))
+    fragment = tree["optimizer"]["grad_scaler"]["scale"].fragments[0]
+    with (ucp.open(tmp_path / "back").index.root / fragment.file).open("rb") as file:
+        file.seek(fragment.offset)
+        assert np.frombuffer(file.read(4), np.float32)[0] == 256.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from ucp.files.local import SourceFiles
 from ucp.files.pickle_writer import bare_object
 from ucp.model.checkpoint import STEP, Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
 from ucp.model.dtypes import FLOAT32
@@ -17,6 +18,7 @@ from ucp.names.carried import carried_note, whole_number
 from ucp.names.facts import CONFIG
 from ucp.names.mapping import MEGATRON_DEEPSPEED
 
+_SCALER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\..*grad_scaler/shard_")
 _RNG: Final = re.compile(r"^rng_state/shard_0\.0(?:\.0)?_[\d.]+$")
 
 
@@ -119,19 +121,28 @@ def _with_step(parameter: Parameter, groups: list[ParamGroup]) -> Parameter:
 
 
 def _deepspeed_scaler(checkpoint: Checkpoint, megatron: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Megatron's loss scale as DeepSpeed's."""
-    optimizer = megatron.get("optimizer")
-    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
-    scale = scaler.get("scale") if isinstance(scaler, dict) else None
-    if not isinstance(scale, Atom) or checkpoint.details.get("dtype") != "float16":
+    """Megatron's loss scale as DeepSpeed's; nothing where the run had none."""
+    if checkpoint.details.get("dtype") != "float16":
         return {}
-    fragment = scale.fragments[0]
-    data = fragment.inline
-    if data is None:
-        with (checkpoint.root / fragment.file).open("rb") as file:
-            file.seek(fragment.offset)
-            data = file.read(4)
-    return {"cur_scale": struct.unpack("<f", data[:4])[0], "dynamic_loss_scale": True, "cur_iter": step}
+    for scaler in _scalers(checkpoint, megatron):
+        scale = scaler.get("scale") if isinstance(scaler, dict) else None
+        if isinstance(scale, Atom) and scale.dtype == FLOAT32:
+            fragment = scale.fragments[0]
+            with SourceFiles(checkpoint.root) as files:
+                data = fragment.inline or files.read(fragment.file, fragment.offset, FLOAT32.itemsize)
+            return {"cur_scale": struct.unpack("<f", data)[0], "dynamic_loss_scale": True, "cur_iter": step}
+    return {}
+
+
+def _scalers(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -> Iterator[Any]:
+    """Where Megatron's layouts keep the state of a loss scaler."""
+    optimizer = megatron.get("optimizer")
+    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+        if isinstance(one, dict):
+            yield one.get("grad_scaler")
+    objects = checkpoint.extras.trees.get("objects")
+    if isinstance(objects, dict):
+        yield from (value for key, value in objects.items() if isinstance(key, str) and _SCALER.match(key))
 
 
 def _first_random(checkpoint: Checkpoint) -> Any:

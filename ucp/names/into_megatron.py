@@ -71,7 +71,8 @@ def into_megatron(
         "num_floating_point_operations_so_far": 0.0,
     }
     schedule = first.get("lr_scheduler")
-    if isinstance(schedule, dict) and "num_steps" in schedule:
+    has_schedule = isinstance(schedule, dict) and "num_steps" in schedule
+    if isinstance(schedule, dict) and has_schedule:
         tree["opt_param_scheduler"] = {key: schedule[key] for key in _SCHEDULE if key in schedule}
     elif checkpoint.groups:
         tree["opt_param_scheduler"] = _counted_schedule(checkpoint.groups, first)
@@ -90,10 +91,10 @@ def into_megatron(
     ]
     details = {**checkpoint.details, "dtype": checkpoint.details.get("dtype") or _dtype(checkpoint)}
     details.pop("pipeline", None)
-    notes = [*checkpoint.notes, carried_note(checkpoint, "Megatron", isinstance(schedule, dict), bool(random))]
+    notes = [*checkpoint.notes, carried_note(checkpoint, "Megatron", has_schedule, bool(random))]
     if facts.unlike is not None:
         notes.append(Note("unlike", f"the arguments do not say that {facts.unlike}: the job must"))
-    if checkpoint.groups and not (isinstance(schedule, dict) and "num_steps" in schedule):
+    if checkpoint.groups and not has_schedule:
         text = "of the schedule only the samples that were seen are known: start with --override-opt-param-scheduler"
         notes.append(Note("schedule-unknown", text))
     return replace(checkpoint, extras=extras, groups=groups, details=details, notes=notes)
