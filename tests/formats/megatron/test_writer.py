@@ -311,7 +311,7 @@ def check_same_atoms(source: Path, made: Path) -> None:
         ("gpt_tp1_pp1_torch", {"ep": 2}, "the model has no experts"),
         ("gpt_tp1_pp1_torch", {"zero": 2}, "Megatron has no ZeRO-2"),
         ("gpt_tp1_pp1_torch", {"zero": 1, "optimizer": "plain"}, "--zero 1 is not the plain optimizer"),
-        ("gpt_tp1_pp1_torch", {"dtype": "float16"}, "as float16 for Megatron is not supported"),
+        ("gpt_tp1_pp1_torch", {"dtype": "float64"}, "Megatron trains no model in float64"),
         ("gpt_tp1_pp1_torch", {"vocab_size": 100}, "a vocabulary of 122 does not fit a size of 100"),
         ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (1, 2)}, "do not deal 4 layers to pp=2"),
         ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 2, "stages": (0, 2)}, "do not deal 4 layers to pp=2 × vpp=2"),
@@ -329,6 +329,20 @@ def test_impossible_jobs_are_refused(
     with pytest.raises(UsageError, match=said):
         ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="megatron", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch-dist"])
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_weights_take_another_dtype_from_their_masters(corpus: Path, tmp_path: Path, to: str, optimizer: str) -> None:
+    source = corpus / "megatron/llama_tp2_pp2_torch"
+    options: dict[str, Any] = {"to": to, "optimizer": optimizer}
+    ucp.api.convert(source, tmp_path / "single", dtype="fp32", tp=1, **options)
+    start, single = ucp.open(source), ucp.open(tmp_path / "single")
+    assert single.index.details["dtype"] == "float32"
+    for name in start:
+        assert single[name].read("weight").tobytes() == start[name].read("master").tobytes(), name
+    ucp.api.convert(tmp_path / "single", tmp_path / "back", dtype="bf16", tp=2, **options)
+    check_same_atoms(source, tmp_path / "back")
 
 
 def test_other_frameworks_are_refused(corpus: Path, tmp_path: Path) -> None:

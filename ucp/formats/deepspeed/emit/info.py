@@ -15,12 +15,15 @@ _OF_SOURCE_RANKS: Final = ("affine_map", "sub_param_shard_widths")
 
 
 def info_for(world: World, info: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The source's info, or one made of the rules where it has none that speaks of tensor parallelism."""
+    """The source's info, or one made of the rules where it has none that speaks of tensor parallelism.
+
+    A single rank needs one where a vocabulary is padded: nothing else says how much of it is real.
+    """
     if info is not None and world.mesh.tp != world.source.mesh.tp:
         info = _for_other_ranks(world, info)
     if info is not None and speaks_of_tp(info):
         return _completed(world, info)
-    return {**(info or {}), **_spelled_out(world)} if world.mesh.tp > 1 else info
+    return {**(info or {}), **_spelled_out(world)} if world.mesh.tp > 1 or _is_padded(world) else info
 
 
 def _for_other_ranks(world: World, info: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +41,11 @@ def padded_vocab_size(world: World) -> int | None:
         if parameter.rule.cut == "vocab":
             return world.slicer.local(parameter, 0).shape[parameter.rule.dim] * world.mesh.tp
     return None
+
+
+def _is_padded(world: World) -> bool:
+    size = padded_vocab_size(world)
+    return any(p.rule.cut == "vocab" and p.shape[p.rule.dim] != size for p in _trained(world))
 
 
 def _completed(world: World, info: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _PIPELINE: Final = (
 )
 _PHANTOMS: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _FULLY: Final = "dist_ckpt_optim_fully_reshardable"
+_DTYPES: Final = ("bfloat16", "float16", "float32")
 _FORMATS: Final = ("megatron", "torch-dist")
 
 
@@ -62,12 +63,8 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
     like = options.like
     if like is not None and like.format not in _FORMATS:
         raise UsageError(f"--like {like.root}: is {like.format}, not a checkpoint of Megatron's")
-    if options.dtype is not None and options.dtype.name != source.details.get("dtype"):
-        raise UsageError(
-            f"the model's weights are {source.details.get('dtype')}: writing them as {options.dtype} for Megatron is"
-            " not supported",
-            hint="leave --dtype out",
-        )
+    if options.dtype is not None and options.dtype.name not in _DTYPES:
+        raise UsageError(f"Megatron trains no model in {options.dtype}", hint=f"choose one of: {', '.join(_DTYPES)}")
     base = like.mesh if like is not None else source.mesh
     pattern = Carried(like).arguments if like is not None else carried.arguments
     mesh, etp = _mesh(base, carried.arguments, options)
@@ -169,6 +166,10 @@ def _fields(stored: Arguments, mesh: Mesh, etp: int, options: WriteOptions) -> d
     fields.update({name: value for name, value in known.items() if name in fields})
     if not mesh.zero:
         fields.update({name: False for name in ("overlap_param_gather",) if name in fields})
+    if options.dtype is not None:
+        fields.update(bf16=options.dtype.name == "bfloat16", fp16=options.dtype.name == "float16")
+        follow = {"params_dtype": options.dtype, "accumulate_allreduce_grads_in_fp32": fields["bf16"]}
+        fields.update({name: value for name, value in follow.items() if name in fields})
     if options.experts is not None:
         fields["moe_grouped_gemm"] = options.experts == "grouped"
         if not stored.has_transformer_engine:

@@ -10,17 +10,17 @@ from typing import Any, Final
 
 from ucp.errors import UsageError
 from ucp.files.torchzip_writer import Fill, NewTensor, new_tensor
-from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.emit.job import Job
 from ucp.formats.megatron.emit.spelling import in_module
 from ucp.formats.megatron.local_module import Lodger, ModuleRank, ModuleTensor, Whole, module_of
 from ucp.formats.megatron.names import OUTPUT, expert_of, is_expert, layer_of, with_expert_after, with_layer_after
+from ucp.formats.megatron.splits import rule_of
 from ucp.formats.registry import WriteOptions
 from ucp.model.box import Box, Shape
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
-from ucp.model.dtypes import FLOAT32, parse_dtype
+from ucp.model.dtypes import FLOAT32, DType, parse_dtype
 from ucp.model.region import Region
-from ucp.model.rules import REPLICATED, Rule
+from ucp.model.rules import REPLICATED, Rule, resolve
 
 _KNOWN: Final = re.compile(r"^(?:embedding|decoder|output_layer)\.")
 _UNCUT: Final = ("one tensor-parallel rank", "not cut in the checkpoint")  # origins of rules that nobody gave
@@ -48,9 +48,13 @@ class Model:
         self.source = source
         self.job = job
         self.lost_padding: set[str] = set()  # vocabularies that got rows which the source has not
+        named = source.details.get("dtype")
+        self._stored_dtype = (parse_dtype(named) if isinstance(named, str) else None) or FLOAT32
+        self.dtype = options.dtype or self._stored_dtype  # of the module's weights
         self._options = options
         self._atoms: dict[tuple[str, str], Atom | None] = {}
-        _check(source, job.arguments)
+        self._rules = {p.name: self._rule(p) for p in source.parameters.values()}
+        self._check()
         self.wholes = {p.name: self._whole(p) for p in source.parameters.values() if p.atoms}
         self._moe_layers = {
             layer for name in self.wholes if (layer := layer_of(name)) is not None and ".router." in name
@@ -119,29 +123,53 @@ class Model:
         if (name, kind) not in self._atoms:
             parameter = self.source.parameters[name]
             stored = parameter.atoms.get(kind)
-            if stored is None and kind == WEIGHT:
-                named = self.source.details.get("dtype")
-                dtype = parse_dtype(named) if isinstance(named, str) else None
-                stored = replace(parameter.atoms[MASTER], kind=WEIGHT, dtype=dtype or FLOAT32)
+            if kind == WEIGHT and (stored is None or stored.dtype != self.wholes[name].dtype):
+                precise = parameter.atoms.get(MASTER, stored)
+                assert precise is not None
+                stored = replace(precise, kind=WEIGHT, dtype=self.wholes[name].dtype)
             if stored is None and kind == MASTER:
                 stored = replace(parameter.atoms[WEIGHT], kind=MASTER, dtype=FLOAT32)
             self._atoms[name, kind] = stored and self._padded(parameter, stored)
         return self._atoms[name, kind]
 
+    def _check(self) -> None:
+        """Refuse what no module of megatron-core's has, and what nobody knows how to cut."""
+        source, arguments = self.source, self.job.arguments
+        strange = [name for name in source.parameters if not _KNOWN.match(name)]
+        if strange:
+            raise UsageError(
+                f"{_some(strange)}: not parameters of a megatron-core decoder, so nothing says where they belong",
+                hint="leave them out with --exclude, or map the names with --names FILE",
+            )
+        if not source.parameters:
+            raise UsageError(f"{source.root}: there is nothing to write")
+        if arguments.tp > 1:
+            shapes = {name: parameter.shape for name, parameter in source.parameters.items()}
+            uncut = [
+                p.name
+                for p in source.parameters.values()
+                if _is_unsaid(p) and rule_of(p.name, [p.shape], arguments, shapes.get) is None
+            ]
+            if uncut:
+                raise UsageError(
+                    f"no rule says how to cut {_some(uncut)} over tp={arguments.tp}", hint="give one with --rules FILE"
+                )
+
     def _padded(self, parameter: Parameter, atom: Atom) -> Atom:
-        if parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
+        rule = self._rules[parameter.name]
+        if rule.cut != "vocab" or atom.shape != parameter.shape:
             return atom
         padded = parameter.padded_shape
         if padded is not None and sum(f.region.numel for f in atom.fragments) >= prod(padded):
             atom = replace(atom, shape=padded)
-        dim = parameter.rule.dim
+        dim = rule.dim
         if atom.shape[dim] < self.wholes[parameter.name].shape[dim]:
             self.lost_padding.add(parameter.name)
         return atom
 
     def _whole(self, parameter: Parameter) -> Whole:
         """The parameter with its rule, padded by Megatron's rule where it is a vocabulary."""
-        rule = parameter.rule
+        rule = self._rules[parameter.name]
         shape = parameter.padded_shape or parameter.shape
         if rule.cut == "pieces":
             if self.job.mesh.tp > 1:
@@ -156,8 +184,26 @@ class Model:
         if rule.cut == "vocab":
             size = self._vocabulary(parameter, rule)
             shape = (*parameter.shape[: rule.dim], size, *parameter.shape[rule.dim + 1 :])
-        atom = parameter.atoms.get(WEIGHT) or next(iter(parameter.atoms.values()))
-        return Whole(shape, rule, atom.dtype)
+        return Whole(shape, rule, self._dtype(parameter))
+
+    def _dtype(self, parameter: Parameter) -> DType:
+        """The dtype of a weight in the target: the model's own, unless the module keeps this one in another."""
+        stored = parameter.atoms.get(WEIGHT)
+        if stored is None:
+            return self.dtype if MASTER in parameter.atoms else next(iter(parameter.atoms.values())).dtype
+        return self.dtype if parameter.role == "trained" and stored.dtype == self._stored_dtype else stored.dtype
+
+    def _rule(self, parameter: Parameter) -> Rule:
+        """How the parameter is cut: as the source says, or as megatron-core does where nobody has said anything."""
+        if not _is_unsaid(parameter):
+            return parameter.rule
+
+        def shape_of(name: str) -> Shape | None:
+            other = self.source.parameters.get(name)
+            return other.shape if other is not None else None
+
+        rule = rule_of(parameter.name, [parameter.shape], self.job.arguments, shape_of)
+        return parameter.rule if rule is None else resolve(rule, [parameter.shape], parameter.name)
 
     def _vocabulary(self, parameter: Parameter, rule: Rule) -> int:
         real = parameter.shape[rule.dim]
@@ -173,21 +219,8 @@ class Model:
         return size
 
 
-def _check(source: Checkpoint, arguments: Arguments) -> None:
-    strange = [name for name in source.parameters if not _KNOWN.match(name)]
-    if strange:
-        raise UsageError(
-            f"{_some(strange)}: not parameters of a megatron-core decoder, so nothing says where they belong",
-            hint="leave them out with --exclude, or map the names with --names FILE",
-        )
-    if not source.parameters:
-        raise UsageError(f"{source.root}: there is nothing to write")
-    if arguments.tp > 1:
-        uncut = [p.name for p in source.parameters.values() if p.rule == REPLICATED and p.rule_origin in _UNCUT]
-        if uncut:
-            raise UsageError(
-                f"no rule says how to cut {_some(uncut)} over tp={arguments.tp}", hint="give one with --rules FILE"
-            )
+def _is_unsaid(parameter: Parameter) -> bool:
+    return parameter.rule == REPLICATED and parameter.rule_origin in _UNCUT
 
 
 def _some(names: Sequence[str]) -> str:

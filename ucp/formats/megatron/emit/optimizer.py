@@ -139,7 +139,7 @@ def _one(
 
 def is_mixed(model: Model) -> bool:
     """Whether the model trains in half precision, with masters."""
-    return bool(model.source.details.get("dtype") in ("bfloat16", "float16"))
+    return model.dtype != FLOAT32
 
 
 def _state(model: Model, tenant: Tenant, group: TargetGroup, step: Any) -> dict[str, Any]:
