@@ -173,7 +173,22 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_wrong_head_counts_are_refused(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), {**LLAMA, "num_key_value_heads": 4})
-    with pytest.raises(InconsistentError, match=r"have \[20, 10, 10\] rows, which are no parts of 4:4:4"):
+    with pytest.raises(InconsistentError, match=r"40 rows are no parts of 4:4:4"):
+        ucp.open(folder, names="megatron")
+
+
+@pytest.mark.parametrize("times", [3, 10**9])
+def test_more_heads_than_rows_are_refused(tmp_path: Path, times: int) -> None:
+    heads = {"num_attention_heads": HEADS * times, "num_key_value_heads": GROUPS * times}
+    folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), {**LLAMA, **heads})
+    with pytest.raises(InconsistentError, match="40 rows are no parts of"):
+        ucp.open(folder, names="megatron")
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    config = {**LLAMA, "num_attention_heads": 5, "num_key_value_heads": 2}
+    folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), config)
+    with pytest.raises(UsageError, match="5 query heads do not divide over 2 key heads"):
         ucp.open(folder, names="megatron")
 
 

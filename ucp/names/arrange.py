@@ -46,6 +46,11 @@ def parts_of(entry: Entry, facts: Facts, name: str) -> tuple[int, ...]:
                 hint="give the model's config.json with --model-config FILE,"
                 ' or {"num_attention_heads": …, "num_key_value_heads": …}',
             )
+        if facts.heads % facts.query_groups:
+            raise UsageError(
+                f"parameter {name}: {facts.heads} query heads do not divide over {facts.query_groups} key heads",
+                hint="--model-config FILE corrects them",
+            )
         return facts.heads, facts.query_groups, facts.query_groups
     if entry.parts == "gated":
         if facts.gated is None:

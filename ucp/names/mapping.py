@@ -169,6 +169,7 @@ class _Mapping:
         if len(side.names) == 1:
             return sizes_of(proportions, matrices[0].rows, name)
         sizes = tuple(matrix.rows for matrix in matrices)
+        sizes_of(proportions, sum(sizes), name)  # whole heads
         if any(rows * proportions[0] != sizes[0] * share for rows, share in zip(sizes, proportions, strict=True)):
             raise InconsistentError(
                 f"parameter {name} and what is fused with it have {list(sizes)} rows, which are no parts of"
