@@ -1,0 +1,78 @@
+"""G9: the shadow of a real engine is what the engine saved, bit for bit, after every step, and outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from tests.interop.spec import Spec
+from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
+from tests.train.worlds import WorldError, Worlds
+from ucp.shadow.following import Shadow
+from ucp.shadow.server import Door
+from ucp.shadow.wire import Address
+
+pytestmark = [pytest.mark.slow, pytest.mark.interop]
+
+FOLLOWED = "tests.shadow.ranks:followed"
+LOAD = "tests.train.ranks:load"
+CLIP = {"gradient_clipping": 0.1}
+
+RUNS: dict[str, tuple[int, Spec, dict[str, Any]]] = {
+    "zero 1, bf16, accumulation": (2, Spec(zero=1, gas=2, groups=3, config=CLIP), {}),
+    "zero 2, fp16, overflow": (2, Spec(zero=2, dtype="fp16", config={**zero(2), **CLIP}), {"overflow_at": 3}),
+    "zero 3, bf16": (2, Spec(zero=3, groups=3, config={**zero(3, sub_group_size=900), **CLIP}), {}),
+    "bf16 optimizer": (2, Spec(groups=3, config={**BF16_OPTIMIZER, **CLIP}), {}),
+    "zero 0, fp32": (2, Spec(zero=0, dtype="fp32", config=CLIP), {}),
+    "zero 1, tp 2": (2, Spec(zero=1, tp=2), {}),
+}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A shadow that waits for a job."""
+    shadow = Shadow(wait_for_job=True)
+    shadow.start()
+    door = Door(shadow, Address("127.0.0.1", 0))
+    yield f"shadow://{door.address}"
+    door.close()
+    shadow.stop()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_shadow_after_every_step(worlds: Worlds, tmp_path: Path, url: str, name: str) -> None:
+    world, spec, options = RUNS[name]
+    results = worlds.run(world, FOLLOWED, tmp_path, spec=asdict(spec), steps=5, to=url, **options)
+    assert all(result["skipped"] == len(options) for result in results)
+    assert all(result["shadow"]["dropped"] == 0 for result in results)
+    for step in range(1, 6):
+        found = ucp.diff(tmp_path / "shadow" / f"step{step}", tmp_path / "saved" / f"step{step}")
+        assert found.same, (step, [str(atom) for atom in found.atoms], found.settings, found.only_a, found.only_b)
+        assert found.compared >= 90
+        assert found.a.step == step
+    assert ucp.verify(tmp_path / "shadow" / "step5", "deep").ok
+
+
+def test_a_killed_engine_goes_on_in_another_world(worlds: Worlds, tmp_path: Path, url: str) -> None:
+    """One of two ranks dies in step 4. Three ranks go on from the shadow as from what the job saved of step 3."""
+    spec = Spec(zero=2, config={**zero(2), **CLIP})
+    with pytest.raises(WorldError):
+        worlds.run(2, FOLLOWED, tmp_path, spec=asdict(spec), steps=6, to=url, killed_in=4)
+    other: dict[str, Any] = {"to": "deepspeed", "dp": 3, "zero": 3}
+    ucp.convert(url, tmp_path / "of_shadow", **other)
+    ucp.convert(tmp_path / "saved", tmp_path / "of_job", tag="step3", **other)
+    found = ucp.diff(tmp_path / "of_shadow", tmp_path / "of_job")
+    assert found.same, (found.atoms, found.settings)
+    job = {"spec": asdict(Spec(zero=3, seed=9)), "steps": 2}
+    ours = worlds.run(3, LOAD, tmp_path / "a", path=tmp_path / "of_shadow", **job)
+    own = worlds.run(3, LOAD, tmp_path / "b", path=tmp_path / "of_job", **job)
+    for rank in range(3):
+        assert unequal(state(tmp_path / "a", "resumed", rank), state(tmp_path / "b", "resumed", rank)) == []
+        assert ours[rank]["losses"] == own[rank]["losses"]
+        assert ours[rank]["loaded"] == own[rank]["loaded"]
+        assert ours[rank]["report"]["step"] == 3

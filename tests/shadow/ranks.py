@@ -1,0 +1,60 @@
+"""What ranks do in tests of shadows: train under a recorder that feeds one, and save every step natively."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import ucp
+from tests.interop import model as gpt
+from tests.interop.ds_rank import build, save, train
+from tests.interop.spec import Job
+from tests.train.ranks import spec_of
+from tests.train.recording_ranks import spoil
+from ucp.shadow.client import status
+
+
+def followed(
+    out: Path,
+    rank: int,
+    *,
+    spec: dict[str, Any],
+    steps: int,
+    to: str,
+    overflow_at: int | None = None,
+    killed_in: int | None = None,
+) -> dict[str, Any]:
+    """After every step, save natively and convert the shadow; in step `killed_in`, rank 1 dies before its update."""
+    made = spec_of(spec)
+    world = dist.get_world_size()
+    engine, place = build(made, world, rank, universal=False)
+    told = {"universal_checkpoint_info": gpt.universal_info(made)}
+    recorder = ucp.record(engine, out / "run", to=to, client_state=told)
+    for step in range(1, steps + 1):
+        if step == overflow_at:
+            spoil(engine)
+        if step == killed_in and rank == 1:
+            engine.optimizer.step = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        train(engine, made, place, 1)
+        save(engine, Job(made, world, steps, str(out), save_dir=str(out / "saved"), save_tag=f"step{step}"))
+        if rank == 0:
+            _take(to, step, out / "shadow" / f"step{step}")
+        dist.barrier()
+    recorder.close()
+    return {"rank": rank, "skipped": int(engine.skipped_steps), "shadow": recorder.stats()["shadow"]}
+
+
+def _take(url: str, step: int, target: Path) -> None:
+    """Convert the shadow as soon as it has a step; the job waits, so that it has no later one."""
+    end = time.monotonic() + 60
+    while status(url)["step"] != step:
+        if time.monotonic() > end:
+            raise TimeoutError(f"the shadow has not come to step {step}: {status(url)}")
+        time.sleep(0.005)
+    target.parent.mkdir(exist_ok=True)
+    ucp.convert(url, target, jobs=1)
