@@ -44,6 +44,7 @@ A mistake of yours shows one paragraph and its code. A traceback is a bug of `uc
 | environment variable | effect |
 | --- | --- |
 | `UCP_DEBUG=1` | show the traceback of every failure |
+| `UCP_SHADOW_TOKEN_FILE` | file with the token of a [shadow](shadow.md) |
 """
 
 
