@@ -67,8 +67,9 @@ def load_into(
     error: BaseException | None = None
     try:
         book = rule_book(rules, preset)
+        job = describe(model, optimizer)
         source = open_at(path, ReadOptions(tag, book), log, step, exact=exact)
-        loader = _Loader(model, optimizer, source, book, strict)
+        loader = _Loader(job, source, book, strict)
         loader.check(rank, size)
     except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
         error = caught
@@ -93,9 +94,9 @@ def _path_second(model: Any, second: Any) -> tuple[Any, Any, str | os.PathLike[s
 class _Loader:
     """One rank's load: checked first, then run."""
 
-    def __init__(self, model: Any, optimizer: Any, source: Checkpoint, book: RuleBook | None, strict: bool) -> None:
+    def __init__(self, job: LiveJob, source: Checkpoint, book: RuleBook | None, strict: bool) -> None:
         self.strict = strict
-        self.job: LiveJob = describe(model, optimizer)
+        self.job = job
         _check_between_steps(self.job)
         self.source = source
         self.files = CountingFiles(self.source.root, computed=self.source.computed)
