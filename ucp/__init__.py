@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from ucp.train.loading import LoadReport, load_into
     from ucp.train.recording import Recorder, record
     from ucp.train.saving import SaveHandle, save
+    from ucp.train.snapshots import Snapshots, snapshot
 
 __all__ = [
     "LoadReport",
     "OpenCheckpoint",
     "Recorder",
     "SaveHandle",
+    "Snapshots",
     "__version__",
     "convert",
     "diff",
@@ -29,6 +31,7 @@ __all__ = [
     "record",
     "report",
     "save",
+    "snapshot",
     "verify",
 ]
 
@@ -39,6 +42,8 @@ _LIVE = {
     "record": "ucp.train.recording",
     "SaveHandle": "ucp.train.saving",
     "save": "ucp.train.saving",
+    "Snapshots": "ucp.train.snapshots",
+    "snapshot": "ucp.train.snapshots",
 }
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "log": "Look at gradient logs: what they hold, whether they are whole, and what may go.",
     "tune": "Say how often to save bases, from measured costs and the time between failures.",
     "shadow": "Hold the newest complete step of a running job in memory, ready to be converted.",
+    "snapshot": "Show how the snapshots of a job are scheduled, and what they cost it.",
     "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",
 }
 

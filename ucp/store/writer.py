@@ -195,6 +195,15 @@ class Store:
         return self._sequence
 
     @property
+    def slot_start(self) -> int:
+        """Where the slot begins that is being written, for other processes that fill it through the file."""
+        return self._layout.slot_at(self._must_have_begun())
+
+    def place(self, name: str, kind: str) -> int:
+        """Where the bytes of an atom are, from the start of every slot."""
+        return self._layout.offsets[self._layout.number[name, kind]]
+
+    @property
     def way(self) -> str:
         """How bytes are made durable here."""
         return str(getattr(self._medium, "way", type(self._medium).__name__))

@@ -88,7 +88,7 @@ def save(
     for earlier in _running:
         earlier.wait()
     _running.clear()
-    saver = _Saver(Path(path))
+    saver = Saver(Path(path))
     saver.prepare(model, optimizer, dict(client_state or {}), rules, preset)
     handle = SaveHandle(saver.path)
     if asynchronous:
@@ -102,7 +102,7 @@ def save(
 
 
 @dataclass(slots=True)
-class _Saver:
+class Saver:
     """One rank's part of a save."""
 
     path: Path

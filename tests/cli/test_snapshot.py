@@ -1,0 +1,79 @@
+"""`ucp snapshot plan`: the schedule as a table, as JSON, as a picture, and with other numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucp.cli.main import run
+
+SCHEDULE: dict[str, Any] = {
+    "schema": 1,
+    "step": 12,
+    "costs": {"link": 1000.0, "local": 10000.0, "share": 1.0},
+    "tensors": [
+        {"name": "last|weight", "bytes": 100, "deadline": 0.5, "copied": [0.0, 0.1], "by_trainer": 0},
+        {"name": "first|weight", "bytes": 600, "deadline": 0.8, "copied": [0.1, 0.8], "by_trainer": 100},
+        {"name": "frozen|weight", "bytes": 50, "deadline": None, "copied": [0.8, 0.9], "by_trainer": 0},
+    ],
+    "predicted": None,
+    "measured": {"stall": 0.01, "late_bytes": 100, "prepare": 0.002, "write": 0.5},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "schedule.json").write_text(json.dumps(SCHEDULE))
+    return tmp_path
+
+
+def test_the_schedule_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["snapshot", "plan", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "last|weight    100 B  500.00     0.00-100.00" in out
+    assert "100.00-700.00" in out
+    assert "700.00-750.00" in out  # frozen: last, and without a deadline
+    assert "stall planned 0.00 ms, measured 10.00 ms" in out
+    assert "do not fit" not in out
+
+
+def test_what_would_be_with_other_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["snapshot", "plan", str(folder), "--link", "1000", "--share", "0.5", "--window", "0.4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema"] == 1
+    assert not told["feasible"]
+    assert told["planned"]["late_bytes"] == pytest.approx(700 - 0.4 * 500)
+    assert told["planned"]["stall"] == pytest.approx(500 / 10000)
+    assert told["spread"] == 4  # 750 bytes, 200 an iteration
+    assert run(["snapshot", "plan", str(folder), "--link", "1000", "--window", "0.4"]) == 0
+    assert "spread over 2 iterations" in capsys.readouterr().out
+
+
+def test_it_is_drawn(folder: Path) -> None:
+    assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.svg")]) == 0
+    svg = (folder / "plan.svg").read_text()
+    assert svg.count('class="plan"') == 3
+    assert svg.count('class="did"') == 2
+    assert svg.count('class="late"') == 1
+    assert svg.count('class="end"') == 2
+    assert "first|weight" in svg
+    assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.txt")]) == 2
+
+
+def test_a_png_where_matplotlib_is(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.png")]) == 0
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["snapshot", "plan", str(tmp_path)]) == 5
+    assert "after its first snapshot" in capsys.readouterr().err
+    (tmp_path / "schedule.json").write_text("{")
+    assert run(["snapshot", "plan", str(tmp_path)]) == 4
+    (tmp_path / "schedule.json").write_text(json.dumps({**SCHEDULE, "costs": None}))
+    assert run(["snapshot", "plan", str(tmp_path)]) == 2
+    assert "give --link" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""`ucp.snapshot` of real engines and torch jobs: every snapshot is what the job held after its step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from tests.interop.spec import Spec
+from tests.interop.test_load_into import state, zero
+from tests.references import Place, RankState, differences
+from tests.train.worlds import Worlds
+
+pytestmark = [pytest.mark.slow, pytest.mark.interop]
+
+RANKS = "tests.train.snapshot_ranks:"
+
+JOBS: dict[str, tuple[int, Spec, str]] = {
+    "zero 1": (2, Spec(zero=1), "engine"),
+    "zero 2, groups": (2, Spec(zero=2, groups=3, frozen=("pos",)), "engine"),
+    "zero 3, sub-groups": (2, Spec(zero=3, config=zero(3, sub_group_size=700)), "engine"),
+    "ddp": (2, Spec(dtype="fp32"), "ddp"),
+    "fsdp": (2, Spec(dtype="fp32"), "fsdp"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_snapshots_hold_what_the_job_held(worlds: Worlds, tmp_path: Path, name: str) -> None:
+    world, spec, kind = JOBS[name]
+    results = worlds.run(world, RANKS + "run", tmp_path, spec=asdict(spec), kind=kind, steps=10)
+    assert sum(result["late"] for result in results) > 0  # the guard was needed
+    taken = results[0]["taken"]
+    assert len(taken) >= 5
+    assert [step for step, _ in results[0]["finished"]] == taken
+    for step, folder in results[0]["finished"]:
+        assert_holds(tmp_path, ucp.open(folder), step, results)
+    assert ucp.verify(results[0]["finished"][-1][1], level="deep").ok
+
+
+@pytest.mark.parametrize("name", ["zero 1", "ddp"])
+def test_ranks_fill_one_store(worlds: Worlds, tmp_path: Path, name: str) -> None:
+    world, spec, kind = JOBS[name]
+    results = worlds.run(world, RANKS + "run", tmp_path, spec=asdict(spec), kind=kind, steps=5, store=True)
+    newest, before = results[0]["taken"][-1], results[0]["taken"][-2]
+    path = tmp_path / "run.ucpstore"
+    for step in (newest, before):  # both slots
+        assert_holds(tmp_path, ucp.open(path, tag=str(step)), step, results)
+    assert ucp.verify(path, level="deep").ok
+
+
+def assert_holds(out: Path, opened: Any, step: int, results: list[Any]) -> None:
+    assert opened.index.step == step
+    ranks = [RankState(Place(0, 1, 0, 1, 0), state(out, f"reference{step}", result["rank"])) for result in results]
+    assert differences(opened, ranks) == [], step

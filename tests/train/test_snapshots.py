@@ -1,0 +1,252 @@
+"""`ucp.snapshot` in one process: what is copied while training goes on is what a save at that step would have held."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from ucp import tunables
+from ucp.errors import UsageError
+from ucp.train.snapshot_copying import Copier, Item, Throttle
+from ucp.train.snapshot_plan import Costs, Tensor, make_schedule
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny layers: threads of torch would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(12, width)
+        self.norm = nn.BatchNorm1d(width)  # forward passes write its buffers
+        self.rest = nn.Linear(width, 4)
+        self.frozen = nn.Parameter(torch.randn(50), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.rest(self.norm(self.first(x))).square().mean() + self.frozen.sum()
+
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "adam, single": lambda groups: torch.optim.Adam(groups, lr=0.01, foreach=False),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+}
+
+
+def held(net: Any, optimizer: Any) -> dict[tuple[str, str], Any]:
+    """Everything that the job holds, copied with the world standing still."""
+    state = {(name, "weight"): value.detach().clone() for name, value in net.state_dict().items()}
+    for name, p in net.named_parameters():
+        for kind, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                state[name, kind] = value.detach().clone()
+    return state
+
+
+def wrong(path: Path, wanted: dict[tuple[str, str], Any], **options: Any) -> list[tuple[str, str]]:
+    """Which atoms of a snapshot are not what was held."""
+    opened = ucp.open(path, **options)
+    bad = [
+        key
+        for key, value in wanted.items()
+        if not torch.equal(opened[key[0]].read(key[1], as_torch=True).reshape(value.shape), value)
+    ]
+    there = {(name, kind) for name in opened for kind in opened[name].kinds}
+    return bad + sorted(there - wanted.keys())
+
+
+def train(net: Any, optimizer: Any, step: int, nap: float = 0.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    loss = net(torch.randn(8, 12, generator=generator))
+    if nap:
+        time.sleep(nap)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "name, target, steps",
+    [
+        ("adamw", "atoms", 60),
+        ("adam, single", "atoms", 40),
+        ("sgd", "atoms", 30),
+        ("plain sgd", "atoms", 30),
+        ("adamw", "store", 40),
+        ("plain sgd", "store", 20),
+    ],
+)
+def test_snapshots_of_random_schedules_are_saves(
+    tmp_path: Path, name: str, target: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many snapshots, each under another rate, chunk, limit and rhythm of training."""
+    monkeypatch.setattr(tunables, "SNAPSHOT_SMALL_BYTES", 0)
+    chance = random.Random(f"{name} {target}")
+    net = Net()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    path = tmp_path / ("run.ucpstore" if target == "store" else "run")
+    references: dict[int, Any] = {}
+    by_trainer = by_copier = 0
+    with ucp.snapshot(net, optimizer, path, keep=None, busy="wait") as snapshots:
+        for step in range(1, steps + 1):
+            monkeypatch.setattr(tunables, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 256, 1000, 1 << 20]))
+            snapshots._throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
+            train(net, optimizer, step, chance.choice([0, 0, 0.001, 0.004]))
+            if chance.random() < 0.8:
+                snapshots.take()
+                references = {step: held(net, optimizer)} if target == "store" else references
+                references[step] = held(net, optimizer)
+            if target == "store" and references and chance.random() < 0.5:
+                train(net, optimizer, 1000 + step)  # steps go on while it is written
+                snapshots.wait()
+                [(taken, wanted)] = references.items()
+                assert wrong(path, wanted) == [], step
+                references = {}
+            if snapshots.stats()["last"]:
+                by_trainer += snapshots.stats()["last"]["measured"]["late_bytes"]
+                by_copier += sum(tensor["bytes"] for tensor in snapshots.stats()["last"]["tensors"])
+    if target == "atoms":
+        assert len(snapshots.finished) == len(references) > steps // 2
+        for (step, folder), (taken, wanted) in zip(snapshots.finished, references.items(), strict=True):
+            assert step == taken
+            assert ucp.open(folder).index.step in (step, None)  # plain SGD counts none
+            assert wrong(folder, wanted) == [], step
+        assert ucp.verify(snapshots.finished[-1][1], "deep").ok
+    assert 0 < by_trainer < by_copier  # both hands have worked
+
+
+def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
+    snapshots = ucp.snapshot(net, optimizer, tmp_path / "run", every=3, busy="wait", client_state=lambda: {"seen": 7})
+    for step in range(1, 11):
+        train(net, optimizer, step)
+    snapshots.close()
+    assert [step for step, _ in snapshots.finished] == [3, 6, 9]
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["schedule.json", "step-00000006", "step-00000009"]
+    assert snapshots.latest == tmp_path / "run" / "step-00000009"
+    train(net, optimizer, 11)  # hooks are gone
+    assert snapshots.taken == 3
+    fresh = Net()
+    other = OPTIMIZERS["adamw"](p for p in fresh.parameters() if p.requires_grad)
+    report = ucp.load_into(fresh, other, tmp_path / "run" / "step-00000009")
+    assert report.client_state == {"seen": 7}
+    with ucp.snapshot(fresh, other, tmp_path / "run", every=1) as again:  # the same step once more, after a restart
+        assert again.step == 9
+        train(fresh, other, 10)
+        again.wait()
+    assert ucp.open(tmp_path / "run" / "step-00000010").index.step == 10
+
+
+def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    with ucp.snapshot(net, optimizer, tmp_path / "run", every=1) as snapshots:
+        train(net, optimizer, 1)
+        assert snapshots._thread is not None
+        original = snapshots._thread.join
+        gate = threading.Event()
+        slow = threading.Thread(target=gate.wait)
+        slow.start()
+        original()
+        snapshots._thread = slow  # as if it were still at it
+        for step in range(2, 5):
+            train(net, optimizer, step)
+        assert (snapshots.taken, snapshots.skipped) == (1, 3)
+        gate.set()
+        snapshots.wait()
+        train(net, optimizer, 5)
+        assert snapshots.taken == 2
+
+
+def test_backward_passes_can_be_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "SNAPSHOT_SMALL_BYTES", 0)
+    monkeypatch.setattr(tunables, "SNAPSHOT_CHUNK_BYTES", 64)
+    net = Net()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    with ucp.snapshot(net, optimizer, tmp_path / "run", rate=1e4, avoid_backward=True) as snapshots:
+        train(net, optimizer, 1)
+        snapshots.take()
+        wanted = held(net, optimizer)
+        loss = net(torch.randn(8, 12))
+        time.sleep(0.02)  # the chunk that was under way
+        copier = snapshots._copier
+        before = [item.at for item in copier.items]
+        time.sleep(0.05)
+        assert [item.at for item in copier.items] == before
+        assert not all(item.done for item in copier.items)
+        loss.backward()
+        optimizer.step()
+        snapshots.wait()
+        assert wrong(snapshots.latest, wanted) == []
+
+
+def test_failures_are_told(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    with pytest.raises(UsageError, match="need an optimizer"):
+        ucp.snapshot(net, None, tmp_path / "run")
+    with pytest.raises(UsageError, match="every=0"):
+        ucp.snapshot(net, optimizer, tmp_path / "run", every=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made"):
+        ucp.snapshot(net, optimizer, tmp_path / "file" / "run")
+    other = nn.Linear(3, 3)
+    with ucp.snapshot(other, torch.optim.SGD(other.parameters(), lr=0.1), tmp_path / "run.ucpstore") as first:
+        first.take()
+    snapshots = ucp.snapshot(net, optimizer, tmp_path / "run.ucpstore")
+    with pytest.raises(UsageError, match="was made for other parameters"):
+        snapshots.take()
+    snapshots.close()
+
+
+def items(sizes: list[int]) -> list[Any]:
+    made = []
+    for number, size in enumerate(sizes):
+        live = torch.full((size,), float(number))
+        made.append(Item(None, live, torch.empty_like(live), frozenset({number})))
+    return made
+
+
+@pytest.mark.parametrize("window, rate", [(0.30, 40e6), (0.10, 20e6)])
+def test_a_throttled_link_does_what_the_plan_says(window: float, rate: float) -> None:
+    """Stall of at most 1 % of an iteration where the plan has none; what is late is what the plan says is late."""
+
+    sizes = [250_000, 125_000, 500_000, 125_000]  # 4 MB
+    made = items(sizes)
+    gate = threading.Event()
+    gate.set()
+    copier = Copier(made, Throttle(rate), gate)
+    plan = make_schedule([Tensor(str(i), 4 * n, 0, window) for i, n in enumerate(sizes)], Costs(rate, 1e10))
+    thread = threading.Thread(target=copier.run)
+    began = time.perf_counter()
+    thread.start()
+    time.sleep(max(0.0, window - (time.perf_counter() - began)))
+    copier.guard(frozenset(range(4)))
+    thread.join()
+    assert all(torch.equal(item.copy, item.live) for item in made)
+    if plan.late_bytes == 0:
+        assert copier.trainer_bytes == 0
+        assert copier.stall_seconds <= 0.01 * window
+    else:
+        chunk = tunables.SNAPSHOT_CHUNK_BYTES
+        assert abs(copier.trainer_bytes - plan.late_bytes) <= 0.1 * plan.late_bytes + 2 * chunk
