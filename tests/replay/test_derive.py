@@ -319,3 +319,27 @@ def test_differences_fold(values: list[list[int]]) -> None:
     deltas = [difference(a, b) for a, b in pairwise(states)]
     if deltas:
         assert np.array_equal(apply_difference(states[0], fold(deltas)), states[-1])
+
+
+def test_a_live_job_gets_all_states_from_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "REPLAY_CACHE_BYTES", 1)
+    computed: list[tuple[str, int]] = []
+    compute = ReplayedFiles._compute
+
+    def counted(self: ReplayedFiles, tensor: Any, number: int) -> Any:
+        computed.append((tensor.file, number))
+        return compute(self, tensor, number)
+
+    monkeypatch.setattr(ReplayedFiles, "_compute", counted)
+    run = start(tmp_path, large=400)
+    run.save(0)
+    run.train(5)
+    sync(run)
+    other = start(tmp_path / "other", large=400)
+    with torch.no_grad():
+        for p in other.net.parameters():
+            p.fill_(7)
+    report = ucp.load_into(other.net, other.optimizer, tmp_path, log=tmp_path, step=4, exact=True)
+    assert report.step == 4
+    assert_same(other.state(), run.history[4])
+    assert len(computed) == len(set(computed)) > 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from heapq import merge
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,14 +63,20 @@ class Filler:
         key, optimizer = plan.stepped.key, self.job.optimizer
         group = self.job.groups[plan.stepped.group]
         shares = plan.stepped.shares
-        self._fill_tensor(key, plan.values, shares)
         if not (plan.states or plan.numbers or plan.whole):
+            self._fill_tensor(key, plan.values, shares)
             return
         state = optimizer.state[key]
-        for kind, reads in plan.states.items():
+        for kind in plan.states:
             if kind not in state:
                 state[kind] = torch.zeros_like(key, requires_grad=False)
-            self._fill_tensor(state[kind], reads, shares)
+        filled = [(key, plan.values), *((state[kind], reads) for kind, reads in plan.states.items())]
+        computed = any(read.atom.computed for read in plan.values)
+        if computed and all(flat_view(tensor) is not None for tensor, _ in filled):
+            self._fill_side_by_side(filled, shares)
+        else:
+            for tensor, reads in filled:
+                self._fill_tensor(tensor, reads, shares)
         for kind, (value, dtype) in plan.numbers.items():
             if isinstance(state.get(kind), torch.Tensor):
                 state[kind].fill_(value)
@@ -85,6 +92,16 @@ class Filler:
                 state[kind] = torch.zeros(atom.shape, dtype=getattr(torch, dtype.name), device=local_part(key).device)
             self._fill_tensor(state[kind], [Read(replace(atom, dtype=dtype), Region.all_of(atom.shape), 0)])
 
+    def _fill_side_by_side(
+        self, filled: Sequence[tuple[torch.Tensor, Sequence[Read]]], shares: Sequence[Share]
+    ) -> None:
+        """Fill a tensor and its states stretch by stretch: what computes one of them computes all."""
+        for tensor, _ in filled:
+            self._fill_tensor(tensor, (), shares)
+        cut = [[(part.start, number, part) for part in _stretches(reads)] for number, (_, reads) in enumerate(filled)]
+        for _, number, part in merge(*cut, key=lambda each: each[:2]):
+            self._fill_tensor(filled[number][0], [part])
+
     def _fill_tensor(self, tensor: torch.Tensor, reads: Sequence[Read], shares: Sequence[Share] | None = None) -> None:
         """Fill a tensor. What belongs to none of the `shares` is padding and becomes zero."""
         flat, local = flat_view(tensor), local_part(tensor)
@@ -97,6 +114,17 @@ class Filler:
                 _fill_strided(reader, read.region, local)
             else:
                 _fill_flat(reader, read.region, flat.narrow(0, read.start, read.region.numel))
+
+
+def _stretches(reads: Sequence[Read]) -> list[Read]:
+    """Reads cut into stretches, in the order of the tensor that they fill."""
+    step = tunables.LOG_BLOCK_ELEMENTS
+    found = [
+        Read(read.atom, read.region.cut(start, start + step), read.start + start)
+        for read in reads
+        for start in range(0, read.region.numel, step)
+    ]
+    return sorted(found, key=lambda read: read.start)
 
 
 def _zero_padding(flat: torch.Tensor, shares: Sequence[Share]) -> None:
