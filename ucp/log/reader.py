@@ -17,20 +17,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final, Literal
 
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
-from ucp.files.local import SourceFiles
-from ucp.log.codecs import DTYPES, Bits, Bytes, decode, to_float32
-from ucp.log.frames import FRAME_BYTES, BadBytesError, FrameType, checksum
-from ucp.log.manifest import MANIFEST, Manifest, read_manifest
-from ucp.log.payloads import ENTRY, TABLE_HEAD, Digest, StepRecord, Table, table_bytes, unpack_digests, unpack_json
-from ucp.log.schema import StreamSchema
-from ucp.log.walk import Defect, FrameRef, LoggedStep, StreamScan, scan_stream
-from ucp.model.dtypes import DType
+from ucp.log.manifest import MANIFEST, Manifest, Parent, read_manifest
+from ucp.log.stream import StoredBlock, Stream
+from ucp.log.walk import Defect, scan_stream
 
 Mode = Literal["point_in_time", "strict", "inspect"]
 Check = Literal["all", "tail"]
@@ -45,156 +37,6 @@ def epoch_folder(log: Path, number: int) -> Path:
 
 def stream_folder(epoch: Path, number: int) -> Path:
     return epoch / f"stream-{number:05d}"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """A block as it was read: still encoded, its checksum found right."""
-
-    block: int
-    state: int  # index into the manifest's state kinds; 0 is the gradient
-    encoding: int
-    dtype: DType
-    count: int  # elements
-    data: Bytes
-
-    def bits(self) -> Bits:
-        """The bit patterns of the elements, as unsigned integers (of a DIFF: the differences)."""
-        return decode(self.encoding, self.data, self.dtype, self.count)
-
-    def float32(self) -> npt.NDArray[np.float32]:
-        """The elements as float32: exact, as every type of a gradient has at most 32 bits."""
-        return to_float32(self.bits(), self.dtype)
-
-
-class Stream:
-    """The log of one rank in one epoch. Reading is thread-safe."""
-
-    def __init__(self, folder: Path, schema: StreamSchema, scan: StreamScan) -> None:
-        self.folder = folder
-        self.schema = schema
-        self.scan = scan
-        self._files = SourceFiles(folder)
-        self._hints: dict[int, tuple[int, int]] = {}  # block → (GRAD frame, entry) where it was last
-
-    @property
-    def number(self) -> int:
-        return self.schema.stream
-
-    @property
-    def steps(self) -> range:
-        """The complete steps of this stream: every one of the range."""
-        steps = self.scan.steps
-        return range(next(iter(steps)), next(reversed(steps)) + 1) if steps else range(0)
-
-    @property
-    def defects(self) -> list[Defect]:
-        return self.scan.defects
-
-    def record(self, step: int) -> StepRecord:
-        """The scalars of a complete step."""
-        return self._logged(step).record
-
-    def aux(self, step: int) -> Any:
-        """The notes of a step (random states, loss scaler, …) as JSON values; None where there are none."""
-        ref = self._logged(step).aux
-        return None if ref is None else unpack_json(ref.read())
-
-    def digests(self) -> dict[int, list[Digest]]:
-        """Step → digests of optimizer tensors after it."""
-        found: dict[int, list[Digest]] = {}
-        for ref in self._others(FrameType.DIGEST):
-            found.setdefault(ref.header.step, []).extend(unpack_digests(ref.read()))
-        return found
-
-    def read_block(self, step: int, block: int) -> StoredBlock | None:
-        """The gradient of a block in a complete step, its checksum verified.
-
-        None where the step has no such block: the optimizer had no gradient for it (or the step was skipped) and left
-        its state alone.
-        """
-        grads = self._logged(step).grads
-        hint = self._hints.get(block)
-        if hint is not None and hint[0] < len(grads):
-            entry = self._entry(grads[hint[0]], hint[1])
-            if entry is not None and int(entry["block"]) == block:
-                return self._read(grads[hint[0]], entry)
-        for number, ref in enumerate(grads):
-            table = self.table(ref)
-            for place in np.flatnonzero(table["block"] == block):
-                self._hints[block] = number, int(place)
-                return self._read(ref, table[place])
-        return None
-
-    def blocks(self, step: int) -> list[int]:
-        """Ids of the blocks that a step has gradients of."""
-        return [int(block) for ref in self._logged(step).grads for block in self.table(ref)["block"]]
-
-    def states(self, kind: Literal[FrameType.FULL, FrameType.DIFF]) -> list[tuple[FrameRef, Table, int]]:
-        """FULL or DIFF frames in order, each with its table and the step that a difference starts from (-1: none)."""
-        found = []
-        for ref in self._others(kind):
-            count, _, base_step = TABLE_HEAD.unpack(self._bytes(ref, 0, TABLE_HEAD.size))
-            del count
-            found.append((ref, self.table(ref), base_step))
-        return found
-
-    def read_entry(self, ref: FrameRef, entry: Any) -> StoredBlock:
-        """A block of a FULL or DIFF frame by its entry of the table."""
-        return self._read(ref, entry)
-
-    def table(self, ref: FrameRef) -> Table:
-        """The table of a GRAD, DIFF or FULL frame (checked when the log was opened)."""
-        count = TABLE_HEAD.unpack(self._bytes(ref, 0, TABLE_HEAD.size))[0]
-        size = table_bytes(count)
-        if size > ref.header.length:
-            raise self._damaged(ref, "a table of blocks is longer than its frame")
-        data = self._bytes(ref, 0, size)
-        if checksum(data) != ref.header.checksum:
-            raise self._damaged(ref, "the checksum of a table of blocks is wrong")
-        return np.frombuffer(data, ENTRY, count, TABLE_HEAD.size)
-
-    def close(self) -> None:
-        self._files.close()
-
-    def _logged(self, step: int) -> LoggedStep:
-        try:
-            return self.scan.steps[step]
-        except KeyError:
-            have = f"steps {self.steps.start} to {self.steps.stop - 1}" if self.steps else "no steps"
-            raise UsageError(f"{self.folder}: step {step} is not complete here; there are {have}") from None
-
-    def _others(self, kind: FrameType) -> list[FrameRef]:
-        refs = [ref for logged in self.scan.steps.values() for ref in logged.others] + self.scan.loose
-        return sorted((ref for ref in refs if ref.header.type == kind), key=lambda ref: ref.header.lsn)
-
-    def _entry(self, ref: FrameRef, number: int) -> Any:
-        """One entry of a table: its place in the file does not change from step to step."""
-        end = table_bytes(number + 1)
-        if end > ref.header.length:
-            return None
-        return np.frombuffer(self._bytes(ref, end - ENTRY.itemsize, ENTRY.itemsize), ENTRY)[0]
-
-    def _read(self, ref: FrameRef, entry: Any) -> StoredBlock:
-        offset, length = int(entry["offset"]), int(entry["length"])
-        if offset + length > ref.header.length or int(entry["dtype"]) not in DTYPES:
-            raise self._damaged(ref, f"block {entry['block']} does not lie in its frame")
-        data = np.empty(length, np.uint8)
-        self._files.read_into(ref.file.name, ref.payload_offset + offset, data.data)
-        if checksum(data.data) != int(entry["checksum"]):
-            raise self._damaged(ref, f"the checksum of block {entry['block']} is wrong")
-        dtype = DTYPES[int(entry["dtype"])]
-        block, state, encoding = int(entry["block"]), int(entry["state"]), int(entry["encoding"])
-        return StoredBlock(block, state, encoding, dtype, int(entry["count"]), data)
-
-    def _bytes(self, ref: FrameRef, offset: int, size: int) -> bytes:
-        return self._files.read(ref.file.name, ref.header.offset + FRAME_BYTES + offset, size)
-
-    def _damaged(self, ref: FrameRef, reason: str) -> IntegrityError:
-        return IntegrityError(
-            f"{ref.file}: byte {ref.header.offset}, frame {ref.header.lsn} of step {ref.header.step}: {reason}",
-            hint=f"the log is good up to step {ref.header.step - 1}; `ucp log verify` reads all of it",
-        )
 
 
 @dataclass(slots=True)
@@ -323,6 +165,21 @@ class Log:
         return found[::-1]
 
 
+def find_parent(log: Log, step: int) -> Parent | None:
+    """Which epoch of a log a state after `step` steps goes on from; None where the log does not reach it."""
+    epoch = log.epochs[-1]
+    while True:
+        if step > epoch.manifest.start:
+            return Parent(epoch.number, step) if step in epoch.steps else None
+        if step == epoch.manifest.start and (epoch.manifest.base is not None or epoch.manifest.parent is None):
+            return Parent(epoch.number, step)
+        parent = epoch.manifest.parent
+        before = None if parent is None else next((e for e in log.epochs if e.number == parent.epoch), None)
+        if before is None:
+            return None
+        epoch = before
+
+
 def _find(given: Path) -> tuple[Path, list[Path]]:
     """(folder of the epochs, the epochs that are meant)."""
     if (given / MANIFEST).is_file() and EPOCH.fullmatch(given.name):
@@ -372,4 +229,15 @@ def _refuse_defects(epochs: list[Epoch]) -> None:
             raise IntegrityError(f"{defects[0]}{more}", hint="`ucp log verify` lists all of them")
 
 
-__all__ = ["BadBytesError", "Epoch", "Log", "Span", "StoredBlock", "Stream"]
+__all__ = [
+    "EPOCH",
+    "STREAM",
+    "Epoch",
+    "Log",
+    "Span",
+    "StoredBlock",
+    "Stream",
+    "epoch_folder",
+    "find_parent",
+    "stream_folder",
+]

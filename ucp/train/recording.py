@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import uuid
@@ -15,21 +14,20 @@ from typing import Any, Literal
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.log.bases import list_bases
 from ucp.log.frames import FrameType
-from ucp.log.manifest import Manifest, Parent, write_manifest
+from ucp.log.manifest import Manifest, write_manifest
 from ucp.log.measured import REPLAY_SECONDS
-from ucp.log.payloads import Digest, pack_digests
-from ucp.log.reader import Log, epoch_folder, stream_folder
+from ucp.log.payloads import pack_digests
+from ucp.log.reader import Log, epoch_folder, find_parent, stream_folder
 from ucp.log.tuning import Costs, Tuner
 from ucp.log.writer import Writer
 from ucp.shadow.sink import ShadowSink
 from ucp.shadow.wire import parse_address
 from ucp.train.describe import describe
-from ucp.train.extras import SCALER_FIELDS, live_scaler
-from ucp.train.live import LiveJob, flat_view, local_part
-from ucp.train.pieces import digest_of
+from ucp.train.live import LiveJob
 from ucp.train.recording_bases import Bases
 from ucp.train.recording_hooks import Hooks, Taker, grad_dtypes, hang_in, stage_of
-from ucp.train.recording_kernel import kernel_of, own_step, plain_hyper
+from ucp.train.recording_kernel import kernel_of, own_step
+from ucp.train.recording_notes import job_notes, plain_notes, state_digests
 from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
 from ucp.train.rulebooks import rule_book
 from ucp.train.saving import SaveHandle, save
@@ -312,28 +310,9 @@ class Recorder:
         self.step += 1
 
     def _notes(self) -> Any:
-        """What a step's AUX frame holds, after the step: counters and loss scaler, and what the user gives."""
-        engine = self._job.engine
-        notes: dict[str, Any] = {}
-        if engine is not None:
-            notes["counters"] = {
-                name: int(getattr(engine, name)) for name in ("global_steps", "skipped_steps", "global_samples")
-            }
-            if hasattr(engine.lr_scheduler, "state_dict"):
-                state = engine.lr_scheduler.state_dict()
-                notes["lr_scheduler"] = {str(key): value for key, value in state.items() if _is_plain(value)}
-            scaler = live_scaler(engine.optimizer)
-            if scaler is not None:
-                fields = {name: getattr(scaler, name, None) for name in (*SCALER_FIELDS, "min_loss_scale")}
-                notes["scaler"] = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
-            # The scheduler has taken its step: these are for the next one.
-            notes["lr"] = [plain_hyper({"lr": group.get("lr")})["lr"] for group in self._job.groups]
-            if engine.lr_scheduler is not None:
-                notes["lr_scheduler"] = plain_hyper(engine.lr_scheduler.state_dict())
-        if self._aux is not None:
-            notes["user"] = self._user_notes(self._aux)
+        """What the step's AUX frame holds: the job after the step, what the user gives, what recording has cost."""
         stats = self._writer.stats
-        notes["costs"] = {
+        costs = {
             "steps": self.step + 1 - self._start,
             "record_seconds": round(self._hook_seconds + self._taker.seconds, 6),
             "stall_seconds": round(stats.stall_seconds, 6),
@@ -341,18 +320,8 @@ class Recorder:
             "bases": self._bases_taken,
             "base_seconds": round(self._base_seconds, 6),
         }
-        return notes
-
-    @staticmethod
-    def _user_notes(aux: Callable[[], Any]) -> Any:
-        value = aux()
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"what aux= gave is no JSON: {error}", hint="give numbers, text, lists and dictionaries"
-            ) from error
-        return value
+        user = {} if self._aux is None else {"user": plain_notes(self._aux())}
+        return {**job_notes(self._job), **user, "costs": costs}
 
     def _stop(self, error: UcpError) -> None:
         """End a recording that has failed."""
@@ -384,7 +353,9 @@ class Recorder:
 
     def digest(self) -> None:
         """Log digests of this rank's optimizer tensors and states: a replay that meets them is proven exact."""
-        self._writer.append(FrameType.DIGEST, self.step, pack_digests(self._digests()))
+        self._writer.append(
+            FrameType.DIGEST, self.step, pack_digests(state_digests(self._job.optimizer, self._schema, self._keys))
+        )
 
     def flush(self) -> int:
         """Wait until every recorded step is durable; gives the last one."""
@@ -437,34 +408,6 @@ class Recorder:
             self._writer.close(f"error: {type(error).__name__}")
             self._let_shadow_go()
 
-    def _digests(self) -> list[Digest]:
-        """XXH3-128 of every optimizer tensor and state, over its blocks end to end."""
-        import torch
-
-        found = []
-        for number, key in enumerate(self._keys):
-            blocks = self._schema.blocks_of(number)
-            states = self._job.optimizer.state.get(key, {})
-            same = {
-                str(kind): value
-                for kind, value in states.items()
-                if isinstance(value, torch.Tensor) and value.shape == key.shape
-            }
-            for kind, tensor in {"param": key, **same}.items():
-                flat = flat_view(tensor)
-                flat = local_part(tensor).reshape(-1) if flat is None else flat
-                parts = [flat[block.offset : block.offset + block.count] for block in blocks]
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-                found.append(Digest(number, kind, digest_of(whole)))
-        return found
-
-
-def _is_plain(value: Any) -> bool:
-    """Can JSON keep this as it is (but for tuples)?"""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
 
 def _steps_taken(job: LiveJob) -> int:
     """How many steps a job has behind it, as far as it knows."""
@@ -472,22 +415,6 @@ def _steps_taken(job: LiveJob) -> int:
         return int(job.engine.global_steps)
     counts = [own_step(job.optimizer, stepped.key) for stepped in job.stepped]
     return max([0, *counts])
-
-
-def find_parent(log: Log, step: int) -> Parent | None:
-    """Which epoch of a log a state after `step` steps goes on from; None where the log does not reach it."""
-    epoch = log.epochs[-1]
-    while True:
-        if step > epoch.manifest.start:
-            return Parent(epoch.number, step) if step in epoch.steps else None
-        if step == epoch.manifest.start and (epoch.manifest.base is not None or epoch.manifest.parent is None):
-            return Parent(epoch.number, step)
-        parent = epoch.manifest.parent
-        if parent is None:
-            return None
-        epoch = next((other for other in log.epochs if other.number == parent.epoch), epoch)
-        if epoch.number != parent.epoch:
-            return None
 
 
 __all__ = ["Recorder", "record"]

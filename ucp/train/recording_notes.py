@@ -1,0 +1,63 @@
+"""What a recorder logs besides gradients: the job after a step as JSON, and digests of its optimizer state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ucp.errors import UsageError
+from ucp.log.payloads import Digest
+from ucp.log.schema import StreamSchema
+from ucp.train.extras import COUNTERS, SCALER_FIELDS, live_scaler
+from ucp.train.live import LiveJob, flat_view, local_part
+from ucp.train.pieces import digest_of
+from ucp.train.recording_kernel import plain_hyper
+
+
+def job_notes(job: LiveJob) -> dict[str, Any]:
+    """Counters, LR scheduler and loss scaler of a DeepSpeed engine as they are now, as far as JSON can keep them."""
+    engine = job.engine
+    if engine is None:
+        return {}
+    notes: dict[str, Any] = {"counters": {name: int(getattr(engine, name)) for name in COUNTERS}}
+    # The scheduler has taken its step: these are for the next one.
+    notes["lr"] = [plain_hyper({"lr": group.get("lr")})["lr"] for group in job.groups]
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        notes["lr_scheduler"] = plain_hyper(engine.lr_scheduler.state_dict())
+    scaler = live_scaler(engine.optimizer)
+    if scaler is not None:
+        fields = {name: getattr(scaler, name, None) for name in (*SCALER_FIELDS, "min_loss_scale")}
+        notes["scaler"] = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
+    return notes
+
+
+def plain_notes(value: Any) -> Any:
+    """What the user gave, which must be JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"what aux= gave is no JSON: {error}", hint="give numbers, text, lists and dictionaries"
+        ) from error
+    return value
+
+
+def state_digests(optimizer: Any, schema: StreamSchema, keys: Sequence[Any]) -> list[Digest]:
+    """XXH3-128 of every optimizer tensor of a stream and of its states, over its blocks end to end."""
+    import torch
+
+    found = []
+    for number, key in enumerate(keys):
+        blocks = schema.blocks_of(number)
+        states = {
+            str(kind): value
+            for kind, value in optimizer.state.get(key, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == key.shape
+        }
+        for kind, tensor in {"param": key, **states}.items():
+            flat = flat_view(tensor)
+            flat = local_part(tensor).reshape(-1) if flat is None else flat
+            parts = [flat[block.offset : block.offset + block.count] for block in blocks]
+            found.append(Digest(number, kind, digest_of(parts[0] if len(parts) == 1 else torch.cat(parts))))
+    return found
