@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ucp
@@ -56,6 +57,20 @@ def test_the_shadow_after_every_step(worlds: Worlds, tmp_path: Path, url: str, n
         assert found.compared >= 90
         assert found.a.step == step
     assert ucp.verify(tmp_path / "shadow" / "step5", "deep").ok
+
+
+def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, url: str) -> None:
+    results = worlds.run(2, "tests.shadow.ranks:distributed", tmp_path, steps=6, to=url)
+    assert all(result["shadow"]["frames"] > 12 for result in results)  # each rank sends its share
+    for step in range(1, 7):
+        one, two = ucp.open(tmp_path / "shadow" / f"step{step}"), ucp.open(tmp_path / "saved" / f"step{step}")
+        assert one.index.step == step
+        assert list(one) == list(two)
+        for name in one:
+            assert sorted(one[name].kinds) == sorted(two[name].kinds)
+            for kind in one[name].kinds:
+                same = np.array_equal(*(np.asarray(each[name].read(kind)).view(np.uint32) for each in (one, two)))
+                assert same, (step, name, kind)
 
 
 def test_a_killed_engine_goes_on_in_another_world(worlds: Worlds, tmp_path: Path, url: str) -> None:

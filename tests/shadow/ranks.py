@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import ucp
@@ -47,6 +48,30 @@ def followed(
         dist.barrier()
     recorder.close()
     return {"rank": rank, "skipped": int(engine.skipped_steps), "shadow": recorder.stats()["shadow"]}
+
+
+def distributed(out: Path, rank: int, *, steps: int, to: str) -> dict[str, Any]:
+    """The same with a torch module under DDP, saved with `ucp.save`."""
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(17, 31), torch.nn.Tanh(), torch.nn.Linear(31, 5))
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    recorder = ucp.record(model, optimizer, out / "run", to=to)
+    (out / "saved").mkdir(exist_ok=True)
+    for step in range(1, steps + 1):
+        data = torch.randn(4, 17, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        ucp.save(model, optimizer, out / "saved" / f"step{step}")
+        if rank == 0:
+            _take(to, step, out / "shadow" / f"step{step}")
+        dist.barrier()
+    recorder.close()
+    return {"shadow": recorder.stats()["shadow"]}
 
 
 def _take(url: str, step: int, target: Path) -> None:

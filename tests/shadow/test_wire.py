@@ -95,6 +95,26 @@ def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None
     assert ucp.diff(pairs[0].url, tmp_path / "run", log_b=tmp_path / "run", step_b=20).same
 
 
+def test_two_hundred_steps_from_both_sources(tmp_path: Path, pairs: list[Pair]) -> None:
+    """One shadow is fed over TCP and one follows the files; both meet every digest that the job takes of itself."""
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url)
+    pairs.append(Pair(None, tmp_path / "run"))
+    for _ in range(20):
+        job.train(10)
+        job.recorder.digest()
+    job.recorder.close()
+    for pair in pairs:
+        wait_for(pair.shadow, 200)
+        assert_same(state_of(held(pair.shadow)), job.history[200])
+        end = time.monotonic() + 10
+        while pair.shadow.status()["proven_step"] != 200 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert pair.shadow.status()["proven_step"] == 200
+    assert pairs[0].shadow.status()["epoch"] == 0
+    assert job.shadow_stats()["connections"] == 1
+
+
 def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: list[Pair]) -> None:
     """What was opened stays at its step; what is opened later is newer."""
     pairs.append(Pair())
@@ -112,6 +132,8 @@ def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: li
     del opened
     with pytest.raises(UsageError, match="holds one step"):
         ucp.open(pairs[0].url, log=tmp_path / "run", step=2)
+    with pytest.raises(StorageError, match="take the copy"):
+        ucp.load_into(job.net, job.optimizer, pairs[0].url)
     job.recorder.close()
 
 

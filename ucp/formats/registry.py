@@ -55,7 +55,10 @@ _RECOGNISERS: dict[str, str] = {
 def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
     if not path.exists():
-        raise StorageError(f"{path}: no such file or folder")
+        copy_first = (
+            "convert the shadow (`ucp convert`), and take the copy" if str(path).startswith("shadow:/") else None
+        )
+        raise StorageError(f"{path}: no such file or folder", hint=copy_first)
     for name, module in READERS.items():
         recogniser = cast(Reader, import_module(_RECOGNISERS.get(name, module)))
         if recogniser.recognises(path):

@@ -181,6 +181,7 @@ class Replay:
     def take(self, update: Update) -> None:
         """One more update, after all that `run` has taken: for who has its step in hand and no log."""
         self._update(self.tensor.kernel, update)
+        self._scratch = None  # who holds many stretches has no room for a gradient of each
 
     def tensor_of(self, kind: str) -> torch.Tensor:
         """A state of the stretch; zeros where no update has made it."""
