@@ -10,7 +10,7 @@ import pytest
 
 import ucp
 from tests.interop.spec import Spec
-from tests.interop.test_load_into import state, zero
+from tests.interop.test_load_into import BF16_OPTIMIZER, state, zero
 from tests.references import Place, RankState, differences
 from tests.train.worlds import Worlds
 
@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.interop]
 RANKS = "tests.train.snapshot_ranks:"
 
 JOBS: dict[str, tuple[int, Spec, str]] = {
+    "zero 0, bf16": (2, Spec(zero=0), "engine"),
+    "bf16 optimizer": (2, Spec(config=BF16_OPTIMIZER), "engine"),
     "zero 1": (2, Spec(zero=1), "engine"),
     "zero 2, groups": (2, Spec(zero=2, groups=3, frozen=("pos",)), "engine"),
     "zero 3, sub-groups": (2, Spec(zero=3, config=zero(3, sub_group_size=700)), "engine"),

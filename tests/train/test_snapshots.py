@@ -250,3 +250,26 @@ def test_a_throttled_link_does_what_the_plan_says(window: float, rate: float) ->
     else:
         chunk = tunables.SNAPSHOT_CHUNK_BYTES
         assert abs(copier.trainer_bytes - plan.late_bytes) <= 0.1 * plan.late_bytes + 2 * chunk
+
+
+def test_a_log_brings_a_snapshot_to_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorder and snapshots in one job: snapshot and log make the state of any step after it."""
+    monkeypatch.setattr(tunables, "SNAPSHOT_SMALL_BYTES", 0)
+    net = Net()
+    optimizer = OPTIMIZERS["adam, single"](p for p in net.parameters() if p.requires_grad)
+    wanted = {}
+    with (
+        ucp.record(net, optimizer, tmp_path / "run"),
+        ucp.snapshot(net, optimizer, tmp_path / "snapshots", every=3, busy="wait", rate=1e5),
+    ):
+        for step in range(1, 9):
+            train(net, optimizer, step)
+            wanted[step] = held(net, optimizer)
+    trained = [name for name, p in net.named_parameters() if p.requires_grad]
+    for first, step in ((3, 4), (3, 8), (6, 8)):
+        base = tmp_path / "snapshots" / f"step-{first:08d}"
+        opened = ucp.open(base, log=tmp_path / "run", step=step, exact=True)
+        assert opened.index.step == step
+        for name in trained:
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(opened[name].read(kind, as_torch=True), wanted[step][name, kind]), (step, name, kind)
