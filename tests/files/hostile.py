@@ -44,6 +44,71 @@ def attacks(canary: Path) -> list[Attack]:
         *_writes_on_stand_ins(command, os_system),
         *_bombs(),
         *_lies(),
+        *_disguises(command, code),
+    ]
+
+
+def _disguises(command: bytes, code: bytes) -> list[Attack]:
+    """Techniques of collections of malicious models that hide what is called, or call it by another way."""
+    p2, p4 = b"\x80\x02", b"\x80\x04"
+    dotted = text("os") + text("path.os.system")
+    return [
+        Attack("dotted name to another module", p4 + dotted + b"\x93" + command + b"\x85R.", UnsafeError),
+        Attack(
+            "stack_global of strings put together by the memo",
+            p4 + text("system") + b"\x94" + text("os") + b"\x94h\x01h\x00\x93" + command + b"\x85R.",
+            UnsafeError,
+        ),
+        Attack("stack_global of no strings", p4 + b"K\x01K\x02\x93.", IntegrityError),
+        Attack("stack_global of bytes", p4 + b"C\x02osC\x06system\x93" + command + b"\x85R.", IntegrityError),
+        Attack("full-width letters", p4 + text("ｏｓ") + text("ｓｙｓｔｅｍ") + b"\x93" + command + b"\x85R.", None),
+        Attack(
+            "a right-to-left mark in a name",
+            p4 + text("o\u202es") + text("system") + b"\x93" + command + b"\x85R.",
+            None,
+        ),
+        Attack("a module with a space", p2 + call("os ", "system", command) + b".", None),
+        Attack("inst without arguments", b"(ibuiltins\nexec\n.", UnsafeError),
+        Attack("obj with keywords by state", p2 + b"(" + glob("subprocess", "Popen") + command + b"o}b.", UnsafeError),
+        Attack(
+            "newobj_ex of a harmless class with a hook",
+            p4 + glob("a", "B") + b")}" + text("__reduce_ex__") + glob("os", "system") + b"s\x92.",
+            None,
+        ),
+        Attack(
+            "object.__reduce_ex__",
+            p4 + call("builtins", "getattr", glob("builtins", "object"), text("__reduce_ex__")) + b"K\x02\x85R.",
+            UnsafeError,
+        ),
+        Attack(
+            "subclasses of object",
+            p4 + call("builtins", "getattr", glob("builtins", "object"), text("__subclasses__")) + b")R.",
+            UnsafeError,
+        ),
+        Attack(
+            "compile, then exec", p2 + call("builtins", "compile", code, text("x"), text("exec")) + b".", UnsafeError
+        ),
+        Attack("code object", p2 + call("types", "FunctionType", call("types", "CodeType", code)) + b".", UnsafeError),
+        Attack("marshal", p2 + call("marshal", "loads", b"C\x02N.") + b".", UnsafeError),
+        Attack("ctypes", p2 + call("ctypes", "CDLL", text("libc.so.6")) + b".", UnsafeError),
+        Attack("a socket", p2 + call("socket", "create_connection", text("x")) + b".", UnsafeError),
+        Attack("shutil.rmtree", p2 + call("shutil", "rmtree", text("/nowhere")) + b".", UnsafeError),
+        Attack("pty.spawn", p2 + call("pty", "spawn", command) + b".", UnsafeError),
+        Attack("timeit", p2 + call("timeit", "timeit", code) + b".", UnsafeError),
+        Attack("pdb.run", p2 + call("pdb", "run", code) + b".", UnsafeError),
+        Attack(
+            "asyncio's subprocess",
+            p2 + call("asyncio.subprocess", "create_subprocess_shell", command) + b".",
+            UnsafeError,
+        ),
+        Attack("torch's jit", p2 + call("torch.jit", "load", command) + b".", UnsafeError),
+        Attack("pip", p2 + call("pip", "main", b"]" + command + b"a") + b".", UnsafeError),
+        Attack("a second pickle as a string", p2 + call("pickle", "loads", b"C\x02N.") + b".", UnsafeError),
+        Attack(
+            "reduce behind a harmless frame",
+            p4 + b"\x95\x02" + bytes(7) + b"N0" + call("os", "system", command) + b".",
+            UnsafeError,
+        ),
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ucp.errors import InconsistentError, UsageError
 from ucp.model.box import Box, Shape, whole
+from ucp.model.patterns import compile_pattern
 
 Cut = Literal["replicated", "split", "vocab", "average", "pieces"]
 
@@ -269,9 +270,9 @@ class RuleBook:
     used: set[int] = field(default_factory=set)
 
     def add(self, pattern: str, rule: Rule, origin: str, *, optional: bool = False) -> None:
-        """Append a rule; a pattern that is no regular expression is refused."""
+        """Append a rule; a pattern that is no regular expression, or one that takes for ever, is refused."""
         try:
-            self.rules.append(NamedRule(re.compile(pattern), rule, origin, optional))
+            self.rules.append(NamedRule(compile_pattern(pattern, origin), rule, origin, optional))
         except re.error as error:
             raise UsageError(f"{origin}: {pattern!r} is not a regular expression: {error}") from None
 

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from ucp import tunables
 from ucp.errors import StorageError, UsageError
+from ucp.model.patterns import compile_pattern
 from ucp.names.patterns import Pattern, parse_pattern
 
 if sys.version_info >= (3, 11):
@@ -201,7 +202,7 @@ def _computed(value: Any, place: str) -> list[re.Pattern[str]]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise UsageError(f"{place}: computed must be a list of regular expressions")
     try:
-        return [re.compile(text) for text in value]
+        return [compile_pattern(text, place) for text in value]
     except (re.error, RecursionError, OverflowError) as error:
         raise UsageError(f"{place}: computed = {value!r}: {error}") from None
 
