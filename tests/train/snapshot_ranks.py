@@ -29,7 +29,7 @@ def run(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, st
     path = out / ("run.ucpstore" if store else "run")
     taken = []
     late = 0
-    snapshots = ucp.snapshot(model, optimizer, path, keep=None, busy="wait")
+    snapshots = ucp.snapshot(model, optimizer, path, keep=None, busy="wait", durable=False)
     for step in range(1, steps + 1):
         tunables.SNAPSHOT_CHUNK_BYTES = chance.choice([512, 4096, 1 << 20])
         snapshots._throttle.rate = chance.choice([None, 1e5, 1e6])

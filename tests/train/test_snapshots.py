@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -105,7 +106,7 @@ def test_snapshots_of_random_schedules_are_saves(
     path = tmp_path / ("run.ucpstore" if target == "store" else "run")
     references: dict[int, Any] = {}
     by_trainer = by_copier = 0
-    with ucp.snapshot(net, optimizer, path, keep=None, busy="wait") as snapshots:
+    with ucp.snapshot(net, optimizer, path, keep=None, busy="wait", durable=False) as snapshots:
         for step in range(1, steps + 1):
             monkeypatch.setattr(tunables, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 256, 1000, 1 << 20]))
             snapshots._throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
@@ -273,3 +274,24 @@ def test_a_log_brings_a_snapshot_to_a_later_step(tmp_path: Path, monkeypatch: py
         for name in trained:
             for kind in ("weight", "exp_avg", "exp_avg_sq"):
                 assert torch.equal(opened[name].read(kind, as_torch=True), wanted[step][name, kind]), (step, name, kind)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_durable_snapshot_appears_when_the_disk_has_it(
+    tmp_path: Path, durable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    net = Net()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    with ucp.snapshot(net, optimizer, tmp_path / "run", durable=durable) as snapshots:
+        snapshots.take()
+        snapshots.wait()
+    files = {path.name for path in snapshots.latest.rglob("*") if path.is_file()}
+    assert (files <= {Path(path).name for path in synced}) == durable

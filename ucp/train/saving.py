@@ -114,6 +114,7 @@ class Saver:
     writer: Writer | None = None
     target: Target | None = None
     group: Any = None
+    durable: bool = False  # wait for the disk before the folder appears
 
     @property
     def folder(self) -> Path:
@@ -246,7 +247,7 @@ class Saver:
         assert self.target is not None
         for each in written:
             self.staging.record([each])
-        self.staging.publish(self.writer.last(self.target, self.staging.digests()), durable=False)
+        self.staging.publish(self.writer.last(self.target, self.staging.digests()), durable=self.durable)
 
 
 def _group_hyper(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

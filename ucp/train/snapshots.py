@@ -43,6 +43,7 @@ def snapshot(
     every: int | None = None,
     keep: int | None = 2,
     busy: Busy = "skip",
+    durable: bool = True,
     rate: float | None = None,
     avoid_backward: bool = False,
     client_state: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
@@ -54,15 +55,16 @@ def snapshot(
     `model` is a DeepSpeed engine, or a torch module (plain, DDP, FSDP2) with its `optimizer`. `path` is a folder that
     gets a folder of atoms a snapshot (`keep` of them are kept, None: all), or a mapped store, `NAME.ucpstore`.
 
-    When the one before is still being written, `busy` says whether the snapshot is skipped or waited for. `rate` limits
-    the background copies to so many bytes a second. With `avoid_backward` they stand still from the end of a forward
-    pass to the next one, when ranks exchange gradients. `client_state` may be a function, called at every snapshot.
+    When the one before is still being written, `busy` says whether the snapshot is skipped or waited for. With
+    `durable`, a folder appears when the disk has all of it. `rate` limits the background copies to so many bytes a
+    second. With `avoid_backward` they stand still from the end of a forward pass to the next one, when ranks exchange
+    gradients. `client_state` may be a function, called at every snapshot.
     """
     if path is None:
         if not isinstance(optimizer, (str, os.PathLike)):
             raise TypeError("snapshot needs a path")
         optimizer, path = None, optimizer
-    made = Snapshots(model, optimizer, Path(path), keep, busy, Throttle(rate), client_state, rules, preset)
+    made = Snapshots(model, optimizer, Path(path), keep, busy, durable, Throttle(rate), client_state, rules, preset)
     made._begin(every, avoid_backward)
     return made
 
@@ -77,6 +79,7 @@ class Snapshots:
         path: Path,
         keep: int | None,
         busy: Busy,
+        durable: bool,
         throttle: Throttle,
         client_state: dict[str, Any] | Callable[[], dict[str, Any]] | None,
         rules: str | Path | None,
@@ -87,7 +90,7 @@ class Snapshots:
         self.skipped = 0  # because the one before was still being written
         self.finished: list[tuple[int, Path]] = []  # (step, where) of what is on disk, oldest first
         self._model, self._optimizer = model, optimizer
-        self._keep, self._busy, self._throttle = keep, busy, throttle
+        self._keep, self._busy, self._durable, self._throttle = keep, busy, durable, throttle
         self._client_state, self._rules, self._preset = client_state, rules, preset
         self._hooks = Hooks()
         self._open = False
@@ -191,7 +194,7 @@ class Snapshots:
         target = self.path if self.path.suffix == SUFFIX else self.path / states[0][1]
         saver = StoreSaver(target) if self.path.suffix == SUFFIX else Saver(target)
         given = self._client_state() if callable(self._client_state) else self._client_state
-        saver.group = self._group
+        saver.group, saver.durable = self._group, self._durable
         saver.prepare(self._model, self._optimizer, dict(given or {}), self._rules, self._preset)
         wanted = sorted({task.piece for task in saver.tasks})
         copying = time.perf_counter()
