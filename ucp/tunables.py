@@ -79,6 +79,7 @@ REPLAY_CACHE_BYTES = 32 * MIB
 # The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of the
 # newest frames is kept in the job for a shadow that comes back.
 SHADOW_POLL_SECONDS = 0.02
+SHADOW_EPOCH_SECONDS = 0.5  # how often it is looked at whether the job has begun again
 SHADOW_PENDING_BYTES = 256 * MIB
 SHADOW_QUEUE_BYTES = 64 * MIB
 SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow again

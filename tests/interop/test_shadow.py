@@ -69,8 +69,8 @@ def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, url:
         for name in one:
             assert sorted(one[name].kinds) == sorted(two[name].kinds)
             for kind in one[name].kinds:
-                same = np.array_equal(*(np.asarray(each[name].read(kind)).view(np.uint32) for each in (one, two)))
-                assert same, (step, name, kind)
+                ours, its = (np.asarray(each[name].read(kind)).view(np.uint32) for each in (one, two))
+                assert np.array_equal(ours, its), (step, name, kind)
 
 
 def test_a_killed_engine_goes_on_in_another_world(worlds: Worlds, tmp_path: Path, url: str) -> None:

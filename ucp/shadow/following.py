@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +15,11 @@ from ucp.errors import UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.frames import BadBytesError
 from ucp.log.manifest import Manifest, read_manifest
-from ucp.log.reader import EPOCH, epoch_folder, stream_folder
-from ucp.shadow.assembling import HeldFiles, assemble, tell
+from ucp.log.reader import epoch_folder, stream_folder
+from ucp.shadow.assembling import tell
+from ucp.shadow.epochs import epochs_of, from_held, from_told, goes_on_from, newest_of, root_of
 from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Frame, GapError, Intake
-from ucp.shadow.loading import Beginning, from_checkpoint, from_log
+from ucp.shadow.loading import Beginning, from_log
 from ucp.shadow.state import HeldState, Snapshot
 from ucp.shadow.tail import Tail
 
@@ -75,6 +75,7 @@ class Shadow:
         self._following: Following | None = None
         self._stale: str | None = None
         self._stopping = False
+        self._ending = threading.Event()
         self._beginnings = 0
         self._threads: list[threading.Thread] = []
 
@@ -83,7 +84,7 @@ class Shadow:
 
     def start(self) -> None:
         """Load what there is, and begin to apply."""
-        if self.log is not None and _has_epochs(self.log):
+        if self.log is not None and epochs_of(self.log):
             with self._changed:
                 self._begin(from_log(self.base, self.log, self._options), self.log)
         elif self.base is not None:
@@ -99,6 +100,7 @@ class Shadow:
         """Apply what is complete, and end."""
         with self._changed:
             self._stopping = True
+            self._ending.set()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -119,7 +121,7 @@ class Shadow:
         for schema in manifest.streams:
             lane = Lane(Intake(manifest.epoch, schema, beginning.positions.get(schema.stream)))
             if log is not None:
-                folder = stream_folder(epoch_folder(_root(log), manifest.epoch), schema.stream)
+                folder = stream_folder(epoch_folder(root_of(log), manifest.epoch), schema.stream)
                 lane.tail = Tail(folder, manifest.epoch, schema)
                 if lane.intake.expected is None:
                     lane.intake.expected = 0
@@ -193,41 +195,14 @@ class Shadow:
                 return
 
     def _follow(self, manifest: Manifest, run: Path | None) -> Following:
-        """Begin with an epoch that a feed has told of."""
+        """Begin with an epoch that a feed, or the log, has told of."""
         log = self.log
-        if log is None and run is not None and _has_epochs(run):
+        if log is None and run is not None and epochs_of(run):
             log = run
-        following = self._following
-        if following is not None and self._stale is None and self._fits(following.state, manifest):
-            # The state of this very moment is what the epoch goes on from.
-            held = self._checkpoint(following)
-            beginning = from_checkpoint(held[0], manifest, following.state.labels)
-            beginning.base = following.base
-            held[1].close()
-            return self._begin(beginning, log)
-        if log is not None and _has_epochs(log):
-            beginning = from_log(None if self._bases_of(log) else self.base, log, self._options)
-            if beginning.state.manifest.run == manifest.run and beginning.state.manifest.epoch == manifest.epoch:
-                return self._begin(beginning, log)
-        named = None if run is None or manifest.base is None else run / manifest.base
-        for path in (named and named / "atoms", named, self.base):
-            if path is not None and path.exists():
-                with contextlib.suppress(UsageError):
-                    return self._begin(from_checkpoint(open_checkpoint(path, self._options), manifest), log)
-        raise UsageError(
-            f"there is no checkpoint of step {manifest.start}, which the job goes on from",
-            hint="start the shadow with --base of that step, or with --log of the run",
-        )
-
-    @staticmethod
-    def _bases_of(log: Path) -> bool:
-        return (_root(log).parent / "base").is_dir()
-
-    @staticmethod
-    def _fits(state: HeldState, manifest: Manifest) -> bool:
-        parent = manifest.parent
-        same = state.manifest.run == manifest.run and state.step == manifest.start
-        return same and parent is not None and (parent.epoch, parent.step) == (state.manifest.epoch, state.step)
+        old = self._following
+        if old is not None and self._stale is None and goes_on_from(old.state, manifest):
+            return self._begin(from_held(old.state, old.base, manifest, self._options), log)
+        return self._begin(from_told(manifest, run, log, self.base, self._options), log)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Applying
@@ -292,18 +267,21 @@ class Shadow:
     # Reading the log
 
     def _read_log(self) -> None:
-        while not self._stopping:
+        pause, looked = 0.0, 0.0
+        while not self._ending.wait(pause):
             moved = False
             try:
-                moved = self._look_for_epoch() | self._poll()
+                if time.monotonic() - looked > tunables.SHADOW_EPOCH_SECONDS:
+                    moved, looked = self._look_for_epoch(), time.monotonic()
+                moved |= self._poll()
             except GapError as gap:
                 self._reload(f"the log begins with frame {gap.got}, and frame {gap.expected} is wanted")
             except BadBytesError as error:
                 self._give_up(f"the log is out of order: {error}")
             except UcpError as error:
                 self._give_up(str(error))
-            with self._changed:
-                self._changed.wait(0 if moved else tunables.SHADOW_POLL_SECONDS)
+            shortest = tunables.SHADOW_POLL_SECONDS  # at first, and then less and less often
+            pause = 0.0 if moved else min(max(1.2 * pause, shortest), 10 * shortest)
 
     def _poll(self) -> bool:
         """Read what the log has of streams that nothing else brings."""
@@ -327,16 +305,17 @@ class Shadow:
     def _look_for_epoch(self) -> bool:
         """Go on with an epoch of the log that is newer than the one that is followed."""
         log = self.log if self._following is None else self._following.log
-        if log is None or not _has_epochs(log):
+        epochs = [] if log is None else epochs_of(log)
+        if log is None or not epochs:
             return False
-        newest = max(_epochs(log))
+        newest = max(epochs)
         with self._changed:
             following = self._following
             if following is not None and newest <= following.state.manifest.epoch:
                 return False
             if following is not None and any(lane.feeds for lane in following.lanes.values()):
                 return False  # the feeds tell when they go over to it
-            self._follow(read_manifest(epoch_folder(_root(log), newest)), _root(log).parent)
+            self._follow(read_manifest(epoch_folder(root_of(log), newest)), root_of(log).parent)
         return True
 
     def _reload(self, reason: str) -> None:
@@ -346,7 +325,7 @@ class Shadow:
             log = self._following.log
             assert log is not None
             self._note(f"begins again: {reason}")
-            self._begin(from_log(None if self._bases_of(log) else self.base, log, self._options), log)
+            self._begin(newest_of(log, self.base, self._options), log)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Asking
@@ -388,11 +367,6 @@ class Shadow:
             raise UsageError("the shadow holds nothing yet", hint="the job that it follows has not begun")
         return following.state.snapshot(lambda: tell(following.state, following.base, following.log))
 
-    def _checkpoint(self, following: Following) -> tuple[Any, Snapshot]:
-        taken = following.state.snapshot(lambda: tell(following.state, following.base, following.log))
-        base = open_checkpoint(following.base, self._options)
-        return assemble(base, taken.told, HeldFiles(taken)), taken
-
 
 def _taker(changed: threading.Condition, lane: Lane) -> Callable[[Frame], bool]:
     """Takes frames of the log until enough are pending."""
@@ -406,23 +380,6 @@ def _taker(changed: threading.Condition, lane: Lane) -> Callable[[Frame], bool]:
             return True
 
     return take
-
-
-def _root(log: Path) -> Path:
-    """The folder that holds the epochs."""
-    return log / "log" if (log / "log").is_dir() else log
-
-
-def _epochs(log: Path) -> list[int]:
-    root = _root(log)
-    if not root.is_dir():
-        return []
-    found = [EPOCH.fullmatch(path.name) for path in root.iterdir() if (path / "manifest.json").is_file()]
-    return [int(named[1]) for named in found if named is not None]
-
-
-def _has_epochs(log: Path) -> bool:
-    return bool(_epochs(log))
 
 
 __all__ = ["LIVE", "LOADING", "STALE", "Shadow"]

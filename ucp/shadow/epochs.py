@@ -1,0 +1,73 @@
+"""Which state an epoch begins with, and where a log keeps its epochs."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ucp.errors import UsageError
+from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.log.manifest import MANIFEST, Manifest
+from ucp.log.reader import EPOCH
+from ucp.shadow.assembling import HeldFiles, assemble, tell
+from ucp.shadow.loading import Beginning, from_checkpoint, from_log
+from ucp.shadow.state import HeldState
+
+
+def root_of(log: Path) -> Path:
+    """The folder that holds the epochs of a log, which may be named by its run."""
+    return log / "log" if (log / "log").is_dir() else log
+
+
+def epochs_of(log: Path) -> list[int]:
+    """Numbers of the epochs that a log has."""
+    root = root_of(log)
+    if not root.is_dir():
+        return []
+    found = [EPOCH.fullmatch(path.name) for path in root.iterdir() if (path / MANIFEST).is_file()]
+    return [int(named[1]) for named in found if named is not None]
+
+
+def newest_of(log: Path, base: Path | None, options: ReadOptions) -> Beginning:
+    """The newest state of a log: from its run's own bases where it has some, else from `base`."""
+    own = (root_of(log).parent / "base").is_dir()
+    return from_log(None if own else base, log, options)
+
+
+def goes_on_from(state: HeldState, manifest: Manifest) -> bool:
+    """Is what is held just what the epoch goes on from?"""
+    parent = manifest.parent
+    same = state.manifest.run == manifest.run and state.step == manifest.start
+    return same and parent is not None and (parent.epoch, parent.step) == (state.manifest.epoch, state.step)
+
+
+def from_held(state: HeldState, base: Path, manifest: Manifest, options: ReadOptions) -> Beginning:
+    """A new epoch that goes on from the state that is held, in its own layout."""
+    snapshot = state.snapshot(lambda: tell(state, base, None))
+    try:
+        held = assemble(open_checkpoint(base, options), snapshot.told, HeldFiles(snapshot))
+        beginning = from_checkpoint(held, manifest, state.labels)
+    finally:
+        snapshot.close()
+    beginning.base = base
+    return beginning
+
+
+def from_told(
+    manifest: Manifest, run: Path | None, log: Path | None, base: Path | None, options: ReadOptions
+) -> Beginning:
+    """An epoch that a job tells of: from the log, from the base that the job names in its `run`, or from `base`."""
+    if log is not None and epochs_of(log):
+        beginning = newest_of(log, base, options)
+        found = beginning.state.manifest
+        if (found.run, found.epoch) == (manifest.run, manifest.epoch):
+            return beginning
+    named = None if run is None or manifest.base is None else run / manifest.base
+    for path in (named and named / "atoms", named, base):
+        if path is not None and path.exists():
+            with contextlib.suppress(UsageError):
+                return from_checkpoint(open_checkpoint(path, options), manifest)
+    raise UsageError(
+        f"there is no checkpoint of step {manifest.start}, which the job goes on from",
+        hint="start the shadow with --base of that step, or with --log of the run",
+    )
