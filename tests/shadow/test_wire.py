@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +376,65 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
     wait_for(pairs[0].shadow, 2)
     assert_same(state_of(held(pairs[0].shadow)), job.history[2])
     job.recorder.close()
+
+
+def _set(value: Any, *keys: Any) -> Callable[[Any], None]:
+    """A change to a manifest: the value at this place."""
+
+    def change(manifest: Any) -> None:
+        for key in keys[:-1]:
+            manifest = manifest[key]
+        manifest[keys[-1]] = value
+
+    return change
+
+
+HUGE = 10**15
+MANIFESTS: dict[str, Callable[[Any], None]] = {
+    "a tensor that is mostly padding": _set(HUGE, "streams", 0, "tensors", 0, "numel"),
+    "a block past its tensor": _set(HUGE, "streams", 0, "blocks", 0, 6),
+    "a block before its tensor": _set(-4, "streams", 0, "blocks", 0, 6),
+    "a block of no parameter": _set(99, "streams", 0, "blocks", 0, 1),
+    "a block of no tensor": _set(99, "streams", 0, "blocks", 0, 5),
+    "a parameter of another shape": _set([HUGE, HUGE], "parameters", 0, "shape"),
+    "a parameter that is not there": _set("nobody", "parameters", 0, "name"),
+    "another step": _set(7, "start"),
+    "an optimizer that nobody knows": _set("some.Own", "kernel", "id"),
+    "no streams": _set([], "streams"),
+    "numbers that are none": _set("many", "streams", 0, "tensors", 0, "numel"),
+    "a mesh that is none": _set([1], "mesh"),
+    "no manifest": _set(None, "parameters"),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A base, and the manifest of the epoch that goes on from it."""
+    run = tmp_path_factory.mktemp("recorded")
+    job = Job(run)
+    job.train(1)
+    job.recorder.close()
+    manifest = json.loads((run / "log" / "epoch-000000" / "manifest.json").read_bytes())
+    return run / "base" / "base-000000" / "atoms", manifest
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_that_lie(pairs: list[Pair], recorded: tuple[Path, Any], name: str) -> None:
+    """The job is told, or not even that; the shadow goes on serving, and takes the true manifest after it."""
+    from ucp.shadow.wire import RefusedError, greet, receive_json, send_json
+
+    base, told = recorded
+    pairs.append(Pair(base))
+    lie = copy.deepcopy(told)
+    MANIFESTS[name](lie)
+    for manifest, right in ((lie, False), (told, True)):
+        with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+            sock.settimeout(20)
+            greet(sock, b"")
+            send_json(sock, {"ask": "feed", "manifest": manifest, "stream": 0, "run": None})
+            try:
+                answer = receive_json(sock, 1 << 20)
+            except RefusedError:
+                answer = {"error": "closed"}
+            assert ("error" not in answer) == right, (answer, pairs[0].notes)
+        assert status(pairs[0].url)["condition"] == ("live" if right else "loading")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ucp.errors import UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.log.bases import ATOMS
 from ucp.log.manifest import MANIFEST, Manifest
 from ucp.log.reader import EPOCH
 from ucp.shadow.assembling import HeldFiles, assemble, tell
@@ -62,11 +63,11 @@ def from_told(
         found = beginning.state.manifest
         if (found.run, found.epoch) == (manifest.run, manifest.epoch):
             return beginning
-    named = None if run is None or manifest.base is None else run / manifest.base
-    for path in (named and named / "atoms", named, base):
+    told = None if run is None or manifest.base is None else run / manifest.base
+    for path in (told and told / ATOMS, told, base):
         if path is not None and path.exists():
             with contextlib.suppress(UsageError):
-                return from_checkpoint(open_checkpoint(path, options), manifest)
+                return from_checkpoint(open_checkpoint(path, options), manifest, named=path is not base)
     raise UsageError(
         f"there is no checkpoint of step {manifest.start}, which the job goes on from",
         hint="start the shadow with --base of that step, or with --log of the run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +59,17 @@ def from_log(base: Path | None, log: Path, options: ReadOptions) -> Beginning:
         return Beginning(state, start, positions)
 
 
-def from_checkpoint(base: Checkpoint, manifest: Manifest, labels: Sequence[Approximate] = ()) -> Beginning:
-    """The state that an epoch begins with, where the checkpoint is just that."""
-    if base.step is not None and base.step != manifest.start:
+def from_checkpoint(
+    base: Checkpoint, manifest: Manifest, labels: Sequence[Approximate] = (), *, named: bool = False
+) -> Beginning:
+    """The state that an epoch begins with, where the checkpoint is just that.
+
+    One that does not count its steps is of step 0, unless the job itself has `named` it.
+    """
+    step = base.step if base.step is not None else manifest.start if named else 0
+    if step != manifest.start:
         raise UsageError(
-            f"{base.root}: is of step {base.step}, and the job goes on from step {manifest.start}",
+            f"{base.root}: is of step {step}, and the job goes on from step {manifest.start}",
             hint="give the log of the run with --log, or a base of that step",
         )
     check_size(manifest)
@@ -128,18 +135,28 @@ def _recent(span: Span) -> tuple[list[tuple[int, StepRecord]], Any]:
 
 
 def check_size(manifest: Manifest) -> None:
-    """A manifest must not ask for more memory than its blocks have elements, and some padding."""
+    """A manifest must not ask for more memory than its parameters have elements, and some padding."""
+    room = tunables.SHADOW_PADDING_ELEMENTS
     for schema in manifest.streams:
         covered = [0] * len(schema.tensors)
+        elements = [0] * len(manifest.parameters)
         for block in schema.blocks:
-            if not 0 <= block.parameter < len(manifest.parameters) or not 0 <= block.tensor < len(covered):
-                raise InconsistentError(f"stream {schema.stream}, block {block.id}: is of no parameter or tensor")
-            covered[block.tensor] += block.count
+            where = f"stream {schema.stream}, block {block.id}"
+            if not 0 <= block.parameter < len(elements) or not 0 <= block.tensor < len(covered):
+                raise InconsistentError(f"{where}: is of no parameter or tensor")
             if not 0 <= block.offset <= schema.tensors[block.tensor].numel - block.count:
-                raise InconsistentError(f"stream {schema.stream}, block {block.id}: does not lie in its tensor")
+                raise InconsistentError(f"{where}: does not lie in its tensor")
+            covered[block.tensor] += block.count
+            elements[block.parameter] += block.count
         for index, (tensor, count) in enumerate(zip(schema.tensors, covered, strict=True)):
-            if not count <= tensor.numel <= 2 * count + tunables.SHADOW_PADDING_ELEMENTS:
+            if not count <= tensor.numel <= 2 * count + room:
                 raise InconsistentError(
                     f"stream {schema.stream}, optimizer tensor {index}: of its {tensor.numel} elements the log has"
                     f" {count}"
+                )
+        for parameter, count in zip(manifest.parameters, elements, strict=True):
+            if count > math.prod(parameter.shape) + room:
+                raise InconsistentError(
+                    f"stream {schema.stream}: has {count} elements of {parameter.name}, which has"
+                    f" {math.prod(parameter.shape)}"
                 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ucp import tunables
 from ucp.errors import StorageError, UcpError
-from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, BadBytesError, FrameHeader, SegmentHeader, padded
+from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
 from ucp.log.manifest import Manifest
 from ucp.log.schema import StreamSchema
 from ucp.shadow.following import Shadow
@@ -83,10 +83,10 @@ class Door:
         except RefusedError as error:
             if str(error) != "the connection was closed":
                 self._note(f"refused: {error}")
-        except (BadBytesError, KeyError, TypeError, ValueError, AttributeError) as error:
-            self._note(f"refused: {type(error).__name__}: {error}")
         except OSError:
             pass  # the peer is gone
+        except Exception as error:  # noqa: BLE001 - whatever a peer sends, the others are served
+            self._note(f"refused: {type(error).__name__}: {error}")
         finally:
             with self._lock:
                 self._open.discard(sock)
