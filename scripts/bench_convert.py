@@ -291,6 +291,21 @@ def _machine(work: Path) -> dict[str, Any]:
     }
 
 
+def measure(kind: type[Bench], given: argparse.Namespace, name: str, **about: Any) -> None:
+    """Take all figures of one benchmark in a folder of its own, and write them down where that is asked for."""
+    with tempfile.TemporaryDirectory(prefix=f".bench-{name}-", dir=given.work or PROJECT) as folder:
+        machine = {**_machine(Path(folder)), **about}
+        print(f"      {machine}", file=sys.stderr)
+        bench = kind(Path(folder), given)
+        bench.everything()
+    if given.json is not None:
+        options = {key: value for key, value in vars(given).items() if key not in ("json", "work")}
+        result = {"schema": 1, "machine": machine, "options": options, "figures": [asdict(f) for f in bench.figures]}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if given.strict and not all(figure.met for figure in bench.figures):
+        sys.exit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=3.3, help="size of the converted checkpoints, in 10⁹ bytes")
@@ -306,17 +321,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix=".bench-convert-", dir=given.work or PROJECT) as folder:
-        machine = _machine(Path(folder))
-        print(f"      {machine}", file=sys.stderr)
-        bench = Bench(Path(folder), given)
-        bench.everything()
-    if given.json is not None:
-        options = {key: value for key, value in vars(given).items() if key not in ("json", "work")}
-        result = {"schema": 1, "machine": machine, "options": options, "figures": [asdict(f) for f in bench.figures]}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.strict and not all(figure.met for figure in bench.figures):
-        sys.exit(1)
+    measure(Bench, given, "convert")
 
 
 if __name__ == "__main__":

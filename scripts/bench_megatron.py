@@ -21,11 +21,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_convert import PROJECT, UCP, Bench, Usage, _machine, run
+from bench_convert import PROJECT, UCP, Bench, Usage, measure, run
 
 TP = 4
 EXPORT = """
@@ -143,17 +142,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix=".bench-megatron-", dir=given.work or PROJECT) as folder:
-        machine = _machine(Path(folder))
-        print(f"      {machine}", file=sys.stderr)
-        bench = MegatronBench(Path(folder), given)
-        bench.everything()
-    if given.json is not None:
-        options = {key: value for key, value in vars(given).items() if key not in ("json", "work")}
-        result = {"schema": 1, "machine": machine, "options": options, "figures": [asdict(f) for f in bench.figures]}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.strict and not all(figure.met for figure in bench.figures):
-        sys.exit(1)
+    measure(MegatronBench, given, "megatron")
 
 
 if __name__ == "__main__":

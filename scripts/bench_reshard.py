@@ -19,14 +19,12 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench_convert import PROJECT, STEP, UCP, Bench, Usage, _machine, run
+from bench_convert import PROJECT, STEP, UCP, Bench, Usage, measure, run
 
 BYTES_PER_PARAMETER = 14  # of a ZeRO-1 checkpoint in bf16: weight, master and two states
 
@@ -212,17 +210,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix=".bench-reshard-", dir=given.work or PROJECT) as folder:
-        machine = {**_machine(Path(folder)), "isal": find_spec("isal") is not None}
-        print(f"      {machine}", file=sys.stderr)
-        bench = ReshardBench(Path(folder), given)
-        bench.everything()
-    if given.json is not None:
-        options = {key: value for key, value in vars(given).items() if key not in ("json", "work")}
-        result = {"schema": 1, "machine": machine, "options": options, "figures": [asdict(f) for f in bench.figures]}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.strict and not all(figure.met for figure in bench.figures):
-        sys.exit(1)
+    measure(ReshardBench, given, "reshard", isal=find_spec("isal") is not None)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,14 @@ fast CRC. The checkpoints come from scripts/synthetic.py; those of a thousand ra
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench_convert import PROJECT, UCP, Bench, Usage, _machine, run
+from bench_convert import UCP, Bench, Usage, measure, run
 
 
 class VerifyBench(Bench):
@@ -115,17 +111,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix=".bench-verify-", dir=given.work or PROJECT) as folder:
-        machine = {**_machine(Path(folder)), "isal": find_spec("isal") is not None}
-        print(f"      {machine}", file=sys.stderr)
-        bench = VerifyBench(Path(folder), given)
-        bench.everything()
-    if given.json is not None:
-        options = {key: value for key, value in vars(given).items() if key not in ("json", "work")}
-        result = {"schema": 1, "machine": machine, "options": options, "figures": [asdict(f) for f in bench.figures]}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.strict and not all(figure.met for figure in bench.figures):
-        sys.exit(1)
+    measure(VerifyBench, given, "verify", isal=find_spec("isal") is not None)
 
 
 if __name__ == "__main__":

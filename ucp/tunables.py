@@ -76,8 +76,8 @@ LOG_BATCH_SECONDS = 2.0  # … and how long a step may have to wait for that
 # Replayed states that are kept, so that all states of a stretch are taken from one replay.
 REPLAY_CACHE_BYTES = 32 * MIB
 
-# The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of the
-# newest frames is kept in the job for a shadow that comes back.
+# The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of
+# the newest frames is kept in the job for a shadow that comes back.
 SHADOW_POLL_SECONDS = 0.02
 SHADOW_EPOCH_SECONDS = 0.5  # how often it is looked at whether the job has begun again
 SHADOW_PENDING_BYTES = 256 * MIB
