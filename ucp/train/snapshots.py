@@ -110,6 +110,7 @@ class Snapshots:
         self._local: float | None = None
         self._prepare_seconds = 0.0
         self._stall_seconds = 0.0
+        self._late_bytes = 0
         self._last: dict[str, Any] = {}
 
     def _begin(self, every: int | None, avoid_backward: bool) -> None:
@@ -250,6 +251,7 @@ class Snapshots:
         if copier.trainer_bytes and copier.stall_seconds:
             self._local = smoothed(self._local, copier.trainer_bytes / copier.stall_seconds)
         self._stall_seconds += copier.stall_seconds
+        self._late_bytes += copier.trainer_bytes
         self.finished.append((step, target))
         self._last = self._told(step, copier, plan, prepared, written)
         if world()[0] == 0:
@@ -320,6 +322,7 @@ class Snapshots:
             "skipped": self.skipped,
             "prepare_seconds": self._prepare_seconds,
             "stall_seconds": self._stall_seconds,
+            "late_bytes": self._late_bytes,
             "last": self._last,
         }
 
