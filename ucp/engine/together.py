@@ -35,9 +35,9 @@ class Together(Progress):
         self._others = [Share(n, share.count) for n in range(share.count) if n != share.number]
         self._seen = dict.fromkeys(self._others, 0)  # bytes that were passed on
         self._missing_since: dict[Share, float] = {}
-        self._began = time.time()
         self._next_look = 0.0
-        self._note(share).unlink(missing_ok=True)  # of an earlier launch
+        self._note(share).unlink(missing_ok=True)  # of an earlier launch, as those of the others may be
+        self._old = {other: _time(self._note(other)) for other in self._others}
 
     @property
     def leads(self) -> bool:
@@ -90,8 +90,9 @@ class Together(Progress):
         else:
             since = self._missing_since.setdefault(share, time.monotonic())
             if time.monotonic() - since > tunables.MISSING_PROCESS_SECONDS:
+                said = self._said(share)
                 raise OtherFailedError(
-                    f"{share} is not done, and no process works on it",
+                    f"{share} failed: {said}" if said else f"{share} is not done, and no process works on it",
                     hint=f"run it with --part {share.number + 1}/{share.count}, then --finish; or launch all again,"
                     " which keeps what was done",
                 )
@@ -100,15 +101,15 @@ class Together(Progress):
     def _look(self) -> None:
         """Has another process of this launch failed?"""
         for share in self._others:
-            note = self._note(share)
-            try:
-                # Both times are the file system's, or nearly: a note of an earlier launch is older than this process.
-                if note.stat().st_mtime < self._began - 1:
-                    continue
-                said = json.loads(note.read_text())["error"]
-            except (OSError, ValueError, KeyError):
-                continue
-            raise OtherFailedError(f"{share} failed: {said}", hint="put that right and launch again")
+            if _time(self._note(share)) != self._old[share] and (said := self._said(share)):
+                raise OtherFailedError(f"{share} failed: {said}", hint="put that right and launch again")
+
+    def _said(self, share: Share) -> str | None:
+        """The last words of a process, of this launch or of an earlier one."""
+        try:
+            return str(json.loads(self._note(share).read_text())["error"])
+        except (OSError, ValueError, KeyError):
+            return None
 
     def _note(self, share: Share) -> Path:
         return self._folder / f"failed-{share.number + 1}-of-{share.count}.json"
@@ -120,3 +121,11 @@ def _read(journal: Path, fingerprint: str) -> Record | None:
     except FileNotFoundError:
         return None
     return Record.parse(data, fingerprint, journal) if b"\n" in data else None
+
+
+def _time(path: Path) -> int | None:
+    """When a file was written, by the clock of its file system; None where it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
