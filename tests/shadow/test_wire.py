@@ -179,15 +179,16 @@ def test_a_shadow_that_dies_and_comes_back(tmp_path: Path, pairs: list[Pair], mo
     job.recorder.close()
 
 
+@pytest.mark.parametrize("wait", [0.0, 0.3])
 def test_a_shadow_that_is_too_slow_reads_the_log(
-    tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, wait: float
 ) -> None:
     """It takes nothing for a while: the job lets frames go, and waits no longer than it was told."""
     monkeypatch.setattr(tunables, "SHADOW_QUEUE_BYTES", 2 * 1024 * 1024)
     monkeypatch.setattr(tunables, "SHADOW_PENDING_BYTES", 1024 * 1024)
     pairs.append(Pair())
     shadow = pairs[0].shadow
-    job = Job(tmp_path / "run", width=4096, to=pairs[0].url)
+    job = Job(tmp_path / "run", width=4096, to=pairs[0].url, shadow_wait=wait)
     job.train(1)
     wait_for(shadow, 1)
     with shadow._following.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
@@ -195,12 +196,15 @@ def test_a_shadow_that_is_too_slow_reads_the_log(
         while not job.shadow_stats()["dropped"]:
             job.train(5)
             assert time.monotonic() - begin < 60
-        job.recorder.flush()  # the log does not wait for the shadow
+        stalled = job.shadow_stats()["stall_seconds"]
+        job.train(5)
+        job.recorder.flush()  # the log does not wait for the shadow again
+        assert job.shadow_stats()["stall_seconds"] == stalled
+        assert stalled == 0 if wait == 0 else stalled >= wait
         assert shadow.status()["step"] == 1
         assert shadow.status()["lag_steps"] >= 1
     wait_for(shadow, job.step, 60)
     assert_same(state_of(held(shadow)), job.history[job.step])
-    assert job.shadow_stats()["stall_seconds"] == 0
     job.recorder.close()
 
 

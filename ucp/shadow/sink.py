@@ -58,6 +58,7 @@ class ShadowSink:
         self._changed = threading.Condition()
         self._kept: deque[tuple[FrameHeader, bytearray]] = deque()  # by number, without gap
         self._kept_bytes = 0
+        self._unsent_bytes = 0  # of those that are kept
         self._next: int | None = None  # the frame that goes out next; None: the first that is kept
         self._closing = False
         self._socket: socket.socket | None = None
@@ -88,18 +89,18 @@ class ShadowSink:
                 self._forget()
             self._kept.append((header, payload))
             self._kept_bytes += len(payload)
+            self._unsent_bytes += len(payload)
             self._changed.notify_all()
 
     def _is_full(self, size: int) -> bool:
         """Would one more frame push out one that was not sent?"""
-        if not self._kept or self._kept_bytes + size <= tunables.SHADOW_QUEUE_BYTES:
-            return False
-        return self._next is None or self._kept[0][0].lsn >= self._next
+        return bool(self._unsent_bytes) and self._unsent_bytes + size > tunables.SHADOW_QUEUE_BYTES
 
     def _forget(self) -> None:
         header, payload = self._kept.popleft()
         self._kept_bytes -= len(payload)
         if self._next is None or header.lsn >= self._next:
+            self._unsent_bytes -= len(payload)
             self.stats.dropped += 1
             self._next = header.lsn + 1
 
@@ -178,6 +179,8 @@ class ShadowSink:
         self._at = SEGMENT_BYTES
         with self._changed:
             self._next = None if wanted is None else int(wanted)
+            unsent = (len(payload) for header, payload in self._kept if header.lsn >= (self._next or 0))
+            self._unsent_bytes = sum(unsent)
             self.error = None
             self._socket = sock
         self.stats.connections += 1
@@ -189,7 +192,9 @@ class ShadowSink:
         send(self._socket, [placed.pack(self._salt), payload, tail])
         self._at = placed.end
         with self._changed:
-            self._next = header.lsn + 1
+            if self._next is None or header.lsn >= self._next:  # else it was let go while it went out
+                self._next = header.lsn + 1
+                self._unsent_bytes -= len(payload)
             self._waited = False
             self.stats.frames += 1
             self.stats.bytes += placed.end - placed.offset
