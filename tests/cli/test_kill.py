@@ -83,6 +83,7 @@ def test_a_run_killed_again_and_again_gets_there(source: Path, tmp_path: Path) -
 def test_interrupt_keeps_what_was_done_and_says_so(source: Path, tmp_path: Path) -> None:
     # The signal reaches the main thread in its own time: this worker waits for it instead of finishing the job.
     driver = DRIVER.replace("signal.SIGKILL)", "signal.SIGINT); __import__('time').sleep(2)")
+    driver = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + driver  # ignored under `&`
     command = [sys.executable, "-c", driver, "9", "convert", str(source), str(tmp_path / "out")]
     stopped = subprocess.run(command, capture_output=True, text=True, check=False)
     assert stopped.returncode == 130

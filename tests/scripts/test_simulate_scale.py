@@ -31,7 +31,7 @@ def test_exponents_are_found(simulation: ModuleType, power: float) -> None:
 def test_memory_and_time_are_those_of_the_command(simulation: ModuleType) -> None:
     cost = simulation.measure("x", [sys.executable, "-c", "x = b'x' * 200_000_000; print(len(x))"])
     assert cost.said == "200000000\n"
-    assert 200e6 < cost.memory < 1e9
+    assert cost.memory > 200e6  # a child's peak begins with what its parent had, and that may be much here
     assert cost.cpu > 0
     with pytest.raises(SystemExit, match="ended with 3"):
         simulation.measure("x", [sys.executable, "-c", "raise SystemExit(3)"])

@@ -346,7 +346,7 @@ def test_weights_take_another_dtype_from_their_masters(corpus: Path, tmp_path: P
 
 
 def test_other_frameworks_are_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="which a Megatron job's arguments name"):
+    with pytest.raises(UsageError, match="not called as megatron-core calls them"):
         ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="megatron")
 
 
