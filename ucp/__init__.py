@@ -9,12 +9,13 @@ from ucp.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from ucp.api import OpenCheckpoint, convert, diff, plan, report, verify
+    from ucp.api import convert, diff, plan, report, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
     from ucp.train.recording import Recorder, record
     from ucp.train.saving import SaveHandle, save
     from ucp.train.snapshots import Snapshots, snapshot
+    from ucp.views import OpenCheckpoint
 
 __all__ = [
     "LoadReport",

@@ -12,11 +12,11 @@ ucp.verify("run/checkpoints", "deep").ok
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucp.conversion import DEFAULT_MEMORY, Conversion, default_jobs
 from ucp.errors import UsageError
 from ucp.formats.registry import (
     ExpertForm,
@@ -24,33 +24,20 @@ from ucp.formats.registry import (
     OptimizerSharding,
     ReadOptions,
     WriteOptions,
-    Writer,
     make_writer,
 )
 from ucp.formats.registry import open_checkpoint as index_checkpoint
-from ucp.model.checkpoint import Checkpoint, Extras, Parameter
+from ucp.model.checkpoint import Checkpoint
 from ucp.model.dtypes import DType, parse_dtype
 from ucp.model.rules import RuleBook
 from ucp.model.selection import Only, Selection, select
-from ucp.model.target import Target
-from ucp.tunables import MIB
+from ucp.views import OpenCheckpoint
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
     from ucp.checks import Report
     from ucp.compare import Comparison
     from ucp.engine.convert import Progress
-    from ucp.engine.shares import Share
     from ucp.reports import Written
-
-DEFAULT_MEMORY = 256 * MIB
-
-
-def default_jobs() -> int:
-    """Threads to use unless told: the cores that this process may run on, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def read_options(
@@ -126,140 +113,6 @@ def _renamed(
     from ucp.names.choose import with_names
 
     return with_names(checkpoint, os.fspath(names), None if model_config is None else Path(model_config))
-
-
-class OpenCheckpoint(Mapping[str, "ParameterView"]):
-    """A checkpoint to read from: a mapping from parameter name (or alias) to its states."""
-
-    def __init__(self, index: Checkpoint) -> None:
-        self.index = index
-        self._aliases = index.aliases()
-
-    @property
-    def parameters(self) -> dict[str, ParameterView]:
-        """Every parameter and buffer in the model's order, without aliases."""
-        return {name: ParameterView(self.index, parameter) for name, parameter in self.index.parameters.items()}
-
-    @property
-    def extras(self) -> Extras:
-        """Everything that is not a parameter state, as inert values."""
-        return self.index.extras
-
-    def __getitem__(self, name: str) -> ParameterView:
-        return ParameterView(self.index, self.index.parameters[self._aliases.get(name, name)])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.index.parameters)
-
-    def __len__(self) -> int:
-        return len(self.index.parameters)
-
-    def __repr__(self) -> str:
-        return f"<{self.index.format} checkpoint of {len(self)} parameters, {self.index.mesh}>"
-
-
-class ParameterView:
-    """One parameter of an open checkpoint."""
-
-    def __init__(self, index: Checkpoint, parameter: Parameter) -> None:
-        self._index = index
-        self.parameter = parameter
-
-    @property
-    def name(self) -> str:
-        return self.parameter.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parameter.shape
-
-    @property
-    def kinds(self) -> list[str]:
-        """The states that are stored: `weight`, `master`, `exp_avg`, …"""
-        return list(self.parameter.atoms)
-
-    def read(
-        self, kind: str = "weight", rows: slice | None = None, *, as_torch: bool = False
-    ) -> np.ndarray[Any, Any] | torch.Tensor:
-        """One state, whole or some rows of its first dimension.
-
-        As numpy, bfloat16 comes widened to float32 (exactly); other types that numpy lacks need `as_torch`.
-        """
-        from ucp.engine.arrays import read_array, read_tensor
-
-        atom = self.parameter.atoms.get(kind)
-        if atom is None:
-            raise UsageError(f"parameter {self.name} has no {kind!r}", hint=f"it has: {', '.join(self.kinds)}")
-        read = read_tensor if as_torch else read_array
-        return read(self._index.root, atom, rows, self._index.computed)
-
-    def __repr__(self) -> str:
-        return f"<parameter {self.name} {list(self.shape)}: {', '.join(self.kinds)}>"
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """A conversion that is planned and not yet run."""
-
-    source: Checkpoint
-    writer: Writer
-    target: Target
-    path: Path
-
-    def run(
-        self,
-        *,
-        jobs: int | None = None,
-        memory: int = DEFAULT_MEMORY,
-        resume: bool = False,
-        restart: bool = False,
-        durable: bool = False,
-        share: Share | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        """Write the target. It appears whole, or not at all. A `share` of it waits for `finish` to appear."""
-        from ucp.engine.convert import Progress, RunOptions, run
-        from ucp.engine.shares import WHOLE
-        from ucp.engine.stream import Budget
-
-        options = RunOptions(Budget(jobs or default_jobs(), memory), resume, restart, durable, share or WHOLE)
-        run(
-            self.target,
-            self.source,
-            self.path,
-            options,
-            lambda digests: self.writer.last(self.target, digests),
-            progress or Progress(),
-        )
-
-    def finish(self, *, durable: bool = False) -> None:
-        """Let the target appear that shares of it have written."""
-        from ucp.engine.convert import finish
-
-        finish(
-            self.target,
-            self.source,
-            self.path,
-            lambda digests: self.writer.last(self.target, digests),
-            durable=durable,
-        )
-
-    def run_together(self, share: Share, progress: Progress, **options: Any) -> None:
-        """Write this process's share of a launch; the first process waits for the others and lets the target appear."""
-        from ucp.engine.convert import fingerprint
-        from ucp.engine.together import Together
-
-        together = Together(self.path, share, self.target.nbytes, progress)
-        try:
-            self.run(share=share, progress=together, **options)
-            if together.leads:
-                together.wait(fingerprint(self.target, self.source))
-                self.finish(durable=options.get("durable", False))
-        except BaseException as error:
-            together.fail(error)
-            raise
-        finally:
-            together.close()
 
 
 def plan(

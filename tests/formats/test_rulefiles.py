@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ucp.errors import StorageError, UsageError
-from ucp.formats.rulefiles import MAX_RULE_FILE_BYTES, load_preset, load_rules, preset_names, rule_lines
+from ucp.files.toml_lists import MAX_BYTES
+from ucp.formats.rulefiles import load_preset, load_rules, preset_names, rule_lines
 from ucp.model.rules import REPLICATED, Rule
 
 
@@ -110,7 +111,7 @@ def test_a_wrong_entry_is_named_by_file_and_line(tmp_path: Path, entry: str, com
         "[[rules]]\nmatch = 'a'\ncut = 'split'",
         b"\xff\xfe",
         "a = " + "[" * 100_000,
-        "#" * (MAX_RULE_FILE_BYTES + 1),
+        "#" * (MAX_BYTES + 1),
     ],
 )
 def test_a_file_that_is_no_rule_file_is_a_usage_error(tmp_path: Path, text: str | bytes) -> None:

@@ -22,6 +22,7 @@ from ucp.cli.options import (
     table,
     use_one_thread_each,
 )
+from ucp.conversion import Conversion, default_jobs
 from ucp.engine.shares import Share
 from ucp.formats.registry import WRITERS
 from ucp.model.target import Target
@@ -152,7 +153,7 @@ def command(
     if launched is None or launched.number == 0:
         echo_notes((*conversion.source.notes, *conversion.writer.notes))
     if dry_run:
-        _print_plan(conversion, jobs or api.default_jobs(), memory, as_json)
+        _print_plan(conversion, jobs or default_jobs(), memory, as_json)
         return
     begin = time.perf_counter()
     if finish:
@@ -189,7 +190,7 @@ def command(
     )
 
 
-def _print_plan(conversion: api.Conversion, jobs: int, memory: int, as_json: bool) -> None:
+def _print_plan(conversion: Conversion, jobs: int, memory: int, as_json: bool) -> None:
     from ucp.engine.stream import Budget
 
     target = conversion.target

@@ -9,6 +9,7 @@ import click
 
 from ucp import api
 from ucp.cli.options import counted, human_bytes, log_options, reading_options, source_argument
+from ucp.conversion import default_jobs
 from ucp.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def command(
         from ucp.cli.progress import Bar
 
         progress = Bar()
-    how: dict[str, Any] = {"jobs": jobs or api.default_jobs(), "progress": progress, "policy": policy}
+    how: dict[str, Any] = {"jobs": jobs or default_jobs(), "progress": progress, "policy": policy}
     if log is not None or step is not None or exact:
         from ucp.replay.checking import verify_at
 

@@ -12,22 +12,15 @@ The first rule whose `match` fits a name applies to it.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, cast, get_args
 
 from ucp import tunables
-from ucp.errors import StorageError, UsageError
+from ucp.errors import UsageError
+from ucp.files.toml_lists import parse_toml, places, read_toml
 from ucp.model.rules import Cut, Rule, RuleBook
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
-
-MAX_RULE_FILE_BYTES: Final = 1 * tunables.MIB
 
 _FORM: Final = "a rule file is a list of [[rule]] tables"
 
@@ -42,12 +35,7 @@ _KEYS: Final[dict[str, frozenset[str]]] = {
 
 def load_rules(path: Path) -> RuleBook:
     """The rules of a TOML file that the user wrote."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_RULE_FILE_BYTES + 1)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot read the rule file: {error.strerror}") from error
-    return parse_rules(data, str(path), f"file: {path.name}")
+    return parse_rules(read_toml(path, "rule file"), str(path), f"file: {path.name}")
 
 
 def load_preset(name: str) -> RuleBook:
@@ -67,17 +55,7 @@ def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False)
 
     Those that are not `optional` are expected to match something.
     """
-    if len(data) > MAX_RULE_FILE_BYTES:
-        raise UsageError(f"{where}: larger than {MAX_RULE_FILE_BYTES} bytes, which no rule file is")
-    try:
-        text = data.decode()
-        document = tomllib.loads(text)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where}: not UTF-8 text (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{where}: not valid TOML: {error}") from None
-    except RecursionError:
-        raise UsageError(f"{where}: not a rule file: nested too deep") from None
+    text, document = parse_toml(data, where, "rule file")
     unknown = document.keys() - {"rule", "about"}
     entries = document.get("rule", [])
     if unknown or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -85,10 +63,8 @@ def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False)
         raise UsageError(f"{where}: unexpected {found!r} at the top level", hint=_FORM)
     if not entries:
         raise UsageError(f"{where}: holds no rules", hint=_FORM)
-    lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
     book = RuleBook()
-    for i, entry in enumerate(entries):
-        place = f"{where}, line {lines[i]}" if len(lines) == len(entries) else f"{where}, rule {i + 1}"
+    for entry, place in zip(entries, places(text, "rule", len(entries), where), strict=True):
         book.add(_match(entry, place), _rule(entry, place), origin, optional=optional)
     return book
 

@@ -16,27 +16,20 @@ along that one's first axis.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from ucp import tunables
-from ucp.errors import StorageError, UsageError
+from ucp.errors import UsageError
+from ucp.files.toml_lists import parse_toml, places, read_toml
 from ucp.model.patterns import compile_pattern
 from ucp.names.patterns import Pattern, parse_pattern
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 CUTS: Final = ("whole", "rows", "columns", "vocab")
 WORDS: Final = ("qkv", "gated")
 CONDITIONS: Final = ("gated", "moe", "tied")
-_LARGEST: Final = 1 * tunables.MIB
 _KEYS: Final = frozenset({"parts", "cut", "when"})
 
 
@@ -95,27 +88,12 @@ def load_packaged(name: str) -> Table:
 
 def load_table(path: Path) -> Table:
     """The table in a file of the user's."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot read the table of names: {error.strerror}") from error
-    return parse_table(data, str(path), path.name)
+    return parse_table(read_toml(path, "table of names"), str(path), path.name)
 
 
 def parse_table(data: bytes, where: str, name: str) -> Table:
     """The table in the bytes of a TOML file; `where` names it in messages."""
-    if len(data) > _LARGEST:
-        raise UsageError(f"{where}: larger than {_LARGEST} bytes, which no table of names is")
-    try:
-        text = data.decode()
-        document = tomllib.loads(text)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where}: not UTF-8 text (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{where}: not valid TOML: {error}") from None
-    except RecursionError:
-        raise UsageError(f"{where}: not a table of names: nested too deep") from None
+    text, document = parse_toml(data, where, "table of names")
     unknown = document.keys() - {"about", "sides", "when", "computed", "secondary", "map"}
     entries = document.get("map", [])
     if unknown or not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
@@ -124,14 +102,14 @@ def parse_table(data: bytes, where: str, name: str) -> Table:
     sides = document.get("sides")
     if not isinstance(sides, list) or len(sides) != 2 or not all(isinstance(side, str) and side for side in sides):
         raise UsageError(f'{where}: sides must name two frameworks: sides = ["hf", "megatron"]')
-    lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*map\s*\]\]", line)]
-    made: list[Entry] = []
-    for i, entry in enumerate(entries):
-        place = f"{where}, line {lines[i]}" if len(lines) == len(entries) else f"{where}, map {i + 1}"
-        made.append(_entry(entry, (sides[0], sides[1]), place))
+    two = (sides[0], sides[1])
+    made = [
+        _entry(entry, two, place)
+        for entry, place in zip(entries, places(text, "map", len(entries), where), strict=True)
+    ]
     return Table(
         name,
-        (sides[0], sides[1]),
+        two,
         tuple(made),
         _when(document.get("when", {}), where),
         tuple(_computed(document.get("computed", []), where)),
