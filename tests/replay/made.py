@@ -21,9 +21,11 @@ from ucp.log.payloads import Digest, GroupScalars, LrKind, Stage, StepRecord, pa
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
 from ucp.log.steps import EncodedBlock, append_blocks, append_step, encode_block
+from ucp.model.checkpoint import Checkpoint
 from ucp.model.dtypes import BY_NAME
 from ucp.model.layout import Mesh, Rank
 from ucp.model.region import Region
+from ucp.views import OpenCheckpoint
 
 State = dict[str, torch.Tensor]  # "name|kind" → a copy
 
@@ -260,3 +262,22 @@ def start(
     run.history[0] = run.state()
     run.open_epoch()
     return run
+
+
+def state_of(checkpoint: Checkpoint) -> State:
+    """A copy of everything that is trained."""
+    view = OpenCheckpoint(checkpoint)
+    return {
+        f"{name}|{kind}": torch.as_tensor(parameter.read(kind, as_torch=True)).clone()
+        for name, parameter in view.parameters.items()
+        if parameter.parameter.role == "trained"
+        for kind in parameter.kinds
+    }
+
+
+def assert_same(found: State, expected: State) -> None:
+    """Equal in every bit."""
+    assert sorted(found) == sorted(expected)
+    for key, value in expected.items():
+        assert found[key].shape == value.shape, key
+        assert torch.equal(found[key].view(-1).view(torch.int32), value.view(-1).view(torch.int32)), key

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ucp
 from tests.replay.lion import Lion
-from tests.replay.made import Run, State, start
+from tests.replay.made import Run, assert_same, start, state_of
 from ucp import tunables
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.formats.registry import WriteOptions, make_writer
@@ -34,23 +34,6 @@ from ucp.replay.stored import fold
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny tensors walk the path of large ones: several blocks a tensor, in several chunks."""
     monkeypatch.setattr(tunables, "LOG_BLOCK_ELEMENTS", 128)
-
-
-def state_of(checkpoint: Checkpoint) -> State:
-    view = ucp.api.OpenCheckpoint(checkpoint)
-    return {
-        f"{name}|{kind}": torch.as_tensor(parameter.read(kind, as_torch=True))
-        for name, parameter in view.parameters.items()
-        if parameter.parameter.role == "trained"
-        for kind in parameter.kinds
-    }
-
-
-def assert_same(found: State, expected: State) -> None:
-    assert sorted(found) == sorted(expected)
-    for key, value in expected.items():
-        assert found[key].shape == value.shape, key
-        assert torch.equal(found[key].view(-1).view(torch.int32), value.view(-1).view(torch.int32)), key
 
 
 def sync(run: Run) -> None:
@@ -119,7 +102,9 @@ def test_the_states_of_a_stretch_come_from_one_replay(tmp_path: Path, monkeypatc
         state = derive(run, base, 3)
         options = WriteOptions()
         writer = make_writer(to, state, options)
-        ucp.api.Conversion(state, writer, writer.target(), tmp_path / to).run(jobs=2)
+        ucp.api.Conversion(state, writer, writer.target(), tmp_path / to).run(
+            jobs=1
+        )  # two threads share the tiny cache by chance
         files = state.computed
         assert isinstance(files, ReplayedFiles)
         elements = {name: p.numel() for name, p in run.named()}

@@ -6,10 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.replay.made import State
-from ucp.api import OpenCheckpoint
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
 from ucp.shadow.assembling import HeldFiles, assemble
@@ -33,22 +29,3 @@ def held(shadow: Shadow) -> Checkpoint:
     snapshot = shadow.snapshot()
     base = open_checkpoint(Path(snapshot.told["base"]), ReadOptions())
     return assemble(base, snapshot.told, HeldFiles(snapshot))
-
-
-def state_of(checkpoint: Checkpoint) -> State:
-    """A copy of everything that is trained."""
-    view = OpenCheckpoint(checkpoint)
-    return {
-        f"{name}|{kind}": torch.as_tensor(parameter.read(kind, as_torch=True)).clone()
-        for name, parameter in view.parameters.items()
-        if parameter.parameter.role == "trained"
-        for kind in parameter.kinds
-    }
-
-
-def assert_same(found: State, expected: State) -> None:
-    """Equal in every bit."""
-    assert sorted(found) == sorted(expected)
-    for key, value in expected.items():
-        assert found[key].shape == value.shape, key
-        assert torch.equal(found[key].view(-1).view(torch.int32), value.view(-1).view(torch.int32)), key

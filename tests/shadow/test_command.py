@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import ucp
+from tests.replay.made import assert_same, state_of
 from tests.shadow import trainer
-from tests.shadow.following import assert_same, state_of
 from ucp.cli.main import run as run_command
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ucp
-from tests.replay.made import Run, start
-from tests.shadow.following import assert_same, held, state_of, wait_for
+from tests.replay.made import Run, assert_same, start, state_of
+from tests.shadow.following import held, wait_for
 from ucp import tunables
 from ucp.errors import UsageError
 from ucp.log.manifest import Parent

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import ucp
-from tests.shadow.following import assert_same, held, state_of, wait_for
+from tests.replay.made import assert_same, state_of
+from tests.shadow.following import held, wait_for
 from ucp import tunables
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.shadow.client import status
