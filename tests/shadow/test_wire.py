@@ -219,7 +219,8 @@ def test_a_cut_connection(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest
         if number % 4 == 0:
             with pairs[0].door._lock:
                 for sock in pairs[0].door._open:
-                    sock.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):  # the recorder may have hung up just before
+                        sock.shutdown(socket.SHUT_RDWR)
     job.recorder.flush()
     wait_for(pairs[0].shadow, 40)
     assert_same(state_of(held(pairs[0].shadow)), job.history[40])
