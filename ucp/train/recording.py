@@ -5,33 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from ucp.errors import StorageError, UcpError, UsageError
-from ucp.log.bases import list_bases
 from ucp.log.frames import FrameType
-from ucp.log.manifest import Manifest, write_manifest
-from ucp.log.measured import REPLAY_SECONDS
 from ucp.log.payloads import pack_digests
-from ucp.log.reader import Log, epoch_folder, find_parent, stream_folder
-from ucp.log.tuning import Costs, Tuner
+from ucp.log.reader import stream_folder
+from ucp.log.tuning import Tuner
 from ucp.log.writer import Writer
 from ucp.shadow.sink import ShadowSink
-from ucp.shadow.wire import parse_address
-from ucp.train.describe import describe
-from ucp.train.live import LiveJob
-from ucp.train.recording_bases import Bases
-from ucp.train.recording_hooks import Hooks, Taker, grad_dtypes, hang_in, stage_of
-from ucp.train.recording_kernel import kernel_of, own_step
+from ucp.train.recording_costs import Spent, choose_intervals
+from ucp.train.recording_hooks import Hooks, Taker, hang_in
 from ucp.train.recording_notes import job_notes, plain_notes, state_digests
-from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
-from ucp.train.rulebooks import rule_book
-from ucp.train.saving import SaveHandle, save
-from ucp.train.talk import agree, gather, world
+from ucp.train.recording_sinks import reach_shadow
+from ucp.train.recording_start import Start, start_epoch
+from ucp.train.talk import world
 
 OnError = Literal["raise", "stop"]
 
@@ -83,155 +74,54 @@ def record(
         if not isinstance(optimizer, (str, os.PathLike)):
             raise TypeError("record needs the path of the run's folder")
         optimizer, path = None, optimizer
-    recorder = Recorder(Path(path), on_error, aux)
-    recorder._begin(
-        model,
-        optimizer,
-        base=base,
-        base_every=base_every,
-        mtbf=mtbf,
-        keep_bases=keep_bases,
-        step=step,
-        writer={"compress": compress, "slots": slots, "batch_steps": batch_steps},
-        to=to,
-        shadow_wait=shadow_wait,
-        save_with={"client_state": client_state, "rules": rules, "preset": preset},
-    )
+    if base_every == "auto" and (mtbf is None or mtbf <= 0):
+        raise UsageError("an automatic interval between bases needs mtbf=, the seconds between failures")
+    save_with = {"client_state": client_state, "rules": rules, "preset": preset}
+    start = start_epoch(Path(path), model, optimizer, base=base, keep_bases=keep_bases, step=step, save_with=save_with)
+    sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, Path(path), world()[0])
+    recorder = Recorder(Path(path), on_error, aux, sink)
+    writer = {"compress": compress, "slots": slots, "batch_steps": batch_steps}
+    recorder._begin(start, writer, base_every, mtbf)
     return recorder
 
 
 class Recorder:
     """A recording that is under way. `close` it, or use it as a context manager."""
 
-    def __init__(self, path: Path, on_error: OnError, aux: Callable[[], Any] | None) -> None:
+    def __init__(self, path: Path, on_error: OnError, aux: Callable[[], Any] | None, sink: ShadowSink | None) -> None:
         self.path = path
         self.error: UcpError | None = None  # why the recording has stopped
         self.step = 0  # the last step that was recorded, or that recording began with
         self._on_error = on_error
         self._aux = aux
         self._hooks = Hooks()
-        self._hook_seconds = 0.0
-        self._hook_cpu_seconds = 0.0
-        self._base_seconds = 0.0  # that training waited for bases
-        self._bases_taken = 0
+        self._sink = sink
         self._start = 0
-        self._tuner: Tuner | None = None
-        self._mtbf = 0.0
         self._open = False
 
     # ------------------------------------------------------------------------------------------------------------------
     # Beginning
 
     def _begin(
-        self,
-        model: Any,
-        optimizer: Any,
-        *,
-        base: str | None,
-        base_every: int | Literal["auto"] | None,
-        mtbf: float | None,
-        keep_bases: int | None,
-        step: int | None,
-        writer: dict[str, Any],
-        to: str | None,
-        shadow_wait: float,
-        save_with: dict[str, Any],
+        self, start: Start, writer: dict[str, Any], base_every: int | Literal["auto"] | None, mtbf: float | None
     ) -> None:
-        rank, _ = world()
-        error: BaseException | None = None
-        agreed: Agreement | None = None
-        try:
-            if keep_bases is not None and keep_bases < 1:
-                raise UsageError("keep_bases must be at least 1, or None")
-            if base_every == "auto" and (mtbf is None or mtbf <= 0):
-                raise UsageError("an automatic interval between bases needs mtbf=, the seconds between failures")
-            book = rule_book(save_with["rules"], save_with["preset"])
-            self._job = describe(model, optimizer)
-            if self._job.optimizer is None:
-                raise UsageError("only a job with an optimizer can be recorded", hint="give record() the optimizer")
-            self._stage = stage_of(self._job)
-            self.step = _steps_taken(self._job) if step is None else step
-        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-            error = caught
-        agree(error)
-        dtypes = grad_dtypes(self._job, self._stage)
-        agreed = agree_on_schema(self._job, dtypes, book, dict(save_with["client_state"] or {}), rank)
-        manifest: Manifest | None = None
-        first_base = 0
-        try:
-            if rank == 0:
-                manifest, first_base = self._new_epoch(agreed)
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        agree(error)
-        epoch, first_base, parent = gather(
-            None if manifest is None else (manifest.epoch, first_base, manifest.parent is not None)
-        )[0]
-        if base is None and not parent:
-            raise UsageError(
-                f"{self.path}: there is no log that reaches step {self.step}",
-                hint='record with base="now", or name a checkpoint of this very state',
-            )
-
-        def save_base(folder: Path, asynchronous: bool) -> SaveHandle:
-            return save(model, optimizer, folder, asynchronous=asynchronous, **save_with)
-
-        self._bases = Bases(self.path, epoch, self.step, first_base, keep_bases, save_base, rank)
+        """Hang the recorder in. `writer` are the arguments of the log's writer."""
+        self._job, self._stage, self._bases = start.job, start.stage, start.bases
+        self.step, self.epoch = start.step, start.epoch
         self._base_every = None if base_every == "auto" else base_every
         self._tuner, self._mtbf = Tuner() if base_every == "auto" else None, mtbf or 0.0
-        begin = time.perf_counter()
-        named = self._bases.begin_with(self.step) if base == "now" else base
-        self._first_base_seconds = time.perf_counter() - begin
-        folder = epoch_folder(self.path / "log", epoch)
-        try:
-            if manifest is not None:
-                manifest.base = named
-                write_manifest(folder, manifest)
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        agree(error)
-        self.epoch = epoch
-        self._sink = None if to is None else self._reach_shadow(to, shadow_wait, manifest, rank)
         if self._sink is not None:
             writer = {**writer, "tap": self._sink.offer}
-        self._schema = agreed.mine
-        self._keys = [self._job.stepped[number].key for number in agreed.stepped]
-        groups = [self._job.stepped[number].group for number in agreed.stepped]
-        self._writer = Writer(stream_folder(folder, rank), epoch, agreed.mine, durable_step=self.step, **writer)
-        self._taker = Taker(self._writer, agreed.mine, self._keys, groups)
+        self._schema = start.agreed.mine
+        self._keys = start.keys
+        folder = stream_folder(start.folder, self._schema.stream)
+        self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, **writer)
+        self._taker = Taker(self._writer, self._schema, self._keys, start.groups)
         hang_in(self._job, self._taker, self._stage, self._hooks)
         self._hang_in_end()
-        self._start, self._started = self.step, time.perf_counter()
+        self._start = self.step
+        self._spent = Spent(first_base_seconds=start.base_seconds)
         self._open = True
-
-    def _reach_shadow(self, to: str, wait: float, manifest: Manifest | None, rank: int) -> ShadowSink:
-        """A connection to the shadow for this rank's stream. Collective."""
-        error: BaseException | None = None
-        sink: ShadowSink | None = None
-        told = gather(manifest)[0]
-        try:
-            sink = ShadowSink(parse_address(to), told, rank, self.path, wait=wait)
-        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-            error = caught
-        try:
-            agree(error)
-        except BaseException:
-            if sink is not None:
-                sink.close()
-            raise
-        assert sink is not None
-        return sink
-
-    def _new_epoch(self, agreed: Agreement) -> tuple[Manifest, int]:
-        """The manifest of this epoch, and the number of the next base. On rank 0."""
-        bases = list_bases(self.path)
-        manifest = manifest_of(self._job, agreed, kernel_of(self._job.optimizer), uuid.uuid4().hex, 0, self.step)
-        if (self.path / "log").is_dir() and any((self.path / "log").iterdir()):
-            with Log.open(self.path / "log", "inspect", check="tail") as log:
-                manifest.run = log.epochs[-1].manifest.run
-                manifest.epoch = log.epochs[-1].number + 1
-                manifest.parent = find_parent(log, self.step)
-        return manifest, bases[-1].number + 1 if bases else 0
 
     def _hang_in_end(self) -> None:
         """Find the moment when a step is over: for DeepSpeed when its counters are right, else after the update."""
@@ -263,8 +153,8 @@ class Recorder:
                 raise self._taker.failure
             self._hand_over()
             self._bases.drop_superfluous(self._writer)
-            self._hook_seconds += time.perf_counter() - begin
-            self._hook_cpu_seconds += time.thread_time() - cpu
+            self._spent.hook_seconds += time.perf_counter() - begin
+            self._spent.hook_cpu_seconds += time.thread_time() - cpu
             if self._tuner is not None and (self.step - self._start) % TUNE_EVERY == 0:
                 self._tune()
             if self._base_every is not None and self.step - self._bases.last_step >= self._base_every:
@@ -275,23 +165,23 @@ class Recorder:
     def _tune(self) -> None:
         """Choose the interval between bases anew, from what the slowest rank has measured. Collective."""
         assert self._tuner is not None
-        steps = self.step - self._start
-        stats = self._writer.stats
-        record = (self._hook_seconds + self._taker.seconds) / steps
-        base_time = self._bases.seconds
-        mine = (
-            (time.perf_counter() - self._started - self._base_seconds) / steps - record,
-            self._base_seconds / self._bases_taken if self._bases_taken else self._first_base_seconds,
-            stats.stall_seconds / stats.syncs if stats.syncs else 0.0,
-            record,
-            self._schema.numel * REPLAY_SECONDS,
-            base_time,
+        choice = choose_intervals(
+            self._tuner,
+            self._mtbf,
+            self._spent,
+            self._writer.stats,
+            steps=self.step - self._start,
+            record_seconds=self._record_seconds,
+            whole_base_seconds=self._bases.seconds,
+            numel=self._schema.numel,
         )
-        step, base_stall, sync_stall, record, replay, base_time = map(max, zip(*gather(mine), strict=True))
-        costs = Costs(max(step, 1e-9), self._mtbf, base_stall, sync_stall, record, replay, base_time, base_time)
-        choice = self._tuner.update(costs)
         self._base_every = choice.base_every
         self._writer.batch_steps = choice.batch_steps
+
+    @property
+    def _record_seconds(self) -> float:
+        """That all hooks have taken so far."""
+        return self._spent.hook_seconds + self._taker.seconds
 
     def _hand_over(self) -> None:
         engine = self._job.engine
@@ -311,15 +201,7 @@ class Recorder:
 
     def _notes(self) -> Any:
         """What the step's AUX frame holds: the job after the step, what the user gives, what recording has cost."""
-        stats = self._writer.stats
-        costs = {
-            "steps": self.step + 1 - self._start,
-            "record_seconds": round(self._hook_seconds + self._taker.seconds, 6),
-            "stall_seconds": round(stats.stall_seconds, 6),
-            "syncs": stats.syncs,
-            "bases": self._bases_taken,
-            "base_seconds": round(self._base_seconds, 6),
-        }
+        costs = self._spent.to_json(self.step + 1 - self._start, self._record_seconds, self._writer.stats)
         user = {} if self._aux is None else {"user": plain_notes(self._aux())}
         return {**job_notes(self._job), **user, "costs": costs}
 
@@ -348,8 +230,8 @@ class Recorder:
         self.digest()
         self._writer.rotate()
         self._bases.take(self.step)
-        self._base_seconds += time.perf_counter() - begin
-        self._bases_taken += 1
+        self._spent.base_seconds += time.perf_counter() - begin
+        self._spent.bases += 1
 
     def digest(self) -> None:
         """Log digests of this rank's optimizer tensors and states: a replay that meets them is proven exact."""
@@ -369,10 +251,10 @@ class Recorder:
             "shadow": None if self._sink is None else self._sink.told(),
             "bases": self._bases.taken,
             "base_every": self._base_every,
-            "base_seconds": self._base_seconds,
+            "base_seconds": self._spent.base_seconds,
             "slots": len(self._writer.slots),
-            "hook_seconds": self._hook_seconds + self._taker.seconds,
-            "hook_cpu_seconds": self._hook_cpu_seconds + self._taker.cpu_seconds,
+            "hook_seconds": self._record_seconds,
+            "hook_cpu_seconds": self._spent.hook_cpu_seconds + self._taker.cpu_seconds,
         }
 
     def close(self, reason: str = "closed") -> None:
@@ -407,14 +289,6 @@ class Recorder:
             self._hooks.remove()
             self._writer.close(f"error: {type(error).__name__}")
             self._let_shadow_go()
-
-
-def _steps_taken(job: LiveJob) -> int:
-    """How many steps a job has behind it, as far as it knows."""
-    if job.engine is not None:
-        return int(job.engine.global_steps)
-    counts = [own_step(job.optimizer, stepped.key) for stepped in job.stepped]
-    return max([0, *counts])
 
 
 __all__ = ["Recorder", "record"]

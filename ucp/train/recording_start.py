@@ -1,0 +1,134 @@
+"""How a recording begins: all ranks agree on a new epoch of the log, and have a base that it starts from."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ucp.errors import UsageError
+from ucp.log.bases import list_bases
+from ucp.log.manifest import Manifest, write_manifest
+from ucp.log.payloads import Stage
+from ucp.log.reader import Log, epoch_folder, find_parent
+from ucp.train.describe import describe
+from ucp.train.live import LiveJob
+from ucp.train.recording_bases import Bases
+from ucp.train.recording_hooks import grad_dtypes, stage_of
+from ucp.train.recording_kernel import kernel_of, own_step
+from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
+from ucp.train.rulebooks import rule_book
+from ucp.train.saving import SaveHandle, save
+from ucp.train.talk import agree, gather, world
+
+
+@dataclass(slots=True)
+class Start:
+    """What a recording begins with."""
+
+    job: LiveJob
+    stage: Stage
+    step: int  # that the state is of
+    epoch: int
+    folder: Path  # the epoch's
+    manifest: Manifest | None  # on rank 0
+    agreed: Agreement
+    bases: Bases
+    base_seconds: float  # that the first base took
+
+    @property
+    def keys(self) -> list[Any]:
+        """The optimizer's tensors of this rank's stream."""
+        return [self.job.stepped[number].key for number in self.agreed.stepped]
+
+    @property
+    def groups(self) -> list[int]:
+        """The groups that they are in."""
+        return [self.job.stepped[number].group for number in self.agreed.stepped]
+
+
+def start_epoch(
+    run: Path,
+    model: Any,
+    optimizer: Any,
+    *,
+    base: str | None,
+    keep_bases: int | None,
+    step: int | None,
+    save_with: dict[str, Any],
+) -> Start:
+    """Agree on a new epoch, take or name its base, write its manifest. Collective. `save_with` is for `save`."""
+    rank, _ = world()
+    error: BaseException | None = None
+    try:
+        if keep_bases is not None and keep_bases < 1:
+            raise UsageError("keep_bases must be at least 1, or None")
+        book = rule_book(save_with["rules"], save_with["preset"])
+        job = describe(model, optimizer)
+        if job.optimizer is None:
+            raise UsageError("only a job with an optimizer can be recorded", hint="give record() the optimizer")
+        stage = stage_of(job)
+        step = _steps_taken(job) if step is None else step
+    except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
+        error = caught
+    agree(error)
+    assert step is not None
+    agreed = agree_on_schema(job, grad_dtypes(job, stage), book, dict(save_with["client_state"] or {}), rank)
+    manifest: Manifest | None = None
+    first_base = 0
+    try:
+        if rank == 0:
+            manifest, first_base = _new_epoch(run, job, agreed, step)
+    except Exception as caught:  # noqa: BLE001
+        error = caught
+    agree(error)
+    epoch, first_base, parent = gather(
+        None if manifest is None else (manifest.epoch, first_base, manifest.parent is not None)
+    )[0]
+    if base is None and not parent:
+        raise UsageError(
+            f"{run}: there is no log that reaches step {step}",
+            hint='record with base="now", or name a checkpoint of this very state',
+        )
+
+    def save_base(folder: Path, asynchronous: bool) -> SaveHandle:
+        return save(model, optimizer, folder, asynchronous=asynchronous, **save_with)
+
+    bases = Bases(run, epoch, step, first_base, keep_bases, save_base, rank)
+    begin = time.perf_counter()
+    named = bases.begin_with(step) if base == "now" else base
+    base_seconds = time.perf_counter() - begin
+    folder = epoch_folder(run / "log", epoch)
+    try:
+        if manifest is not None:
+            manifest.base = named
+            write_manifest(folder, manifest)
+    except Exception as caught:  # noqa: BLE001
+        error = caught
+    agree(error)
+    return Start(job, stage, step, epoch, folder, manifest, agreed, bases, base_seconds)
+
+
+def _new_epoch(run: Path, job: LiveJob, agreed: Agreement, step: int) -> tuple[Manifest, int]:
+    """The manifest of this epoch, and the number of the next base. On rank 0."""
+    bases = list_bases(run)
+    manifest = manifest_of(job, agreed, kernel_of(job.optimizer), uuid.uuid4().hex, 0, step)
+    if (run / "log").is_dir() and any((run / "log").iterdir()):
+        with Log.open(run / "log", "inspect", check="tail") as log:
+            manifest.run = log.epochs[-1].manifest.run
+            manifest.epoch = log.epochs[-1].number + 1
+            manifest.parent = find_parent(log, step)
+    return manifest, bases[-1].number + 1 if bases else 0
+
+
+def _steps_taken(job: LiveJob) -> int:
+    """How many steps a job has behind it, as far as it knows."""
+    if job.engine is not None:
+        return int(job.engine.global_steps)
+    counts = [own_step(job.optimizer, stepped.key) for stepped in job.stepped]
+    return max([0, *counts])
+
+
+__all__ = ["Start", "start_epoch"]
