@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,15 @@ from ucp.errors import UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.frames import BadBytesError
 from ucp.log.manifest import Manifest, read_manifest
-from ucp.log.reader import epoch_folder, stream_folder
+from ucp.log.reader import epoch_folder
 from ucp.shadow.assembling import tell
 from ucp.shadow.epochs import epochs_of, from_held, from_told, goes_on_from, newest_of, root_of
-from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Frame, GapError, Intake
+from ucp.shadow.intake import ArrivedDigests, Frame, GapError
+from ucp.shadow.lanes import Following, Lane
 from ucp.shadow.loading import Beginning, from_log
-from ucp.shadow.state import HeldState, Snapshot
-from ucp.shadow.tail import Tail
+from ucp.shadow.state import Snapshot
 
 LIVE, STALE, LOADING = "live", "stale", "loading"
-
-
-@dataclass(slots=True)
-class Lane:
-    """One stream: what has come of it, and how the log is read where nothing else comes."""
-
-    intake: Intake
-    tail: Tail | None = None
-    feeds: int = 0  # connections that bring its frames now
-    hole: int | None = None  # a feed has come to this frame, and frames before it are missing
-
-
-@dataclass(slots=True)
-class Following:
-    """One epoch that is being followed."""
-
-    number: int  # counts up with every beginning: what was meant for an older one is refused
-    state: HeldState
-    base: Path
-    lanes: dict[int, Lane]
-    log: Path | None
-    applied_at: float = field(default_factory=time.time)
 
 
 class Shadow:
@@ -117,16 +94,7 @@ class Shadow:
     def _begin(self, beginning: Beginning, log: Path | None) -> Following:
         self._beginnings += 1
         manifest = beginning.state.manifest
-        lanes = {}
-        for schema in manifest.streams:
-            lane = Lane(Intake(manifest.epoch, schema, beginning.positions.get(schema.stream)))
-            if log is not None:
-                folder = stream_folder(epoch_folder(root_of(log), manifest.epoch), schema.stream)
-                lane.tail = Tail(folder, manifest.epoch, schema)
-                if lane.intake.expected is None:
-                    lane.intake.expected = 0
-            lanes[schema.stream] = lane
-        self._following = Following(self._beginnings, beginning.state, beginning.base, lanes, log)
+        self._following = Following.after(self._beginnings, beginning, log)
         self._stale = None
         self._changed.notify_all()
         self._note(
@@ -210,15 +178,19 @@ class Shadow:
     def _apply_all(self) -> None:
         while True:
             with self._changed:
-                while not self._stopping and not self._complete():
+                while not self._stopping and not self._is_complete():
                     self._changed.wait(1.0)
                 following = self._following
-                step = self._take() if following is not None and self._complete() else None
-                if following is None or step is None:
-                    if self._stopping:
-                        return
-                    continue
+                if following is None or not self._is_complete():
+                    return  # stopping
+                try:
+                    step = following.take()
+                except BadBytesError as error:
+                    self._stale = str(error)
+                    step = None
                 self._changed.notify_all()
+            if step is None:
+                continue
             try:
                 if isinstance(step, ArrivedDigests):
                     following.state.compare(step.stream, step.digests)
@@ -230,38 +202,9 @@ class Shadow:
             if following.state.refuted is not None:
                 self._note(str(following.state.refuted))
 
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         """Is there anything that can be applied now?"""
-        if self._following is None or self._stale is not None:
-            return False
-        lanes = self._following.lanes.values()
-        ready = [lane.intake.ready[0] for lane in lanes if lane.intake.ready]
-        return any(isinstance(item, ArrivedDigests) for item in ready) or (bool(ready) and len(ready) == len(lanes))
-
-    def _take(self) -> dict[int, ArrivedStep] | ArrivedDigests | None:
-        """The next step of all streams, or digests of one; None for what is older than the state."""
-        assert self._following is not None
-        state, lanes = self._following.state, self._following.lanes
-        for lane in lanes.values():
-            head = lane.intake.ready[0] if lane.intake.ready else None
-            if isinstance(head, ArrivedDigests):
-                lane.intake.pop()
-                return head if head.step == state.step else None
-        heads: dict[int, ArrivedStep] = {}
-        for number, lane in lanes.items():
-            head = lane.intake.ready[0]
-            assert isinstance(head, ArrivedStep)
-            if head.step <= state.step:  # the base had it
-                lane.intake.pop()
-                return None
-            heads[number] = head
-        wrong = {step.step for step in heads.values()} - {state.step + 1}
-        if wrong:
-            self._stale = f"step {min(wrong)} came where step {state.step + 1} should be"
-            return None
-        for lane in lanes.values():
-            lane.intake.pop()
-        return heads
+        return self._following is not None and self._stale is None and self._following.is_complete()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Reading the log
@@ -334,30 +277,9 @@ class Shadow:
         """What the shadow holds and how far it is behind, as JSON values."""
         with self._changed:
             following, stale = self._following, self._stale
-            if following is None:
-                return {"schema": 1, "condition": STALE if stale else LOADING, "reason": stale, "step": None}
-            state = following.state
-            lanes = following.lanes
-            seen = max([state.step, *(lane.intake.newest or 0 for lane in lanes.values())])
-            return {
-                "schema": 1,
-                "condition": STALE if stale else LIVE,
-                "reason": stale,
-                "run": state.manifest.run,
-                "epoch": state.manifest.epoch,
-                "step": state.step,
-                "lag_steps": seen - state.step,
-                "seconds_since_step": time.time() - following.applied_at,
-                "state_bytes": state.nbytes,
-                "pending_bytes": sum(lane.intake.pending_bytes for lane in lanes.values()),
-                "streams": len(lanes),
-                "feeds": sum(lane.feeds for lane in lanes.values()),
-                "proven_step": state.proven_step,
-                "exact": not state.labels and state.refuted is None,
-                "labels": [str(label) for label in (*([state.refuted] if state.refuted else []), *state.labels)],
-                "base": str(following.base),
-                "log": None if following.log is None else str(following.log),
-            }
+            condition = STALE if stale else LIVE if following else LOADING
+            told = {"step": None} if following is None else following.told()
+            return {"schema": 1, "condition": condition, "reason": stale, **told}
 
     def snapshot(self) -> Snapshot:
         """The state as it is after the newest complete step; the shadow goes on. Close it."""

@@ -1,0 +1,106 @@
+"""One epoch that a shadow follows: what has come of each stream, and which step is complete in all of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ucp.log.frames import BadBytesError
+from ucp.log.reader import epoch_folder, stream_folder
+from ucp.shadow.epochs import root_of
+from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Intake
+from ucp.shadow.loading import Beginning
+from ucp.shadow.state import HeldState
+from ucp.shadow.tail import Tail
+
+
+@dataclass(slots=True)
+class Lane:
+    """One stream: what has come of it, and how the log is read where nothing else comes."""
+
+    intake: Intake
+    tail: Tail | None = None
+    feeds: int = 0  # connections that bring its frames now
+    hole: int | None = None  # a feed has come to this frame, and frames before it are missing
+
+
+@dataclass(slots=True)
+class Following:
+    """One epoch that is being followed. Not thread-safe: the shadow's lock guards it."""
+
+    number: int  # counts up with every beginning: what was meant for an older one is refused
+    state: HeldState
+    base: Path
+    lanes: dict[int, Lane]
+    log: Path | None
+    applied_at: float = field(default_factory=time.time)
+
+    @staticmethod
+    def after(number: int, beginning: Beginning, log: Path | None) -> Following:
+        """What is followed after a beginning: every stream from the frame that the state does not have."""
+        manifest = beginning.state.manifest
+        lanes = {}
+        for schema in manifest.streams:
+            lane = Lane(Intake(manifest.epoch, schema, beginning.positions.get(schema.stream)))
+            if log is not None:
+                folder = stream_folder(epoch_folder(root_of(log), manifest.epoch), schema.stream)
+                lane.tail = Tail(folder, manifest.epoch, schema)
+                if lane.intake.expected is None:
+                    lane.intake.expected = 0
+            lanes[schema.stream] = lane
+        return Following(number, beginning.state, beginning.base, lanes, log)
+
+    def is_complete(self) -> bool:
+        """Is there anything that can be applied now?"""
+        ready = [lane.intake.ready[0] for lane in self.lanes.values() if lane.intake.ready]
+        if any(isinstance(item, ArrivedDigests) for item in ready):
+            return True
+        return bool(ready) and len(ready) == len(self.lanes)
+
+    def take(self) -> dict[int, ArrivedStep] | ArrivedDigests | None:
+        """The next step of all streams, or digests of one; None for what is older than the state.
+
+        `BadBytesError` where another step has come than the one that should.
+        """
+        for lane in self.lanes.values():
+            head = lane.intake.ready[0] if lane.intake.ready else None
+            if isinstance(head, ArrivedDigests):
+                lane.intake.pop()
+                return head if head.step == self.state.step else None
+        heads: dict[int, ArrivedStep] = {}
+        for number, lane in self.lanes.items():
+            head = lane.intake.ready[0]
+            assert isinstance(head, ArrivedStep)
+            if head.step <= self.state.step:  # the base had it
+                lane.intake.pop()
+                return None
+            heads[number] = head
+        wrong = {step.step for step in heads.values()} - {self.state.step + 1}
+        if wrong:
+            raise BadBytesError(f"step {min(wrong)} came where step {self.state.step + 1} should be")
+        for lane in self.lanes.values():
+            lane.intake.pop()
+        return heads
+
+    def told(self) -> dict[str, Any]:
+        """What is held and how far it is behind, as JSON values."""
+        state, lanes = self.state, self.lanes.values()
+        seen = max([state.step, *(lane.intake.newest or 0 for lane in lanes)])
+        return {
+            "run": state.manifest.run,
+            "epoch": state.manifest.epoch,
+            "step": state.step,
+            "lag_steps": seen - state.step,
+            "seconds_since_step": time.time() - self.applied_at,
+            "state_bytes": state.nbytes,
+            "pending_bytes": sum(lane.intake.pending_bytes for lane in lanes),
+            "streams": len(lanes),
+            "feeds": sum(lane.feeds for lane in lanes),
+            "proven_step": state.proven_step,
+            "exact": not state.labels and state.refuted is None,
+            "labels": [str(label) for label in (*([state.refuted] if state.refuted else []), *state.labels)],
+            "base": str(self.base),
+            "log": None if self.log is None else str(self.log),
+        }
