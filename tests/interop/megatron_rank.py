@@ -22,7 +22,7 @@ from tests.interop import megatron_on_cpu
 def build_model(args: Any, pp: int, stages: int) -> Any:
     """The module of this rank, as the saved arguments describe it."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
@@ -53,10 +53,13 @@ def build_model(args: Any, pp: int, stages: int) -> Any:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        mtp_num_layers=getattr(args, "mtp_num_layers", None),
     )
+    spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization),
+        transformer_layer_spec=spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pp == 0,
@@ -118,7 +121,8 @@ def load(model: Any, optimizer: Any, folder: Path, *, whole: bool = True) -> Any
     copy = parallel_state.get_data_parallel_rank()
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         grid, here, copy = (*grid, parallel_state.get_data_parallel_world_size()), (*here, copy), 0
-    metadata = dist_checkpointing.load_content_metadata(str(folder))
+    metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     plan = optimizer.outer.sharded_state_dict(sharded, is_loading=True, metadata=metadata)
     sharded["optimizer"] = plan

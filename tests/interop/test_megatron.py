@@ -28,26 +28,22 @@ def run_job(
     world = tp * pp * dp
     command = [sys.executable, "-m", "tests.interop.megatron_rank"]
     tail = [str(world), str(scratch / "store"), *(str(next(f.glob("iter_*"))) for f in (folder, expected))]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), *tail, str(tp), str(pp), str(ep), kind],
-            cwd=PROJECT,
-            env={
-                **os.environ,
-                "TORCHDYNAMO_DISABLE": "1",
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                "PYTHONWARNINGS": "ignore",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    ranks = [start_rank([*command, str(rank), *tail, str(tp), str(pp), str(ep), kind]) for rank in range(world)]
+    return [int(out.split()[-1]) for out in outputs_of(ranks)]
+
+
+def start_rank(command: list[str]) -> subprocess.Popen[str]:
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=PROJECT, env={**os.environ, **quiet}, stdout=pipe, stderr=pipe, text=True)
+
+
+def outputs_of(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    """What every rank printed; fails with what they complained of where one did not get there."""
     said = [rank.communicate(timeout=300) for rank in ranks]
     wrong = [err[-2000:] for rank, (_, err) in zip(ranks, said, strict=True) if rank.returncode]
     assert not wrong, "\n".join(wrong)
-    return [int(out.split()[-1]) for out, _ in said]
+    return [out for out, _ in said]
 
 
 def states_of(parameters: int, kind: str) -> int:
@@ -149,3 +145,11 @@ def test_experts_load_elsewhere(
     ucp.api.convert(source, tmp_path / "expected", to="megatron", optimizer="plain", **options)
     counts = run_job(tmp_path / "out", tmp_path / "expected", 1, 1, kind, tmp_path, dp=ep, ep=ep)
     assert sum(counts) >= states_of(29, kind)
+
+
+def test_multi_token_prediction_loads_elsewhere(tmp_path: Path) -> None:
+    """From two stages, where the last one has a copy of the embedding, to two tensor-parallel ranks and back."""
+    command = [sys.executable, "-m", "tests.interop.megatron_prediction"]
+    ranks = [start_rank([*command, str(rank), str(tmp_path / "store"), str(tmp_path)]) for rank in range(2)]
+    counts = [[int(count) for count in out.split()[-2:]] for out in outputs_of(ranks)]
+    assert counts == [[2 * states_of(47, "plain"), 2 * states_of(parameters, "distributed")] for parameters in (10, 38)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.files.inert import Inert
+from ucp.records import dataclass
 
 # Tokenizers whose size is what the user typed, and how many entries they add to it.
 _TYPED_VOCABULARIES: Final = {"NullTokenizer": 1, "NullMultimodalTokenizer": 1, "TikTokenizer": 0}
@@ -66,9 +66,19 @@ class Arguments:
         return value if type(value) is int and value > 0 else None
 
     @property
+    def prediction_layers(self) -> int:
+        """Layers of multi-token prediction (`mtp.layers.N`)."""
+        return self.number("mtp_num_layers", 0)
+
+    @property
     def tied(self) -> bool:
         """Whether the output layer is the word embedding."""
         return self.fields.get("untie_embeddings_and_output_weights") is not True
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage of a pipeline has a copy of the word embedding: to read tokens off, or to predict."""
+        return self.pp > 1 and (self.tied or self.prediction_layers > 0)
 
     @property
     def gated(self) -> bool:

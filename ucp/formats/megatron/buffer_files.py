@@ -81,9 +81,7 @@ def buffers_of(entries: Sequence[Entry]) -> dict[tuple[int, DType], list[Entry]]
 def layout_of(
     mine: Sequence[Entry], chunk: int, pp: int, arguments: Arguments, *, expert: bool, of_model: Sequence[Entry]
 ) -> BufferLayout:
-    residents = [
-        Resident(entry.ref.numel, arguments.tied and arguments.pp > 1 and entry.names == [EMBEDDING]) for entry in mine
-    ]
+    residents = [Resident(entry.ref.numel, arguments.shares_embedding and entry.names == [EMBEDDING]) for entry in mine]
     dp = arguments.expert_dp if expert else arguments.dp
     size = bucket_size(arguments, sum(entry.ref.numel for entry in of_model)) if pp == 0 and chunk == 0 else None
     return lay_out(residents, size, dp, wide=arguments.flag("ddp_pad_buckets_for_high_nccl_busbw"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Protocol, overload
 
@@ -15,6 +14,7 @@ from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import SlicePiece
+from ucp.records import dataclass
 
 
 class LazyFragments(Sequence[Fragment]):

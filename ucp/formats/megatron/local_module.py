@@ -6,17 +6,18 @@ The distributed optimizer's buffers can only be understood, or filled, by replay
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
+from ucp.errors import NotUnderstoodError
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.buffers import BufferLayout, Resident, bucket_size, lay_out
-from ucp.formats.megatron.names import EMBEDDING, OUTPUT, expert_of, is_expert, layer_of
+from ucp.formats.megatron.names import EMBEDDING, OUTPUT, block_of, expert_of, is_expert
 from ucp.formats.megatron.order import Key, order_key
 from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
 from ucp.model.rules import Rule, SlicePiece, slice_pieces
+from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class ModuleTensor:
     numel: int
     lodgers: tuple[Lodger, ...]
     tied: bool = False  # shared between the first and the last stage
-    copy: bool = False  # the last stage's copy of it, which checkpoints of whole tensors leave out
+    copy: bool = False  # another stage's copy of it, which checkpoints of whole tensors leave out
+    alias: str | None = None  # its name in the module, where that is not its parameter's
 
     @property
     def is_expert(self) -> bool:
@@ -81,6 +83,12 @@ def _chunk(rank: ModuleRank, chunk: Chunk, model: Mapping[str, Whole], arguments
     mine = range(rank.ep * experts, (rank.ep + 1) * experts)
     names = [name for name in model if _is_here(name, chunk, mine)]
     tied_copy = arguments.tied and chunk.output and not chunk.embedding
+    if arguments.tied and chunk.prediction and not chunk.embedding:
+        raise NotUnderstoodError(
+            "multi-token prediction with tied embeddings stands on another pipeline stage than the embedding:"
+            " megatron-core keeps an output layer there that nothing trains, and cannot save such a job either",
+            hint="choose --pp 1, or torch-dist with --optimizer plain or --optimizer-sharding fully_reshardable",
+        )
     if tied_copy:
         names.append(OUTPUT)
 
@@ -101,16 +109,16 @@ def _chunk(rank: ModuleRank, chunk: Chunk, model: Mapping[str, Whole], arguments
             repeats = number > 0 and what.rule.cut == "replicated"
             lodgers.append(Lodger(owner, pieces, shape, shift, transposed, repeats))
             shift += prod(shape)
-        tied = arguments.tied and arguments.pp > 1 and lodgers[0].name == EMBEDDING and chunk.embedding != chunk.output
-        copy = tied_copy and group == [OUTPUT]
-        yield ModuleTensor(chunk.vp, whole[0].dtype, shift, tuple(lodgers), tied, copy)
+        alias = OUTPUT if tied_copy and group == [OUTPUT] else None
+        copy = alias is not None or (group[0].startswith("embedding.") and not chunk.embedding)
+        alone = chunk.embedding != chunk.output or copy
+        tied = arguments.shares_embedding and lodgers[0].name == EMBEDDING and alone
+        yield ModuleTensor(chunk.vp, whole[0].dtype, shift, tuple(lodgers), tied, copy, alias)
 
 
 def _is_here(name: str, chunk: Chunk, experts: range) -> bool:
-    layer, expert = layer_of(name), expert_of(name)
-    if layer is not None:
-        return chunk.first <= layer < chunk.stop and (expert is None or expert in experts)
-    return chunk.embedding if name.startswith("embedding.") else chunk.output
+    expert = expert_of(name)
+    return chunk.holds(name) and (expert is None or expert in experts)
 
 
 def _is_transposed(name: str, arguments: Arguments) -> bool:
@@ -128,8 +136,8 @@ def _grouped(names: Sequence[str], arguments: Arguments) -> Iterator[list[str]]:
             yield [names[at]]
             at += 1
             continue
-        layer = layer_of(names[at])
-        here = [name for name in names[at:] if is_expert(name) and layer_of(name) == layer]
+        block = block_of(names[at])
+        here = [name for name in names[at:] if is_expert(name) and block_of(name) == block]
         for matrix in (".linear_fc1.", ".linear_fc2."):
             found = [name for name in here if matrix in name]
             if not found:

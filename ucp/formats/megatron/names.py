@@ -7,10 +7,12 @@ Transformer Engine fuses into the linear layer after them keep their own module 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
+from ucp.records import dataclass
+
 _LAYER: Final = re.compile(r"^((?:.*\.)?(?:decoder|encoder)\.layers\.)(\d+)(\..+)$")
+_BLOCK: Final = re.compile(r"^(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)(?=\.)")
 _EXPERT: Final = re.compile(r"^(.*\.experts\.)local_experts\.(\d+)(\..+)$")
 
 # Transformer Engine's fused norms → the module that the local implementation has.
@@ -64,6 +66,17 @@ def layer_of(name: str) -> int | None:
     """The number in `decoder.layers.N.`, or None."""
     found = _LAYER.match(name)
     return int(found[2]) if found else None
+
+
+def block_of(name: str) -> str | None:
+    """The transformer layer that the parameter is of, those of multi-token prediction included; None outside of any."""
+    found = _BLOCK.match(name)
+    return found[0] if found else None
+
+
+def is_prediction(name: str) -> bool:
+    """Whether the parameter belongs to multi-token prediction."""
+    return name.startswith("mtp.")
 
 
 def with_layer_after(name: str, offset: int) -> str:

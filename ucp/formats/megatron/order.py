@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ucp.formats.megatron.names import expert_of, layer_of
+from ucp.formats.megatron.names import expert_of, is_prediction, layer_of
 
 _SECTIONS: Final = ("embedding.", "encoder.layers.", "encoder.", "decoder.layers.", "decoder.", "mtp.", "output_layer.")
 _ATTENTION: Final = (
@@ -40,6 +40,9 @@ _INNER: Final = (
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
 )
+# Around the transformer layer of a depth of multi-token prediction.
+_PREDICTION: Final = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
+_BLOCK: Final = "transformer_layer."
 _EMBEDDINGS: Final = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
 _NUMBER: Final = re.compile(r"\.layers\.(\d+)\.")
 
@@ -52,7 +55,7 @@ _FUSED_INTO_LATENT: Final = {
 
 _KINDS: Final = {"weight": 0, "bias": 1}
 
-Key = tuple[int, int, int, int, int, int, str]
+Key = tuple[int, int, int, int, int, int, int, str]
 
 
 def order_key(name: str, *, fused: bool = False, latent: bool = False) -> Key:
@@ -68,11 +71,15 @@ def order_key(name: str, *, fused: bool = False, latent: bool = False) -> Key:
         layer = int(found[1]) if found else 0
     known = _EMBEDDINGS if section == 0 else _INNER
     inner = name.removeprefix("embedding.") if section == 0 else name[found.end() :] if found else name
+    around = 0
+    if is_prediction(name):
+        around = next((i for i, prefix in enumerate(_PREDICTION) if inner.startswith(prefix)), len(_PREDICTION))
+        inner = inner.removeprefix(_BLOCK)
     expert = expert_of(name)
     matrix = 1 if ".linear_fc2." in name else 0
     place = _place(inner, known, (_FUSED_INTO_LATENT if latent else _FUSED_INTO) if fused else {})
     last = _KINDS.get(name.rpartition(".")[2], len(_KINDS))
-    return section, layer, place, -1 if expert is None else expert, matrix, last, name
+    return section, layer, around, place, -1 if expert is None else expert, matrix, last, name
 
 
 def _place(inner: str, known: Sequence[str], fused: Mapping[str, str]) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.names import is_prediction, layer_of
+from ucp.records import dataclass
 
 _REPEATED: Final = re.compile(r"\(([^()]*)\)\*(\d+)|([Etm L])\*(\d+)")
 
@@ -22,6 +23,16 @@ class Chunk:
     stop: int
     embedding: bool
     output: bool
+    prediction: bool = False  # holds the layers of multi-token prediction, and a copy of the embedding for them
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter of this name is in the chunk, some of its experts perhaps."""
+        layer = layer_of(name)
+        if layer is not None:
+            return self.first <= layer < self.stop
+        if is_prediction(name):
+            return self.prediction
+        return self.embedding or self.prediction if name.startswith("embedding.") else self.output
 
 
 def chunks_of_job(arguments: Arguments) -> list[Chunk]:
@@ -32,11 +43,13 @@ def chunks_of_job(arguments: Arguments) -> list[Chunk]:
         counts = [stage.count("t") for stage in stages]
         starts = [i for i, stage in enumerate(stages) if "E" in stage]
         ends = [i for i, stage in enumerate(stages) if "L" in stage]
+        predicting = [i for i, stage in enumerate(stages) if "m" in stage and arguments.prediction_layers]
     elif layout is not None:
         raise NotUnderstoodError("the job's pipeline layout is an object, which says nothing about its layers here")
     else:
         counts = _counts(arguments)
         starts, ends = [0], [len(counts) - 1]
+        predicting = ends if arguments.prediction_layers else []
     if len(counts) % arguments.pp or (arguments.layers is not None and sum(counts) != arguments.layers):
         raise NotUnderstoodError(
             f"{arguments.layers} layers over {arguments.pp} stages of {arguments.vpp} chunks do not come out even:"
@@ -46,7 +59,7 @@ def chunks_of_job(arguments: Arguments) -> list[Chunk]:
     at = 0
     for number, count in enumerate(counts):
         vp, pp = divmod(number, arguments.pp)
-        chunks.append(Chunk(pp, vp, at, at + count, number in starts, number in ends))
+        chunks.append(Chunk(pp, vp, at, at + count, number in starts, number in ends, number in predicting))
         at += count
     return chunks
 

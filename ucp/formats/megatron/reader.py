@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from ucp.errors import InconsistentError, StorageError
 from ucp.files.local import SourceFiles
+from ucp.files.paths import files_below
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.assemble import Assembly
 from ucp.formats.megatron.carried import carried_tree, without_states
@@ -136,12 +136,7 @@ def _details(place: Place, arguments: Arguments) -> dict[str, Any]:
 
 
 def _sizes(root: Path) -> dict[str, int]:
-    sizes: dict[str, int] = {}
     try:
-        for folder, _, names in os.walk(root):
-            for name in names:
-                path = Path(folder) / name
-                sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+        return dict(sorted(files_below(root)))
     except OSError as error:
         raise StorageError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
-    return dict(sorted(sizes.items()))

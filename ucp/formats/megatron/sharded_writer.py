@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ucp.errors import UsageError
@@ -22,7 +21,7 @@ from ucp.formats.megatron.emit.optimizer import has_states, is_mixed, stateless_
 from ucp.formats.megatron.emit.rng import RandomStates
 from ucp.formats.megatron.emit.spelling import in_shards
 from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
-from ucp.formats.megatron.names import expert_of, is_expert, layer_of
+from ucp.formats.megatron.names import expert_of, is_expert
 from ucp.formats.megatron.writer import SCHEDULER, iteration_folder, padding_notes, tracker
 from ucp.formats.registry import WriteOptions
 from ucp.formats.torchtrees import with_tensors
@@ -32,6 +31,7 @@ from ucp.model.dtypes import FLOAT32, DType
 from ucp.model.region import Region
 from ucp.model.rules import slice_pieces
 from ucp.model.target import Digests, Literal, OutputFile, Target
+from ucp.records import dataclass, field
 
 _METADATA: Final = {
     "sharded_backend": "torch_dist",
@@ -164,12 +164,8 @@ class Writer:
     def _file_of(self, name: str, tp: int) -> int:
         """The file of the rank that holds this slice."""
         arguments = self.job.arguments
-        layer, expert = layer_of(name), expert_of(name)
-        if layer is not None:
-            pp = next(chunk.pp for chunk in self.job.chunks if chunk.first <= layer < chunk.stop)
-        else:
-            first = name.startswith("embedding.")
-            pp = next(chunk.pp for chunk in self.job.chunks if (chunk.embedding if first else chunk.output))
+        expert = expert_of(name)
+        pp = next(chunk.pp for chunk in self.job.chunks if chunk.holds(name))
         ep = 0 if expert is None else expert // (arguments.number("num_experts") // self.mesh.ep)
         return tp + self.mesh.tp * (ep + self.mesh.ep * pp)
 

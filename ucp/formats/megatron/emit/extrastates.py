@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.names import expert_of, layer_of
+from ucp.formats.megatron.names import expert_of, is_prediction, layer_of
 from ucp.formats.megatron.pipeline import Chunk
 
 EXTRA: Final = "._extra_state"
@@ -25,10 +25,9 @@ def on_chunk(states: Mapping[str, Any], chunk: Chunk, experts: range) -> dict[st
     """Those of one model chunk of a rank with these experts, by name over the whole model."""
     found: dict[str, Any] = {}
     for name, value in states.items():
-        layer, expert = layer_of(name), expert_of(name)
-        if layer is None or not chunk.first <= layer < chunk.stop:
-            continue
-        if expert is None or expert in experts:
+        inside = layer_of(name) is not None or is_prediction(name)
+        expert = expert_of(name)
+        if inside and chunk.holds(name) and (expert is None or expert in experts):
             found[name] = value
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from math import gcd
 from typing import Any, Final
 
@@ -10,10 +10,12 @@ from ucp.errors import UsageError
 from ucp.files.inert import Inert
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.emit.carried import Carried
+from ucp.formats.megatron.names import is_prediction
 from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
 from ucp.formats.registry import OptimizerSharding, WriteOptions
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.layout import Mesh
+from ucp.records import dataclass
 
 _LAYOUT: Final = "pipeline_model_parallel_layout"
 # How layers are dealt to stages. Where the number of stages changes, none of it holds any more.
@@ -25,6 +27,7 @@ _PIPELINE: Final = (
     "decoder_last_pipeline_num_layers",
     _LAYOUT,
 )
+_PREDICTION: Final = re.compile(r"m(?:\*\d+)?")  # in a pipeline layout
 _PHANTOMS: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _FULLY: Final = "dist_ckpt_optim_fully_reshardable"
 _DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -76,7 +79,10 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
         notes.append(Note("optimizer-kind", text))
     sharding = _sharding(pattern, mesh, options)
     fields = _fields(carried.arguments, mesh, etp, options)
-    _deal_layers(fields, carried.arguments, pattern, mesh, options, notes)
+    if carried.arguments.prediction_layers and not any(map(is_prediction, source.parameters)):
+        fields["mtp_num_layers"] = None
+        notes.append(Note("no-prediction", "written for a job without multi-token prediction (mtp_num_layers)"))
+    _deal_layers(fields, Arguments(dict(fields)), pattern, mesh, options, notes)
     if _FULLY in fields:
         fields[_FULLY] = bool(mesh.zero) and sharding == "fully_reshardable"
     arguments = Arguments(fields)
@@ -192,6 +198,8 @@ def _deal_layers(
             if name in pattern.fields:
                 fields[name] = pattern.fields[name]
         layout = fields.get(_LAYOUT)
+        if isinstance(layout, str) and not stored.prediction_layers:
+            fields[_LAYOUT] = _PREDICTION.sub("", layout)
         if layout is None or isinstance(layout, str):
             return
         notes.append(Note("stages-even", "the job's own pipeline layout cannot be read: layers are dealt evenly"))
@@ -206,7 +214,7 @@ def _deal_layers(
     chunks = options.vpp or 1
     if options.first_layers is not None:
         chunks = options.vpp or max(1, len(options.first_layers) // mesh.pp)
-        fields[_LAYOUT] = _spelled(options.first_layers, layers, mesh.pp, chunks)
+        fields[_LAYOUT] = _spelled(options.first_layers, stored, mesh.pp, chunks)
     elif chunks > 1:
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (mesh.pp * chunks)
     if chunks > 1 and mesh.pp == 1:
@@ -215,8 +223,9 @@ def _deal_layers(
         fields["virtual_pipeline_model_parallel_size"] = chunks
 
 
-def _spelled(first_layers: tuple[int, ...], layers: int, pp: int, chunks: int) -> str:
-    """The stages in Megatron's own notation."""
+def _spelled(first_layers: tuple[int, ...], stored: Arguments, pp: int, chunks: int) -> str:
+    """The stages in Megatron's own notation. Multi-token prediction stands on the last one."""
+    layers = stored.layers or 0
     stops = (*first_layers[1:], layers)
     counts = [stop - start for start, stop in zip(first_layers, stops, strict=True)]
     if len(first_layers) != pp * chunks or first_layers[:1] != (0,) or min(counts) < 0:
@@ -225,7 +234,7 @@ def _spelled(first_layers: tuple[int, ...], layers: int, pp: int, chunks: int) -
             f"stages that start at layers {list(first_layers)} do not deal {layers} layers to {of}",
             hint="name the first layer of every stage, or of every model chunk of every stage, starting with 0",
         )
-    return "E" + "|".join("t" * count for count in counts) + "L"
+    return "E" + "|".join("t" * count for count in counts) + "m" * stored.prediction_layers + "L"
 
 
 def _is_dealt(arguments: Arguments, layers: int) -> bool:

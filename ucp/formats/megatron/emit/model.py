@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
@@ -13,7 +12,14 @@ from ucp.files.torchzip_writer import Fill, NewTensor, new_tensor
 from ucp.formats.megatron.emit.job import Job
 from ucp.formats.megatron.emit.spelling import in_module
 from ucp.formats.megatron.local_module import Lodger, ModuleRank, ModuleTensor, Whole, module_of
-from ucp.formats.megatron.names import OUTPUT, expert_of, is_expert, layer_of, with_expert_after, with_layer_after
+from ucp.formats.megatron.names import (
+    block_of,
+    expert_of,
+    is_expert,
+    is_prediction,
+    with_expert_after,
+    with_layer_after,
+)
 from ucp.formats.megatron.splits import rule_of
 from ucp.formats.registry import WriteOptions
 from ucp.model.box import Box, Shape
@@ -21,8 +27,9 @@ from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32, DType, parse_dtype
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, Rule, resolve
+from ucp.records import dataclass, replace
 
-_KNOWN: Final = re.compile(r"^(?:embedding|decoder|output_layer)\.")
+_KNOWN: Final = re.compile(r"^(?:embedding|decoder|mtp\.layers\.\d+|output_layer)\.")
 _UNCUT: Final = ("one tensor-parallel rank", "not cut in the checkpoint")  # origins of rules that nobody gave
 _GROUPED_EXPERT: Final = re.compile(r"\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
 
@@ -56,9 +63,7 @@ class Model:
         self._rules = {p.name: self._rule(p) for p in source.parameters.values()}
         self._check()
         self.wholes = {p.name: self._whole(p) for p in source.parameters.values() if p.atoms}
-        self._moe_layers = {
-            layer for name in self.wholes if (layer := layer_of(name)) is not None and ".router." in name
-        }
+        self._moe_blocks = {block_of(name) for name in self.wholes if ".router." in name}
 
     @property
     def vocabulary(self) -> int | None:
@@ -67,7 +72,8 @@ class Model:
 
     def is_moe(self, name: str) -> bool:
         """Whether the parameter is of a layer with experts."""
-        return layer_of(name) in self._moe_layers
+        block = block_of(name)
+        return block is not None and block in self._moe_blocks
 
     def tenants(self, rank: ModuleRank) -> Iterator[Tenant]:
         """The tensors of one rank's module, in the module's order."""
@@ -75,7 +81,7 @@ class Model:
         firsts = {chunk.vp: chunk.first for chunk in self.job.chunks if chunk.pp == rank.pp}
         experts = rank.ep * (arguments.number("num_experts", 0) // arguments.ep)
         for tensor in module_of(rank, self.wholes, arguments):
-            name = OUTPUT if tensor.copy else tensor.lodgers[0].name
+            name = tensor.alias or tensor.lodgers[0].name
             parameter = self.source.parameters[tensor.lodgers[0].name]
             yield Tenant(
                 self._local_name(name, tensor, firsts[tensor.chunk], experts), tensor, _shape(tensor), parameter
@@ -140,6 +146,13 @@ class Model:
             raise UsageError(
                 f"{_some(strange)}: not parameters of a megatron-core decoder, so nothing says where they belong",
                 hint="leave them out with --exclude, or map the names with --names FILE",
+            )
+        depths = {name.split(".")[2] for name in source.parameters if is_prediction(name)}
+        if depths != {str(depth) for depth in range(arguments.prediction_layers)}:
+            raise UsageError(
+                f"the job has {arguments.prediction_layers} layers of multi-token prediction (mtp_num_layers), but the"
+                f" source has parameters of {len(depths)}",
+                hint="leave --include and --exclude out, or set mtp_num_layers with --model-config",
             )
         if not source.parameters:
             raise UsageError(f"{source.root}: there is nothing to write")
