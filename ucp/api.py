@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ucp.conversion import DEFAULT_MEMORY, Conversion, default_jobs
 from ucp.errors import UsageError
+from ucp.files.paths import as_path
 from ucp.formats.registry import (
     ExpertForm,
     OptimizerKind,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from ucp.compare import Comparison
     from ucp.engine.convert import Progress
     from ucp.reports import Written
+
+Engine = Literal["threads", "ray"]  # threads of this process, or tasks of a Ray cluster
 
 
 def read_options(
@@ -99,7 +102,7 @@ def index_state(
 
         return open_shadow(path, options)
     if log is None and step is None and not exact:
-        return index_checkpoint(Path(path), options)
+        return index_checkpoint(as_path(path), options)
     from ucp.replay.opening import open_at
 
     return open_at(path, options, log, step, exact=exact)
@@ -178,7 +181,7 @@ def plan(
         etp=etp,
         zero=zero,
         dtype=wanted,
-        like=None if like is None else index_checkpoint(Path(like), ReadOptions()),
+        like=None if like is None else index_checkpoint(as_path(like), ReadOptions()),
         max_shard_size=max_shard_size,
         first_layers=None if stages is None else tuple(stages),
         vocab_size=vocab_size,
@@ -191,7 +194,7 @@ def plan(
     if link and source.computed is not None:
         raise UsageError("what follows from a log lies in no file that --link could point at", hint="leave --link out")
     writer = make_writer(to, source, options)
-    return Conversion(source, writer, writer.target(), Path(dst))
+    return Conversion(source, writer, writer.target(), as_path(dst))
 
 
 def _crossed(checkpoint: Checkpoint, to: str, model_config: str | os.PathLike[str] | None) -> Checkpoint:
@@ -212,15 +215,40 @@ def convert(
     durable: bool = False,
     part: tuple[int, int] | None = None,
     finish: bool = False,
+    engine: Engine = "threads",
+    ray_address: str = "auto",
+    parts: int | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index.
 
     Of several processes each may write one `part`, `(1, n)` to `(n, n)`; a last call with `finish` lets `dst` appear.
+    With the engine `ray`, `parts` tasks of the Ray cluster at `ray_address` write it, each with `jobs` CPUs.
     """
     from ucp.engine.shares import Share
 
+    if engine == "ray":
+        if part is not None or finish:
+            raise UsageError("with the engine ray, part and finish are its own affair", hint="leave them out")
+        from ucp.on_ray import absolute, everywhere, run_on_ray
+
+        src, options = absolute(src), everywhere(options)
+        conversion = plan(src, absolute(dst), **options)
+        run_on_ray(
+            conversion,
+            src,
+            options,
+            address=ray_address,
+            parts=parts,
+            jobs=jobs,
+            memory=memory,
+            resume=resume,
+            restart=restart,
+            durable=durable,
+            progress=progress,
+        )
+        return conversion.source
     conversion = plan(src, dst, **options)
     if finish:
         conversion.finish(durable=durable)

@@ -24,6 +24,7 @@ from ucp.cli.options import (
 )
 from ucp.conversion import Conversion, default_jobs
 from ucp.engine.shares import Share
+from ucp.errors import UsageError
 from ucp.formats.registry import WRITERS
 from ucp.model.target import Target
 
@@ -107,6 +108,15 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
 @click.option("--durable", is_flag=True, help="Flush everything to the disk before the output appears.")
 @click.option("--part", callback=_part, metavar="I/N", help="Write this part of the output: 1/4 to 4/4, anywhere.")
 @click.option("--finish", is_flag=True, help="Let the output appear when all of its parts are written.")
+@click.option(
+    "--engine",
+    type=click.Choice(["threads", "ray"]),
+    default="threads",
+    show_default=True,
+    help="What does the work: threads of this process, or tasks of a Ray cluster.",
+)
+@click.option("--ray-address", metavar="ADDRESS", help="The Ray cluster. [default: auto, the one of this machine]")
+@click.option("--parts", type=click.IntRange(2), help="Tasks for Ray. [default: as many as the cluster runs at once]")
 @click.option("--dry-run", is_flag=True, help="Print the plan (files, bytes, reads, writes, memory) and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was planned or done as JSON.")
 def command(
@@ -121,6 +131,9 @@ def command(
     durable: bool,
     part: Share | None,
     finish: bool,
+    engine: api.Engine,
+    ray_address: str | None,
+    parts: int | None,
     **options: Any,
 ) -> None:
     """Turn the checkpoint SRC into the new folder DST.
@@ -141,15 +154,22 @@ def command(
     Layout options that are left out keep the source's value.
     The output appears whole or not at all. A run that was killed goes on with --resume.
     Under torchrun, srun or mpirun the processes share the work; without a launcher,
-    --part 1/4 to --part 4/4 do, on any machines that see both folders, and --finish.
+    --part 1/4 to --part 4/4 do, on any machines that see both folders, and --finish;
+    with --engine ray, tasks of a Ray cluster.
     """
     from ucp.cli.launchers import launched_share
     from ucp.cli.progress import Bar
     from ucp.engine.staging import staging_folder
 
-    conversion = api.plan(src, dst, **options)
-    use_one_thread_each(conversion.source)
     launched = None if part is not None or finish else launched_share()
+    _check_engine(engine, part is not None or finish, launched, ray_address is not None or parts is not None)
+    source: str | Path = src
+    if engine == "ray":
+        from ucp.on_ray import absolute, everywhere
+
+        source, options = absolute(src), everywhere(options)
+    conversion = api.plan(source, dst.absolute() if engine == "ray" else dst, **options)
+    use_one_thread_each(conversion.source)
     if launched is None or launched.number == 0:
         echo_notes((*conversion.source.notes, *conversion.writer.notes))
     if dry_run:
@@ -161,13 +181,19 @@ def command(
     else:
         how: dict[str, Any] = {"jobs": jobs, "memory": memory, "resume": resume, "restart": restart, "durable": durable}
         try:
-            if launched is not None:
+            if engine == "ray":
+                from ucp.on_ray import run_on_ray
+
+                run_on_ray(
+                    conversion, source, options, address=ray_address or "auto", parts=parts, progress=Bar(), **how
+                )
+            elif launched is not None:
                 conversion.run_together(launched, Bar(), **how)
             else:
                 conversion.run(share=part, progress=Bar(), **how)
         except KeyboardInterrupt:
             if (kept := staging_folder(dst)).exists():
-                again = "with --resume " if part is None and launched is None else ""
+                again = "with --resume " if part is None and launched is None and engine == "threads" else ""
                 click.echo(f"\nwhat was done is kept in {kept}: repeat the command {again}to go on", err=True)
             raise
         if launched is not None and launched.number > 0:
@@ -188,6 +214,18 @@ def command(
         f" {human_bytes(target.nbytes)} in {seconds:.2f} s ({rate})",
         err=True,
     )
+
+
+def _check_engine(engine: api.Engine, in_parts: bool, launched: Share | None, ray_options: bool) -> None:
+    if engine == "ray" and in_parts:
+        raise UsageError("--engine ray makes the parts and finishes itself", hint="leave --part and --finish out")
+    if engine == "ray" and launched is not None:
+        raise UsageError(
+            f"a launcher started {launched.count} processes of this command, and --engine ray has Ray start them",
+            hint="run it once, without the launcher; or leave --engine out",
+        )
+    if engine != "ray" and ray_options:
+        raise UsageError("--ray-address and --parts are for --engine ray", hint="add --engine ray")
 
 
 def _print_plan(conversion: Conversion, jobs: int, memory: int, as_json: bool) -> None:

@@ -13,10 +13,14 @@ from ucp.engine.stream import Written
 from ucp.errors import StorageError, UsageError
 
 
+class BusyError(UsageError):
+    """Another process writes this target, or this part of it, now."""
+
+
 class Journal:
     """An open journal, locked. `taken` tells whether it holds anything yet."""
 
-    def __init__(self, path: Path, busy: UsageError) -> None:
+    def __init__(self, path: Path, busy: BusyError) -> None:
         """Open or make it; `busy` is raised where another process holds it."""
         self.path = path
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)

@@ -18,7 +18,7 @@ from typing import Final
 import xxhash
 
 from ucp import tunables
-from ucp.engine.journal import Journal, Record, is_held
+from ucp.engine.journal import BusyError, Journal, Record, is_held
 from ucp.engine.plan import Extent, Part
 from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.stream import Written
@@ -71,9 +71,9 @@ class Staging:
         others = found_shares(self.folder)
         if self.share.is_whole:
             if restart:
-                self._discard_all(others)
+                discard_half_done(self.path)
             elif is_held(self.folder / WHOLE.journal):
-                raise self._busy()
+                raise busy(self.path)
             elif others or not resume:
                 on = f"--part N/{others[0].count} and --finish" if others else "--resume"
                 raise UsageError(
@@ -88,18 +88,11 @@ class Staging:
                 hint="go on with it as it was begun, or remove that folder to begin again",
             )
 
-    def _discard_all(self, others: Iterable[Share]) -> None:
-        if any(is_held(self.folder / share.journal) for share in others):
-            raise self._busy()
-        held = Journal(self.folder / WHOLE.journal, self._busy())  # so that nobody begins while it goes
-        shutil.rmtree(self.folder, ignore_errors=True)
-        held.close()
-
     def _begin(self, restart: bool) -> None:
         made = not self.folder.exists()
         try:
             self.output.mkdir(parents=True, exist_ok=True)
-            journal = self._journal = Journal(self.folder / self.share.journal, self._busy())
+            journal = self._journal = Journal(self.folder / self.share.journal, busy(self.path, self.share))
             check_place(self.path)  # again: now no one else can publish it
             if journal.taken and not restart:
                 for written in journal.load(self.fingerprint):
@@ -115,12 +108,6 @@ class Staging:
                 self.discard()
             self.close()
             raise
-
-    def _busy(self) -> UsageError:
-        whose = "" if self.share.is_whole else f"{self.share}: "
-        return UsageError(
-            f"{self.path}: {whose}another process is writing it now", hint="wait for it, or choose another target"
-        )
 
     @property
     def finished_bytes(self) -> int:
@@ -185,6 +172,24 @@ class Staging:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+
+def busy(path: Path, share: Share = WHOLE) -> BusyError:
+    """What is said where another process writes `path`, or this share of it."""
+    whose = "" if share.is_whole else f"{share}: "
+    return BusyError(f"{path}: {whose}another process is writing it now", hint="wait for it, or choose another target")
+
+
+def discard_half_done(path: Path) -> None:
+    """Remove what an earlier run has left of `path`, in one piece or in parts; refused while a process is at it."""
+    folder = staging_folder(path)
+    if not folder.exists():
+        return
+    if any(is_held(folder / share.journal) for share in found_shares(folder)):
+        raise busy(path)
+    held = Journal(folder / WHOLE.journal, busy(path))  # so that nobody begins while it goes
+    shutil.rmtree(folder, ignore_errors=True)
+    held.close()
 
 
 def check_place(path: Path) -> None:

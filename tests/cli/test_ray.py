@@ -1,0 +1,222 @@
+"""`--engine ray` on a real cluster: the same bytes, whoever dies on the way; one failure ends all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from tests.trees import contents
+from ucp.cli.main import run
+from ucp.engine.shares import Share
+from ucp.engine.staging import OUTPUT, staging_folder
+from ucp.errors import UsageError
+from ucp.on_ray import absolute, dealt, everywhere
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCE = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
+LAYOUT = ["--to", "deepspeed", "--tp", "1", "--dp", "3"]
+
+
+class Cluster:
+    """A cluster in a process of its own; see ray_cluster.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._own = tempfile.mkdtemp(prefix="ray-")  # sockets have short names
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        patient = {"RAY_health_check_failure_threshold": "60", "RAY_worker_register_timeout_seconds": "300"}
+        self.environment = {**environment, **patient, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cli.ray_cluster", self._own, str(folder)],
+            cwd=ROOT,
+            env=self.environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.address: str = self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line[:1] in '"[':  # the rest is what Ray says
+                return json.loads(line)
+        raise AssertionError("the cluster ended")
+
+    def run(self, *command: str) -> tuple[int, str]:
+        """Exit code of a command, and what it said."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        code, said = self._answer()
+        return code, said
+
+    def convert(self, out: Path) -> tuple[int, str]:
+        return self.run("convert", str(SOURCE), str(out), *LAYOUT, "--engine", "ray", "--parts", "2", "--jobs", "1")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+        shutil.rmtree(self._own, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "out"
+    ucp.convert(SOURCE, path, to="deepspeed", tp=1, dp=3)
+    return path
+
+
+@pytest.mark.slow
+def test_from_outside_with_what_the_cluster_has(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
+    """A command of its own, by relative paths, which workers do not see from where they are."""
+    (tmp_path / "here").symlink_to(SOURCE)
+    command = [sys.executable, "-m", "ucp", "convert", "here", "out", *LAYOUT, "--engine", "ray", "--ray-address"]
+    done = subprocess.run(
+        [*command, cluster.address, "--json"],
+        cwd=tmp_path,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["target"] == "out", "stdout is data"
+    assert contents(tmp_path / "out") == contents(whole)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "out"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_run_again_and_keeps_what_it_did(
+    tmp_path: Path, cluster: Cluster, whole: Path
+) -> None:
+    (cluster.folder / "die").touch()
+    (cluster.folder / "written").unlink(missing_ok=True)
+    code, said = cluster.convert(tmp_path / "out")
+    assert code == 0, said
+    assert not (cluster.folder / "die").exists(), "it was killed"
+    assert contents(tmp_path / "out") == contents(whole)
+    lines = [line.split() for line in (cluster.folder / "written").read_text().splitlines()]
+    second = [line for line in lines if line[0] == Share(1, 2).journal]
+    workers = [worker for _, worker, *_ in second]
+    assert len(set(workers)) == 2, "another process went on with part 2"
+    assert 0 < workers.count(workers[0]) < len(workers)
+    assert len({(file, offset) for *_, file, offset in lines}) == len(lines), "nothing was written twice"
+
+
+@pytest.mark.slow
+def test_one_part_that_fails_ends_all_with_its_words(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
+    out = tmp_path / "out"
+    target = ucp.plan(SOURCE, out, to="deepspeed", tp=1, dp=3).target
+    second = target.files[min(Share(1, 2).files(target))].path
+    obstacle = staging_folder(out) / OUTPUT / second
+    obstacle.mkdir(parents=True)
+    (cluster.folder / "wait").touch()  # part 1 would never end
+    code, said = cluster.convert(out)
+    assert code == 5, said
+    assert "part 2/2: " in said
+    assert Path(second).name in said or str(staging_folder(out)) in said
+    assert "Is a directory" in said
+    assert not out.exists()
+    (cluster.folder / "wait").unlink()
+    obstacle.rmdir()
+    code, said = cluster.convert(out)
+    assert code == 0, said
+    assert contents(out) == contents(whole)
+    code, said = cluster.convert(out)
+    assert code == 2
+    assert "exists already" in said
+
+
+@pytest.mark.parametrize(
+    "cpus, parts, jobs, expected",
+    [
+        ([2], None, None, (2, 2)),  # one part would publish itself
+        ([64, 64, 0], None, None, (16, 8)),
+        ([64, 4], None, None, (17, 4)),
+        ([64] * 100, None, 1, (1000, 1)),  # no more than files
+        ([2], 4, None, (4, 1)),
+        ([8, 8], 4, None, (4, 4)),
+        ([], 7, 3, (7, 3)),  # a cluster that grows when tasks wait
+    ],
+)
+def test_parts_for_what_a_cluster_has(
+    cpus: list[int], parts: int | None, jobs: int | None, expected: tuple[int, int]
+) -> None:
+    assert dealt(cpus, parts, jobs, most=1000) == expected
+
+
+def test_clusters_that_have_too_little() -> None:
+    with pytest.raises(UsageError, match="no node of the Ray cluster has a CPU"):
+        dealt([0, 0], None, None, most=10)
+    with pytest.raises(UsageError, match="no node of the Ray cluster has 9 CPUs: the largest has 8"):
+        dealt([4, 8], None, 9, most=10)
+
+
+def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.toml").touch()
+    assert everywhere({"like": Path("a"), "names": "table.toml", "dp": 2, "log": None}) == {
+        "like": tmp_path / "a",
+        "names": str(tmp_path / "table.toml"),
+        "dp": 2,
+        "log": None,
+    }
+    assert everywhere({"names": "hf"}) == {"names": "hf"}
+    assert absolute("shadow://host:1") == "shadow://host:1"
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--engine", "ray", "--part", "1/2"], "leave --part and --finish out"),
+        (["--engine", "ray", "--finish"], "leave --part and --finish out"),
+        (["--parts", "2"], "add --engine ray"),
+        (["--engine", "ray", "--parts", "1"], "x>=2"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["convert", str(SOURCE), str(tmp_path / "out"), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_launcher_and_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert run(["convert", str(SOURCE), str(tmp_path / "out"), "--engine", "ray"]) == 2
+    assert "run it once, without the launcher" in capsys.readouterr().err
+
+
+def test_ray_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(["convert", str(SOURCE), str(tmp_path / "out"), "--engine", "ray"]) == 2
+    assert "universal-checkpoint[ray]" in capsys.readouterr().err
