@@ -5,9 +5,10 @@
     .venv/bin/python scripts/fuzz.py pickle zip --seconds 3600
     .venv/bin/python scripts/fuzz.py rank --found DIR             # where to put what was found
 
-With atheris (`pip install atheris`) inputs are guided by what they reach in the code, one reader at a time; without,
-they are mutations of real files. A finding is any exception that is not ours, an input that takes more than 5 s, or one
-that takes more than 4 GB. Ends with 1 if there was one; make a test of it (tests/hostile).
+With atheris (`pip install atheris`) and one reader, inputs are guided by what they reach in the code; else they are
+mutations of real files. A finding is any exception that is not ours, an input that takes more than 5 s, or one that
+takes more than 4 GB. Ends with 1 if there was one (guided: says so, or ends at once where time or memory ran out); make
+a test of it (tests/hostile).
 """
 
 from __future__ import annotations
@@ -59,11 +60,30 @@ def try_one(target: Target, data: bytes, folder: Path) -> None:
         signal.alarm(0)
 
 
+class Findings:
+    """What a reader should not have raised: of every place in the code the first input, in a file."""
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        self._target = target
+        self._folder = folder
+        self.places: set[str] = set()
+
+    def add(self, error: Exception, data: bytes) -> None:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        known = f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
+        if known not in self.places:
+            self.places.add(known)
+            path = self._folder / f"{self._target.name}-{hashlib.sha256(data).hexdigest()[:12]}"
+            path.write_bytes(data)
+            traceback.print_exception(error)
+            print(f"FOUND {self._target.name}: {known}: {path}", flush=True)
+
+
 def mutate(target: Target, seconds: float, found: Path, seed: int) -> int:
     """Mutations of real files for so many seconds; gives the number of different findings."""
     seeds = list(target.seeds())
     chance = random.Random(seed)
-    findings: set[str] = set()
+    findings = Findings(target, found)
     count, end = 0, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < end:
@@ -72,16 +92,9 @@ def mutate(target: Target, seconds: float, found: Path, seed: int) -> int:
             try:
                 try_one(target, data, Path(folder))
             except Exception as error:  # noqa: BLE001 - that is what is looked for
-                place = traceback.extract_tb(error.__traceback__)[-1]
-                known = f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
-                if known not in findings:
-                    findings.add(known)
-                    name = found / f"{target.name}-{hashlib.sha256(data).hexdigest()[:12]}"
-                    name.write_bytes(data)
-                    traceback.print_exc()
-                    print(f"{target.name}: {known}: {name}", flush=True)
-    print(f"{target.name}: {count:,} inputs, {len(findings)} findings", flush=True)
-    return len(findings)
+                findings.add(error, data)
+    print(f"{target.name}: {count:,} inputs, {len(findings.places)} findings", flush=True)
+    return len(findings.places)
 
 
 def guided(target: Target, seconds: float, found: Path) -> None:
@@ -91,9 +104,17 @@ def guided(target: Target, seconds: float, found: Path) -> None:
     for seed in target.seeds():
         (corpus / hashlib.sha256(seed).hexdigest()[:12]).write_bytes(seed)
     folder = Path(tempfile.mkdtemp())
+    findings = Findings(target, found)
 
     def one(data: bytes) -> None:
-        target.survives(data, folder)
+        try:
+            target.survives(data, folder)
+        except Exception as error:  # noqa: BLE001 - that is what is looked for
+            findings.add(error, data)
+
+    with atheris.instrument_imports(include=["ucp"]):  # of what is imported when it is first needed
+        for seed in target.seeds():
+            one(seed)
 
     options = [f"-max_total_time={int(seconds)}", "-max_len=65536", f"-timeout={LONGEST_SECONDS}", "-rss_limit_mb=4096"]
     atheris.Setup([sys.argv[0], str(corpus), *options, f"-artifact_prefix={found}/{target.name}-"], one)
