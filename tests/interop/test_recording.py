@@ -148,9 +148,10 @@ def test_skipped_steps_and_growing_scales(worlds: Worlds, tmp_path: Path, stage:
     assert len(set(scales)) > 2, "the loss scale has changed in between"
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_torch_jobs(worlds: Worlds, tmp_path: Path, kind: str) -> None:
-    results = worlds.run(2, RANKS + "module", tmp_path, spec=asdict(Spec(dtype="fp32")), kind=kind, steps=4)
+@pytest.mark.parametrize("kind, early", [("ddp", None), ("ddp", True), ("fsdp", None)])
+def test_torch_jobs(worlds: Worlds, tmp_path: Path, kind: str, early: bool | None) -> None:
+    job = {"spec": asdict(Spec(dtype="fp32")), "kind": kind, "steps": 4, "options": {"early": early}}
+    results = worlds.run(2, RANKS + "module", tmp_path, **job)
     log = assert_is_what_was_consumed(tmp_path, results)
     epoch = log.epochs[0]
     assert epoch.steps == range(1, 5)
@@ -158,3 +159,6 @@ def test_torch_jobs(worlds: Worlds, tmp_path: Path, kind: str) -> None:
         assert_everything_once(log)
         loads = [schema.numel for schema in epoch.manifest.streams]
         assert min(loads) > 0.3 * max(loads)
+    for result, schema in zip(results, epoch.manifest.streams, strict=True):
+        taken = 0 if kind == "ddp" and early is None else 3 * len(schema.tensors)
+        assert result["stats"]["early"] == taken, "in all steps but the first, of every tensor"

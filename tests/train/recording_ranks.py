@@ -93,12 +93,14 @@ def spoil(live: Any) -> None:
     handle = p.register_hook(poison)
 
 
-def module(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int) -> dict[str, Any]:
+def module(
+    out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train a torch module (DDP, FSDP2) under a recorder."""
     made = spec_of(spec)
     model, optimizer = torch_ranks.build(made, kind)
     witness = Witness(model, optimizer)
-    with ucp.record(model, optimizer, out / "run") as recorder:
+    with ucp.record(model, optimizer, out / "run", **(options or {})) as recorder:
         for step in range(1, steps + 1):
             torch_ranks.train(model, optimizer, made, kind, step - 1, 1)
             witness.step = step

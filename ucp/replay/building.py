@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from ucp.errors import InconsistentError, UsageError
@@ -15,6 +14,7 @@ from ucp.model.box import intersect, whole
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 from ucp.model.dtypes import BY_NAME, FLOAT32, DType
 from ucp.model.region import Region
+from ucp.records import replace
 from ucp.replay.chunks import Origin, ReplayedTensor, file_of
 from ucp.replay.kernels import PARAM, Kernel
 from ucp.replay.stored import StoredStates
@@ -192,10 +192,13 @@ class Builder:
         }
 
     def _check_complete(self, held: dict[str, list[tuple[ReplayedTensor, Block]]]) -> None:
+        # What the optimizer has, and the recorder chose not to log, was frozen.
+        resting = {name for group in self.manifest.groups for name in group.names}
+        resting -= {parameter.name for parameter in self.manifest.parameters}
         for parameter in self.base.parameters.values():
             found = held.get(parameter.name)
             if found is None:
-                if parameter.role == "trained" and parameter.group is not None:
+                if parameter.role == "trained" and parameter.group is not None and parameter.name not in resting:
                     raise InconsistentError(
                         f"parameter {parameter.name}: is trained, but the log knows nothing of it",
                         hint="a log of all ranks is needed; convert the base as it is without --log",

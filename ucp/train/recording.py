@@ -16,12 +16,14 @@ from ucp.log.payloads import pack_digests
 from ucp.log.reader import stream_folder
 from ucp.log.tuning import Tuner
 from ucp.log.writer import Writer
-from ucp.shadow.sink import ShadowSink
+from ucp.shadow.sink import Sinks
+from ucp.train.hooks import Hooks
 from ucp.train.recording_costs import Spent, choose_intervals
-from ucp.train.recording_hooks import Hooks, Taker, hang_in
+from ucp.train.recording_hooks import hang_in
 from ucp.train.recording_notes import job_notes, plain_notes, state_digests
-from ucp.train.recording_sinks import reach_shadow
+from ucp.train.recording_sinks import To, reach_shadow
 from ucp.train.recording_start import Start, start_epoch
+from ucp.train.recording_taker import Taker
 from ucp.train.talk import world
 
 OnError = Literal["raise", "stop"]
@@ -43,8 +45,9 @@ def record(
     slots: int | None = None,
     batch_steps: int = 1,
     aux: Callable[[], Any] | None = None,
+    early: bool | None = None,
     on_error: OnError = "raise",
-    to: str | None = None,
+    to: To | None = None,
     shadow_wait: float = 0.0,
     client_state: dict[str, Any] | None = None,
     rules: str | Path | None = None,
@@ -66,9 +69,13 @@ def record(
     training does, `batch_steps` how many at least become durable together. `aux` gives JSON values that are logged with
     every step. `on_error="stop"` ends the recording when it fails, where otherwise the step raises.
 
+    Gradients are taken as soon as each is final, where that changes nothing for training, else (`early=False`: always)
+    when the optimizer is called. `early=True` takes them early from DDP as well, which gets a comm hook for that.
+
     `to="shadow://host:port"` sends every step to a shadow as well (`ucp shadow`). One that is too slow, or gone, holds
     the log up for `shadow_wait` seconds once, and not again before it takes something: it reads from the log what it
-    has missed.
+    has missed. A list names several shadows: each may hold everything, or a share (`ucp shadow --share 1/2`). With
+    `to="shm://name"`, the steps go to a shadow of this machine through shared memory.
     """
     if path is None:
         if not isinstance(optimizer, (str, os.PathLike)):
@@ -81,14 +88,14 @@ def record(
     sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, Path(path), world()[0])
     recorder = Recorder(Path(path), on_error, aux, sink)
     writer = {"compress": compress, "slots": slots, "batch_steps": batch_steps}
-    recorder._begin(start, writer, base_every, mtbf)
+    recorder._begin(model, start, writer, base_every, mtbf, early)
     return recorder
 
 
 class Recorder:
     """A recording that is under way. `close` it, or use it as a context manager."""
 
-    def __init__(self, path: Path, on_error: OnError, aux: Callable[[], Any] | None, sink: ShadowSink | None) -> None:
+    def __init__(self, path: Path, on_error: OnError, aux: Callable[[], Any] | None, sink: Sinks | None) -> None:
         self.path = path
         self.error: UcpError | None = None  # why the recording has stopped
         self.step = 0  # the last step that was recorded, or that recording began with
@@ -103,7 +110,13 @@ class Recorder:
     # Beginning
 
     def _begin(
-        self, start: Start, writer: dict[str, Any], base_every: int | Literal["auto"] | None, mtbf: float | None
+        self,
+        model: Any,
+        start: Start,
+        writer: dict[str, Any],
+        base_every: int | Literal["auto"] | None,
+        mtbf: float | None,
+        early: bool | None,
     ) -> None:
         """Hang the recorder in. `writer` are the arguments of the log's writer."""
         self._job, self._stage, self._bases = start.job, start.stage, start.bases
@@ -117,7 +130,7 @@ class Recorder:
         folder = stream_folder(start.folder, self._schema.stream)
         self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, **writer)
         self._taker = Taker(self._writer, self._schema, self._keys, start.groups)
-        hang_in(self._job, self._taker, self._stage, self._hooks)
+        self._early = hang_in(self._job, self._taker, self._stage, self._hooks, model=model, early=early)
         self._hang_in_end()
         self._start = self.step
         self._spent = Spent(first_base_seconds=start.base_seconds)
@@ -152,6 +165,7 @@ class Recorder:
             if self._taker.failure is not None:
                 raise self._taker.failure
             self._hand_over()
+            self._early.next_step()
             self._bases.drop_superfluous(self._writer)
             self._spent.hook_seconds += time.perf_counter() - begin
             self._spent.hook_cpu_seconds += time.thread_time() - cpu
@@ -209,7 +223,7 @@ class Recorder:
         """End a recording that has failed."""
         self.error = error
         self._open = False
-        self._hooks.remove()
+        self._unhook()
         with contextlib.suppress(StorageError):
             self._writer.close("failed")
         self._let_shadow_go()
@@ -239,6 +253,17 @@ class Recorder:
             FrameType.DIGEST, self.step, pack_digests(state_digests(self._job.optimizer, self._schema, self._keys))
         )
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip the optimizer's gradients as `torch.nn.utils.clip_grad_norm_` does; gives their norm.
+
+        With torch's own function the clipped gradients are logged. With this one, what they were before and the factor
+        are, so that gradients of few bits (reduced in bfloat16) stay so in the log: half the bytes.
+        """
+        if self._job.engine is not None:
+            raise UsageError("a DeepSpeed engine clips by itself", hint="set gradient_clipping in its configuration")
+        parameters = [p for group in self._job.optimizer.param_groups for p in group["params"]]
+        return self._early.clip(parameters, max_norm, norm_type)
+
     def flush(self) -> int:
         """Wait until every recorded step is durable; gives the last one."""
         return self._writer.flush()
@@ -253,6 +278,7 @@ class Recorder:
             "base_every": self._base_every,
             "base_seconds": self._spent.base_seconds,
             "slots": len(self._writer.slots),
+            "early": self._early.tensors,
             "hook_seconds": self._record_seconds,
             "hook_cpu_seconds": self._spent.hook_cpu_seconds + self._taker.cpu_seconds,
         }
@@ -262,7 +288,7 @@ class Recorder:
         if not self._open:
             return
         self._open = False
-        self._hooks.remove()
+        self._unhook()
         self._taker.forget()
         try:
             self.digest()
@@ -271,6 +297,10 @@ class Recorder:
         finally:
             self._writer.close(reason)
             self._let_shadow_go()
+
+    def _unhook(self) -> None:
+        self._hooks.remove()
+        self._early.stop()
 
     def _let_shadow_go(self) -> None:
         if self._sink is not None:
@@ -286,7 +316,7 @@ class Recorder:
             self.close()
         elif self._open:  # other ranks may be gone: only what this one can do alone
             self._open = False
-            self._hooks.remove()
+            self._unhook()
             self._writer.close(f"error: {type(error).__name__}")
             self._let_shadow_go()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from ucp.log.bases import list_bases
 from ucp.log.manifest import Manifest, write_manifest
 from ucp.log.payloads import Stage
 from ucp.log.reader import Log, epoch_folder, find_parent
+from ucp.records import dataclass
 from ucp.train.describe import describe
 from ucp.train.live import LiveJob
 from ucp.train.recording_bases import Bases
-from ucp.train.recording_hooks import grad_dtypes, stage_of
+from ucp.train.recording_deepspeed import grad_dtypes, stage_of
 from ucp.train.recording_kernel import kernel_of, own_step
 from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
 from ucp.train.rulebooks import rule_book

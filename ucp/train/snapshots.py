@@ -2,12 +2,14 @@
 
 After an optimizer step nothing is written until the next one. In that time every tensor is copied aside in the
 background, those first that the next step updates first; a guard before each update copies what is left. Then a thread
-writes the copies to disk, while training is steps ahead.
+writes the copies to disk, while training is steps ahead. Where one iteration has no room for all of it, parts are
+copied in several: each parameter is then of a step of its own, and a gradient log brings them to one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -15,24 +17,32 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
 
 from ucp.errors import UcpError, UsageError
+from ucp.records import replace
 from ucp.train.describe import describe
 from ucp.train.live import LiveJob
+from ucp.train.pieces import SliceRules
 from ucp.train.recording_hooks import Hooks
-from ucp.train.saving import Saver
-from ucp.train.snapshot_copying import ANY_UPDATE, Copier, Item, Owners, Throttle, in_order, make_items
-from ucp.train.snapshot_plan import Costs, Schedule, Tensor, make_schedule, smoothed
+from ucp.train.rulebooks import rule_book
+from ucp.train.saved_index import steps_counted
+from ucp.train.saved_state import collect_state
+from ucp.train.snapshot_copying import Copier, Throttle, in_order
+from ucp.train.snapshot_costs import Expected, Measured, tell
+from ucp.train.snapshot_layout import Layout, Sight, hyper_now, is_same, look
+from ucp.train.snapshot_plan import smoothed
+from ucp.train.snapshot_round import Round
+from ucp.train.snapshot_saving import SnapshotSaver, lay_out
 from ucp.train.snapshot_store import SUFFIX, StoreSaver
 from ucp.train.talk import agree, gather, world
 
 SCHEDULE: Final = "schedule.json"
 _NAME: Final = re.compile(r"step-(\d+)(?:-\d+)?")
 Busy = Literal["skip", "wait"]
+ClientState = dict[str, Any] | Callable[[], dict[str, Any]] | None
 
 
 def snapshot(
@@ -41,12 +51,13 @@ def snapshot(
     path: str | os.PathLike[str] | None = None,
     *,
     every: int | None = None,
+    spread: int | Literal["auto"] = 1,
     keep: int | None = 2,
     busy: Busy = "skip",
     durable: bool = True,
     rate: float | None = None,
     avoid_backward: bool = False,
-    client_state: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+    client_state: ClientState = None,
     rules: str | Path | None = None,
     preset: str | None = None,
 ) -> Snapshots:
@@ -54,6 +65,10 @@ def snapshot(
 
     `model` is a DeepSpeed engine, or a torch module (plain, DDP, FSDP2) with its `optimizer`. `path` is a folder that
     gets a folder of atoms a snapshot (`keep` of them are kept, None: all), or a mapped store, `NAME.ucpstore`.
+
+    With `spread`, the parts of a snapshot are taken in so many iterations, each parameter after a step of its own;
+    `"auto"` takes as many as the copies need to be in time. To be read, such a snapshot needs the gradient log of the
+    job (`ucp.record`), which brings all parts to one step.
 
     When the one before is still being written, `busy` says whether the snapshot is skipped or waited for. With
     `durable`, a folder appears when the disk has all of it. `rate` limits the background copies to so many bytes a
@@ -65,7 +80,7 @@ def snapshot(
             raise TypeError("snapshot needs a path")
         optimizer, path = None, optimizer
     made = Snapshots(model, optimizer, Path(path), keep, busy, durable, Throttle(rate), client_state, rules, preset)
-    made._begin(every, avoid_backward)
+    made._begin(every, spread, avoid_backward)
     return made
 
 
@@ -81,7 +96,7 @@ class Snapshots:
         busy: Busy,
         durable: bool,
         throttle: Throttle,
-        client_state: dict[str, Any] | Callable[[], dict[str, Any]] | None,
+        client_state: ClientState,
         rules: str | Path | None,
         preset: str | None,
     ) -> None:
@@ -95,29 +110,27 @@ class Snapshots:
         self._hooks = Hooks()
         self._open = False
         self._every: int | None = None
+        self._spread: int | Literal["auto"] = 1
         self._since = 0
-        self._copier: Copier | None = None
-        self._thread: threading.Thread | None = None
+        self._sight: Sight | None = None
+        self._layout: Layout | None = None
+        self._round: Round | None = None  # until it is written, or found to be
+        self._thread: threading.Thread | None = None  # that writes it
         self._error: BaseException | None = None
         self._buffers: dict[Any, Any] = {}
         self._may_run = threading.Event()
         self._may_run.set()
         self._group: Any = None
-        # Measured, for the plan: seconds from the end of a step to the update of a tensor, and rates.
-        self._released = 0.0
-        self._deadlines: dict[int, float] = {}
-        self._link: float | None = None
-        self._local: float | None = None
-        self._prepare_seconds = 0.0
-        self._stall_seconds = 0.0
-        self._late_bytes = 0
+        self._measured = Measured()
         self._last: dict[str, Any] = {}
 
-    def _begin(self, every: int | None, avoid_backward: bool) -> None:
+    def _begin(self, every: int | None, spread: int | Literal["auto"], avoid_backward: bool) -> None:
         error: BaseException | None = None
         try:
             if every is not None and every < 1:
                 raise UsageError(f"every={every}: snapshots are taken after 1 step or more")
+            if spread != "auto" and spread < 1:
+                raise UsageError(f"spread={spread}: parts are taken in 1 iteration or more")
             if self._keep is not None and self._keep < 1:
                 raise UsageError("keep must be at least 1, or None")
             self._job = describe(self._model, self._optimizer)
@@ -132,7 +145,7 @@ class Snapshots:
             error = caught
         agree(error)
         self._group = _own_group()
-        self._every = every
+        self._every, self._spread = every, spread
         self._hooks.add(self._job.optimizer.register_step_pre_hook(self._before_update))
         engine = self._job.engine
         if engine is None:
@@ -141,9 +154,9 @@ class Snapshots:
             self._hooks.wrap(engine, "_take_model_step", self._around_step)
         if avoid_backward:
             module = self._model.module if engine is not None else self._model
-            self._hooks.add(module.register_forward_pre_hook(lambda *_: self._may_run.set()))
-            self._hooks.add(module.register_forward_hook(lambda *_: self._may_run.clear()))
-        self._released = time.perf_counter()
+            self._hooks.add(module.register_forward_pre_hook(lambda *_: self._hold(False)))
+            self._hooks.add(module.register_forward_hook(lambda *_: self._hold(True)))
+        self._measured.end_step()
         self._open = True
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -157,25 +170,38 @@ class Snapshots:
 
         return take_model_step
 
+    def _hold(self, busy: bool) -> None:
+        """Leave the link to the exchange of gradients, or use it again."""
+        self._measured.hold(busy)
+        if busy:
+            self._may_run.clear()
+        else:
+            self._may_run.set()
+
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         """The optimizer is about to write: nothing of it may still be waiting to be copied."""
+        began = time.thread_time()
         keys = frozenset(id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        since = time.perf_counter() - self._released
-        for key in keys:
-            self._deadlines[key] = smoothed(self._deadlines.get(key), since)
-        if self._copier is not None:
-            self._copier.guard(keys)
+        self._measured.updating(keys)
+        if self._round is not None:
+            self._round.guard(keys)
+        self._measured.hook_cpu_seconds += time.thread_time() - began
 
     def _end_step(self) -> None:
         if not self._open:
             return
+        began = time.thread_time()
         self._may_run.set()
-        self._released = time.perf_counter()
+        self._measured.end_step()
         self.step = int(self._job.engine.global_steps) if self._job.engine is not None else self.step + 1
         self._since += 1
-        if self._every is not None and self._since >= self._every:
+        due = self._every is not None and self._since >= self._every
+        if self._round is not None and self._thread is None:
+            self._part(time.perf_counter(), rest=False)
+        if due:
             self._since = 0
             self._take(wait=self._busy == "wait")
+        self._measured.hook_cpu_seconds += time.thread_time() - began
 
     def take(self) -> None:
         """Take a snapshot of the state as it is now, between two steps. Waits for the one before. Collective."""
@@ -185,108 +211,149 @@ class Snapshots:
         began = time.perf_counter()
         if wait:
             self.wait()
-        states = gather((self._thread is not None and self._thread.is_alive(), self._free_name(), self._error is None))
-        if not all(fine for _, _, fine in states):
+        writing = self._round is not None and (self._thread is None or self._thread.is_alive())
+        error: BaseException | None = None
+        before, sight, fits = self._sight, None, False
+        if not writing and before is not None:
+            try:
+                sight = self._look(before)
+                fits = self._layout is not None and is_same(sight, before)
+            except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
+                error = caught
+        states = gather((writing, self._free_name(), self._error is None, error is None, fits, self._iterations()))
+        if not all(fine for _, _, fine, *_ in states):
             self.wait()  # raises on the ranks that failed; the write agreed on it, so that all have
-        if any(writing for writing, _, _ in states):
+        if any(writing for writing, *_ in states):
             self.skipped += 1
             return
         self.wait()
+        if not all(seen for _, _, _, seen, _, _ in states):
+            agree(error)
         target = self.path if self.path.suffix == SUFFIX else self.path / states[0][1]
-        saver = StoreSaver(target) if self.path.suffix == SUFFIX else Saver(target)
-        given = self._client_state() if callable(self._client_state) else self._client_state
-        saver.group, saver.durable = self._group, self._durable
-        saver.prepare(self._model, self._optimizer, dict(given or {}), self._rules, self._preset)
-        wanted = sorted({task.piece for task in saver.tasks})
-        copying = time.perf_counter()
-        self._job = describe(self._model, self._optimizer)  # tensors may be others than at the last snapshot
-        items, at_once = make_items([saver.pieces[n] for n in wanted], Owners(self._job), self._buffers)
-        if at_once:
-            spent = time.perf_counter() - copying
-            self._local = smoothed(self._local, at_once / spent) if at_once > 1 << 20 else self._local
-        items = in_order(items, self._deadline)
-        plan = self._plan(items)
-        self._copier = copier = Copier(items, self._throttle, self._may_run)
+        kind = StoreSaver if self.path.suffix == SUFFIX else SnapshotSaver
+        saver = kind(target, self._group, self._durable)
+        self._sight = sight
+        if not all(fits for *_, fits, _ in states):
+            self._sight = self._look_anew()
+            self._layout = lay_out(saver, self._sight, self._state(), spreads=self._spread != 1)
+        assert self._layout is not None
+        count = max(count for *_, count in states)
+        self._round = Round(saver, self._layout, count)
+        self._part(began, rest=False)
         self.taken += 1
-        step, prepared = self.step, time.perf_counter() - began
-        self._prepare_seconds += prepared
+
+    def _look(self, before: Sight) -> Sight:
+        """This rank's tensors. What was found before is believed as long as they lie where they lay."""
+        return look(describe(self._model, self._optimizer), before.slices, before)
+
+    def _look_anew(self) -> Sight:
+        """This rank's tensors, and how slices combine. Collective."""
+        error: BaseException | None = None
+        slices: SliceRules | None = None
+        sight: Sight | None = None
+        try:
+            job = describe(self._model, self._optimizer)
+            slices = SliceRules(job, rule_book(self._rules, self._preset), self._given())
+        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
+            error = caught
+        agree(error)
+        assert slices is not None
+        slices.agree_on_defaults()
+        try:
+            sight = look(slices.job, slices)
+        except Exception as caught:  # noqa: BLE001
+            error = caught
+        agree(error)
+        assert sight is not None
+        return sight
+
+    def _iterations(self) -> int:
+        """Over how many iterations the next snapshot is spread, as far as this rank knows."""
+        if self._spread != "auto":
+            count = self._spread
+        elif self._layout is None or self._sight is None:
+            return 1
+        else:
+            pieces = self._sight.pieces
+            count = self._measured.iterations(
+                sum(pieces[n].tensor.numel() * pieces[n].dtype.itemsize for n in self._layout.wanted)
+            )
+        return count if self._every is None else min(count, self._every)
+
+    def _part(self, began: float, *, rest: bool) -> None:
+        """Begin to copy the next part, or all that is left; with the last part, begin to write."""
+        run, sight = self._round, self._sight
+        assert run is not None
+        assert sight is not None
+        if run.parts:
+            try:
+                now = self._look(sight)
+                if not is_same(now, sight):
+                    raise UsageError(
+                        f"{run.target}: the job's tensors are others than when the parts of this snapshot were begun",
+                        hint="nothing but optimizer steps may come between; take a new one",
+                    )
+                sight = self._sight = now
+            except Exception as caught:  # noqa: BLE001 - told to the other ranks before anything is written
+                run.failure = run.failure or caught
+        last = rest or len(run.parts) == run.count - 1
+        copying = time.perf_counter()
+        items, at_once = run.set_aside(sight, run.numbers(sight, rest=rest), self._buffers)
+        if at_once > 1 << 20:
+            self._measured.local = smoothed(self._measured.local, at_once / (time.perf_counter() - copying))
+        items = in_order(items, self._measured.deadline)
+        copier = Copier(items, self._throttle, self._may_run)
+        run.add(self.step, copier, Expected(self._measured, items), in_background=not last)
+        if last:
+            self._write_in_background(run, sight)
+        spent = time.perf_counter() - began
+        run.prepared += spent
+        self._measured.prepare_seconds += spent
+        self._measured.released = time.perf_counter()
+
+    def _write_in_background(self, run: Round, sight: Sight) -> None:
+        told: tuple[Any, dict[str, Any]] = ([], {})
+        try:
+            told = (hyper_now(sight), copy.deepcopy(self._state()))
+        except Exception as caught:  # noqa: BLE001 - told to the other ranks before anything is written
+            run.failure = run.failure or caught
+        step = self.step
+        counted = step if sight.job.engine is not None else steps_counted(sight.job)
+        seen = replace(sight, job=replace(sight.job, optimizer=None), pieces=list(sight.pieces))  # training goes on
 
         def work() -> None:
             try:
-                failure: BaseException | None = None
-                try:
-                    copier.run()
-                except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-                    failure = caught
-                agree(failure, self._group)
-                aside = time.perf_counter()
-                saver.write()
-                self._finish(step, target, copier, plan, prepared, time.perf_counter() - aside)
+                began = time.perf_counter()
+                run.write(seen, told, counted)
+                self._finish(run, step, time.perf_counter() - began)
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
                 self._error = error
 
-        self._released = time.perf_counter()
         self._thread = threading.Thread(target=work, name="ucp-snapshot")
         self._thread.start()
 
-    def _deadline(self, item: Item) -> float:
-        if item.keys is ANY_UPDATE:
-            return min(self._deadlines.values(), default=0.0)
-        return min((self._deadlines.get(key, 0.0) for key in item.keys), default=inf)
+    def _state(self) -> dict[str, Any]:
+        assert self._sight is not None
+        return collect_state(self._sight.job, self._given())
 
-    def _plan(self, items: list[Item]) -> tuple[Costs, list[Tensor], Schedule] | None:
-        """What is expected, where enough was measured."""
-        if self._link is None or not self._deadlines:
-            return None
-        costs = Costs(self._link, self._local or self._link)
-        tensors = [Tensor(item.name, item.nbytes, 0.0, self._deadline(item)) for item in items]
-        return costs, tensors, make_schedule(tensors, costs)
+    def _given(self) -> dict[str, Any]:
+        """The user's client state."""
+        given = self._client_state() if callable(self._client_state) else self._client_state
+        return dict(given or {})
 
     # ------------------------------------------------------------------------------------------------------------------
     # In the background
 
-    def _finish(self, step: int, target: Path, copier: Copier, plan: Any, prepared: float, written: float) -> None:
-        if copier.nbytes and copier.seconds:
-            self._link = smoothed(self._link, copier.nbytes / copier.seconds)
-        if copier.trainer_bytes and copier.stall_seconds:
-            self._local = smoothed(self._local, copier.trainer_bytes / copier.stall_seconds)
-        self._stall_seconds += copier.stall_seconds
-        self._late_bytes += copier.trainer_bytes
-        self.finished.append((step, target))
-        self._last = self._told(step, copier, plan, prepared, written)
+    def _finish(self, run: Round, step: int, written: float) -> None:
+        self._measured.copied([copier for _, copier, _ in run.parts])
+        self.finished.append((step, run.target))
+        self._last = tell(step, run.parts, prepared=run.prepared, written=written)
         if world()[0] == 0:
             folder = self.path.parent if self.path.suffix == SUFFIX else self.path
             name = f"{self.path.stem}.{SCHEDULE}" if self.path.suffix == SUFFIX else SCHEDULE
             with contextlib.suppress(OSError):  # for people only
                 (folder / name).write_text(json.dumps(self._last), encoding="utf-8")
             self._drop_old()
-
-    def _told(self, step: int, copier: Copier, plan: Any, prepared: float, written: float) -> dict[str, Any]:
-        start = min((item.started for item in copier.items if item.started), default=0.0)
-        costs, tensors, schedule = plan if plan is not None else (None, [], None)
-        deadlines = {tensor.name: tensor.deadline for tensor in tensors}
-        return {
-            "schema": 1,
-            "step": step,
-            "costs": None if costs is None else {"link": costs.link, "local": costs.local, "share": costs.share},
-            "tensors": [
-                {
-                    "name": item.name,
-                    "bytes": item.nbytes,
-                    "deadline": None if deadlines.get(item.name, inf) == inf else deadlines[item.name],
-                    "copied": [item.started - start, item.finished - start],
-                    "by_trainer": item.by_trainer * item.live.element_size(),
-                }
-                for item in copier.items
-            ],
-            "predicted": None if schedule is None else schedule.to_json(),
-            "measured": {
-                "stall": copier.stall_seconds,
-                "late_bytes": copier.trainer_bytes,
-                "prepare": prepared,
-                "write": written,
-            },
-        }
 
     def _drop_old(self) -> None:
         if self._keep is None or self.path.suffix == SUFFIX:
@@ -301,11 +368,17 @@ class Snapshots:
     # For the user
 
     def wait(self) -> None:
-        """Wait until the snapshot that is under way is on disk; raise what went wrong with it."""
-        if self._thread is not None:
+        """Wait until the snapshot that is under way is on disk; raise what went wrong with it.
+
+        Of one that is spread over steps, all parts that are left are taken now: every rank must call it.
+        """
+        if self._round is not None:
+            if self._thread is None:
+                self._part(time.perf_counter(), rest=True)
+            assert self._thread is not None
             self._may_run.set()
             self._thread.join()
-            self._thread, self._copier = None, None
+            self._thread, self._round = None, None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -316,13 +389,17 @@ class Snapshots:
         return self.finished[-1][1] if self.finished else None
 
     def stats(self) -> dict[str, Any]:
-        """Snapshots taken and skipped; seconds that training waited: to prepare them, and for late copies."""
+        """Snapshots taken and skipped; seconds that training waited: to prepare them, and for late copies.
+
+        `hook_cpu_seconds` is the CPU time of the trainer's thread in all hooks, both of these included.
+        """
         return {
             "taken": self.taken,
             "skipped": self.skipped,
-            "prepare_seconds": self._prepare_seconds,
-            "stall_seconds": self._stall_seconds,
-            "late_bytes": self._late_bytes,
+            "prepare_seconds": self._measured.prepare_seconds,
+            "stall_seconds": self._measured.stall_seconds,
+            "hook_cpu_seconds": self._measured.hook_cpu_seconds,
+            "late_bytes": self._measured.late_bytes,
             "last": self._last,
         }
 
@@ -343,7 +420,8 @@ class Snapshots:
             return
         self._open = False
         self._hooks.remove()
-        if world()[1] == 1:  # other ranks may be gone: only what this one can do alone
+        # Other ranks may be gone: only what this one can do alone. Parts that are missing cannot be had any more.
+        if world()[1] == 1 and self._thread is not None:
             with contextlib.suppress(UcpError):
                 self.wait()
 
