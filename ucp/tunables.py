@@ -22,6 +22,9 @@ RESERVED_FILE_BYTES = 1 * MIB
 # the gaps than to make a system call for each.
 SHORT_RUN_BYTES = 256
 
+# A transposed matrix is read in bands of this size, each across all of the stored matrix.
+BAND_BYTES = 16 * MIB
+
 # What goes to or from a live tensor that cannot be addressed directly (on an accelerator, or not row-major) goes
 # through a buffer of this size.
 BOUNCE_BYTES = 4 * MIB
@@ -33,6 +36,31 @@ PART_BYTES = 64 * MIB
 # Processes that write one target together look after each other this often, and give up on one that is gone so long.
 LOOK_AT_OTHERS_SECONDS = 1.0
 MISSING_PROCESS_SECONDS = 60.0
+
+# Object stores. An index is read in small blocks, and in few requests: both ends of a file first, and those of the
+# next files; what lies between two wanted ranges comes along where it is short.
+REMOTE_INDEX_BLOCK_BYTES = 8 * KIB
+REMOTE_INDEX_CACHE_BYTES = 128 * MIB
+REMOTE_FIRST_LOOK_BYTES = 64 * KIB
+REMOTE_FILES_AHEAD = 32
+REMOTE_GAP_BYTES = 16 * KIB
+
+# Slabs are taken from larger blocks, which are fetched ahead of whoever reads through a file.
+REMOTE_BLOCK_BYTES = 4 * MIB
+REMOTE_BLOCKS_AHEAD = 2
+REMOTE_CACHE_BYTES = 256 * MIB
+
+# Requests: the largest range of one, how many at once, how often again, and pauses between.
+REMOTE_REQUEST_BYTES = 8 * MIB
+REMOTE_CONNECTIONS = 16
+REMOTE_ATTEMPTS = 6
+REMOTE_PAUSE_SECONDS = 0.25
+REMOTE_LONGEST_PAUSE_SECONDS = 16.0
+REMOTE_TIMEOUT_SECONDS = 60.0
+
+# Uploads: files are made on this machine, at most about so many bytes of them at once, and sent in parts.
+REMOTE_SPOOL_BYTES = 1 * GIB
+REMOTE_PART_BYTES = 16 * MIB
 
 # Payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
 DATA_ALIGNMENT = 4096
@@ -82,6 +110,10 @@ SHADOW_POLL_SECONDS = 0.02
 SHADOW_EPOCH_SECONDS = 0.5  # how often it is looked at whether the job has begun again
 SHADOW_PENDING_BYTES = 256 * MIB
 SHADOW_QUEUE_BYTES = 64 * MIB
+SHADOW_HELD_BYTES = 64 * MIB  # of complete steps that a share keeps back, a rank: others may have come less far, …
+SHADOW_HELD_STEPS = 256  # … and at most so many
+SHADOW_ALIGN_SECONDS = 20.0  # for all shares to come to one step
+SHADOW_RING_BYTES = 16 * MIB  # of memory that a job and a shadow of one machine share, a rank
 SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow again
 SHADOW_SEND_SECONDS = 30.0  # without a byte going out before the job begins with another connection
 SHADOW_SNAPSHOTS = 4  # at once

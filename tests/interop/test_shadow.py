@@ -14,9 +14,9 @@ import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
 from tests.train.worlds import WorldError, Worlds
+from ucp.shadow.addresses import Address
 from ucp.shadow.following import Shadow
 from ucp.shadow.server import Door
-from ucp.shadow.wire import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
@@ -40,7 +40,7 @@ def url() -> Iterator[str]:
     shadow = Shadow(wait_for_job=True)
     shadow.start()
     door = Door(shadow, Address("127.0.0.1", 0))
-    yield f"shadow://{door.address}"
+    yield str(door.address)
     door.close()
     shadow.stop()
 

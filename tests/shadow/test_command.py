@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -36,9 +37,9 @@ class Processes:
         self.started.append(process)
         return process
 
-    def shadow(self, *arguments: object) -> tuple[subprocess.Popen[str], str]:
+    def shadow(self, *arguments: object, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
         """A running `ucp shadow --listen`, and its address."""
-        process = self.start("-m", "ucp", "shadow", "--listen", "127.0.0.1:0", *arguments)
+        process = self.start("-m", "ucp", "shadow", "--listen", listen, *arguments)
         assert process.stdout is not None
         return process, process.stdout.readline().strip()
 
@@ -74,11 +75,20 @@ def expected(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[st
     return net, optimizer, found
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    """SIGKILL at a random moment: the shadow has every step that the job had told of, and the job goes on from it."""
+SHADOWS: dict[str, list[tuple[str, list[str]]]] = {  # addresses and options
+    "tcp": [("127.0.0.1:0", [])],
+    "shared memory": [("shm://{name}", [])],
+    "two shares": [("shm://{name}", ["--share", "1/2"]), ("127.0.0.1:0", ["--share", "2/2"])],
+}
+
+
+@pytest.mark.parametrize("way", SHADOWS)
+def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str], way: str) -> None:
+    """SIGKILL at a random moment: the shadow has a step that the job had told of, and the job goes on from it."""
     torch.set_num_threads(1)
-    _, url = processes.shadow()
+    seed, name = list(SHADOWS).index(way), f"test-{secrets.token_hex(8)}"
+    urls = [processes.shadow(*options, listen=listen.format(name=name))[1] for listen, options in SHADOWS[way]]
+    url = ",".join(urls)
     job = processes.start("-m", "tests.shadow.trainer", tmp_path / "run", 100_000, url)
     assert job.stdout is not None
     for _ in range(random.Random(seed).randrange(1, 60)):
@@ -90,11 +100,12 @@ def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.
     told = max([told, *map(int, whole_lines.split())])
     log = tmp_path / "run" / "log"
     log.rename(tmp_path / "out-of-reach")  # the shadow alone has to do
-    end = time.monotonic() + 20
-    while (found := status(capsys, url))["feeds"] or found["pending_bytes"]:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    assert found["condition"] == "live"
+    end = time.monotonic() + 60
+    for each in urls:
+        while (found := status(capsys, each))["feeds"] or (found["pending_bytes"] and len(urls) == 1):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert found["condition"] == "live"
     assert run_command(["convert", url, str(tmp_path / "resumed")]) == 0
     resumed = ucp.open(tmp_path / "resumed").index
     step = resumed.step
@@ -109,17 +120,20 @@ def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.
 
 
 def test_the_shadow_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training goes on and ends well; another shadow has everything from the log."""
+    """Training goes on and ends well; another shadow, at the same name, has everything from the log."""
     torch.set_num_threads(1)
-    shadow, url = processes.shadow()
+    name = f"shm://test-{secrets.token_hex(8)}"
+    shadow, url = processes.shadow(listen=name)
     job = processes.start("-m", "tests.shadow.trainer", tmp_path / "run", 120, url)
     assert job.stdout is not None
     for _ in range(10):
         job.stdout.readline()
     shadow.kill()
+    shadow.wait()
     job.stdout.read()
     assert job.wait(60) == 0
-    _, url = processes.shadow("--log", tmp_path / "run")
+    _, url = processes.shadow("--log", tmp_path / "run", listen=name)
+    assert url == name
     assert status(capsys, url)["step"] == 120
     assert run_command(["convert", url, str(tmp_path / "end")]) == 0
     assert_same(state_of(ucp.open(tmp_path / "end").index), expected(120)[2])
@@ -146,6 +160,8 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys
         (["--listen", "0.0.0.0:0"], "needs a token"),
         (["--base", "nowhere"], "nowhere"),
         (["--listen", "nowhere"], "no address"),
+        (["--listen", "shm://a/b"], "no address"),
+        (["--log", "nowhere", "--share", "3/2"], "not a share"),
     ],
 )
 def test_what_cannot_be_a_shadow(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -8,7 +8,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,65 +18,11 @@ import torch
 import ucp
 from tests.replay.made import assert_same, state_of
 from tests.shadow.following import held, wait_for
+from tests.shadow.jobs import Job, Pair
 from ucp import tunables
 from ucp.errors import StorageError, UcpError, UsageError
+from ucp.shadow.addresses import Address, parse_address, read_token, require_token
 from ucp.shadow.client import status
-from ucp.shadow.following import Shadow
-from ucp.shadow.server import Door
-from ucp.shadow.wire import Address, parse_address, read_token, require_token
-
-HERE = Address("127.0.0.1", 0)
-
-
-class Pair:
-    """A shadow with its door."""
-
-    def __init__(self, *arguments: Any, address: Address = HERE, **options: Any) -> None:
-        self.notes: list[str] = []
-        self.shadow = Shadow(*arguments, wait_for_job=True, note=self.notes.append, **options)
-        self.shadow.start()
-        self.door = Door(self.shadow, address, self.notes.append)
-        self.url = f"shadow://{self.door.address}"
-
-    def close(self) -> None:
-        self.door.close()
-        self.shadow.stop()
-
-
-@pytest.fixture
-def pairs() -> Iterator[list[Pair]]:
-    made: list[Pair] = []
-    yield made
-    for pair in made:
-        pair.close()
-
-
-class Job:
-    """A small torch job that is recorded; keeps every state that it had."""
-
-    def __init__(self, run: Path, width: int = 33, **options: Any) -> None:
-        torch.manual_seed(7)
-        self.net = torch.nn.Sequential(torch.nn.Linear(13, width), torch.nn.Tanh(), torch.nn.Linear(width, 5))
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-        self.recorder = ucp.record(self.net, self.optimizer, run, **options)
-        self.history: dict[int, dict[str, torch.Tensor]] = {}
-        self.step = 0
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.net(torch.randn(8, 13)).square().mean().backward()
-            self.optimizer.step()
-            self.step += 1
-            found = {}
-            for name, p in self.net.named_parameters():
-                found[f"{name}|weight"] = p.detach().clone()
-                found.update({f"{name}|{kind}": value.clone() for kind, value in self.optimizer.state[p].items()})
-            self.history[self.step] = found
-
-    def shadow_stats(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.recorder.stats()["shadow"]
-        return told
 
 
 def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None:
@@ -217,10 +163,7 @@ def test_a_cut_connection(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest
     for number in range(1, 41):
         job.train()
         if number % 4 == 0:
-            with pairs[0].door._lock:
-                for sock in pairs[0].door._open:
-                    with contextlib.suppress(OSError):  # the recorder may have hung up just before
-                        sock.shutdown(socket.SHUT_RDWR)
+            pairs[0].door.hang_up()
     job.recorder.flush()
     wait_for(pairs[0].shadow, 40)
     assert_same(state_of(held(pairs[0].shadow)), job.history[40])

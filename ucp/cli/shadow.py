@@ -12,6 +12,7 @@ import click
 
 from ucp import api
 from ucp.cli.options import human_bytes, reading_options
+from ucp.engine.shares import Share
 from ucp.errors import UsageError
 
 _token = click.option(
@@ -21,10 +22,28 @@ _token = click.option(
 )
 
 
+def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> Share | None:
+    del ctx, param
+    if value is None:
+        return None
+    number, slash, count = value.partition("/")
+    if not (slash and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise click.BadParameter(f"{value!r} is not a share such as 1/2")
+    return Share(int(number) - 1, int(count))
+
+
 @click.group("shadow", invoke_without_command=True, short_help="Hold the newest step of a job.")
 @click.option("--base", type=click.Path(path_type=Path), help="Checkpoint to begin with. [default: the run's own]")
 @click.option("--log", type=click.Path(path_type=Path), help="Log (or run) to follow, and to catch up from.")
-@click.option("--listen", metavar="ADDR", help="Address (host:port) for jobs and askers; port 0 takes a free one.")
+@click.option(
+    "--listen",
+    metavar="ADDR",
+    multiple=True,
+    help="Address for jobs and askers: host:port (port 0 takes a free one), or shm://name. May be given again.",
+)
+@click.option(
+    "--share", callback=_share, metavar="I/N", help="Hold this share of the state, 1/2 or 2/2 of two shadows."
+)
 @_token
 @reading_options
 @click.option("--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, help="Threads that apply steps.")
@@ -33,7 +52,8 @@ def command(
     ctx: click.Context,
     base: Path | None,
     log: Path | None,
-    listen: str | None,
+    listen: tuple[str, ...],
+    share: Share | None,
     token: Path | None,
     tag: str | None,
     rules: Path | None,
@@ -51,17 +71,20 @@ def command(
     `ucp.record(…, to="shadow://127.0.0.1:7007")`. The shadow goes on while it is converted, and keeps the last
     complete step when the job dies. It ends with SIGTERM or SIGINT.
 
+    Several shadows can hold a share each: start them with --share 1/2 and 2/2, name both to the job
+    (`to=["shadow://…", "shadow://…"]`), and convert shadow://…,shadow://….
+
     Addresses that other machines can reach need --token.
     """
     if ctx.invoked_subcommand is not None:
         return
-    if base is None and log is None and listen is None:
+    if base is None and log is None and not listen:
         raise UsageError("a shadow needs a job to follow", hint="give --log, or --listen with --base")
     import torch
 
+    from ucp.shadow.addresses import parse_address
     from ucp.shadow.following import Shadow
     from ucp.shadow.server import Door
-    from ucp.shadow.wire import parse_address
 
     torch.set_num_threads(1)
     ended = threading.Event()
@@ -73,15 +96,20 @@ def command(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     options = api.read_options(tag, rules, preset)
-    shadow = Shadow(base, log, options=options, jobs=jobs, note=_say, wait_for_job=listen is not None)
+    addresses = [parse_address(text, token) for text in listen]
+    held = {} if share is None else {"share": share}
+    shadow = Shadow(base, log, options=options, jobs=jobs, note=_say, wait_for_job=bool(listen), **held)
     shadow.start()
-    door = None if listen is None else Door(shadow, parse_address(listen, token), _say)
-    if door is not None:
-        click.echo(f"shadow://{door.address}")
-    ended.wait()
-    if door is not None:
-        door.close()
-    shadow.stop()
+    doors: list[Door] = []
+    try:
+        for address in addresses:
+            doors.append(Door(shadow, address, _say))
+            click.echo(str(doors[-1].address))
+        ended.wait()
+    finally:
+        for door in doors:
+            door.close()
+        shadow.stop()
 
 
 @command.command("status", short_help="Say what a shadow holds.")
@@ -106,6 +134,7 @@ def status(ctx: click.Context, address: str, token: Path | None, as_json: bool) 
             f"{told['condition']}: step {told['step']}, {told['lag_steps']} behind, {told['seconds_since_step']:.1f} s"
             f" since then; {human_bytes(told['state_bytes'])} of states, {human_bytes(told['pending_bytes'])} waiting;"
             f" {told['feeds']} of {told['streams']} streams connected"
+            + ("" if told["share"][1] == 1 else "; share {}/{}".format(*told["share"]))
         )
         for line in ([told["reason"]] if told["reason"] else []) + told["labels"]:
             click.echo(line)

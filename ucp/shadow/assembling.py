@@ -26,7 +26,7 @@ from ucp.replay.exactness import ABOUT_BUFFERS, Approximate, find_kernel
 from ucp.replay.timeline import Update
 from ucp.shadow.state import HeldState, Place, Snapshot
 
-FORMAT = 1
+FORMAT = 2
 
 
 def tell(state: HeldState, base: Path, log: Path | None) -> dict[str, Any]:
@@ -40,7 +40,8 @@ def tell(state: HeldState, base: Path, log: Path | None) -> dict[str, Any]:
         "step": state.step,
         "base": str(base.resolve()),
         "log": None if log is None else str(log.resolve()),
-        "tensors": [[t.stream.number, t.index, t.counter, t.kinds] for t in state.tensors],
+        "share": [state.share.number, state.share.count],
+        "tensors": [[t.stream.number, t.index, t.counter, t.kinds, *t.held] for t in state.tensors],
         "recent": [[step, record.pack().hex()] for step, record in state.recent],
         "aux": state.aux,
         "labels": [label.to_json() for label in labels],
@@ -87,7 +88,7 @@ def assemble(base: Checkpoint, told: Mapping[str, Any], files: ComputedFiles) ->
     epoch = Epoch(folder, manifest, streams)
     kernel, _ = find_kernel(manifest.kernel)
     builder = Builder(base, Span(epoch, step + 1, step), kernel, step, {})
-    known = {(int(s), int(t)): (int(counter), kinds) for s, t, counter, kinds in told["tensors"]}
+    known = {(int(s), int(t)): (int(counter), kinds) for s, t, counter, kinds, *_ in told["tensors"]}
     tensors = [_as_told(tensor, step, *known[tensor.stream.number, tensor.index]) for tensor in builder.tensors()]
     parameters = builder.parameters(tensors)
     notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(ABOUT_BUFFERS))]

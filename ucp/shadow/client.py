@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ucp import tunables
+from ucp.engine.shares import Share
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.bases import list_bases
-from ucp.model.checkpoint import Checkpoint
+from ucp.model.checkpoint import Checkpoint, ComputedFiles
+from ucp.shadow.addresses import Address, parse_address, parse_addresses
 from ucp.shadow.assembling import assemble, identity_of, place_of
-from ucp.shadow.wire import Address, RefusedError, connect, parse_address, receive_into, receive_json, send_json
+from ucp.shadow.connecting import connect
+from ucp.shadow.gathering import GatheredFiles, check_shares, merge, take_one_step
+from ucp.shadow.wire import RefusedError, receive_into, receive_json, send_json
 
 
 def status(address: str | os.PathLike[str], token: Path | None = None) -> dict[str, Any]:
@@ -28,20 +32,38 @@ def status(address: str | os.PathLike[str], token: Path | None = None) -> dict[s
 def open_shadow(
     address: str | os.PathLike[str], options: ReadOptions | None = None, token: Path | None = None
 ) -> Checkpoint:
-    """The checkpoint of the newest complete step that a shadow holds. The shadow goes on; this stays as it is.
+    """The checkpoint of the newest complete step that a shadow holds, or several that hold a share each.
 
-    What is not trained (buffers, extras) is read from the shadow's base, which must be readable here.
+    The shadows go on; this stays as it is. What is not trained (buffers, extras) is read from a shadow's base, which
+    must be readable here.
     """
-    shadow = Questions(parse_address(address, token))
+    shadows: list[Questions] = []
     try:
-        told = shadow.ask({"ask": "snapshot"})
-        base = open_checkpoint(_base(told), options or ReadOptions())
-        files = RemoteFiles(shadow, identity_of(told))
-        weakref.finalize(files, shadow.close)
-        return assemble(base, told, files)
+        for one in parse_addresses(address, token):
+            shadows.append(Questions(one))
+        told = _told(shadows)
+        base = open_checkpoint(_base(told[0]), options or ReadOptions())
+        files: list[ComputedFiles] = []
+        for shadow, one_told in zip(shadows, told, strict=True):
+            made = RemoteFiles(shadow, identity_of(one_told))
+            weakref.finalize(made, shadow.close)
+            files.append(made)
+        if len(shadows) == 1:
+            return assemble(base, told[0], files[0])
+        return assemble(base, merge(told), GatheredFiles(told, files))
     except BaseException:
-        shadow.close()
+        for shadow in shadows:
+            shadow.close()
         raise
+
+
+def _told(shadows: list[Questions]) -> list[dict[str, Any]]:
+    """What every shadow tells of one step, with its bytes ready to be read."""
+    if len(shadows) > 1:
+        return take_one_step(shadows)
+    told = shadows[0].ask({"ask": "snapshot"})
+    check_shares([(shadows[0].address, Share(*told.get("share", (0, 1))))])
+    return [told]
 
 
 def _base(told: dict[str, Any]) -> Path:
@@ -85,7 +107,7 @@ class Questions:
                 send_json(self._socket, question)
                 told = receive_json(self._socket, tunables.SHADOW_MANIFEST_BYTES)
                 if isinstance(told, dict) and "error" in told:
-                    raise UcpError(f"shadow://{self.address}: {told['error']}", hint=told.get("hint"))
+                    raise UcpError(f"{self.address}: {told['error']}", hint=told.get("hint"))
                 if target is not None:
                     if told.get("size") != len(target):
                         raise RefusedError("an answer of another size than was asked for")
@@ -93,7 +115,7 @@ class Questions:
                 return told
         except (OSError, RefusedError, AttributeError) as error:
             raise StorageError(
-                f"shadow://{self.address}: the shadow is gone ({error})",
+                f"{self.address}: the shadow is gone ({error})",
                 hint="the log has what it held: start it again with --log",
             ) from error
 

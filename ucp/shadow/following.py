@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ucp import tunables
+from ucp.engine.shares import Share
 from ucp.errors import UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.frames import BadBytesError
@@ -20,6 +21,7 @@ from ucp.shadow.epochs import epochs_of, from_held, from_told, goes_on_from, new
 from ucp.shadow.intake import ArrivedDigests, Frame, GapError
 from ucp.shadow.lanes import Following, Lane
 from ucp.shadow.loading import Beginning, from_log
+from ucp.shadow.portions import WHOLE, Portion
 from ucp.shadow.state import Snapshot
 
 LIVE, STALE, LOADING = "live", "stale", "loading"
@@ -36,12 +38,15 @@ class Shadow:
         options: ReadOptions | None = None,
         jobs: int = 1,
         wait_for_job: bool = False,
+        share: Share = WHOLE,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`base` is any checkpoint; `log` a log (or run) to follow. `note` is told what a person may want to know.
 
-        With `wait_for_job`, what there is to begin with may come later, with the job.
+        With `wait_for_job`, what there is to begin with may come later, with the job. With a `share`, it holds that
+        part of the state only, and keeps the newest steps back until it is asked for one.
         """
+        self.share = share
         self.base = base
         self.log = log
         self._options = options or ReadOptions()
@@ -63,7 +68,7 @@ class Shadow:
         """Load what there is, and begin to apply."""
         if self.log is not None and epochs_of(self.log):
             with self._changed:
-                self._begin(from_log(self.base, self.log, self._options), self.log)
+                self._begin(from_log(self.base, self.log, self._options, self.share), self.log)
         elif self.base is not None:
             open_checkpoint(self.base, self._options)  # to say now, and not with the first step, that it is none
         elif self.log is None and not self._waits:
@@ -106,8 +111,8 @@ class Shadow:
     # ------------------------------------------------------------------------------------------------------------------
     # Feeding
 
-    def join(self, manifest: Manifest, stream: int, run: Path | None) -> tuple[int, int | None]:
-        """A feed of a stream begins: gives (number of the beginning, the frame that is wanted next)."""
+    def join(self, manifest: Manifest, stream: int, run: Path | None) -> tuple[int, int | None, Portion | None]:
+        """A feed of a stream begins: gives (number of the beginning, the frame that is wanted next, what of it)."""
         with self._changed:
             following = self._following
             known = None if following is None else following.state.manifest
@@ -124,7 +129,7 @@ class Shadow:
             if lane is None or lane.intake.schema.hash() != manifest.stream(stream).hash():
                 raise UsageError(f"stream {stream} is not what the other ranks say it is")
             lane.feeds += 1
-            return following.number, lane.intake.expected
+            return following.number, lane.intake.expected, lane.intake.portion
 
     def leave(self, number: int, stream: int) -> None:
         """A feed of a stream is over."""
@@ -135,12 +140,15 @@ class Shadow:
                 lane.hole = None
                 self._changed.notify_all()
 
-    def put(self, number: int, stream: int, frame: Frame) -> None:
-        """Take a frame of a feed. Waits while too much is pending, and while the log fills a gap before it."""
+    def put(self, number: int, stream: int, frame: Frame, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Take a frame of a feed. Waits while too much is pending, and while the log fills a gap before it.
+
+        `UsageError` where it cannot be taken, or `is_over` says that nobody waits for that any more.
+        """
         with self._changed:
             while True:
                 following = self._following
-                if following is None or following.number != number or self._stopping:
+                if following is None or following.number != number or self._stopping or is_over():
                     raise UsageError("the shadow follows another epoch now, or stops")
                 if self._stale is not None:
                     raise UsageError(f"the shadow is stale: {self._stale}")
@@ -168,9 +176,23 @@ class Shadow:
         if log is None and run is not None and epochs_of(run):
             log = run
         old = self._following
-        if old is not None and self._stale is None and goes_on_from(old.state, manifest):
-            return self._begin(from_held(old.state, old.base, manifest, self._options), log)
-        return self._begin(from_told(manifest, run, log, self.base, self._options), log)
+        if old is not None and self._stale is None:
+            self._advance(old, manifest.start)
+            if goes_on_from(old.state, manifest):
+                held = from_held(old.state, old.base, manifest, self._options)
+                if held is not None:
+                    return self._begin(held, log)
+        return self._begin(from_told(manifest, run, log, self.base, self._options, self.share), log)
+
+    def _advance(self, following: Following, step: int) -> None:
+        """Let a share apply what it has kept back, up to a step. The lock is held."""
+        following.goal = max(following.goal, min(step, following.complete_step))
+        end = time.monotonic() + tunables.SHADOW_ALIGN_SECONDS
+        while following.state.step < following.goal and self._stale is None and self._following is following:
+            self._changed.notify_all()
+            if self._stopping or time.monotonic() > end:
+                raise UsageError(f"step {following.goal} was not reached in time")
+            self._changed.wait(0.1)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Applying
@@ -199,6 +221,8 @@ class Shadow:
             except (UcpError, BadBytesError) as error:
                 self._give_up(f"step {following.state.step + 1}: {error}")
             following.applied_at = time.time()
+            with self._changed:
+                self._changed.notify_all()
             if following.state.refuted is not None:
                 self._note(str(following.state.refuted))
 
@@ -268,7 +292,7 @@ class Shadow:
             log = self._following.log
             assert log is not None
             self._note(f"begins again: {reason}")
-            self._begin(newest_of(log, self.base, self._options), log)
+            self._begin(newest_of(log, self.base, self._options, self.share), log)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Asking
@@ -279,15 +303,73 @@ class Shadow:
             following, stale = self._following, self._stale
             condition = STALE if stale else LIVE if following else LOADING
             told = {"step": None} if following is None else following.told()
-            return {"schema": 1, "condition": condition, "reason": stale, **told}
+            share = [self.share.number + 1, self.share.count]
+            return {"schema": 1, "condition": condition, "reason": stale, "share": share, **told}
 
     def snapshot(self) -> Snapshot:
         """The state as it is after the newest complete step; the shadow goes on. Close it."""
         with self._changed:
-            following = self._following
-        if following is None:
-            raise UsageError("the shadow holds nothing yet", hint="the job that it follows has not begun")
+            following = self._held()
+            if not self.share.is_whole:
+                self._advance(following, following.complete_step)
         return following.state.snapshot(lambda: tell(following.state, following.base, following.log))
+
+    def pin(self) -> Pin:
+        """Keep a share at the steps that it can give now, until the pin is let go of. More may become complete."""
+        with self._changed:
+            following = self._held()
+            following.pins += 1
+            return Pin(self, following)
+
+    def _held(self) -> Following:
+        if self._following is None:
+            raise UsageError("the shadow holds nothing yet", hint="the job that it follows has not begun")
+        return self._following
+
+
+class Pin:
+    """What keeps a share from going on, so that all shares can be brought to one step. Close it soon."""
+
+    def __init__(self, shadow: Shadow, following: Following) -> None:
+        self._shadow = shadow
+        self._following: Following | None = following
+
+    def told(self) -> dict[str, Any]:
+        """Which steps can be had, as JSON values."""
+        with self._shadow._changed:
+            following = self._now()
+            state = following.state
+            return {
+                "run": state.manifest.run,
+                "epoch": state.manifest.epoch,
+                "share": [state.share.number, state.share.count],
+                "applied": state.step,
+                "complete": following.complete_step,
+                "reason": self._shadow._stale,
+            }
+
+    def snapshot(self, step: int) -> Snapshot:
+        """The state after just this step; `UsageError` where that cannot be had."""
+        with self._shadow._changed:
+            following = self._now()
+            self._shadow._advance(following, step)
+        made = following.state.snapshot(lambda: tell(following.state, following.base, following.log))
+        if made.step == step:
+            return made
+        made.close()
+        raise UsageError(f"the shadow has step {made.step}, and not step {step}")
+
+    def _now(self) -> Following:
+        if self._following is None or self._following is not self._shadow._following:
+            raise UsageError("the shadow has begun again")
+        return self._following
+
+    def close(self) -> None:
+        with self._shadow._changed:
+            if self._following is not None:
+                self._following.pins -= 1
+                self._following = None
+                self._shadow._changed.notify_all()
 
 
 def _taker(changed: threading.Condition, lane: Lane) -> Callable[[Frame], bool]:

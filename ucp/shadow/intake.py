@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ucp import tunables
 from ucp.log.codecs import DTYPES, Bytes
-from ucp.log.frames import TABLE_TYPES, BadBytesError, FrameHeader, FrameType, checksum, padded
+from ucp.log.frames import FRAME_BYTES, TABLE_TYPES, BadBytesError, FrameHeader, FrameType, checksum, padded
 from ucp.log.payloads import (
     TABLE_HEAD,
     Commit,
@@ -25,6 +25,7 @@ from ucp.log.payloads import (
 )
 from ucp.log.reader import StoredBlock
 from ucp.log.schema import StreamSchema
+from ucp.shadow.portions import Portion
 
 
 class GapError(Exception):
@@ -38,10 +39,11 @@ class GapError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame as it came: its payload without padding."""
+    """A frame as it came: its payload without padding, or the blocks that came of it, which are checked."""
 
     header: FrameHeader
     payload: memoryview
+    blocks: Mapping[int, StoredBlock] | None = None
 
 
 @dataclass(slots=True)
@@ -80,14 +82,21 @@ def payload_limit(kind: FrameType, schema: StreamSchema) -> int:
 class Intake:
     """One stream. `offer` frames in order; complete steps come out of `ready`. Not thread-safe."""
 
-    def __init__(self, epoch: int, schema: StreamSchema, expected: int | None = None) -> None:
-        """`expected` is the number of the next frame; None takes the first that comes, if it begins a step."""
+    def __init__(
+        self, epoch: int, schema: StreamSchema, expected: int | None = None, portion: Portion | None = None
+    ) -> None:
+        """`expected` is the number of the next frame; None takes the first that comes, if it begins a step.
+
+        Of gradients only those in the `portion` are kept.
+        """
         self.epoch = epoch
         self.schema = schema
+        self.portion = portion
         self.expected = expected
         self.ready: deque[ArrivedStep | ArrivedDigests] = deque()
         self.pending_bytes = 0  # of steps in `ready`, and of the one that is coming
         self.newest: int | None = None  # the newest step of which any frame has come
+        self.committed: int | None = None  # the newest step that is complete
         self._opened: _Opened | None = None
 
     def offer(self, frame: Frame) -> bool:
@@ -130,7 +139,7 @@ class Intake:
         elif header.step != opened.step:
             raise BadBytesError(f"a frame of step {header.step} inside step {opened.step}")
         elif header.type is FrameType.GRAD:
-            opened.blocks.update(blocks_of(frame, self.schema))
+            opened.blocks.update(self._blocks(frame))
             opened.grads.append((header.length, header.checksum))
         elif header.type is FrameType.AUX:
             check_small(frame)
@@ -139,9 +148,19 @@ class Intake:
             check_small(frame)
             if Commit.unpack(bytes(frame.payload)) != Commit.of(opened.grads, opened.lsn):
                 raise BadBytesError(f"the commit of step {opened.step} does not agree with its frames")
-            size = sum(length for length, _ in opened.grads)
+            size = FRAME_BYTES + sum(block.data.nbytes for block in opened.blocks.values())
             self._add(ArrivedStep(opened.step, opened.record, opened.blocks, opened.aux, size))
             self._opened = None
+            self.committed = header.step
+
+    def _blocks(self, frame: Frame) -> Mapping[int, StoredBlock]:
+        if frame.blocks is not None:
+            return frame.blocks
+        if self.portion is None:
+            return blocks_of(frame, self.schema)
+        found = blocks_of(frame, self.schema, self.portion)
+        # Copied, so that the rest of the frame can go.
+        return {number: replace(block, data=block.data.copy()) for number, block in found.items()}
 
     def _add(self, item: ArrivedStep | ArrivedDigests) -> None:
         self.ready.append(item)
@@ -174,8 +193,8 @@ def check_small(frame: Frame) -> None:
         raise BadBytesError("the checksum of a payload is wrong")
 
 
-def blocks_of(frame: Frame, schema: StreamSchema) -> dict[int, StoredBlock]:
-    """The blocks of a GRAD frame, each checked: its place, its size as the schema has it, its checksum."""
+def blocks_of(frame: Frame, schema: StreamSchema, portion: Portion | None = None) -> dict[int, StoredBlock]:
+    """The blocks of a GRAD frame (in a portion), each checked: its place, its size in the schema, its checksum."""
     payload, header = frame.payload, frame.header
     if len(payload) < TABLE_HEAD.size:
         raise BadBytesError("a table of blocks ends early")
@@ -188,13 +207,24 @@ def blocks_of(frame: Frame, schema: StreamSchema) -> dict[int, StoredBlock]:
     table, _ = unpack_table(payload[:size], header.length)
     found: dict[int, StoredBlock] = {}
     for entry in table:
-        block, elements = int(entry["block"]), int(entry["count"])
-        if block >= len(schema.blocks) or elements != schema.blocks[block].count or block in found:
-            raise BadBytesError(f"block {block} of {elements} elements is none of the stream")
         offset, length = int(entry["offset"]), int(entry["length"])
-        data: Bytes = np.frombuffer(payload, np.uint8, length, offset)
-        if checksum(data.data) != int(entry["checksum"]):
-            raise BadBytesError(f"the checksum of block {block} is wrong")
-        dtype = DTYPES[int(entry["dtype"])]
-        found[block] = StoredBlock(block, int(entry["state"]), int(entry["encoding"]), dtype, elements, data)
+        block = stored_block(entry, np.frombuffer(payload, np.uint8, length, offset), schema, portion)
+        if block is None:
+            continue
+        if block.block in found:
+            raise BadBytesError(f"block {block.block} is there twice")
+        found[block.block] = block
     return found
+
+
+def stored_block(entry: Any, data: Bytes, schema: StreamSchema, portion: Portion | None = None) -> StoredBlock | None:
+    """A block from its entry in a table and its bytes; None where it is not in the portion."""
+    block, elements = int(entry["block"]), int(entry["count"])
+    if block >= len(schema.blocks) or elements != schema.blocks[block].count:
+        raise BadBytesError(f"block {block} of {elements} elements is none of the stream")
+    if portion is not None and not portion.has(schema.blocks[block]):
+        return None
+    if checksum(data.data) != int(entry["checksum"]):
+        raise BadBytesError(f"the checksum of block {block} is wrong")
+    dtype = DTYPES[int(entry["dtype"])]
+    return StoredBlock(block, int(entry["state"]), int(entry["encoding"]), dtype, elements, data)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ucp import tunables
 from ucp.log.frames import BadBytesError
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.shadow.epochs import root_of
 from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Intake
 from ucp.shadow.loading import Beginning
+from ucp.shadow.portions import portions
 from ucp.shadow.state import HeldState
 from ucp.shadow.tail import Tail
 
@@ -35,15 +37,19 @@ class Following:
     base: Path
     lanes: dict[int, Lane]
     log: Path | None
+    goal: int = -1  # a share applies its steps up to this one at once
+    pins: int = 0  # who wants that no step is applied beyond the goal
     applied_at: float = field(default_factory=time.time)
 
     @staticmethod
     def after(number: int, beginning: Beginning, log: Path | None) -> Following:
         """What is followed after a beginning: every stream from the frame that the state does not have."""
-        manifest = beginning.state.manifest
+        manifest, share = beginning.state.manifest, beginning.state.share
+        mine = portions(manifest, share)
         lanes = {}
         for schema in manifest.streams:
-            lane = Lane(Intake(manifest.epoch, schema, beginning.positions.get(schema.stream)))
+            portion = None if share.is_whole else mine[schema.stream]
+            lane = Lane(Intake(manifest.epoch, schema, beginning.positions.get(schema.stream), portion))
             if log is not None:
                 folder = stream_folder(epoch_folder(root_of(log), manifest.epoch), schema.stream)
                 lane.tail = Tail(folder, manifest.epoch, schema)
@@ -52,12 +58,30 @@ class Following:
             lanes[schema.stream] = lane
         return Following(number, beginning.state, beginning.base, lanes, log)
 
+    @property
+    def complete_step(self) -> int:
+        """The newest step that all streams have, applied or not."""
+        before = self.state.step
+        committed = [lane.intake.committed for lane in self.lanes.values()]
+        return max(before, min((before if step is None else step for step in committed), default=before))
+
     def is_complete(self) -> bool:
-        """Is there anything that can be applied now?"""
+        """Is there anything that can be applied, and should be now?"""
         ready = [lane.intake.ready[0] for lane in self.lanes.values() if lane.intake.ready]
         if any(isinstance(item, ArrivedDigests) for item in ready):
             return True
-        return bool(ready) and len(ready) == len(self.lanes)
+        return bool(ready) and len(ready) == len(self.lanes) and self._should_go_on()
+
+    def _should_go_on(self) -> bool:
+        """A share keeps some complete steps back: other shares may have come less far, and there is no way back."""
+        state = self.state
+        if state.share.is_whole or state.step < self.goal:
+            return True
+        if self.pins:
+            return False
+        waiting = max(lane.intake.pending_bytes for lane in self.lanes.values())
+        steps = self.complete_step - state.step
+        return waiting > tunables.SHADOW_HELD_BYTES or steps > tunables.SHADOW_HELD_STEPS
 
     def take(self) -> dict[int, ArrivedStep] | ArrivedDigests | None:
         """The next step of all streams, or digests of one; None for what is older than the state.
@@ -87,12 +111,14 @@ class Following:
     def told(self) -> dict[str, Any]:
         """What is held and how far it is behind, as JSON values."""
         state, lanes = self.state, self.lanes.values()
-        seen = max([state.step, *(lane.intake.newest or 0 for lane in lanes)])
+        complete = state.step if state.share.is_whole else self.complete_step  # a share applies when it is asked
+        seen = max([complete, *(lane.intake.newest or 0 for lane in lanes)])
         return {
             "run": state.manifest.run,
             "epoch": state.manifest.epoch,
-            "step": state.step,
-            "lag_steps": seen - state.step,
+            "step": complete,
+            "applied_step": state.step,
+            "lag_steps": seen - complete,
             "seconds_since_step": time.time() - self.applied_at,
             "state_bytes": state.nbytes,
             "pending_bytes": sum(lane.intake.pending_bytes for lane in lanes),

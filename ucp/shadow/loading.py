@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ucp import tunables
+from ucp.engine.shares import Share
 from ucp.errors import InconsistentError, UsageError
 from ucp.files.local import SourceFiles
 from ucp.formats.registry import ReadOptions, open_checkpoint
@@ -21,6 +22,7 @@ from ucp.replay.chunks import ReplayedTensor
 from ucp.replay.derive import derive
 from ucp.replay.exactness import EVERY, Approximate, doubts, find_kernel
 from ucp.replay.opening import find_base
+from ucp.shadow.portions import WHOLE, portions
 from ucp.shadow.state import ArrivedStream, HeldState, HeldTensor
 
 
@@ -33,8 +35,8 @@ class Beginning:
     positions: dict[int, int | None]
 
 
-def from_log(base: Path | None, log: Path, options: ReadOptions) -> Beginning:
-    """The newest state that a log has. Without a base, the newest of the run's own."""
+def from_log(base: Path | None, log: Path, options: ReadOptions, share: Share = WHOLE) -> Beginning:
+    """The newest state that a log has. Without a base, from the newest of the run's own."""
     with Log.open(log, "inspect", check="tail") as opened:
         newest = opened.epochs[-1]
         last = newest.recoverable_step
@@ -51,16 +53,21 @@ def from_log(base: Path | None, log: Path, options: ReadOptions) -> Beginning:
             tensors = _tensors(checkpoint, newest, last)
             files = SourceFiles(checkpoint.root, computed=checkpoint.computed)
         with files:
-            held = _held(tensors, newest.manifest, newest.folder, files, fresh=not newest.steps)
+            held = _held(tensors, newest.manifest, newest.folder, files, share, fresh=not newest.steps)
         recent, aux = _recent(spans[-1]) if spans else ([], None)
         labels = derived.labels or _labels(newest.manifest, last + 1)
-        state = HeldState(newest.manifest, last, held, labels, recent, aux)
+        state = HeldState(newest.manifest, last, held, labels, recent, aux, share)
         positions = {number: _position(stream, last) for number, stream in newest.streams.items()}
         return Beginning(state, start, positions)
 
 
 def from_checkpoint(
-    base: Checkpoint, manifest: Manifest, labels: Sequence[Approximate] = (), *, named: bool = False
+    base: Checkpoint,
+    manifest: Manifest,
+    labels: Sequence[Approximate] = (),
+    *,
+    named: bool = False,
+    share: Share = WHOLE,
 ) -> Beginning:
     """The state that an epoch begins with, where the checkpoint is just that.
 
@@ -77,8 +84,9 @@ def from_checkpoint(
     epoch = Epoch(folder, manifest, {s.stream: ArrivedStream(folder, s) for s in manifest.streams})
     tensors = _tensors(base, epoch, manifest.start)
     with SourceFiles(base.root, computed=base.computed) as files:
-        held = _held(tensors, manifest, folder, files, fresh=True)
-    state = HeldState(manifest, manifest.start, held, [*labels, *_labels(manifest, manifest.start + 1)])
+        held = _held(tensors, manifest, folder, files, share, fresh=True)
+    all_labels = [*labels, *_labels(manifest, manifest.start + 1)]
+    state = HeldState(manifest, manifest.start, held, all_labels, share=share)
     return Beginning(state, base.root, {schema.stream: None for schema in manifest.streams})
 
 
@@ -97,8 +105,15 @@ def _tensors(base: Checkpoint, epoch: Epoch, step: int) -> list[ReplayedTensor]:
 
 
 def _held(
-    tensors: Sequence[ReplayedTensor], manifest: Manifest, folder: Path, files: SourceFiles, *, fresh: bool
+    tensors: Sequence[ReplayedTensor],
+    manifest: Manifest,
+    folder: Path,
+    files: SourceFiles,
+    share: Share,
+    *,
+    fresh: bool,
 ) -> list[HeldTensor]:
+    """The tensors that a share has something of, with that loaded."""
     streams = {schema.stream: ArrivedStream(folder, schema) for schema in manifest.streams}
     for tensor in tensors:
         if tensor.kernel is None:
@@ -106,7 +121,13 @@ def _held(
                 f"the optimizer {manifest.optimizer} ({manifest.kernel.id}) cannot be replayed, so it has no shadow",
                 hint="save checkpoints of this job instead",
             )
-    return [HeldTensor(tensor, streams[tensor.stream.number], files, fresh=fresh) for tensor in tensors]
+    mine = portions(manifest, share)
+    held = []
+    for tensor in tensors:
+        start, stop = mine[tensor.stream.number].of_tensor(tensor.index, tensor.numel)
+        if start < stop or share.is_whole:
+            held.append(HeldTensor(tensor, streams[tensor.stream.number], files, (start, stop), fresh=fresh))
+    return held
 
 
 def _labels(manifest: Manifest, step: int) -> list[Approximate]:

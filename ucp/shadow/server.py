@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +14,51 @@ from ucp.errors import StorageError, UcpError
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
 from ucp.log.manifest import Manifest
 from ucp.log.schema import StreamSchema
-from ucp.shadow.following import Shadow
+from ucp.shadow.addresses import Address
+from ucp.shadow.connecting import let_in, listen
+from ucp.shadow.following import Pin, Shadow
 from ucp.shadow.intake import Frame, payload_limit
+from ucp.shadow.portions import Portion
+from ucp.shadow.ring import offer_ring
 from ucp.shadow.state import Snapshot
-from ucp.shadow.wire import Address, RefusedError, receive, receive_json, require_token, send, send_json, welcome
+from ucp.shadow.thinning import THIN, receive_thin
+from ucp.shadow.wire import Channel, RefusedError, receive, receive_json, send, send_json, welcome
 
 
 class Door:
     """Listens for a shadow. A thread for each connection; a peer that does not know the token gets nothing."""
 
     def __init__(self, shadow: Shadow, address: Address, note: Callable[[str], None] = lambda _: None) -> None:
-        require_token(address)
         self._shadow = shadow
         self._key = address.key()
         self._note = note
         self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, threading.Thread] = {}
         self._snapshots = 0
-        self._closed = False
-        try:
-            family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
-            self._socket = socket.create_server((address.host, address.port), family=family, backlog=128)
-        except OSError as error:
-            raise StorageError(f"{address}: cannot listen here: {error.strerror or error}") from error
-        self.address = Address(address.host, self._socket.getsockname()[1], address.token_file)
+        self._closing = threading.Event()
+        self._socket, self.address = listen(address)
         self._thread = threading.Thread(target=self._accept, name="ucp-shadow-door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more, and end all connections."""
-        self._closed = True
+        """Let nobody in any more, end all connections and their threads."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._socket.close()
+        with self._lock:
+            threads = list(self._open.values())
+        self.hang_up()
+        for thread in threads:
+            thread.join()
+
+    def hang_up(self) -> None:
+        """End all connections that there are now."""
         with self._lock:
             for sock in self._open:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
 
     def _accept(self) -> None:
         while True:
@@ -59,20 +66,20 @@ class Door:
                 sock, _ = self._socket.accept()
             except OSError:  # closed
                 return
+            thread = threading.Thread(target=self._serve, args=(sock,), name="ucp-shadow-peer", daemon=True)
             with self._lock:
                 full = len(self._open) >= tunables.SHADOW_CONNECTIONS
                 if not full:
-                    self._open.add(sock)
+                    self._open[sock] = thread
             if full:
                 sock.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock,), name="ucp-shadow-peer", daemon=True).start()
+            thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(tunables.SHADOW_HANDSHAKE_SECONDS)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            let_in(sock)
             welcome(sock, self._key)
             sock.settimeout(None)
             first = _dictionary(receive_json(sock, tunables.SHADOW_MANIFEST_BYTES))
@@ -89,8 +96,8 @@ class Door:
             self._note(f"refused: {type(error).__name__}: {error}")
         finally:
             with self._lock:
-                self._open.discard(sock)
-            sock.close()
+                self._open.pop(sock, None)
+                sock.close()
 
     # ------------------------------------------------------------------------------------------------------------------
     # A job that brings the frames of one stream
@@ -101,30 +108,45 @@ class Door:
         run = None if told.get("run") is None else Path(str(told["run"]))
         schema = manifest.stream(stream)
         try:
-            number, wanted = self._shadow.join(manifest, stream, run)
+            number, wanted, portion = self._shadow.join(manifest, stream, run)
         except UcpError as error:
             self._note(f"a job cannot be followed: {error}")
             send_json(sock, {"error": error.what, "hint": error.hint})
             return
+        channel: Channel = sock
+        told = {"next": wanted, "wants": None if portion is None else portion.to_json()}
         try:
-            send_json(sock, {"next": wanted})
-            segment = SegmentHeader.unpack(bytes(receive(sock, SEGMENT_BYTES)))
+            if sock.family == socket.AF_UNIX:
+                send_json(sock, {**told, "ring": tunables.SHADOW_RING_BYTES})
+                channel = offer_ring(sock, tunables.SHADOW_RING_BYTES)
+            else:
+                send_json(sock, told)
+            segment = SegmentHeader.unpack(bytes(receive(channel, SEGMENT_BYTES)))
             if (segment.epoch, segment.stream, segment.schema_hash) != (manifest.epoch, stream, schema.hash()):
                 raise RefusedError("frames of another stream than was told")
-            self._frames(sock, segment, schema, number)
+            for frame in self._frames(channel, segment, schema, portion):
+                self._shadow.put(number, stream, frame, self._closing.is_set)
         except UcpError as error:  # stale, or another epoch: the job will ask again
             self._note(f"stream {stream}: {error.what}")
         finally:
             self._shadow.leave(number, stream)
+            if channel is not sock:
+                channel.close()
 
-    def _frames(self, sock: socket.socket, segment: SegmentHeader, schema: StreamSchema, number: int) -> None:
+    def _frames(
+        self, sock: Channel, segment: SegmentHeader, schema: StreamSchema, portion: Portion | None
+    ) -> Iterator[Frame]:
         at = SEGMENT_BYTES
         while True:
             header = FrameHeader.unpack(bytes(receive(sock, FRAME_BYTES)), segment.salt)
             if header.offset != at or header.length > payload_limit(header.type, schema):
                 raise RefusedError(f"a frame of {header.length} bytes at {header.offset}")
-            payload = receive(sock, padded(header.length))[: header.length]
-            self._shadow.put(number, schema.stream, Frame(header, payload))
+            if header.flags & THIN:
+                if portion is None:
+                    raise RefusedError("a frame that is not whole, where all of it is wanted")
+                yield receive_thin(sock, header, schema, portion)
+            else:
+                yield Frame(header, receive(sock, padded(header.length))[: header.length])
             at = header.end
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -132,29 +154,41 @@ class Door:
 
     def _answer(self, sock: socket.socket, question: dict[str, Any]) -> None:
         snapshot: Snapshot | None = None
+        pin: Pin | None = None
         try:
             while True:
                 asked = question.get("ask")
                 try:
                     if asked == "status":
                         send_json(sock, self._shadow.status())
+                    elif asked == "pin":
+                        pin = pin or self._shadow.pin()
+                        send_json(sock, pin.told())
                     elif asked == "snapshot":
                         if snapshot is not None:
                             self._let_go(snapshot)
-                        snapshot = self._take()
+                        snapshot = None
+                        snapshot = self._take(pin, question.get("step"))
+                        pin = None
                         send_json(sock, snapshot.told)
                     elif asked == "read" and snapshot is not None:
                         self._read(sock, snapshot, question)
                     else:
                         raise RefusedError("an unknown question")
                 except UcpError as error:
+                    if pin is not None:
+                        pin.close()
+                        pin = None
                     send_json(sock, {"error": error.what, "hint": error.hint})
                 question = _dictionary(receive_json(sock, tunables.SHADOW_QUESTION_BYTES))
         finally:
+            if pin is not None:
+                pin.close()
             if snapshot is not None:
                 self._let_go(snapshot)
 
-    def _take(self) -> Snapshot:
+    def _take(self, pin: Pin | None, step: Any) -> Snapshot:
+        """A snapshot of the newest step, or of the one that is pinned; lets go of the pin."""
         with self._lock:
             if self._snapshots >= tunables.SHADOW_SNAPSHOTS:
                 raise StorageError(
@@ -162,7 +196,11 @@ class Door:
                 )
             self._snapshots += 1
         try:
-            return self._shadow.snapshot()
+            if pin is None:
+                return self._shadow.snapshot()
+            made = pin.snapshot(int(step))
+            pin.close()
+            return made
         except BaseException:
             with self._lock:
                 self._snapshots -= 1

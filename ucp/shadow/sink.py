@@ -1,11 +1,12 @@
 """The job's end: frames that go into the log go to a shadow as well, and training never waits for it longer than told.
 
 The newest frames are kept, sent or not, as far as there is room: a shadow that was away gets what it lacks of them, and
-reads the rest from the log.
+reads the rest from the log. A shadow of a share is sent only the gradients that it wants.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
@@ -20,7 +21,12 @@ from ucp import tunables
 from ucp.errors import UcpError
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
 from ucp.log.manifest import Manifest
-from ucp.shadow.wire import Address, Buffer, RefusedError, connect, receive_json, send, send_json
+from ucp.shadow.addresses import Address
+from ucp.shadow.connecting import connect
+from ucp.shadow.portions import Portion
+from ucp.shadow.ring import take_ring
+from ucp.shadow.thinning import thin, thinned
+from ucp.shadow.wire import Buffer, Channel, RefusedError, receive_json, send, send_json
 
 _ZEROS = bytes(FRAME_BYTES)
 
@@ -61,7 +67,9 @@ class ShadowSink:
         self._unsent_bytes = 0  # of those that are kept
         self._next: int | None = None  # the frame that goes out next; None: the first that is kept
         self._closing = False
-        self._socket: socket.socket | None = None
+        self._opened: socket.socket | None = None  # what the thread may be waiting for
+        self._channel: Channel | None = None
+        self._portion: Portion | None = None  # what the shadow wants of the gradients; None: everything
         self._at = 0
         self._salt = 0
         self.error: str | None = None  # why the shadow is not reached now
@@ -72,9 +80,8 @@ class ShadowSink:
     # ------------------------------------------------------------------------------------------------------------------
     # The log's side
 
-    def offer(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
-        """Take a copy of a frame. Waits for room at most as long as told, then lets go of what is oldest."""
-        payload = bytearray(b"".join(parts))
+    def offer(self, header: FrameHeader, payload: bytearray) -> None:
+        """Take a frame. Waits for room at most as long as told, then lets go of what is oldest."""
         with self._changed:
             if self._kept and header.lsn != self._kept[-1][0].lsn + 1:
                 if header.lsn <= self._kept[-1][0].lsn:
@@ -118,9 +125,12 @@ class ShadowSink:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(seconds)
-        if self._socket is not None:
-            self._socket.close()
-            self._thread.join(1.0)
+        while self._thread.is_alive():  # it waits for a shadow that takes nothing
+            with self._changed:
+                if self._opened is not None:
+                    with contextlib.suppress(OSError):
+                        self._opened.shutdown(socket.SHUT_RDWR)
+            self._thread.join(0.1)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The thread's side
@@ -133,7 +143,7 @@ class ShadowSink:
                 if frame is None:  # closing, and everything is out
                     break
             try:
-                if self._socket is None:
+                if self._channel is None:
                     self._connect()
                     continue  # the shadow may want another frame
                 self._send(*frame)
@@ -142,8 +152,8 @@ class ShadowSink:
                 with self._changed:
                     if self._changed.wait_for(lambda: self._closing, tunables.SHADOW_RETRY_SECONDS):
                         break
-        if self._socket is not None:
-            self._socket.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def _frame(self) -> tuple[FrameHeader, bytearray] | None:
         """What goes out next."""
@@ -154,42 +164,52 @@ class ShadowSink:
         return self._kept[place] if place < len(self._kept) else None
 
     def _connect(self) -> None:
-        sock = connect(self.address)
+        sock = connect(self.address, self._is_opened)
         try:
             send_json(sock, self._hello)
-            sock.settimeout(None)  # it may have a base to load first; TCP says when it is gone
+            sock.settimeout(None)  # it may have a base to load first; the system says when it is gone
             told: Any = receive_json(sock, tunables.SHADOW_QUESTION_BYTES)
             if not isinstance(told, dict) or "error" in told:
-                raise UcpError(f"shadow://{self.address}: {told['error']}", hint=told.get("hint"))
-            wanted = told.get("next")
+                raise UcpError(f"{self.address}: {told['error']}", hint=told.get("hint"))
+            wanted = None if told.get("next") is None else int(told["next"])
+            channel: Channel = sock if "ring" not in told else take_ring(sock, int(told["ring"]))
+            self._portion = None if told.get("wants") is None else Portion.from_json(told["wants"])
             self._salt = secrets.randbits(64)
-            first = 0 if wanted is None else int(wanted)
             schema = self._schema
             segment = SegmentHeader(
-                self._epoch, schema.stream, max(first, 0), self._salt, schema.hash(), time.time_ns()
+                self._epoch, schema.stream, max(wanted or 0, 0), self._salt, schema.hash(), time.time_ns()
             )
-            send(sock, [segment.pack()])
-            sock.settimeout(tunables.SHADOW_SEND_SECONDS)
-        except (OSError, RefusedError, ValueError) as error:
+            send(channel, [segment.pack()])
+            channel.settimeout(tunables.SHADOW_SEND_SECONDS)
+        except (OSError, RefusedError, ValueError, TypeError) as error:
             sock.close()
-            raise UcpError(f"shadow://{self.address}: {error}") from error
+            raise UcpError(f"{self.address}: {error}") from error
         except UcpError:
             sock.close()
             raise
         self._at = SEGMENT_BYTES
         with self._changed:
-            self._next = None if wanted is None else int(wanted)
+            self._next = wanted
             unsent = (len(payload) for header, payload in self._kept if header.lsn >= (self._next or 0))
             self._unsent_bytes = sum(unsent)
             self.error = None
-            self._socket = sock
+            self._channel = channel
         self.stats.connections += 1
 
+    def _is_opened(self, sock: socket.socket) -> None:
+        with self._changed:
+            self._opened = sock
+
     def _send(self, header: FrameHeader, payload: bytearray) -> None:
-        assert self._socket is not None
+        assert self._channel is not None
         placed = replace(header, offset=self._at)
-        tail = _ZEROS[: padded(len(payload)) - len(payload)]
-        send(self._socket, [placed.pack(self._salt), payload, tail])
+        some = None if self._portion is None else thin(header, payload, self._schema, self._portion)
+        if some is None:
+            tail = _ZEROS[: padded(len(payload)) - len(payload)]
+            parts: list[Buffer] = [placed.pack(self._salt), payload, tail]
+        else:
+            parts = [thinned(placed).pack(self._salt), *some]
+        send(self._channel, parts)
         self._at = placed.end
         with self._changed:
             if self._next is None or header.lsn >= self._next:  # else it was let go while it went out
@@ -197,13 +217,39 @@ class ShadowSink:
                 self._unsent_bytes -= len(payload)
             self._waited = False
             self.stats.frames += 1
-            self.stats.bytes += placed.end - placed.offset
+            self.stats.bytes += sum(map(len, parts))
             self._changed.notify_all()
 
     def _lose(self, reason: str) -> None:
         with self._changed:
             self.error = reason
-            sock, self._socket = self._socket, None
+            channel, self._channel = self._channel, None
             self._changed.notify_all()
-        if sock is not None:
-            sock.close()
+        if channel is not None:
+            channel.close()
+
+
+class Sinks:
+    """All shadows of a job, for one stream. They share one copy of every frame."""
+
+    def __init__(self, sinks: Sequence[ShadowSink]) -> None:
+        self._sinks = list(sinks)
+
+    def offer(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
+        """Take a copy of a frame for every shadow."""
+        payload = bytearray(b"".join(parts))
+        for sink in self._sinks:
+            sink.offer(header, payload)
+
+    def told(self) -> dict[str, Any]:
+        """What all sinks have done, as JSON values: sums, the first error, and where there are several, each."""
+        each = [sink.told() for sink in self._sinks]
+        sums = {key: sum(one[key] for one in each) for key in each[0] if key != "error"}
+        error = next((one["error"] for one in each if one["error"] is not None), None)
+        apart = {str(sink.address): told for sink, told in zip(self._sinks, each, strict=True)}
+        return {**sums, "error": error, **({"shadows": apart} if len(each) > 1 else {})}
+
+    def close(self) -> None:
+        """Send what is left, as far as that goes in a few seconds, and end."""
+        for sink in self._sinks:
+            sink.close()

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from ucp.engine.shares import Share
 from ucp.errors import InconsistentError, UsageError
 from ucp.files.local import SourceFiles
+from ucp.log.codecs import Bytes
 from ucp.log.manifest import Manifest
 from ucp.log.payloads import Digest, StepRecord
 from ucp.log.reader import StoredBlock, Stream
@@ -24,6 +26,7 @@ from ucp.replay.kernels import PARAM, Stretch
 from ucp.replay.stored import PARAM_NAMES
 from ucp.replay.timeline import Update, hyper_of
 from ucp.shadow.intake import ArrivedStep
+from ucp.shadow.portions import WHOLE
 
 if TYPE_CHECKING:
     import torch
@@ -38,16 +41,21 @@ class ArrivedStream(Stream):
         super().__init__(folder, schema, StreamScan(folder, schema.stream))
         self.now: ArrivedStep | None = None
 
-    def read_block(self, step: int, block: int) -> StoredBlock | None:
-        del step
+    def read_block(self, step: int, block: int, room: Bytes | None = None) -> StoredBlock | None:
+        del step, room
         return None if self.now is None else self.now.blocks.get(block)
 
 
 class HeldTensor:
-    """An optimizer tensor in stretches that stay in the CPU's cache with their states."""
+    """An optimizer tensor, or a part of it, in stretches that stay in the CPU's cache with their states."""
 
-    def __init__(self, tensor: ReplayedTensor, stream: ArrivedStream, base: SourceFiles, *, fresh: bool) -> None:
-        """Load the state after `tensor.last`. `fresh` says that nothing of its epoch has happened by then."""
+    def __init__(
+        self, tensor: ReplayedTensor, stream: ArrivedStream, base: SourceFiles, held: tuple[int, int], *, fresh: bool
+    ) -> None:
+        """Load the state after `tensor.last`. `fresh` says that nothing of its epoch has happened by then.
+
+        `held` are the elements `[start, stop)` that are loaded; they begin and end where stretches do.
+        """
         import torch
 
         self.stream = stream
@@ -56,12 +64,13 @@ class HeldTensor:
         self.kernel = tensor.kernel
         self.numel = tensor.numel
         self.chunk = tensor.chunk
-        self.blocks = tensor.blocks
+        self.held = held
+        self.blocks = [b for b in tensor.blocks if b.offset < held[1] and b.offset + b.count > held[0]]
         self.is_padded = any(tensor.origins[b.parameter].is_padded(b.region) for b in tensor.blocks)
         self.names = [origin.name for origin in tensor.origins.values()]
         self.replays = []
         live = replace(tensor, stream=stream, updates=())
-        for number in range(-(-tensor.numel // tensor.chunk)):
+        for number in range(held[0] // tensor.chunk, -(-held[1] // tensor.chunk)):
             replay = Replay(tensor, number, base)
             with torch.no_grad():
                 replay.run(tensor.last)
@@ -69,6 +78,11 @@ class HeldTensor:
                 replay.stretch.resumed_at = replay.stretch.step
             replay.tensor = live
             self.replays.append(replay)
+
+    @property
+    def is_whole(self) -> bool:
+        """Is all of the tensor held here?"""
+        return self.held == (0, self.numel)
 
     @property
     def counter(self) -> int:
@@ -136,11 +150,11 @@ class Snapshot:
         if tensor is None or kind not in tensor.kinds:
             raise UsageError(f"stream {stream} has no tensor {index} with state {kind!r}")
         size = self._tensor(tensor.replays[0], kind).element_size()
-        if offset < 0 or offset + len(target) > tensor.numel * size:
+        if offset < tensor.held[0] * size or offset + len(target) > tensor.held[1] * size:
             raise UsageError(f"bytes {offset} to {offset + len(target)} are not in stream {stream}, tensor {index}")
         done = 0
         while done < len(target):
-            number, start = divmod(offset + done, tensor.chunk * size)
+            number, start = divmod(offset + done - tensor.held[0] * size, tensor.chunk * size)
             data = memory_of(self._tensor(tensor.replays[number], kind))
             some = data[start : start + len(target) - done]
             target[done : done + len(some)] = some
@@ -165,8 +179,10 @@ class HeldState:
         labels: Sequence[Approximate] = (),
         recent: Sequence[tuple[int, StepRecord]] = (),
         aux: Any = None,
+        share: Share = WHOLE,
     ) -> None:
         """`recent` are the newest steps and their records, from the last that changed something on."""
+        self.share = share
         self.manifest = manifest
         self.step = step
         self.tensors = list(tensors)
@@ -175,6 +191,7 @@ class HeldState:
         self.aux = aux
         self.proven_step: int | None = None  # the newest step at which the job's own digests were met
         self.refuted: Approximate | None = None
+        self._met: dict[int, int] = {}  # stream → the newest step at which its digests were met
         self._lock = threading.Lock()  # held while the state is between two steps
         self._snapshots: list[Snapshot] = []
 
@@ -219,18 +236,25 @@ class HeldState:
             replay.take(update)
 
     def compare(self, stream: int, digests: Iterable[Digest]) -> None:
-        """Compare the state with digests that the job took after this very step."""
+        """Compare the state with digests that the job took after this very step.
+
+        It is proven when those of all streams were met. Of a tensor that is held in part nothing can be said.
+        """
+        mine = {tensor.index: tensor for tensor in self.tensors if tensor.stream.number == stream}
         for digest in digests:
-            tensor = next((t for t in self.tensors if (t.stream.number, t.index) == (stream, digest.tensor)), None)
-            if tensor is None or tensor.is_padded:
+            tensor = mine.get(digest.tensor)
+            if tensor is None or tensor.is_padded or not tensor.is_whole:
                 continue  # rows beyond the vocabulary are in the job's digest, and not in the base
             kind = PARAM if digest.kind in PARAM_NAMES else digest.kind
-            mine = tensor.digest(kind)
-            if mine is not None and mine != digest.value:
+            found = tensor.digest(kind)
+            if found is not None and found != digest.value:
                 reason = f"the state differs from the job's own digest ({kind} of stream {stream})"
                 self.refuted = self.refuted or Approximate(self.step, ", ".join(tensor.names), reason)
                 return
-        self.proven_step = self.step
+        if all(tensor.is_whole for tensor in mine.values()):
+            self._met[stream] = self.step
+        if all(self._met.get(schema.stream) == self.step for schema in self.manifest.streams):
+            self.proven_step = self.step
 
     def snapshot(self, told: Callable[[], dict[str, Any]]) -> Snapshot:
         """The state as it is now, at the boundary of two steps. `told` is asked at that very moment. Close it."""
