@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.replay.lion import Lion
+from ucp.replay import kernels
 from ucp.replay.kernels import CUT, KERNELS, Stretch, consumed
 
 STEPS = 60
@@ -110,6 +111,16 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     assert torch.equal(a.contiguous().view(integer), b.contiguous().view(integer)), what
 
 
+def spy(function: Callable[..., None], calls: list[int]) -> Callable[..., None]:
+    """The function, counting."""
+
+    def counted(*arguments: Any) -> None:
+        calls.append(1)
+        function(*arguments)
+
+    return counted
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -185,6 +196,23 @@ def test_replay_gives_the_bits_of_the_optimizer(case: str, count: int) -> None:
     with threads(count):
         optimizer, begin, log = train(make)
         check(kernel_id, optimizer, begin, log, CUT)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("case", ["adamw-single", "adam-decay"])
+def test_adam_is_replayed_with_or_without_memory_of_its_own(
+    case: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operations one by one where they are those of the installed torch, else torch's own function."""
+    cases = {**CASES, "adam-decay": ("torch.adam.single", lambda g: torch.optim.Adam(g, foreach=False))}
+    kernel_id, make = cases[case]
+    assert kernels._torch_takes_the_same_steps(kernel_id == "torch.adamw.single"), "the fast way is never taken"
+    taken = []
+    monkeypatch.setattr(kernels, "_torch_takes_the_same_steps", lambda _: known)
+    monkeypatch.setattr(kernels, "_plain_adam", spy(kernels._plain_adam, taken))
+    optimizer, begin, log = train(make)
+    check(kernel_id, optimizer, begin, log, CUT)
+    assert bool(taken) is known
 
 
 @pytest.mark.parametrize("case", ["adamw-single", "adamw-fused", "sgd"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +13,17 @@ import numpy.typing as npt
 from ucp.errors import IntegrityError, UsageError
 from ucp.files.local import SourceFiles
 from ucp.log.codecs import DTYPES, Bits, Bytes, decode, to_float32
-from ucp.log.frames import FRAME_BYTES, FrameType, checksum
+from ucp.log.frames import FRAME_BYTES, BadBytesError, FrameType, checksum
 from ucp.log.payloads import ENTRY, TABLE_HEAD, Digest, StepRecord, Table, table_bytes, unpack_digests, unpack_json
 from ucp.log.schema import StreamSchema
 from ucp.log.walk import Defect, FrameRef, LoggedStep, StreamScan
 from ucp.model.dtypes import DType
+from ucp.records import dataclass
+
+# An entry of a table as plain integers: block, encoding, dtype, state, count, zero, offset, length, checksum.
+Row = tuple[int, ...]
+_ROW: Final = struct.Struct("<IBBHIIQQQ")
+assert _ROW.size == ENTRY.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +77,39 @@ class Stream:
     def aux(self, step: int) -> Any:
         """The notes of a step (random states, loss scaler, …) as JSON values; None where there are none."""
         ref = self._logged(step).aux
-        return None if ref is None else unpack_json(ref.read())
+        return None if ref is None else self._unpacked(unpack_json, ref)
 
     def digests(self) -> dict[int, list[Digest]]:
         """Step → digests of optimizer tensors after it."""
         found: dict[int, list[Digest]] = {}
         for ref in self._others(FrameType.DIGEST):
-            found.setdefault(ref.header.step, []).extend(unpack_digests(ref.read()))
+            found.setdefault(ref.header.step, []).extend(self._unpacked(unpack_digests, ref))
         return found
 
-    def read_block(self, step: int, block: int) -> StoredBlock | None:
+    def _unpacked(self, unpack: Callable[[bytes], Any], ref: FrameRef) -> Any:
+        """What a frame holds, whose checksum is right and whose bytes may be nonsense all the same."""
+        try:
+            return unpack(ref.read())
+        except BadBytesError as error:
+            raise self._damaged(ref, str(error)) from None
+
+    def read_block(self, step: int, block: int, room: Bytes | None = None) -> StoredBlock | None:
         """The gradient of a block in a complete step, its checksum verified.
 
         None where the step has no such block: the optimizer had no gradient for it (or the step was skipped) and left
-        its state alone.
+        its state alone. Where its bytes fit into `room` they are put there, and are good until that is used again.
         """
         grads = self._logged(step).grads
         hint = self._hints.get(block)
         if hint is not None and hint[0] < len(grads):
-            entry = self._entry(grads[hint[0]], hint[1])
-            if entry is not None and int(entry["block"]) == block:
-                return self._read(grads[hint[0]], entry)
+            row = self._row(grads[hint[0]], hint[1])
+            if row is not None and row[0] == block:
+                return self._read(grads[hint[0]], row, room)
         for number, ref in enumerate(grads):
             table = self.table(ref)
             for place in np.flatnonzero(table["block"] == block):
                 self._hints[block] = number, int(place)
-                return self._read(ref, table[place])
+                return self._read(ref, table[place].item(), room)
         return None
 
     def blocks(self, step: int) -> list[int]:
@@ -113,7 +127,7 @@ class Stream:
 
     def read_entry(self, ref: FrameRef, entry: Any) -> StoredBlock:
         """A block of a FULL or DIFF frame by its entry of the table."""
-        return self._read(ref, entry)
+        return self._read(ref, entry.item())
 
     def table(self, ref: FrameRef) -> Table:
         """The table of a GRAD, DIFF or FULL frame (checked when the log was opened)."""
@@ -140,24 +154,23 @@ class Stream:
         refs = [ref for logged in self.scan.steps.values() for ref in logged.others] + self.scan.loose
         return sorted((ref for ref in refs if ref.header.type == kind), key=lambda ref: ref.header.lsn)
 
-    def _entry(self, ref: FrameRef, number: int) -> Any:
+    def _row(self, ref: FrameRef, number: int) -> Row | None:
         """One entry of a table: its place in the file does not change from step to step."""
         end = table_bytes(number + 1)
         if end > ref.header.length:
             return None
-        return np.frombuffer(self._bytes(ref, end - ENTRY.itemsize, ENTRY.itemsize), ENTRY)[0]
+        return _ROW.unpack(self._bytes(ref, end - _ROW.size, _ROW.size))
 
-    def _read(self, ref: FrameRef, entry: Any) -> StoredBlock:
-        offset, length = int(entry["offset"]), int(entry["length"])
-        if offset + length > ref.header.length or int(entry["dtype"]) not in DTYPES:
-            raise self._damaged(ref, f"block {entry['block']} does not lie in its frame")
-        data = np.empty(length, np.uint8)
+    def _read(self, ref: FrameRef, row: Row, room: Bytes | None = None) -> StoredBlock:
+        block, encoding, code, state, count, _, offset, length, expected = row
+        dtype = DTYPES.get(code)
+        if offset + length > ref.header.length or dtype is None:
+            raise self._damaged(ref, f"block {block} does not lie in its frame")
+        data = np.empty(length, np.uint8) if room is None or len(room) < length else room[:length]
         self._files.read_into(ref.file.name, ref.payload_offset + offset, data.data)
-        if checksum(data.data) != int(entry["checksum"]):
-            raise self._damaged(ref, f"the checksum of block {entry['block']} is wrong")
-        dtype = DTYPES[int(entry["dtype"])]
-        block, state, encoding = int(entry["block"]), int(entry["state"]), int(entry["encoding"])
-        return StoredBlock(block, state, encoding, dtype, int(entry["count"]), data)
+        if checksum(data.data) != expected:
+            raise self._damaged(ref, f"the checksum of block {block} is wrong")
+        return StoredBlock(block, state, encoding, dtype, count, data)
 
     def _bytes(self, ref: FrameRef, offset: int, size: int) -> bytes:
         return self._files.read(ref.file.name, ref.header.offset + FRAME_BYTES + offset, size)

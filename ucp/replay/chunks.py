@@ -12,8 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,12 +21,14 @@ from ucp.engine.casting import RawArray, raw_dtype
 from ucp.engine.regions import RegionReader
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.log.codecs import Encoding, bits_type
-from ucp.log.reader import StoredBlock, Stream
+from ucp.log.codecs import bits_type
+from ucp.log.reader import Stream
 from ucp.log.schema import Block
 from ucp.model.checkpoint import COMPUTED, Atom, ComputedFiles
-from ucp.model.dtypes import BFLOAT16, DType
+from ucp.model.dtypes import DType
 from ucp.model.region import Region
+from ucp.records import dataclass, field
+from ucp.replay.gradients import Gradients, as_torch, torch_dtype
 from ucp.replay.kernels import PARAM, Kernel, Stretch, consumed
 from ucp.replay.stored import Chain, StoredStates
 from ucp.replay.timeline import Update
@@ -159,7 +160,8 @@ class Replay:
         self.stop = min(self.start + tensor.chunk, tensor.numel)
         self.blocks = [b for b in tensor.blocks if b.offset < self.stop and b.offset + b.count > self.start]
         self.taken = 0  # updates
-        self._scratch: torch.Tensor | None = None  # of gradients
+        names = [tensor.origins[block.parameter].name for block in self.blocks]
+        self._gradients = Gradients(self.blocks, names, self.start, self.stop)
         param = torch.zeros(self.stop - self.start, dtype=torch_dtype(tensor.dtype))
         self.stretch = Stretch(param, resumed_at=tensor.resumed_at)
         self._waiting = sorted(map(self._beginning, self.blocks), key=lambda each: each[0])
@@ -181,7 +183,6 @@ class Replay:
     def take(self, update: Update) -> None:
         """One more update, after all that `run` has taken: for who has its step in hand and no log."""
         self._update(self.tensor.kernel, update)
-        self._scratch = None  # who holds many stretches has no room for a gradient of each
 
     def tensor_of(self, kind: str) -> torch.Tensor:
         """A state of the stretch; zeros where no update has made it."""
@@ -242,7 +243,7 @@ class Replay:
         target = self._target(kind, dtype, made=values is not None)
         if target is not None and values is not None:
             raw = np.ascontiguousarray(values).view(np.uint8)
-            target[low - self.start : high - self.start] = _as_torch(raw, dtype)
+            target[low - self.start : high - self.start] = as_torch(raw, dtype)
 
     def _target(self, kind: str, dtype: DType, *, made: bool) -> torch.Tensor | None:
         """The tensor of a state, made where it should exist."""
@@ -261,51 +262,12 @@ class Replay:
         return known
 
     def _gradient(self, update: Update) -> torch.Tensor:
-        """What the kernel saw; padding has none, which is zero. Good until the next one."""
+        """What the kernel saw. Good until the next one."""
         import torch
 
         dtype = self.stretch.param.dtype
-        wanted = dtype if update.scale is None else torch.float32
-        if self._scratch is None or self._scratch.dtype != wanted:
-            self._scratch = torch.zeros(self.stop - self.start, dtype=wanted)
-        whole = self._scratch
-        for block in self.blocks:
-            stored = self.tensor.stream.read_block(update.step, block.id)
-            if stored is None or stored.count != block.count:
-                raise InconsistentError(
-                    f"{self.tensor.stream.folder}: step {update.step} has no gradient of block {block.id}"
-                    f" ({self.tensor.origins[block.parameter].name}), but of its neighbours",
-                    hint="`ucp log verify` reads all of the log",
-                )
-            low, high = max(block.offset, self.start), min(block.offset + block.count, self.stop)
-            part = _gradient_of(stored)[low - block.offset : high - block.offset]
-            whole[low - self.start : high - self.start].copy_(part)
-        return consumed(whole, update.scale, dtype)
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch type of this name."""
-    import torch
-
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
-
-
-def _gradient_of(stored: StoredBlock) -> torch.Tensor:
-    if stored.encoding == Encoding.NARROWED:
-        return _as_torch(stored.data, BFLOAT16)
-    return _as_torch(stored.bits().view(np.uint8), stored.dtype)
-
-
-def _as_torch(raw: np.ndarray[Any, Any], dtype: DType) -> torch.Tensor:
-    """Bytes as a flat tensor, which shares their memory."""
-    import torch
-
-    if raw.size == 0:
-        return torch.empty(0, dtype=torch_dtype(dtype))
-    if not raw.flags.writeable:
-        raw = raw.copy()
-    return torch.from_numpy(raw).view(torch_dtype(dtype))
+        read = self._gradients.read(self.tensor.stream, update.step, dtype if update.scale is None else torch.float32)
+        return consumed(read, update.scale, dtype)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -7,9 +7,11 @@ of torch and DeepSpeed call. An optimizer that is not listed here is not replaye
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
+
+from ucp.records import dataclass, field
+from ucp.replay.scratch import scratch
 
 if TYPE_CHECKING:
     import torch
@@ -55,13 +57,19 @@ def _adam_kinds(hyper: Hyper) -> tuple[str, ...]:
 
 
 def _adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, fused: bool, decoupled: bool) -> None:
+    if fused:
+        _fused_adam(stretch, grad, hyper, decoupled)
+    elif _is_plain(stretch, hyper) and _torch_takes_the_same_steps(decoupled):
+        _plain_adam(stretch, grad, hyper, decoupled)
+    else:
+        _torch_adam(stretch, grad, hyper, decoupled)
+
+
+def _torch_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
     from torch.optim.adam import adam
 
     amsgrad = bool(hyper.get("amsgrad"))
     states = stretch.states
-    if fused:
-        _fused_adam(stretch, grad, hyper, amsgrad, decoupled)
-        return
     adam(
         [stretch.param],
         [grad],
@@ -82,23 +90,74 @@ def _adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, fused: bool, de
     )
 
 
-def _fused_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, amsgrad: bool, decoupled: bool) -> None:
+def _is_plain(stretch: Stretch, hyper: Hyper) -> bool:
+    import torch
+
+    unusual = hyper.get("amsgrad") or hyper.get("maximize") or hyper.get("lr_kind", NUMBER) != NUMBER
+    return not unusual and stretch.param.dtype is torch.float32
+
+
+def _plain_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
+    """The operations of `_torch_adam` one by one, but into memory that is at hand.
+
+    torch makes two tensors of the stretch's size in every update. Where the system takes such memory back at once, the
+    pages that it gives out anew cost more than the arithmetic.
+    """
+    import torch
+
+    (beta1, beta2), lr, decay = hyper["betas"], hyper["lr"], hyper["weight_decay"]
+    step = _step_after(stretch.step).item()
+    first, second = stretch.states["exp_avg"], stretch.states["exp_avg_sq"]
+    room = scratch("adam", grad.numel(), torch.float32)
+    if decay != 0 and decoupled:
+        stretch.param.mul_(1 - lr * decay)
+    elif decay != 0:
+        grad = torch.add(grad, stretch.param, alpha=decay, out=room)
+    first.lerp_(grad, 1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    torch.sqrt(second, out=room)
+    room.div_((1 - beta2**step) ** 0.5).add_(hyper["eps"])
+    stretch.param.addcdiv_(first, room, value=-(lr / (1 - beta1**step)))
+
+
+@cache
+def _torch_takes_the_same_steps(decoupled: bool) -> bool:
+    """Does the installed torch give the bits of `_plain_adam`? Another version may order operations otherwise."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    mine, theirs = (
+        Stretch(torch.linspace(-3, 3, 331), {kind: torch.zeros(331) for kind in ("exp_avg", "exp_avg_sq")})
+        for _ in range(2)
+    )
+    with torch.no_grad():
+        for lr, decay in ((3.1e-3, 0.0), (1.7e-4, 0.013), (2.9e-2, 0.1), (7e-4, 0.01), (1e-3, 0.0), (9e-4, 0.3)):
+            hyper = {"betas": (0.87, 0.983), "eps": 3e-8, "lr": lr, "weight_decay": decay}
+            grad = torch.randn(331, generator=generator)
+            _plain_adam(mine, grad, hyper, decoupled)
+            _torch_adam(theirs, grad, hyper, decoupled)
+            mine.step, theirs.step = mine.step + 1, theirs.step + 1
+    pairs = [(mine.param, theirs.param), *((mine.states[kind], theirs.states[kind]) for kind in mine.states)]
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
+
+
+def _fused_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
     """The operator that torch's fused Adam ends in: what torch does around it costs as much as a small tensor."""
     import torch
 
     operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    states = stretch.states
+    states, betas, amsgrad = stretch.states, hyper["betas"], bool(hyper.get("amsgrad"))
     operator(
         [stretch.param],
         [grad],
         [states["exp_avg"]],
         [states["exp_avg_sq"]],
         [states["max_exp_avg_sq"]] if amsgrad else [],
-        [_step_tensor(stretch).add_(1)],
+        [_step_after(stretch.step)],
         amsgrad=amsgrad,
         lr=_learning_rate(hyper),
-        beta1=hyper["betas"][0],
-        beta2=hyper["betas"][1],
+        beta1=betas[0],
+        beta2=betas[1],
         weight_decay=hyper["weight_decay"],
         eps=hyper["eps"],
         maximize=bool(hyper.get("maximize")),
@@ -175,10 +234,12 @@ def _cpu_lion(stretch: Stretch, grad: torch.Tensor, hyper: Hyper) -> None:
 
 def _learning_rate(hyper: Hyper) -> Any:
     """As the optimizer had it: torch computes with a tensor of one element in another precision than with a number."""
+    kind = hyper.get("lr_kind", NUMBER)
+    if kind == NUMBER:
+        return hyper["lr"]
     import torch
 
-    kind = hyper.get("lr_kind", NUMBER)
-    return hyper["lr"] if kind == NUMBER else torch.tensor(hyper["lr"], dtype=getattr(torch, kind))
+    return torch.tensor(hyper["lr"], dtype=getattr(torch, kind))
 
 
 def _step_tensor(stretch: Stretch) -> torch.Tensor:
@@ -186,6 +247,14 @@ def _step_tensor(stretch: Stretch) -> torch.Tensor:
     import torch
 
     return torch.tensor(float(stretch.step), dtype=torch.float32)
+
+
+@lru_cache(maxsize=4096)
+def _step_after(step: int) -> torch.Tensor:
+    """The counter after an update, as torch counts: in float32. Not to be changed, every stretch is given the same."""
+    import torch
+
+    return torch.tensor(float(step), dtype=torch.float32).add_(1)
 
 
 def _exp_avg(_hyper: Hyper) -> tuple[str, ...]:
@@ -231,8 +300,8 @@ def consumed(reduced: torch.Tensor, factor: float | None, dtype: torch.dtype) ->
     A factor of None means that the logged gradient is the one that the kernel saw. Where `reduced` is float32 it is
     multiplied in place.
     """
+    if factor is None:
+        return reduced if reduced.dtype is dtype else reduced.to(dtype)
     import torch
 
-    if factor is None:
-        return reduced.to(dtype)
     return reduced.to(torch.float32).mul_(torch.tensor(factor, dtype=torch.float32)).to(dtype)

@@ -1,0 +1,96 @@
+"""The gradients of a stretch, one update after the other, as the optimizer had them before it scaled them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ucp.errors import InconsistentError
+from ucp.log.codecs import Encoding
+from ucp.log.reader import StoredBlock, Stream
+from ucp.log.schema import Block
+from ucp.model.dtypes import BFLOAT16, DType
+from ucp.replay.scratch import Room, room_for, scratch
+
+if TYPE_CHECKING:
+    import torch
+
+_NARROWED: Final = int(Encoding.NARROWED)
+_AS_THEY_ARE: Final = (int(Encoding.RAW), _NARROWED)
+_WIDEST: Final = 4  # bytes of an element that a thread keeps room for; gradients of wider ones are rare
+
+
+class Gradients:
+    """Reads the gradients of elements `start` to `stop` of an optimizer tensor, which `blocks` are parts of.
+
+    `names` are the parameters that the blocks belong to, for messages.
+    """
+
+    def __init__(self, blocks: Sequence[Block], names: Sequence[str], start: int, stop: int) -> None:
+        self._names = {block.id: name for block, name in zip(blocks, names, strict=True)}
+        self._numel = stop - start
+        self._places = []  # block; its first element that is wanted; where that and the one after its last go
+        for block in blocks:
+            low, high = max(block.offset, start), min(block.offset + block.count, stop)
+            self._places.append((block, low - block.offset, low - start, high - start))
+        self._is_padded = sum(high - low for _, _, low, high in self._places) < self._numel
+        self._only = blocks[0] if len(blocks) == 1 and blocks[0].count == self._numel else None
+        self._room = max((block.count for block in blocks), default=0) * _WIDEST
+
+    def read(self, stream: Stream, step: int, dtype: torch.dtype) -> torch.Tensor:
+        """Every element in this type, zero where no block is. The caller may change it; good until the next one."""
+        room = room_for(self._room)
+        if self._only is not None:
+            part = _elements(self._stored(stream, step, self._only, room), room)
+            mine = part.dtype is dtype and room.holds(part)
+            return part if mine else scratch("gradient", self._numel, dtype).copy_(part)
+        whole = scratch("gradient", self._numel, dtype)
+        if self._is_padded:
+            whole.zero_()
+        for block, skipped, low, high in self._places:
+            part = _elements(self._stored(stream, step, block, room), room)
+            whole[low:high].copy_(part[skipped : skipped + high - low])
+        return whole
+
+    def _stored(self, stream: Stream, step: int, block: Block, room: Room) -> StoredBlock:
+        stored = stream.read_block(step, block.id, room.array)
+        if stored is None or stored.count != block.count:
+            raise InconsistentError(
+                f"{stream.folder}: step {step} has no gradient of block {block.id} ({self._names[block.id]}), but of"
+                " its neighbours",
+                hint="`ucp log verify` reads all of the log",
+            )
+        return stored
+
+
+def _elements(stored: StoredBlock, room: Room) -> torch.Tensor:
+    """A block's elements in their own type, or in bfloat16 where that holds them."""
+    dtype = BFLOAT16 if stored.encoding == _NARROWED else stored.dtype
+    if stored.encoding in _AS_THEY_ARE and stored.data.nbytes == stored.count * dtype.itemsize:
+        if stored.data.base is room.array:
+            return room.tensor(stored.count, torch_dtype(dtype))
+        return as_torch(stored.data, dtype)
+    return as_torch(stored.bits().view(np.uint8), stored.dtype)
+
+
+@cache
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of this name."""
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def as_torch(raw: np.ndarray[Any, Any], dtype: DType) -> torch.Tensor:
+    """Bytes as a flat tensor, which shares their memory."""
+    import torch
+
+    if raw.size == 0:
+        return torch.empty(0, dtype=torch_dtype(dtype))
+    if not raw.flags.writeable:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(torch_dtype(dtype))

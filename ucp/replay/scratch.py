@@ -1,0 +1,68 @@
+"""Memory that a thread uses again and again while it replays: to ask the system for it anew costs as much as an update.
+
+There is one piece for each use and thread, as large as the largest that was asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from mmap import PAGESIZE, mmap
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Held(threading.local):
+    def __init__(self) -> None:
+        self.pieces: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.room: Room | None = None
+
+
+_HELD = _Held()
+
+
+def scratch(use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor of `numel` elements with any values, good until the same thread asks for the same use and type."""
+    held = _HELD.pieces.get((use, dtype))
+    if held is None or held.numel() < numel:
+        import torch
+
+        held = _HELD.pieces[use, dtype] = torch.empty(numel, dtype=dtype)
+    return held if held.numel() == numel else held[:numel]
+
+
+class Room:
+    """Bytes to read into, and the same bytes as tensors.
+
+    They begin a page, because some processors take several times as long for a copy between places that differ by a
+    few bytes in their offset within a page, which what malloc gives and the pages of a file often do.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = np.frombuffer(mmap(-1, -(-nbytes // PAGESIZE) * PAGESIZE or PAGESIZE), np.uint8)
+        self._address = int(self.array.ctypes.data)
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first elements. It is the caller's to change until the room is asked for again."""
+        view = self._views.get(dtype)
+        if view is None:
+            import torch
+
+            view = self._views[dtype] = torch.from_numpy(self.array).view(dtype)
+        return view[:numel]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Are these the first elements?"""
+        return tensor.data_ptr() == self._address
+
+
+def room_for(nbytes: int) -> Room:
+    """The thread's room, of at least so many bytes; good until the thread asks for it again."""
+    held = _HELD.room
+    if held is None or len(held.array) < nbytes:
+        held = _HELD.room = Room(nbytes)
+    return held
