@@ -22,8 +22,8 @@ RESERVED_FILE_BYTES = 1 * MIB
 # the gaps than to make a system call for each.
 SHORT_RUN_BYTES = 256
 
-# A transposed matrix is read in bands of this size, each across all of the stored matrix.
-BAND_BYTES = 16 * MIB
+# Of transposed matrices, strips of columns are read ahead: at most about so many bytes a thread.
+STRIPS_BYTES = 16 * MIB
 
 # What goes to or from a live tensor that cannot be addressed directly (on an accelerator, or not row-major) goes
 # through a buffer of this size.

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ucp.checks.findings import Finding, Level
@@ -17,6 +17,7 @@ from ucp.checks.tasks import Context, Meter, Task, run_tasks
 from ucp.checks.threadfiles import ThreadFiles
 from ucp.errors import UcpError, UsageError
 from ucp.files.local import SourceFiles
+from ucp.files.paths import as_path
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
 
@@ -64,7 +65,7 @@ def verify(
     level = _level(level)
     checks = checks_of(level)
     options = options or ReadOptions()
-    path = source.root if isinstance(source, Checkpoint) else Path(source)
+    path = source.root if isinstance(source, Checkpoint) else as_path(source)
     report = Report(str(path), level, [check.id for check in checks], policy=policy or Policy())
     meter_to = progress or _Silent()
     try:

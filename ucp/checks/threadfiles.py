@@ -20,6 +20,9 @@ class ThreadFiles(SourceFiles):
         self._new = threading.Lock()
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        if self._remote is not None:  # which all threads share
+            super().read_into(file, offset, target)
+            return
         files: SourceFiles | None = getattr(self._mine, "files", None)
         if files is None:
             files = self._mine.files = SourceFiles(self.root, self._share)

@@ -7,13 +7,17 @@ import errno
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
+from io import RawIOBase
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from ucp import tunables
 from ucp.errors import IntegrityError, StorageError
+from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import COMPUTED, ComputedFiles
 
 
@@ -25,6 +29,7 @@ class SourceFiles:
         self.root = root
         self.computed = computed
         self._keep = keep
+        self._remote = root.reads() if isinstance(root, RemotePath) else None
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
@@ -32,6 +37,9 @@ class SourceFiles:
         """Fill `target` (bytes) from `file` at byte `offset`; a file that ends too early is an integrity error."""
         if self.computed is not None and file.startswith(COMPUTED):
             self.computed.read_into(file, offset, target)
+            return
+        if self._remote is not None:
+            self._remote.read_into(file, offset, target)
             return
         handle = self._acquire(file)
         try:
@@ -115,6 +123,15 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
     while 0 < len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
         data += more
     return data
+
+
+def positional(file: IO[bytes] | RawIOBase) -> Callable[[int, int], bytes]:
+    """`read(offset, size)` on an open file, wherever it is: fewer bytes only where it ends."""
+    if hasattr(file, "read_at_most"):
+        read: Callable[[int, int], bytes] = file.read_at_most
+        return read
+    fd = file.fileno()
+    return lambda offset, size: read_at(fd, offset, size)
 
 
 def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:

@@ -10,14 +10,14 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError, UsageError
-from ucp.files.local import read_at
+from ucp.files.local import positional
 from ucp.model.dtypes import BY_TAG, DType
+from ucp.records import dataclass
 
 _LENGTH = struct.Struct("<Q")
 _HINT = "the file was copied or written incompletely; copy it again from where it is whole"
@@ -97,8 +97,9 @@ def _read_header(path: Path) -> tuple[bytes, int]:
     """The JSON text of the header, and the size of the file in bytes."""
     try:
         with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            first = read_at(file.fileno(), 0, _LENGTH.size)
+            read = positional(file)
+            size = file.seek(0, os.SEEK_END)
+            first = read(0, _LENGTH.size)
             if len(first) < _LENGTH.size:
                 raise IntegrityError(f"{path}: has {size} bytes, too few for a safetensors file", hint=_HINT)
             (length,) = _LENGTH.unpack(first)
@@ -109,7 +110,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
                 )
             if _LENGTH.size + length > size:
                 raise IntegrityError(f"{path}: claims a header of {length} bytes, but has {size} bytes", hint=_HINT)
-            raw = read_at(file.fileno(), _LENGTH.size, length)
+            raw = read(_LENGTH.size, length)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     if len(raw) != length:

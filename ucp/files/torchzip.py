@@ -8,16 +8,29 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
 from ucp.files.crc import crc32
 from ucp.files.inert import TensorRef
+from ucp.files.paths import RemotePath
 from ucp.files.pickles import LoadedPickle, load_pickle
-from ucp.files.zipdirectory import COPY_AGAIN, LOCAL_SIGNATURE, Read, ZipEntry, locate_payload, read_directory
+from ucp.files.zipdirectory import (
+    COPY_AGAIN,
+    LOCAL_HEADER_BYTES,
+    LOCAL_SIGNATURE,
+    Read,
+    ZipEntry,
+    locate_payload,
+    read_directory,
+)
+
+if TYPE_CHECKING:
+    from ucp.files.remote_reading import IndexFile
 
 __all__ = ["TorchFile", "ZipEntry"]
 
@@ -39,7 +52,7 @@ class TorchFile:
         self.path = path
         self._where = str(path)
         self._payloads: dict[str, int] = {}
-        with _Opened(path) as opened:
+        with _open(path) as opened:
             self.size = opened.size
             stop = opened.size if stop is None else stop
             if not 0 <= start <= stop <= opened.size:
@@ -124,7 +137,7 @@ class TorchFile:
         """The bytes of data.pkl, and the byte order."""
         pickled = self.entries[f"{self._prefix}/data.pkl"]
         order = self.entries.get(f"{self._prefix}/byteorder")
-        with _Opened(self.path) as opened:
+        with _open(self.path) as opened:
             data = self._read_entry(opened.read, pickled, tunables.MAX_PICKLE_BYTES)
             byteorder = self._read_entry(opened.read, order, 16) if order is not None else b"little"
         return data, byteorder.decode("ascii", "replace").strip()
@@ -142,7 +155,8 @@ class TorchFile:
 
     def _locate_all(self) -> None:
         """Read every local header while the file is open once."""
-        with _Opened(self.path) as opened:
+        with _open(self.path) as opened:
+            opened.expect(_headers(self.entries.values()))
             for entry in self.entries.values():
                 self._payloads[entry.name] = locate_payload(opened.read, entry, self._where)
 
@@ -167,6 +181,22 @@ def _check_is_zip(read: Read, start: int, stop: int, where: str) -> None:
     raise NotUnderstoodError(f"{where}: is not a file of torch.save (it does not start like a zip archive)")
 
 
+def _headers(entries: Iterable[ZipEntry]) -> Iterator[tuple[int, int]]:
+    """Where local headers lie: `(offset, length)` of each."""
+    return ((entry.header_offset, LOCAL_HEADER_BYTES + len(entry.raw_name)) for entry in entries)
+
+
+def _open(path: Path) -> _Opened | IndexFile:
+    if not isinstance(path, RemotePath):
+        return _Opened(path)
+    try:
+        opened = path.indexed()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+    opened.expect_ends()
+    return opened
+
+
 class _Opened:
     """A file open for positional reads for the length of a `with` block: an index of many ranks keeps none open."""
 
@@ -188,6 +218,9 @@ class _Opened:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Ranges that will be read: nothing to do here, where a read costs no round trip."""
 
     def read(self, offset: int, size: int) -> bytes:
         try:

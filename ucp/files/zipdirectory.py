@@ -36,6 +36,7 @@ _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _ENTRY: Final = struct.Struct("<4s4xHH4xLLLHHHH6xL")
 # signature, flags, method, packed size, size, lengths of name and extra
 _LOCAL: Final = struct.Struct("<4s2xHH8xLLHH")
+LOCAL_HEADER_BYTES: Final = _LOCAL.size  # before the name
 
 _LONGEST_TAIL: Final = 0xFFFF + _END.size + _LOCATOR.size + _END64.size
 _FIRST_LOOK: Final = 16 * 1024

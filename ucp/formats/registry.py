@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from ucp.errors import NotUnderstoodError, StorageError, UsageError
+from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
+from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh
 from ucp.model.rules import RuleBook
 from ucp.model.target import Digests, OutputFile, Target
+from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class ReadOptions:
 
     tag: str | None = None  # step folder below the save folder; default: what `latest` names
     rules: RuleBook | None = None  # the user's own rules (--rules, then --preset); they win over the checkpoint's
+    spread: bool = False  # a log will bring parts of different steps to one: without, such a snapshot is refused
     repair: bool = False  # put right what a known bug of the framework damaged, where the bytes survive
 
 
@@ -46,6 +49,7 @@ READERS: dict[str, str] = {
 }
 # Formats whose recognising function is in a module of its own: readers are large, and most of them are not needed.
 _RECOGNISERS: dict[str, str] = {
+    "store": "ucp.formats.store.file",
     "deepspeed-universal": "ucp.formats.deepspeed.universal_folder",
     "deepspeed": "ucp.formats.deepspeed.folder",
     "megatron": "ucp.formats.megatron.folder",
@@ -56,16 +60,36 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
     if not path.exists():
         copy_first = (
-            "convert the shadow (`ucp convert`), and take the copy" if str(path).startswith("shadow:/") else None
+            "convert the shadow (`ucp convert`), and take the copy"
+            if str(path).startswith(("shadow:/", "shm:/"))
+            else None
         )
         raise StorageError(f"{path}: no such file or folder", hint=copy_first)
+    if isinstance(path, RemotePath) and path.is_half_done():
+        raise InconsistentError(
+            f"{path}: is half-done: ucp has begun to write it, and has not finished",
+            hint="repeat the command that writes it, with --resume; or remove it",
+        )
     for name, module in READERS.items():
         recogniser = cast(Reader, import_module(_RECOGNISERS.get(name, module)))
         if recogniser.recognises(path):
-            return cast(Reader, import_module(module)).read(path, options)
+            found = cast(Reader, import_module(module)).read(path, options)
+            if found.steps and not options.spread:
+                found.lease = None  # the error keeps this frame
+                raise _mixture(path, found)
+            return found
     raise NotUnderstoodError(
         f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
         hint="give the save folder (with `latest`), the step folder inside it, or a folder of atoms (with `ucp.json`)",
+    )
+
+
+def _mixture(path: Path, found: Checkpoint) -> UsageError:
+    steps = sorted({*found.steps.values(), *([] if found.step is None else [found.step])})
+    return UsageError(
+        f"{path}: this snapshot was spread over steps {steps[0]} to {steps[-1]}: its parameters are of different steps,"
+        " so it is no state of the job",
+        hint=f"add --log RUN (in Python, log=): the log of the job brings all of it to step {steps[-1]} or later",
     )
 
 

@@ -15,14 +15,15 @@ A log may be read while it is being written: what is found is what was complete 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
+from ucp.files.paths import as_path
 from ucp.log.manifest import MANIFEST, Manifest, Parent, read_manifest
 from ucp.log.stream import StoredBlock, Stream
 from ucp.log.walk import Defect, scan_stream
+from ucp.records import dataclass, field
 
 Mode = Literal["point_in_time", "strict", "inspect"]
 Check = Literal["all", "tail"]
@@ -94,7 +95,7 @@ class Log:
         defect. `inspect` takes a log that has nothing whole at all. Nothing is ever changed. With `check="tail"` only
         blocks that may not have become durable are read now; the others are checked when they are read.
         """
-        given = Path(path)
+        given = as_path(path)
         root, folders = _find(given)
         epochs = [_open_epoch(folder, mode, check) for folder in folders]
         if mode == "strict":

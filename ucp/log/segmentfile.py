@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ucp.errors import StorageError
+from ucp.files.paths import RemotePath
 from ucp.log.codecs import DTYPES
 from ucp.log.frames import (
     FRAME_BYTES,
@@ -20,6 +21,9 @@ from ucp.log.frames import (
 )
 from ucp.log.payloads import TABLE_HEAD, Table, table_bytes, unpack_table
 
+if TYPE_CHECKING:
+    from ucp.files.remote_reading import IndexFile
+
 CHUNK: Final = 1 << 20
 
 
@@ -28,11 +32,16 @@ class SegmentFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._remote: IndexFile | None = None
+        self._fd = -1
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if isinstance(path, RemotePath):
+                self._remote = path.indexed()
+            else:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        self.size = os.fstat(self._fd).st_size
+        self.size = os.fstat(self._fd).st_size if self._remote is None else self._remote.size
 
     def __enter__(self) -> SegmentFile:
         return self
@@ -41,10 +50,13 @@ class SegmentFile:
         self.close()
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._remote is None:
+            os.close(self._fd)
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes, or fewer where the file ends."""
+        if self._remote is not None:
+            return self._remote.read_at_most(offset, size)
         try:
             data = os.pread(self._fd, size, offset)
             while 0 < len(data) < size:

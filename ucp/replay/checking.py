@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -16,10 +15,12 @@ from ucp.engine.casting import raw_dtype
 from ucp.engine.reading import AtomReader
 from ucp.errors import IntegrityError, UcpError, UsageError
 from ucp.files.local import SourceFiles
+from ucp.files.paths import as_path
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.reader import Log
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.slabs import slabs
+from ucp.records import replace
 from ucp.replay.derive import Derived, derive
 from ucp.replay.exactness import EVERY
 from ucp.replay.opening import find_base, step_number
@@ -48,9 +49,10 @@ def verify_at(
     if log is None:
         raise UsageError("--step and --exact are about the steps of a log", hint="name the log with --log")
     wanted = step_number(step)
+    options = replace(options, spread=True)
     depth = Level[level.upper()] if isinstance(level, str) and level.upper() in Level.__members__ else level
-    with Log.open(Path(log), "inspect", check="all" if depth is Level.DEEP else "tail") as opened:
-        base = find_base(Path(path), opened, wanted)
+    with Log.open(as_path(log), "inspect", check="all" if depth is Level.DEEP else "tail") as opened:
+        base = find_base(as_path(path), opened, wanted)
         report = verify(base, level, options=options, jobs=jobs, progress=progress, policy=policy)
         report.checks = [*report.checks, "log", "replay"]
         report.add(_log(opened))

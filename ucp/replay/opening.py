@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.errors import UsageError
+from ucp.files.paths import as_path
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
+from ucp.records import replace
 
 if TYPE_CHECKING:
     from ucp.log.reader import Log
@@ -34,13 +36,13 @@ def open_at(
             raise UsageError(
                 "--step and --exact are about the steps of a log", hint="name the log with --log, or leave them out"
             )
-        return open_checkpoint(Path(path), options)
+        return open_checkpoint(as_path(path), options)
     from ucp.log.reader import Log
     from ucp.replay.derive import at_step
 
     wanted = step_number(step)
-    opened = Log.open(Path(log), check="tail")  # blocks are checked when they are read
-    base = open_checkpoint(find_base(Path(path), opened, wanted), options)
+    opened = Log.open(as_path(log), check="tail")  # blocks are checked when they are read
+    base = open_checkpoint(find_base(as_path(path), opened, wanted), replace(options, spread=True))
     state = at_step(base, opened, wanted, exact=exact)
     if state.computed is None:
         opened.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import ucp.checks as checks
@@ -13,8 +12,10 @@ from ucp.compare.passes import run as run_pass
 from ucp.engine.convert import Progress
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.files.local import SourceFiles
+from ucp.files.paths import as_path
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
+from ucp.records import dataclass
 from ucp.reports.facts import facts, shown_kinds
 from ucp.reports.page import page
 from ucp.reports.statistics import Statistics, measurable
@@ -54,7 +55,7 @@ def write_report(
     A checkpoint that cannot be opened still makes a page, of what the checks say about it.
     """
     options = options or Options()
-    path, out = Path(source), Path(target)
+    path, out = as_path(source), Path(target)
     if out.is_dir():
         raise UsageError(f"{out}: is a folder", hint="name the page: -o report.html")
     reading = options.reading or ReadOptions()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ucp.errors import IntegrityError, StorageError
+from ucp.errors import IntegrityError, StorageError, UnsafeError
+from ucp.files.paths import RemotePath
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment
 from ucp.model.dtypes import BY_NAME
@@ -80,6 +81,11 @@ class Links:
     """The reading side: rows of numbers back to fragments, with absolute paths."""
 
     def __init__(self, tables: dict[str, Any], manifest: Path) -> None:
+        if isinstance(manifest, RemotePath):
+            raise UnsafeError(
+                f"{manifest}: points at files elsewhere, which nothing in an object store may",
+                hint="make real atoms, without --link",
+            )
         self.root = Path(tables["root"])
         self._manifest = manifest
         self._files = [str(self.root / file) if file else "" for file, _, _ in tables["files"]]

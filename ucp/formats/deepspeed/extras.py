@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError, UnsafeError
 from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, TensorRef, is_class
+from ucp.files.paths import scan
 from ucp.formats.deepspeed.fragments import LazyFragments
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile
@@ -215,7 +215,7 @@ def _carry_unknown(reading: Reading, name: str, where: str, path: Path, files: d
 
 
 def _files_in(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
+    with scan(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_file())
 
 

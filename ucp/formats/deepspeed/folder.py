@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
+from ucp.files.paths import scan
 from ucp.formats.deepspeed.names import is_state_file
+from ucp.records import dataclass
 
 # How deep to look below the path that a person gives: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
 SEARCH_DEPTH: Final = 4
@@ -81,7 +81,7 @@ def is_step(path: Path) -> bool:
     """Whether a folder holds the files of a DeepSpeed save (and is not the output of ds_to_universal)."""
     found = False
     try:
-        with os.scandir(path) as entries:
+        with scan(path) as entries:
             for entry in entries:
                 if entry.name == "zero" and entry.is_dir():
                     return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import StorageError
-from ucp.files.local import read_at
+from ucp.files.local import positional
 from ucp.files.torchzip import TorchFile
 
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # local header of a zip entry
@@ -26,26 +26,27 @@ class Glimpse:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
         self._path = path
-        self._size = os.fstat(self._fd).st_size
         try:
+            self._size = self._file.seek(0, os.SEEK_END)
+            self._read_some = positional(self._file)
             self._start = self._find_start()
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
 
     def __enter__(self) -> Glimpse:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def _read(self, offset: int, size: int) -> bytes:
         try:
-            return read_at(self._fd, offset, size)
+            return self._read_some(offset, size)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot read bytes at {offset}: {error.strerror}") from error
 

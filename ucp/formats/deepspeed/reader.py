@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from ucp.errors import StorageError
 from ucp.files.local import SourceFiles
+from ucp.files.paths import scan
 from ucp.formats.deepspeed import folder
 from ucp.formats.deepspeed.assemble import assemble, merge_groups, ordered
 from ucp.formats.deepspeed.description import details_of, framework_of, step_of
@@ -101,7 +101,7 @@ def _read(
 def _sizes(place: folder.Place) -> dict[str, int]:
     """Every file of the step folder (swap files included) and those beside it, by path relative to the root."""
     sizes: dict[str, int] = {}
-    with os.scandir(place.step) as entries:
+    with scan(place.step) as entries:
         for entry in entries:
             if entry.is_file():
                 sizes[place.prefix + entry.name] = entry.stat().st_size

@@ -7,16 +7,15 @@ about its name: the converter also makes one, upcast and without moments, for ev
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.files.inert import TensorRef
 from ucp.files.local import SourceFiles
+from ucp.files.paths import files_below, scan
 from ucp.formats.deepspeed.assemble import assemble, merge_groups
 from ucp.formats.deepspeed.description import framework_of, step_of
 from ucp.formats.deepspeed.extras import TreeCarrier
@@ -39,6 +38,7 @@ from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Extras, Parameter
 from ucp.model.layout import Mesh, Rank
 from ucp.model.rules import REPLICATED, Rule, RuleBook
+from ucp.records import dataclass, replace
 
 __all__ = ["read", "recognises"]
 
@@ -101,7 +101,8 @@ class _Universal:
         )
 
     def _model_names(self) -> StepFiles:
-        found = sort_names([entry.name for entry in os.scandir(self.root) if entry.is_file()])
+        with scan(self.root) as entries:
+            found = sort_names([entry.name for entry in entries if entry.is_file()])
         if found.model:  # a folder made for both families has both kinds; the plain ones hold the weights
             return StepFiles(model=found.model, other=found.other)
         if found.sharded_model:
@@ -296,9 +297,4 @@ def _sort_kinds(parameter: Parameter) -> None:
 
 
 def _sizes(root: Path) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for folder, _, names in os.walk(root):
-        for name in sorted(names):
-            path = Path(folder) / name
-            sizes[path.relative_to(root).as_posix()] = path.stat().st_size
-    return sizes
+    return dict(files_below(root))

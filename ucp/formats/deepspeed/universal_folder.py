@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
 from ucp.errors import StorageError, UsageError
+from ucp.files.paths import scan
 
 STATES: Final = "zero"
 OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
@@ -29,8 +29,8 @@ def _is_universal(path: Path) -> bool:
         return False
     if (path / OPTIMIZER_STATE).is_file():
         return True
-    with os.scandir(path / STATES) as entries:
-        return any((Path(entry.path) / "fp32.pt").is_file() for entry in entries)
+    with scan(path / STATES) as entries:
+        return any((path / STATES / entry.name / "fp32.pt").is_file() for entry in entries)
 
 
 def _named(path: Path) -> str | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError, StorageError
 from ucp.files.inert import Inert, TensorRef
+from ucp.files.paths import scan
 from ucp.formats.deepspeed.fragments import scalar_fragments
 from ucp.formats.deepspeed.scalars import stored_scalar
 from ucp.formats.deepspeed.shards import RankFile, RankFiles, describe
@@ -21,6 +20,7 @@ from ucp.model.checkpoint import MASTER, STEP, Atom, Fragment
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import Rule
+from ucp.records import dataclass, field
 
 MASTER_FILE: Final = "fp32"
 SUFFIX: Final = ".pt"
@@ -43,15 +43,17 @@ def state_folders(root: Path, states: str) -> dict[str, StateFolder]:
     """Every folder below `root/states`, by parameter name, sorted."""
     found: dict[str, StateFolder] = {}
     try:
-        for entry in sorted(os.scandir(root / states), key=lambda entry: entry.name):
-            if not entry.is_dir():
-                continue
-            folder = found[entry.name] = StateFolder(entry.name)
-            for name in sorted(os.listdir(entry.path)):
+        with scan(root / states) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir())
+        for parameter in names:
+            folder = found[parameter] = StateFolder(parameter)
+            with scan(root / states / parameter) as entries:
+                files = sorted(entry.name for entry in entries)
+            for name in files:
                 if name.endswith(SUFFIX):
                     stem = name.removesuffix(SUFFIX)
                     kind = MASTER if stem == MASTER_FILE else kind_of(stem)
-                    folder.kinds[kind] = f"{states}/{entry.name}/{name}"
+                    folder.kinds[kind] = f"{states}/{parameter}/{name}"
     except OSError as error:
         raise StorageError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return found

@@ -1,0 +1,89 @@
+"""A real S3 server on loopback, behind a proxy that counts and fails as told; and a store in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tests.remote import troubled_proxy
+from tests.remote.troubled_proxy import Proxy
+from ucp import tunables
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    script = Path(__file__).with_name("s3_server.py")
+    server = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        yield int(server.stdout.readline())
+    finally:
+        server.stdin.close()
+        server.wait(60)
+        server.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def _proxy(s3_port: int) -> Iterator[Proxy]:
+    proxy, server = troubled_proxy.start(s3_port)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ACCESS_KEY_ID", "test")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    yield proxy
+    patch.undo()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def proxy(_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """The proxy before the S3 server, which works well until told otherwise."""
+    monkeypatch.setattr(tunables, "REMOTE_PAUSE_SECONDS", 0.001)
+    _proxy.reset()
+    yield _proxy
+    _proxy.reset()
+
+
+@pytest.fixture
+def bucket(proxy: Proxy) -> str:
+    """The URL of an empty bucket."""
+    import s3fs
+
+    name = f"bucket-{uuid4().hex}"
+    s3fs.S3FileSystem().mkdir(name)
+    proxy.reset()
+    return f"s3://{name}"
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """The URL of an empty folder in a store in this process's memory."""
+    fsspec = pytest.importorskip("fsspec")
+    name = f"memory://{uuid4().hex}"
+    yield name
+    fs = fsspec.filesystem("memory")
+    if fs.exists(name):
+        fs.rm(name, recursive=True)
+
+
+def upload(folder: Path, url: str) -> str:
+    """Copy a folder into a store as it is, as any tool would; gives its URL there."""
+    from fsspec.core import url_to_fs
+
+    fs, _ = url_to_fs(url)
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            fs.pipe_file(f"{url}/{folder.name}/{file.relative_to(folder).as_posix()}", file.read_bytes())
+    return f"{url}/{folder.name}"

@@ -1,0 +1,228 @@
+"""Checkpoints in object stores are read as those on this machine are, in a few range requests."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import ucp
+from tests.remote.conftest import upload
+from tests.remote.troubled_proxy import Proxy
+from ucp import tunables
+from ucp.cli.main import run
+from ucp.errors import IntegrityError, StorageError, UnsafeError, UsageError
+from ucp.files.paths import as_path
+from ucp.files.torchzip import TorchFile
+from ucp.tunables import KIB, MIB
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+CORPUS = Path(os.environ.get("UCP_CORPUS") or "no corpus")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def described(checkpoint: Any) -> Any:
+    """Where every byte of every state is said to lie."""
+    return {
+        (name, kind): [(f.file, f.offset, f.dtype.name, f.region) for f in atom.fragments]
+        for name, parameter in checkpoint.parameters.items()
+        for kind, atom in parameter.atoms.items()
+    }
+
+
+def found(source: str) -> list[str]:
+    """What a deep verification says, wherever the checkpoint is."""
+    return sorted(finding.message.replace(source, "SOURCE") for finding in ucp.verify(source, "deep").findings)
+
+
+def make(to: str, folder: Path) -> Path:
+    """A checkpoint of some format, on this machine."""
+    source = FIXTURES / "z1_bf16_dp2"
+    if to == "deepspeed":
+        return source
+    if to in ("megatron", "torch-dist"):
+        if not CORPUS.is_dir():
+            pytest.skip("UCP_CORPUS is not set")
+        return CORPUS / "megatron" / ("gpt_tp2_pp2_torch" if to == "megatron" else "gpt_tp2_pp2_torchdist")
+    ucp.convert(source, folder / to, to=to)
+    return folder / to
+
+
+@pytest.mark.parametrize(
+    "to, store",
+    [
+        ("deepspeed", "bucket"),
+        ("atoms", "bucket"),
+        ("deepspeed-universal", "memory"),
+        ("safetensors", "memory"),
+        ("dcp", "bucket"),
+        ("megatron", "memory"),
+        ("torch-dist", "memory"),
+    ],
+)
+def test_every_format_is_read_as_it_is_from_disk(
+    to: str, store: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    local = make(to, tmp_path)
+    url = upload(local, request.getfixturevalue(store))
+    here, there = ucp.open(local).index, ucp.open(url).index
+    assert (here.format, here.step, here.sizes) == (there.format, there.step, there.sizes)
+    assert described(here) == described(there)
+    assert found(url) == found(str(local))
+    assert ucp.diff(local, url).same
+
+
+def test_what_is_converted_from_s3_is_what_is_converted_from_disk(tmp_path: Path, bucket: str) -> None:
+    source = FIXTURES / "z1_bf16_tp2_dp2"
+    ucp.convert(source, tmp_path / "here", to="deepspeed", dp=1, tp=1)
+    ucp.convert(upload(source, bucket), tmp_path / "there", to="deepspeed", dp=1, tp=1)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+
+
+def test_commands_take_urls(memory: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = FIXTURES / "z1_bf16_dp2"
+    url = upload(source, memory)
+    assert run(["inspect", url, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert run(["inspect", str(source), "--json"]) == 0
+    here = json.loads(capfd.readouterr().out)
+    assert told["parameters"] == here["parameters"]
+    for level in ([], ["--quick"], ["--deep"]):
+        assert run(["verify", url, *level]) == 0
+    assert run(["diff", url, str(source)]) == 0
+    assert run(["report", url, "-o", str(tmp_path / "page.html")]) == 0
+    assert run(["convert", url, str(tmp_path / "atoms")]) == 0
+    assert ucp.diff(tmp_path / "atoms", url).same
+
+
+def test_an_index_takes_the_ends_of_a_shard_and_not_the_shard(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "some.pt"
+    torch.save({f"t{n}": torch.zeros(4 * MIB // 4) for n in range(6)}, file)
+    url = upload(tmp_path / "run", bucket)
+    proxy.reset()
+    there = TorchFile(as_path(f"{url}/some.pt"))
+    here = TorchFile(file)
+    positions = [there.position(there.tree[f"t{n}"]) for n in range(6)]
+    assert positions == [here.position(here.tree[f"t{n}"]) for n in range(6)]
+    assert 0 < proxy.sent("some.pt") < 300 * KIB < file.stat().st_size / 50
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
+    """A folder of weights: 24 MiB in three files."""
+    random = np.random.default_rng(7)
+    (tmp_path / "weights").mkdir()
+    arrays = {f"w{n}": random.standard_normal((1024, 2048), np.float32) for n in range(3)}
+    for number, (name, array) in enumerate(arrays.items(), 1):
+        save_file({name: array}, tmp_path / "weights" / f"model-{number:05}-of-00003.safetensors")
+    names = {name: f"model-{number:05}-of-00003.safetensors" for number, name in enumerate(arrays, 1)}
+    (tmp_path / "weights" / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 3 * 8 * MIB}, "weight_map": names})
+    )
+    return tmp_path / "weights", arrays
+
+
+def test_what_is_read_is_what_is_fetched(
+    weights: tuple[Path, dict[str, np.ndarray[Any, Any]]], bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, arrays = weights
+    url = upload(folder, bucket)
+    monkeypatch.setattr(tunables, "REMOTE_BLOCK_BYTES", 1 * MIB)
+    proxy.reset()
+    opened = ucp.open(url)
+    assert proxy.sent("safetensors") < 300 * KIB
+    assert np.array_equal(opened["w1"].read("weight", rows=slice(0, 64)), arrays["w1"][:64])
+    rows = 64 * 2048 * 4
+    assert proxy.sent("safetensors") < 300 * KIB + rows + 4 * MIB  # blocks, and those ahead
+    proxy.reset()
+    assert np.array_equal(opened["w2"].read("weight"), arrays["w2"])
+    assert 8 * MIB <= proxy.sent("safetensors") <= 10 * MIB
+    ranges = [request for request in proxy.requests if request.method == "GET" and request.range]
+    assert len(ranges) < 16  # and not one for every slab
+
+
+def test_little_memory_costs_requests_and_not_the_same_bytes_again_and_again(
+    weights: tuple[Path, dict[str, np.ndarray[Any, Any]]], bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = weights
+    url = upload(folder, bucket)
+    monkeypatch.setattr(tunables, "REMOTE_BLOCK_BYTES", 1 * MIB)
+    monkeypatch.setattr(tunables, "REMOTE_CACHE_BYTES", 2 * MIB)
+    monkeypatch.setattr(tunables, "SLAB_BYTES", 64 * KIB)
+    proxy.reset()
+    assert ucp.diff(url, folder, jobs=4).same
+    assert proxy.sent("safetensors") < 2.5 * 24 * MIB
+
+
+def test_a_folder_is_looked_at_anew_whenever_it_is_named(memory: str) -> None:
+    import fsspec
+
+    url = upload(FIXTURES / "z1_bf16_dp2", memory)
+    assert ucp.open(url).parameters
+    fs = fsspec.filesystem("memory")
+    fs.rm(url, recursive=True)
+    with pytest.raises(StorageError, match="no such file or folder"):
+        ucp.open(url)
+    upload(FIXTURES / "z1_bf16_dp2", memory)
+    assert ucp.open(url).parameters
+
+
+def test_a_shorter_object_than_its_index_says_is_told(memory: str) -> None:
+    import fsspec
+
+    url = upload(FIXTURES / "z1_bf16_dp2", memory)
+    fs = fsspec.filesystem("memory")
+    victim = next(name for name in fs.find(url) if name.endswith("optim_states.pt"))
+    fs.pipe_file(victim, fs.cat_file(victim)[:-5000])
+    with pytest.raises(IntegrityError, match=r"memory://.*optim_states\.pt"):
+        ucp.open(url)
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: ucp.open("nothing-such://bucket/run"), UsageError, "fsspec knows no nothing-such://"),
+        (lambda: ucp.open("memory://nobody/nothing"), StorageError, "no such file or folder"),
+        (lambda: as_path("memory://one/run") / "/etc/passwd", None, ""),
+    ],
+    ids=["scheme", "missing", "elsewhere"],
+)
+def test_what_cannot_be_read_is_told(call: Callable[[], Any], error: type[Exception] | None, words: str) -> None:
+    pytest.importorskip("fsspec")
+    if error is not None:
+        with pytest.raises(error, match=words):
+            call()
+        return
+    with pytest.raises(UnsafeError, match="not in the object store"):
+        call().exists()
+
+
+def test_no_manifest_leads_out_of_its_bucket(memory: str, tmp_path: Path) -> None:
+    ucp.convert(FIXTURES / "z1_bf16_dp2", tmp_path / "view", link=True)
+    with pytest.raises(UnsafeError, match="points at files elsewhere"):
+        ucp.open(upload(tmp_path / "view", memory))
+    inside = as_path(f"{memory}/run")
+    assert (inside / "../other").key == f"{memory}/other"
+    with pytest.raises(UnsafeError, match="leads out of"):
+        (inside / "../../../secret").exists()
+
+
+def test_a_url_is_refused_where_a_file_is_needed(memory: str) -> None:
+    with pytest.raises(TypeError, match="no file of this machine"):
+        os.stat(as_path(f"{memory}/x"))
+
+
+def test_file_urls_are_files() -> None:
+    assert as_path("file:///some/where") == Path("/some/where")
+    assert as_path("plain/path") == Path("plain/path")
