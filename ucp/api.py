@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucp.conversion import DEFAULT_MEMORY, Conversion, default_jobs
 from ucp.errors import UsageError
-from ucp.files.paths import as_path
+from ucp.files.paths import as_path, is_url
 from ucp.formats.registry import (
     ExpertForm,
     OptimizerKind,
@@ -92,7 +92,7 @@ def index_state(
 
     Where that may differ from what the job held, notes say so; with `exact` it is an error.
     """
-    if os.fspath(path).startswith("shadow:/"):
+    if os.fspath(path).startswith(("shadow:/", "shm:/")):
         if log is not None or step is not None:
             raise UsageError(
                 f"{path}: a shadow holds one step, the newest; --log and --step are about others",
@@ -191,6 +191,8 @@ def plan(
     )
     if link and to != "atoms":
         raise UsageError(f"--link makes virtual atoms, not {to}", hint="leave --to or --link out")
+    if link and (is_url(src) or is_url(dst)):
+        raise UsageError("--link points at files of this machine, not into object stores", hint="leave --link out")
     if link and source.computed is not None:
         raise UsageError("what follows from a log lies in no file that --link could point at", hint="leave --link out")
     writer = make_writer(to, source, options)

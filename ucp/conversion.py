@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucp.errors import UsageError
+from ucp.files.paths import RemotePath
 from ucp.formats.registry import Writer
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.target import Target
+from ucp.records import dataclass
 from ucp.tunables import MIB
 
 if TYPE_CHECKING:
@@ -76,6 +78,11 @@ class Conversion:
         from ucp.engine.convert import fingerprint
         from ucp.engine.together import Together
 
+        if isinstance(self.path, RemotePath):
+            raise UsageError(
+                f"{self.path}: processes of a launch find each other through a folder, which an object store has not",
+                hint="give each process its part with --part I/N, and add them up with --finish",
+            )
         together = Together(self.path, share, self.target.nbytes, progress)
         try:
             self.run(share=share, progress=together, **options)

@@ -22,6 +22,7 @@ from ucp.engine.journal import BusyError, Record, is_held
 from ucp.engine.shares import Share, found_shares
 from ucp.engine.staging import busy, check_place, discard_half_done, staging_folder, was_published
 from ucp.errors import StorageError, UcpError, UsageError
+from ucp.files.paths import RemotePath, is_url
 from ucp.version import VERSION
 
 _PATHS: Final = ("like", "rules", "model_config", "log")  # options that name files
@@ -48,6 +49,11 @@ def run_on_ray(
     """
     ray = _import_ray()
     path, target = conversion.path, conversion.target
+    if isinstance(path, RemotePath):
+        raise UsageError(
+            f"{path}: tasks of Ray write to a folder that all of them see",
+            hint="write parts with --part 1/N to --part N/N, and add them up with --finish",
+        )
     identity = fingerprint(target, conversion.source)
     if resume and was_published(path, identity, durable=durable):
         return
@@ -221,7 +227,7 @@ def everywhere(options: Mapping[str, Any]) -> dict[str, Any]:
 def absolute(path: str | os.PathLike[str]) -> str | Path:
     """A path that means the same in every folder; an address is left as it is."""
     text = os.fspath(path)
-    return text if "://" in text or text.startswith("shadow:/") else Path(os.path.abspath(text))
+    return text if is_url(text) or text.startswith("shadow:/") else Path(os.path.abspath(text))
 
 
 def _import_ray() -> Any:

@@ -25,6 +25,7 @@ from ucp.cli.options import (
 from ucp.conversion import Conversion, default_jobs
 from ucp.engine.shares import Share
 from ucp.errors import UsageError
+from ucp.files.paths import is_url
 from ucp.formats.registry import WRITERS
 from ucp.model.target import Target
 
@@ -168,7 +169,8 @@ def command(
         from ucp.on_ray import absolute, everywhere
 
         source, options = absolute(src), everywhere(options)
-    conversion = api.plan(source, dst.absolute() if engine == "ray" else dst, **options)
+    conversion = api.plan(source, absolute(dst) if engine == "ray" else dst, **options)
+    dst = conversion.path  # a URL is spelled like one again
     use_one_thread_each(conversion.source)
     if launched is None or launched.number == 0:
         echo_notes((*conversion.source.notes, *conversion.writer.notes))
@@ -192,7 +194,7 @@ def command(
             else:
                 conversion.run(share=part, progress=Bar(), **how)
         except KeyboardInterrupt:
-            if (kept := staging_folder(dst)).exists():
+            if (kept := dst if is_url(dst) else staging_folder(dst)).exists():
                 again = "with --resume " if part is None and launched is None and engine == "threads" else ""
                 click.echo(f"\nwhat was done is kept in {kept}: repeat the command {again}to go on", err=True)
             raise

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +16,10 @@ from ucp.engine.staging import Staging, gather, publish, was_published
 from ucp.engine.stream import Budget, stream
 from ucp.errors import StorageError
 from ucp.files.local import SourceFiles
+from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.target import Digests, OutputFile, Target
+from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ def run(
 ) -> None:
     """Write `target` to the folder `path`, or a share of it. `last` gets all digests and gives the last file."""
     identity = fingerprint(target, source)
+    if isinstance(path, RemotePath):
+        from ucp.engine import uploading
+
+        uploading.run(target, source, path, options, last, progress, identity)
+        return
     if options.resume and was_published(path, identity, durable=options.durable):
         return
     staging = Staging(path, target, identity, resume=options.resume, restart=options.restart, share=options.share)
@@ -103,7 +108,11 @@ def finish(
 ) -> None:
     """Publish what the shares of a conversion have written, when all of them are done."""
     identity = fingerprint(target, source)
-    if not was_published(path, identity, durable=durable):
+    if isinstance(path, RemotePath):
+        from ucp.engine import uploading
+
+        uploading.finish(target, path, last, identity)
+    elif not was_published(path, identity, durable=durable):
         publish(path, target, last(gather(path, target, identity)), durable=durable)
 
 
@@ -130,7 +139,7 @@ def fingerprint(target: Target, source: Checkpoint) -> str:
             digest.update(literal.data)
     for name in sorted(source.sizes):
         try:
-            status = os.stat(source.root / name)
+            status = (source.root / name).stat()
         except OSError as error:
             raise StorageError(f"{source.root / name}: {error.strerror}") from error
         digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())

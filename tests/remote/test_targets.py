@@ -1,0 +1,228 @@
+"""Checkpoints that are written into object stores: whole or not seen, and gone on with where they stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from tests.remote.conftest import upload
+from tests.remote.troubled_proxy import Proxy
+from ucp import tunables
+from ucp.cli.main import run
+from ucp.engine.uploading import groups
+from ucp.errors import InconsistentError, IntegrityError, StorageError, UsageError
+from ucp.files.paths import as_path
+from ucp.files.remote import Store
+from ucp.model.target import OutputFile, Target
+from ucp.tunables import KIB, MIB
+
+fsspec = pytest.importorskip("fsspec")
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+SOURCE = FIXTURES / "z1_bf16_dp2"
+
+
+def here(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def there(url: str) -> dict[str, bytes]:
+    """Every object below a URL, our notes too."""
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return {name[len(path) + 1 :]: fs.cat_file(name) for name in fs.find(path)}
+
+
+def seen(url: str) -> dict[str, bytes]:
+    return {name: data for name, data in there(url).items() if not name.startswith(".ucp-")}
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few files are made and sent at a time, as of a checkpoint that is larger than the spool."""
+    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize(
+    "to, store", [("atoms", "memory"), ("deepspeed", "bucket"), ("safetensors", "bucket"), ("dcp", "memory")]
+)
+def test_what_is_written_is_what_is_written_to_disk(
+    to: str, store: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = f"{request.getfixturevalue(store)}/some/out"
+    ucp.convert(SOURCE, tmp_path / "out", to=to)
+    ucp.convert(SOURCE, url, to=to)
+    assert seen(url) == here(tmp_path / "out")
+    assert [name for name in there(url) if name.startswith(".ucp-")] == [".ucp-complete.json"]
+    assert ucp.diff(url, tmp_path / "out").same
+    assert ucp.verify(url, "deep").ok
+
+
+def test_from_one_store_to_another(memory: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = upload(SOURCE, f"{memory}/a")
+    assert run(["convert", source, f"{memory}/b/out", "--to", "deepspeed", "--dp", "3", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    ucp.convert(SOURCE, tmp_path / "out", to="deepspeed", dp=3)
+    assert seen(f"{memory}/b/out") == here(tmp_path / "out")
+    assert told["target"] == f"{memory}/b/out"
+    assert told["files"] == len(here(tmp_path / "out"))
+
+
+def test_large_files_go_in_parts(tmp_path: Path, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    (tmp_path / "weights").mkdir()
+    save_file({"w": np.arange(3 * MIB, dtype=np.float32)}, tmp_path / "weights" / "model.safetensors")
+    monkeypatch.setattr(tunables, "REMOTE_PART_BYTES", 5 * MIB)  # the least that S3 takes
+    ucp.convert(tmp_path / "weights", f"{bucket}/out", to="safetensors")
+    parts = [request for request in proxy.requests if request.method == "PUT" and "partNumber" in request.path]
+    assert len(parts) == 3
+    assert ucp.diff(f"{bucket}/out", tmp_path / "weights").same
+
+
+def fail_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
+    """Let only so many files be sent."""
+    left = iter(range(count))
+    real = Store.upload
+
+    def some(self: Store, file: Path, key: str) -> Any:
+        if next(left, None) is None:
+            raise error
+        return real(self, file, key)
+
+    monkeypatch.setattr(Store, "upload", some)
+
+
+@pytest.fixture
+def interrupted(memory: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A target that a full store, or its owner's patience, has left half-done."""
+    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    with monkeypatch.context() as patch:
+        fail_after(patch, 3, StorageError("no more"))
+        with pytest.raises(StorageError, match="no more") as failure:
+            ucp.convert(SOURCE, f"{memory}/run/out", jobs=1)
+    assert "with --resume" in str(failure.value)
+    return f"{memory}/run/out"
+
+
+def test_what_is_half_done_is_not_taken_for_a_checkpoint(interrupted: str) -> None:
+    assert len(seen(interrupted)) >= 1
+    with pytest.raises(InconsistentError, match="half-done") as failure:
+        ucp.open(interrupted)
+    assert "--resume" in str(failure.value)
+    assert list(as_path(interrupted).iterdir()) == []
+    assert list(as_path(interrupted).parent.rglob("*")) == []
+    report = ucp.verify(interrupted)
+    assert not report.ok
+
+
+def test_a_second_run_sends_what_the_first_had_not(
+    interrupted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = seen(interrupted)
+    with pytest.raises(UsageError, match="half-done output is here") as failure:
+        ucp.convert(SOURCE, interrupted)
+    assert "--resume" in str(failure.value)
+    sent: list[str] = []
+    real = Store.upload
+    monkeypatch.setattr(Store, "upload", lambda self, file, key: (sent.append(key), real(self, file, key))[1])
+    ucp.convert(SOURCE, interrupted, resume=True)
+    ucp.convert(SOURCE, tmp_path / "out")
+    assert seen(interrupted) == here(tmp_path / "out")
+    assert sent
+    assert not {f"{interrupted}/{name}" for name in before} & set(sent)
+    with pytest.raises(UsageError, match="exists already"):
+        ucp.convert(SOURCE, interrupted)
+    ucp.convert(SOURCE, interrupted, resume=True)  # it is done, and says nothing else
+
+
+def test_what_was_changed_since_is_sent_again(interrupted: str, tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    name = next(iter(seen(interrupted)))
+    fs.pipe_file(f"{interrupted}/{name}", bytes(len(fs.cat_file(f"{interrupted}/{name}"))))
+    ucp.convert(SOURCE, interrupted, resume=True)
+    ucp.convert(SOURCE, tmp_path / "out")
+    assert seen(interrupted) == here(tmp_path / "out")
+
+
+def test_a_half_done_target_is_gone_on_with_by_its_own_run_only(interrupted: str) -> None:
+    with pytest.raises(UsageError, match="belongs to another source"):
+        ucp.convert(FIXTURES / "z1_fp16_dp2", interrupted, resume=True)
+    ucp.convert(FIXTURES / "z1_fp16_dp2", interrupted, restart=True)
+    assert ucp.diff(interrupted, FIXTURES / "z1_fp16_dp2").same
+
+
+def test_of_two_writers_one_is_told(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    real, url = Store.upload, f"{memory}/out"
+
+    def other_begins(self: Store, file: Path, key: str) -> Any:
+        monkeypatch.setattr(Store, "upload", real)
+        ucp.convert(SOURCE, url, resume=True, jobs=1)
+        return real(self, file, key)
+
+    monkeypatch.setattr(Store, "upload", other_begins)
+    with pytest.raises(UsageError, match="another process writes it now"):
+        ucp.convert(SOURCE, url, jobs=1)
+    assert ucp.diff(url, SOURCE, only="weights").same
+
+
+def test_parts_are_written_anywhere_and_added_up(memory: str, tmp_path: Path) -> None:
+    url = f"{memory}/out"
+    ucp.convert(SOURCE, url, part=(2, 2))
+    with pytest.raises(UsageError, match="part 1/2 was not begun"):
+        ucp.convert(SOURCE, url, finish=True)
+    with pytest.raises(InconsistentError, match="half-done"):
+        ucp.open(url)
+    with pytest.raises(UsageError, match="made in 2 part"):
+        ucp.convert(SOURCE, url, part=(1, 3))
+    ucp.convert(SOURCE, url, part=(1, 2))
+    ucp.convert(SOURCE, url, finish=True)
+    ucp.convert(SOURCE, tmp_path / "out")
+    assert seen(url) == here(tmp_path / "out")
+
+
+def test_a_folder_that_holds_something_is_not_written_into(memory: str) -> None:
+    url = upload(SOURCE, memory)
+    with pytest.raises(UsageError, match="exists already"):
+        ucp.convert(SOURCE, url)
+    assert seen(url) == here(SOURCE)
+
+
+def test_what_a_checkpoint_is_known_by_comes_last(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    real_upload, real_put = Store.upload, Store.put
+    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 1)
+    monkeypatch.setattr(Store, "upload", lambda self, file, key: (order.append(key), real_upload(self, file, key))[1])
+    monkeypatch.setattr(Store, "put", lambda self, key, data: (order.append(key), real_put(self, key, data))[1])
+    ucp.convert(SOURCE, f"{memory}/out", to="deepspeed")
+    names = [key.removeprefix(f"{memory}/out/") for key in order]
+    assert names[0].startswith(".ucp-journal-1-of-1/")
+    assert [name for name in names if ".ucp-" not in name][-1] == "latest"
+    assert names[-1] == ".ucp-complete.json"
+    order.clear()
+    ucp.convert(SOURCE, f"{memory}/atoms")
+    assert [key.rpartition("/")[2] for key in order[-2:]] == ["ucp.json", ".ucp-complete.json"]
+
+
+def test_groups_hold_so_many_bytes_or_one_file() -> None:
+    target = Target(tuple(OutputFile(f"f{n}", size) for n, size in enumerate((3, 3, 9, 1, 1))))
+    assert list(groups(target, range(5), 6)) == [[0, 1], [2], [3, 4]]
+
+
+def test_nothing_is_linked_into_a_store(memory: str) -> None:
+    with pytest.raises(UsageError, match="--link points at files of this machine"):
+        ucp.convert(SOURCE, f"{memory}/out", link=True)
+
+
+def test_a_damaged_mark_is_told(memory: str) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file(f"{memory}/out/.ucp-complete.json", b"no JSON")
+    with pytest.raises(IntegrityError, match=r"\.ucp-complete\.json: is no note"):
+        ucp.convert(SOURCE, f"{memory}/out", resume=True)

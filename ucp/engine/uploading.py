@@ -1,0 +1,296 @@
+"""A conversion into an object store: files are made on this machine, a few at a time, and put there whole.
+
+Objects are written front to back and files are not, so a file is made in a spool folder first; while some are being
+sent, the next are made. What a checkpoint is known by (small files of known bytes, such as `latest`) goes after the
+tensors, the manifest after everything, and the mark that makes the folder whole after that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucp import tunables
+from ucp.engine.plan import Part, stretches
+from ucp.engine.sealing import sealing_parts
+from ucp.engine.shares import WHOLE, Share
+from ucp.engine.staging import digests_of
+from ucp.engine.stream import Written, stream
+from ucp.engine.upload_notes import Notes, Uploaded, found_shares, marked_by, put_mark, read_notes
+from ucp.errors import StorageError, UsageError
+from ucp.files.local import SourceFiles, allocate
+from ucp.files.paths import COMPLETE, JOURNAL, RemotePath
+from ucp.files.remote import Found
+from ucp.model.target import Digests, OutputFile, Target
+
+if TYPE_CHECKING:
+    from ucp.engine.convert import Progress, RunOptions
+    from ucp.model.checkpoint import Checkpoint
+
+Last = Callable[[Digests], "OutputFile | None"]
+
+
+def run(
+    target: Target,
+    source: Checkpoint,
+    path: RemotePath,
+    options: RunOptions,
+    last: Last,
+    progress: Progress,
+    fingerprint: str,
+) -> None:
+    """Write `target`, or a share of it, to the folder `path` of an object store."""
+    upload = Upload(path, target, fingerprint, options.share)
+    if options.resume and upload.was_published():
+        return
+    upload.begin(resume=options.resume, restart=options.restart)
+    try:
+        progress.start(sum(target.files[number].size for number in upload.files))
+        progress.advance(sum(one.size for one in upload.done.values()))
+        with SourceFiles(source.root, computed=source.computed) as files:
+            _make_and_send(upload, files, options, progress)
+        if options.share.is_whole:
+            upload.publish(last)
+        else:
+            upload.notes.record((), done=True)
+    except StorageError as error:
+        if error.hint is None:
+            again = "with --resume " if options.share.is_whole else ""
+            error.hint = f"what was done is kept in {path}: repeat the command {again}to go on"
+        raise
+    finally:
+        progress.finish()
+
+
+def finish(target: Target, path: RemotePath, last: Last, fingerprint: str) -> None:
+    """Make the folder whole when all shares are written."""
+    upload = Upload(path, target, fingerprint, WHOLE)
+    if not upload.was_published():
+        upload.gather()
+        upload.publish(last)
+
+
+class Upload:
+    """A folder of an object store under construction, as one process sees it."""
+
+    def __init__(self, path: RemotePath, target: Target, fingerprint: str, share: Share) -> None:
+        self.path = path
+        self.target = target
+        self.fingerprint = fingerprint
+        self.share = share
+        self.files = share.files(target)
+        self.notes = Notes(path, share)
+        self.done: dict[int, Uploaded] = {}
+        self._gathered = False
+
+    def begin(self, *, resume: bool, restart: bool) -> None:
+        """Take the place; what is there already must be ours to go on with, or to throw away."""
+        found = self._everything()
+        shares = found_shares(found)
+        if COMPLETE in found or (found and not shares):
+            raise UsageError(f"{self.path}: exists already", hint="choose another target, or remove it first")
+        if shares and self.share.is_whole and not restart and (not resume or shares != [WHOLE]):
+            on = "--resume" if shares == [WHOLE] else f"--part N/{shares[0].count} and --finish"
+            raise UsageError(
+                f"{self.path}: a half-done output is here, or another process is writing it now",
+                hint=f"add {on} to go on where it stopped, or --restart to throw it away and begin again",
+            )
+        if any(other.count != self.share.count for other in shares) and not restart:
+            raise UsageError(
+                f"{self.path}: a half-done output is here that was made in {shares[0].count} part(s)",
+                hint="go on with it as it was begun, or remove that folder to begin again",
+            )
+        if restart and shares:
+            self.path.store.remove((self.path / name).key for name in sorted(found, key=_notes_last))
+        elif self.share in shares:
+            self._take_up(found, self.share)
+        self.notes.begin(self.fingerprint)
+
+    def _take_up(self, found: dict[str, Found], share: Share) -> bool:
+        """Believe notes of objects that are as they were when the notes were made. Gives whether the share is done."""
+        told = read_notes(self.path, found, share, self.fingerprint)
+        for number, one in told.files.items():
+            there = found.get(self.target.files[number].path)
+            if there is not None and (there.size, there.stamp) == (one.size, one.stamp):
+                self.done[number] = one
+        return told.done
+
+    def gather(self) -> None:
+        """Take what all shares have written together; refused where something is missing."""
+        found = self._everything()
+        shares = found_shares(found)
+        if not shares:
+            raise UsageError(
+                f"{self.path}: no part of this target is here", hint="write the parts first, --part 1/N to --part N/N"
+            )
+        count = shares[0].count
+        lacking = []
+        for share in (Share(number, count) for number in range(count)):
+            if share not in shares:
+                lacking.append(f"{share} was not begun")
+            elif not self._take_up(found, share):
+                lacking.append(f"{share} did not end")
+        missing = [file.path for number, file in enumerate(self.target.files) if number not in self.done]
+        if not lacking and missing:
+            lacking.append(f"{missing[0]} is not there" + (f", nor are {len(missing) - 1} more" * (len(missing) > 1)))
+        if lacking:
+            raise UsageError(
+                f"{self.path}: {'; '.join(lacking)}",
+                hint="run these parts (again: what they have done is kept), then --finish",
+            )
+        self._gathered = True
+
+    def publish(self, last: Last) -> None:
+        """Put the manifest there, remove what does not belong, and mark the folder as whole."""
+        if not self._gathered:
+            self.notes.check_owner()
+        sizes = {file.path: file.size for file in self.target.files}
+        written = (w for one in self.done.values() for w in one.written)
+        manifest = last(digests_of(self.target, written))
+        if manifest is not None:
+            data = b"".join(literal.data for literal in manifest.literals)
+            self.path.store.put((self.path / manifest.path).key, data)
+            sizes[manifest.path] = len(data)
+        found = self._everything()
+        ours = {name for name in found if name.startswith(JOURNAL)}
+        for name, size in sizes.items():
+            if name not in found or found[name].size != size:
+                raise StorageError(f"{self.path / name}: was written, but is not there as it was")
+        self._remove(found.keys() - ours - sizes.keys())
+        put_mark(self.path, self.fingerprint, sizes)
+        self._remove(ours)
+
+    def was_published(self) -> bool:
+        """Whether an earlier run has made the folder whole, and was killed before it had put its notes away."""
+        if marked_by(self.path) != self.fingerprint:
+            return False
+        self._remove(name for name in self._everything() if name.startswith(JOURNAL))
+        return True
+
+    def _everything(self) -> dict[str, Found]:
+        return self.path.store.everything(self.path.key)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        self.path.store.remove((self.path / name).key for name in sorted(names))
+
+
+def _notes_last(name: str) -> tuple[bool, str]:
+    return name.startswith(JOURNAL), name
+
+
+def groups(target: Target, numbers: Iterable[int], limit: int) -> Iterator[list[int]]:
+    """Files to make and send together, at most `limit` bytes or one file; those of known bytes come last."""
+    known = [n for n in sorted(numbers) if not target.files[n].holes]
+    others = [n for n in sorted(numbers) if target.files[n].holes]
+    # A file beside all others says more of the checkpoint than one in a folder of it: `latest` is the last of all.
+    known.sort(key=lambda n: (-target.files[n].path.count("/"), n))
+    for some in (others, known):
+        group: list[int] = []
+        nbytes = 0
+        for number in some:
+            if group and nbytes + target.files[number].size > limit:
+                yield group
+                group, nbytes = [], 0
+            group.append(number)
+            nbytes += target.files[number].size
+        if group:
+            yield group
+
+
+def _make_and_send(upload: Upload, source: SourceFiles, options: RunOptions, progress: Progress) -> None:
+    target = upload.target
+    left = [number for number in upload.files if number not in upload.done]
+    spool = Path(tempfile.mkdtemp(prefix="ucp-spool-"))
+    pool = ThreadPoolExecutor(max(1, tunables.REMOTE_CONNECTIONS // 2), thread_name_prefix="ucp-upload")
+    sending: list[Future[Uploaded]] = []
+    try:
+        limit = _spool_limit(spool, max((target.files[number].size for number in left), default=0))
+        for group in groups(target, left, limit):
+            written = _make(upload, group, source, spool, options, progress)
+            _settle(upload, sending)
+            sending = [pool.submit(_send, upload, n, spool, tuple(w for w in written if w.file == n)) for n in group]
+            if not target.files[group[0]].holes:
+                _settle(upload, sending)  # the last files go one group after the other
+                sending = []
+        _settle(upload, sending)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        shutil.rmtree(spool, ignore_errors=True)
+
+
+def _make(
+    upload: Upload,
+    group: Sequence[int],
+    source: SourceFiles,
+    spool: Path,
+    options: RunOptions,
+    progress: Progress,
+) -> list[Written]:
+    """Write some files into the spool folder."""
+    target, jobs = upload.target, max(1, options.budget.jobs)
+    written: list[Written] = []
+    for number in group:
+        _allocate(spool / target.files[number].path, target.files[number].size)
+    only = frozenset(group)
+
+    def write(parts: Sequence[Iterable[Part]]) -> None:
+        stream(
+            parts,
+            source=source,
+            folder=spool,
+            files=target.files,
+            budget=options.budget,
+            done=written.extend,
+            progress=progress.advance,
+        )
+
+    write(stretches(target, jobs, only))
+    write([sealing_parts(target, list(written), only)])
+    return written
+
+
+def _send(upload: Upload, number: int, spool: Path, written: tuple[Written, ...]) -> Uploaded:
+    """Put a file where it belongs, and remove it here."""
+    file = upload.target.files[number]
+    found = upload.path.store.upload(spool / file.path, (upload.path / file.path).key)
+    (spool / file.path).unlink()
+    return Uploaded(number, file.size, found.stamp, written)
+
+
+def _settle(upload: Upload, sending: Iterable[Future[Uploaded]]) -> None:
+    """Wait for what is being sent, note what has arrived, and raise what went wrong with the rest."""
+    futures = list(sending)
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    sent = [future.result() for future in futures if future.exception() is None]
+    if sent:
+        upload.done.update((one.file, one) for one in sent)
+        upload.notes.record(sent)
+    if failures:
+        raise failures[0]
+
+
+def _spool_limit(spool: Path, largest: int) -> int:
+    """Bytes of the files that are made together: two such groups are on the disk at once."""
+    room = shutil.disk_usage(spool).free - tunables.SPACE_RESERVE_BYTES
+    if largest > room:
+        raise StorageError(
+            f"{spool.parent}: a file of {largest:,} bytes is made here before it is sent, and {room:,} are free",
+            hint="set TMPDIR to a folder with more space",
+        )
+    return max(1, min(tunables.REMOTE_SPOOL_BYTES, room // 2))
+
+
+def _allocate(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        allocate(fd, size)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot get {size:,} bytes: {error.strerror}") from error
+    finally:
+        os.close(fd)
