@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ import xxhash
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
 from ucp.log.schema import LoggedParameter, StreamSchema
 from ucp.model.layout import Mesh
+from ucp.records import dataclass, field
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -95,6 +95,7 @@ class Manifest:
     base: str | None = None  # folder of the base that the epoch began with, relative to the run's folder or absolute
     state_kinds: list[str] = field(default_factory=lambda: ["grad"])  # what FULL and DIFF entries name by number
     notes: list[str] = field(default_factory=list)  # why a replay cannot be exact, where the recorder knows
+    buffers: list[LoggedParameter] = field(default_factory=list)  # of the model, logged when they change
 
     def stream(self, number: int) -> StreamSchema:
         """A stream's schema by its number."""
@@ -104,7 +105,7 @@ class Manifest:
         raise KeyError(number)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        out: dict[str, Any] = {
             "format": FORMAT,
             "run": self.run,
             "epoch": self.epoch,
@@ -120,6 +121,9 @@ class Manifest:
             "parameters": [parameter.to_json() for parameter in self.parameters],
             "streams": [stream.to_json() for stream in self.streams],
         }
+        if self.buffers:
+            out["buffers"] = [buffer.to_json() for buffer in self.buffers]
+        return out
 
     @staticmethod
     def from_json(data: Any) -> Manifest:
@@ -138,6 +142,7 @@ class Manifest:
             data["base"],
             list(map(str, data["state_kinds"])),
             list(map(str, data["notes"])),
+            [LoggedParameter.from_json(buffer) for buffer in data.get("buffers", ())],
         )
 
 
@@ -178,7 +183,7 @@ def read_manifest(folder: Path) -> Manifest:
         data = json.loads(raw)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: is no JSON: {error}") from error
     if not isinstance(data, dict) or "format" not in data:
         raise IntegrityError(f"{path}: is no manifest of a log")
@@ -192,7 +197,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise IntegrityError(f"{path}: is damaged (the checksum is wrong)", hint="restore it from a copy")
     try:
         return Manifest.from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IntegrityError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
 
 

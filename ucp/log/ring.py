@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,9 @@ from ucp.log.codecs import Bits, bits_type
 from ucp.log.frames import padded
 from ucp.log.payloads import StepRecord
 from ucp.log.schema import StreamSchema
+from ucp.log.values import Value
 from ucp.model.dtypes import BY_NAME, DType
+from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)
@@ -28,16 +29,29 @@ class Slot:
     step: int = 0
     record: StepRecord = field(default_factory=StepRecord)
     present: list[int] = field(default_factory=list)  # ids of the blocks that the step has
+    values: list[Value] = field(default_factory=list)  # states and buffers; theirs is the memory of who filled the slot
     aux: Any = None  # JSON values
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything that the step has."""
+        grads = sum(self.arrays[block].nbytes for block in self.present)
+        return grads + sum(value.bits.nbytes for value in self.values)
 
     def clear(self) -> None:
         self.present = []
+        self.values = []
         self.aux = None
         self.record = StepRecord()
 
 
-def make_slots(schema: StreamSchema, count: int | None = None) -> list[Slot]:
-    """Slots for a stream; as many as `LOG_RING_BYTES` allow, but at least four, unless `count` is given."""
+def make_slots(schema: StreamSchema, count: int | None = None, *, gradients: bool = True) -> list[Slot]:
+    """Slots for a stream; as many as `LOG_RING_BYTES` allow, but at least four, unless `count` is given.
+
+    Without `gradients` they have no memory of their own, and there are two: states are more to hold than gradients.
+    """
+    if not gradients:
+        return [Slot(number, [], []) for number in range(count or 2)]
     dtypes = [BY_NAME[schema.tensors[block.tensor].grad_dtype] for block in schema.blocks]
     sizes = [block.count * dtype.itemsize for block, dtype in zip(schema.blocks, dtypes, strict=True)]
     total = sum(map(padded, sizes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -16,6 +15,7 @@ from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rule_json import rule_from_json, rule_to_json
 from ucp.model.rules import REPLICATED, Rule
+from ucp.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,18 @@ class StreamSchema:
     rank: Rank
     tensors: list[OptimizerTensor] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)  # block i has id i
+    buffers: list[Block] = field(default_factory=list)  # numbered alike; `parameter` is an index into the buffers
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        out = {
             "stream": self.stream,
             "rank": [self.rank.pp, self.rank.tp, self.rank.dp],
             "tensors": [tensor.to_json() for tensor in self.tensors],
             "blocks": [block.to_json() for block in self.blocks],
         }
+        if self.buffers:
+            out["buffers"] = [block.to_json() for block in self.buffers]
+        return out
 
     @staticmethod
     def from_json(data: Any) -> StreamSchema:
@@ -134,8 +138,10 @@ class StreamSchema:
             Rank(pp, tp, dp),
             [OptimizerTensor.from_json(tensor) for tensor in data["tensors"]],
             [Block.from_json(block) for block in data["blocks"]],
+            [Block.from_json(block) for block in data.get("buffers", ())],
         )
-        if [block.id for block in schema.blocks] != list(range(len(schema.blocks))):
+        numbered = all([b.id for b in some] == list(range(len(some))) for some in (schema.blocks, schema.buffers))
+        if not numbered:
             raise IntegrityError(f"stream {schema.stream}: its blocks are not numbered 0, 1, 2, …")
         return schema
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from ucp.log.codecs import DTYPE_CODES, Bits, Bytes, Encoding, encode
 from ucp.log.frames import BATCH_END, COMPRESSED, FRAME_BYTES, FrameType, checksum, padded
 from ucp.log.payloads import ENTRY, Commit, StepRecord, Table, data_start, pack_json
 from ucp.model.dtypes import DType
+from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,15 @@ class EncodedBlock:
     state: int = 0  # index into the manifest's state kinds; 0 is the gradient
 
 
+@dataclass(frozen=True, slots=True)
+class StateFrames:
+    """States and buffers of a step: absolute values, and differences to the values after `base_step`."""
+
+    full: Sequence[EncodedBlock]
+    differences: Sequence[EncodedBlock]
+    base_step: int
+
+
 def encode_block(block: int, bits: Bits, dtype: DType, *, compress: bool = False, state: int = 0) -> EncodedBlock:
     """A block in its cheapest form."""
     encoding, data = encode(bits, dtype, compress=compress)
@@ -40,6 +49,7 @@ def append_step(
     record: StepRecord,
     blocks: Sequence[EncodedBlock] = (),
     *,
+    states: StateFrames | None = None,
     aux: Any = None,
     batch_end: bool = False,
 ) -> int:
@@ -48,6 +58,11 @@ def append_step(
     step_lsn = appender.next_lsn
     appender.append(FrameType.STEP, step, [record.pack()])
     grads = [append_blocks(appender, FrameType.GRAD, step, some) for some in frame_fulls(blocks)]
+    if states is not None:
+        for some in frame_fulls(states.full):
+            append_blocks(appender, FrameType.FULL, step, some)
+        for some in frame_fulls(states.differences):
+            append_blocks(appender, FrameType.DIFF, step, some, base_step=states.base_step)
     if aux is not None:
         appender.append(FrameType.AUX, step, [pack_json(aux)])
     commit = Commit.of(grads, step_lsn).pack()

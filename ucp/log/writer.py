@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from ucp.log.frames import FrameHeader, FrameType
 from ucp.log.payloads import pack_json
 from ucp.log.ring import Slot, make_slots
 from ucp.log.schema import StreamSchema
-from ucp.log.steps import append_step, encode_block
+from ucp.log.steps import StateFrames, append_step, encode_block
+from ucp.log.values import Value, ValueEncoder
+from ucp.records import dataclass
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class _Job:
     step: int = 0
     payload: bytes = b""
     lsn: int = -1
+    states: StateFrames | None = None  # made once: a difference is to what was written before
 
 
 class Writer:
@@ -67,6 +70,7 @@ class Writer:
         schema: StreamSchema,
         *,
         slots: int | None = None,
+        gradients: bool = True,
         compress: bool = False,
         batch_steps: int = 1,
         next_lsn: int = 0,
@@ -82,7 +86,7 @@ class Writer:
         self.stats = WriterStats(durable_step=durable_step)
         self._appender = Appender(folder, epoch, schema.stream, schema.hash(), next_lsn)
         self._appender.tap = tap
-        self._slots = make_slots(schema, slots)
+        self._slots = make_slots(schema, slots, gradients=gradients)
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
@@ -95,6 +99,7 @@ class Writer:
         self._pending_bytes = 0
         self._oldest = 0.0  # when the first of them was written
         self._last_step = durable_step
+        self._values = ValueEncoder()
         self._done: list[tuple[Path, int]] = []  # closed segments of this writer and their last steps
         self._thread = threading.Thread(target=self._run, name="ucp-log", daemon=True)
         self._thread.start()
@@ -149,6 +154,10 @@ class Writer:
         """Append a small frame that is part of no step, after everything that was submitted before."""
         self.raise_error()
         self._work.put(_Job(None, kind, step, payload))
+
+    def begin_with(self, step: int, values: Sequence[Value]) -> None:
+        """These are the states that the log starts from: the differences of the first step are to them."""
+        self._work.put(lambda: self._values.begin_with(step, values))
 
     def rotate(self) -> None:
         """Begin a new segment with the next step."""
@@ -236,7 +245,7 @@ class Writer:
         if not self._pending:
             self._oldest = time.monotonic()
         steps = 1 + sum(other.slot is not None for other in self._pending)
-        size = 0 if job.slot is None else sum(job.slot.arrays[block].nbytes for block in job.slot.present)
+        size = 0 if job.slot is None else job.slot.nbytes
         full = self._pending_bytes + size >= tunables.LOG_BATCH_BYTES and steps >= self.batch_steps
         sync = job.slot is not None and (full or steps >= len(self._slots))
         self._pending.append(job)
@@ -259,7 +268,11 @@ class Writer:
                 encode_block(block, slot.arrays[block], slot.dtypes[block], compress=self.compress)
                 for block in slot.present
             ]
-            written = append_step(appender, slot.step, slot.record, blocks, aux=slot.aux, batch_end=batch_end)
+            if slot.values and job.states is None:
+                job.states = self._values.encode(slot.step, slot.values, compress=self.compress)
+            written = append_step(
+                appender, slot.step, slot.record, blocks, states=job.states, aux=slot.aux, batch_end=batch_end
+            )
             self.stats.bytes += written
             self._last_step = slot.step
         if appender.path != opened:

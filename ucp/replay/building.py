@@ -8,7 +8,7 @@ from typing import Final
 
 from ucp.errors import InconsistentError, UsageError
 from ucp.files.local import SourceFiles
-from ucp.log.reader import Span
+from ucp.log.reader import Span, StoredBlock
 from ucp.log.schema import Block, LoggedParameter
 from ucp.model.box import intersect, whole
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
@@ -19,6 +19,7 @@ from ucp.replay.chunks import Origin, ReplayedTensor, file_of
 from ucp.replay.kernels import PARAM, Kernel
 from ucp.replay.stored import StoredStates
 from ucp.replay.timeline import Timelines, Update
+from ucp.replay.values import logged_atom
 
 _NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -39,6 +40,8 @@ class Builder:
         self._files = SourceFiles(base.root, computed=base.computed)
         self._own_steps = steps
         self._origins: dict[int, Origin] = {}
+        self.stored: dict[int, StoredStates] = {}  # by stream, once `tensors` was called
+        self.logged: dict[str, StoredBlock] = {}  # computed files that are in the log as they are
 
     def tensors(self) -> list[ReplayedTensor]:
         """Every optimizer tensor of the span."""
@@ -49,7 +52,7 @@ class Builder:
         span = self.span
         for number, stream in sorted(span.epoch.streams.items()):
             timelines = Timelines(span, stream)
-            stored = StoredStates(stream, self.manifest.state_kinds)
+            stored = self.stored[number] = StoredStates(stream, self.manifest.state_kinds)
             for index, schema in enumerate(stream.schema.tensors):
                 blocks = stream.schema.blocks_of(index)
                 updates = timelines.of_tensor(index)
@@ -171,7 +174,9 @@ class Builder:
         """The states that there are after the span, with their element types."""
         held = {kind: atom.dtype for origin in origins for kind, atom in origin.atoms.items() if kind != PARAM}
         if self.kernel is None:
-            logged = {kind: found for block in blocks[:1] for kind, found in stored.kinds(block.id).items()}
+            logged = {
+                kind: found for block in blocks[:1] for kind, found in stored.kinds(block.id, self.span.last).items()
+            }
             return {PARAM: dtype, **{kind: found for kind, found in logged.items() if kind != PARAM}}
         hyper = updates[0].hyper if updates else self.manifest.groups[group].hyper
         kinds = self.kernel.kinds(hyper) if updates else tuple(held)
@@ -238,6 +243,11 @@ class Builder:
         if STEP not in atoms and self._counts(first.updates):
             blank = Atom(parameter.name, STEP, (), FLOAT32, ())
             atoms[STEP] = self._stepped(blank, first, parameter)
+        if first.stored:
+            for kind, (shape, value) in first.stored.own(first.blocks[0].id, first.last).items():
+                file = f"{first.file}/own/{kind}"
+                atoms[kind] = logged_atom(parameter.name, kind, shape, value, file)
+                self.logged[file] = value
         return replace(parameter, atoms=atoms)
 
     def _counts(self, updates: Sequence[Update]) -> bool:

@@ -8,17 +8,18 @@ is a `Checkpoint` like any other; nothing is computed before its bytes are read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from ucp.errors import UsageError
 from ucp.files.local import SourceFiles
 from ucp.log.bases import Base, list_bases
 from ucp.log.reader import Log, Span
 from ucp.model.checkpoint import Checkpoint, Note
+from ucp.records import dataclass, field, replace
 from ucp.replay.aftermath import advance
 from ucp.replay.building import Builder
 from ucp.replay.chunks import ReplayedFiles, ReplayedTensor
 from ucp.replay.exactness import ABOUT_BUFFERS, EVERY, Approximate, doubts, find_kernel
+from ucp.replay.values import LoggedFiles, with_buffers
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ def _base_of(base: Checkpoint, log: Log) -> Base:
             f"{base.root}: does not say which step it is of, so the log cannot be put upon it",
             hint="give a base of the run, or a checkpoint that counts its steps",
         )
-    return Base(root, -1, base.step, -1)
+    return Base(root, -1, base.step, -1, steps=base.steps)
 
 
 def _needed(spans: Sequence[Span], first: int, last: int, log: Log) -> list[Span]:
@@ -172,9 +173,11 @@ def _over(before: Derived, span: Span, step: int, steps: Mapping[str, int]) -> D
         identity if inner is None else f"{inner.identity}; {identity}",
         inner,
     )
-    parameters = builder.parameters(tensors)
+    parameters, logged = with_buffers(builder.parameters(tensors), span, builder.stored)
+    logged.update(builder.logged)
+    computed = LoggedFiles(logged, files) if logged else files
     notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(ABOUT_BUFFERS))]
-    after = replace(base, parameters=parameters, step=span.last, notes=notes, computed=files)
+    after = replace(base, parameters=parameters, step=span.last, steps={}, notes=notes, computed=computed)
     return Derived(advance(after, span), labels, tensors)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import xxhash
 
 from ucp.files.local import SourceFiles
 from ucp.log.payloads import Digest
+from ucp.records import dataclass, field
 from ucp.replay.chunks import Replay, ReplayedTensor, memory_of
 from ucp.replay.derive import Derived
 from ucp.replay.exactness import Approximate
@@ -63,7 +63,7 @@ def _prove_tensor(proof: Proof, tensor: ReplayedTensor, base: SourceFiles) -> No
     known = {
         step: [digest for digest in digests if digest.tensor == tensor.index]
         for step, digests in sorted(tensor.stream.digests().items())
-        if begin <= step <= tensor.last
+        if (begin <= step if tensor.kernel is not None else step == tensor.last) and step <= tensor.last
     }
     known = {step: digests for step, digests in known.items() if digests}
     running = {(step, d.kind): xxhash.xxh3_128() for step, digests in known.items() for d in digests}

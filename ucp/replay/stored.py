@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ucp.log.codecs import DTYPES, Bits, apply_difference
 from ucp.log.frames import FrameType
-from ucp.log.reader import Stream
+from ucp.log.kinds import BUFFER, parse_own
+from ucp.log.reader import StoredBlock, Stream
 from ucp.log.walk import FrameRef
+from ucp.model.box import Shape
 from ucp.model.dtypes import DType
+from ucp.records import dataclass
 from ucp.replay.kernels import PARAM
 
 # Names under which a log may keep the tensor that the optimizer updates.
@@ -57,10 +59,32 @@ class StoredStates:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def kinds(self, block: int) -> dict[str, DType]:
-        """The states of a block that are stored at some step, with their element types."""
-        found = {kind: entries[0] for (held, kind), entries in self._entries.items() if held == block}
+    def kinds(self, block: int, last: int) -> dict[str, DType]:
+        """The states of a block that are stored up to a step, with their element types; not those of another shape."""
+        found = {
+            kind: entries[0]
+            for (held, kind), entries in self._entries.items()
+            if held == block and kind != BUFFER and parse_own(kind) is None and _first_step(entries) <= last
+        }
         return {kind: DTYPES[int(entry.row["dtype"])] for kind, entry in found.items()}
+
+    def own(self, block: int, last: int) -> dict[str, tuple[Shape, StoredBlock]]:
+        """States with a shape of their own of the tensor that begins with a block, as they are after `last`."""
+        found = {}
+        for held, name in self._entries:
+            told = parse_own(name) if held == block else None
+            newest = self.newest(held, name, last) if told is not None else None
+            if told is not None and newest is not None:
+                found[told[0]] = told[1], newest
+        return found
+
+    def newest(self, block: int, kind: str, last: int) -> StoredBlock | None:
+        """The newest absolute value up to a step."""
+        entries = [e for e in self._entries.get((block, kind), ()) if e.step <= last and e.base_step is None]
+        if not entries:
+            return None
+        entry = max(entries, key=lambda entry: entry.step)
+        return self._stream.read_entry(entry.ref, entry.row)
 
     def best(
         self, block: int, kinds: Sequence[str], start: int, last: int, replays: bool
@@ -105,6 +129,10 @@ class StoredStates:
 
     def _bits(self, entry: Entry) -> Bits:
         return self._stream.read_entry(entry.ref, entry.row).bits()
+
+
+def _first_step(entries: Sequence[Entry]) -> int:
+    return min(entry.step for entry in entries)
 
 
 def fold(deltas: Sequence[Bits]) -> Bits:

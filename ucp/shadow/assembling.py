@@ -92,6 +92,8 @@ def assemble(base: Checkpoint, told: Mapping[str, Any], files: ComputedFiles) ->
     tensors = [_as_told(tensor, step, *known[tensor.stream.number, tensor.index]) for tensor in builder.tensors()]
     parameters = builder.parameters(tensors)
     notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(ABOUT_BUFFERS))]
+    if manifest.buffers:
+        notes.append(Note("buffers", "buffers are those of the base: a shadow does not follow them"))
     after = replace(base, parameters=parameters, step=step, notes=notes, computed=files)
     if records:
         after = advance(after, Span(epoch, min(records), step))

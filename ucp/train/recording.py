@@ -19,11 +19,12 @@ from ucp.log.writer import Writer
 from ucp.shadow.sink import Sinks
 from ucp.train.hooks import Hooks
 from ucp.train.recording_costs import Spent, choose_intervals
-from ucp.train.recording_hooks import hang_in
+from ucp.train.recording_hooks import hang_in, hang_in_scalars
 from ucp.train.recording_notes import job_notes, plain_notes, state_digests
 from ucp.train.recording_sinks import To, reach_shadow
-from ucp.train.recording_start import Start, start_epoch
+from ucp.train.recording_start import Start, What, start_epoch
 from ucp.train.recording_taker import Taker
+from ucp.train.recording_values import Values
 from ucp.train.talk import world
 
 OnError = Literal["raise", "stop"]
@@ -36,6 +37,7 @@ def record(
     optimizer: Any = None,
     path: str | os.PathLike[str] | None = None,
     *,
+    what: What = "auto",
     base: str | Literal["now"] | None = "now",
     base_every: int | Literal["auto"] | None = None,
     mtbf: float | None = None,
@@ -57,6 +59,9 @@ def record(
 
     `model` is a DeepSpeed engine, or a torch module (plain, DDP, FSDP2) with its `optimizer`; `path` is the run's
     folder, the same on all ranks. A log that is there is gone on with, in a new epoch.
+
+    `what` is logged: `"gradients"`, from which every state follows where the optimizer can be replayed; or `"state"`,
+    all states of the optimizer after every step, which is several times as much. `"auto"` chooses by the optimizer.
 
     `base` says what the log starts from: `"now"` saves the state as it is, a path names a checkpoint of just this
     state, None needs a log that reaches this step. With `base_every`, another base is saved in the background after so
@@ -84,7 +89,11 @@ def record(
     if base_every == "auto" and (mtbf is None or mtbf <= 0):
         raise UsageError("an automatic interval between bases needs mtbf=, the seconds between failures")
     save_with = {"client_state": client_state, "rules": rules, "preset": preset}
-    start = start_epoch(Path(path), model, optimizer, base=base, keep_bases=keep_bases, step=step, save_with=save_with)
+    start = start_epoch(
+        Path(path), model, optimizer, what=what, base=base, keep_bases=keep_bases, step=step, save_with=save_with
+    )
+    if start.what == "state" and to is not None:
+        raise UsageError("a shadow replays gradients, and this is a log of states", hint="leave to= out")
     sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, Path(path), world()[0])
     recorder = Recorder(Path(path), on_error, aux, sink)
     writer = {"compress": compress, "slots": slots, "batch_steps": batch_steps}
@@ -128,9 +137,14 @@ class Recorder:
         self._schema = start.agreed.mine
         self._keys = start.keys
         folder = stream_folder(start.folder, self._schema.stream)
-        self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, **writer)
-        self._taker = Taker(self._writer, self._schema, self._keys, start.groups)
-        self._early = hang_in(self._job, self._taker, self._stage, self._hooks, model=model, early=early)
+        gradients = start.what == "gradients"
+        self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, gradients=gradients, **writer)
+        self._taker = Taker(self._writer, self._schema, self._keys, start.groups, gradients=gradients)
+        self._values = Values(start, model, self._writer)
+        if gradients:
+            self._early = hang_in(self._job, self._taker, self._stage, self._hooks, model=model, early=early)
+        else:
+            self._early = hang_in_scalars(self._job, self._taker, self._hooks)
         self._hang_in_end()
         self._start = self.step
         self._spent = Spent(first_base_seconds=start.base_seconds)
@@ -202,6 +216,8 @@ class Recorder:
         skipped = engine is not None and bool(getattr(engine.optimizer, "overflow", False))
         if not skipped and not self._taker.scalars:
             raise UcpError(f"step {self.step + 1}: the optimizer was not called, and says that nothing overflowed")
+        slot = self._taker.begin()
+        slot.values = self._values.of_step(slot.number, skipped=skipped)
         self._taker.finish(
             self.step + 1,
             stage=self._stage,
@@ -291,6 +307,7 @@ class Recorder:
         self._unhook()
         self._taker.forget()
         try:
+            self._values.close()
             self.digest()
             self._bases.wait()
             self._bases.drop_superfluous(self._writer)

@@ -55,6 +55,23 @@ def hang_in(
     return sooner
 
 
+def hang_in_scalars(job: LiveJob, taker: Taker, hooks: Hooks) -> Early:
+    """Note the scalars of every step, and take no gradients."""
+    known = {id(stepped.key): stepped.group for stepped in job.stepped}
+
+    def before_update(optimizer: Any, *_: Any) -> None:
+        def note() -> None:
+            for group in optimizer.param_groups:
+                stepped = [p for p in group["params"] if p.grad is not None and id(p) in known]
+                if stepped:
+                    taker.note_group(optimizer, group, known[id(stepped[0])])
+
+        guarded(taker, note)
+
+    hooks.add(job.optimizer.register_step_pre_hook(before_update))
+    return Early(taker, marked=True)
+
+
 def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, optimizer: Any, early: Early) -> None:
     if getattr(optimizer, "grad_scale", None) is not None:
         raise UsageError(
@@ -87,4 +104,4 @@ def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, 
         taker.take_all(early.settle(gradients))
 
 
-__all__ = ["Hooks", "hang_in"]
+__all__ = ["hang_in", "hang_in_scalars"]

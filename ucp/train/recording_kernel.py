@@ -91,10 +91,10 @@ def _learning_rate(value: Any) -> tuple[float, LrKind]:
 
 
 def _number(value: Any) -> float:
-    """A float64; NaN where the group has none."""
-    if value is None:
-        return math.nan
-    return float(value.item() if hasattr(value, "item") else value)
+    """A float64; NaN where the group has none, or something else of this name (Adafactor's two epsilons)."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def own_step(optimizer: Any, tensor: Any) -> int:

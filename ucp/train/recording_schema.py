@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ucp.errors import UsageError
+from ucp.log.kinds import FIRST_KINDS
 from ucp.log.manifest import Kernel, Manifest, OptimizerGroup
-from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
+from ucp.log.schema import Block, LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import Rule, RuleBook
+from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, Stepped, dtype_of, local_part
 from ucp.train.pieces import Collector, SliceRules
 from ucp.train.recording_kernel import plain_hyper
@@ -37,6 +39,7 @@ class RankOffers:
     slices: dict[str, Region]  # name → this model-parallel rank's slice of the whole
     offers: list[Offer]
     groups: list[tuple[dict[str, Any], list[str]]]
+    buffers: list[tuple[LoggedParameter, int]] = field(default_factory=list)  # whole ones, index into the job's buffers
     notes: list[str] = field(default_factory=list)
 
 
@@ -50,6 +53,8 @@ class Agreement:
     notes: list[str]
     mine: StreamSchema
     stepped: list[int]  # tensor of my stream → index into the job's stepped tensors
+    buffers: list[LoggedParameter]  # all that are logged
+    held: list[int]  # buffer of my stream → index into the job's buffers
 
 
 def agree_on_schema(
@@ -71,9 +76,10 @@ def agree_on_schema(
     index = {parameter.name: number for number, parameter in enumerate(parameters)}
     tensors = [_tensor(job, stepped, dtype) for stepped, dtype in zip(job.stepped, grad_dtypes, strict=True)]
     mine, stepped = _schema(rank, job.rank, kept[rank], tensors, index)
+    buffers, held = _add_buffers(mine, everyone, rank)
     schemas: list[StreamSchema] = gather(mine)
     notes = list(dict.fromkeys(note for told in everyone for note in told.notes))
-    return Agreement(schemas, parameters, _groups(everyone), notes, mine, stepped)
+    return Agreement(schemas, parameters, _groups(everyone), notes, mine, stepped, buffers, held)
 
 
 def is_trained(stepped: Stepped) -> bool:
@@ -110,9 +116,16 @@ def _offers(job: LiveJob, slices: SliceRules) -> RankOffers:
         offers,
         groups,
     )
-    if job.buffers:
-        names = ", ".join(held.share.name for held in job.buffers[:3])
-        told.notes.append(f"buffers are not logged, they are those of the base: {names} ({len(job.buffers)} in all)")
+    cut = []
+    for number, buffer in enumerate(job.buffers):
+        note = notes[job.logical_name(buffer.share.name)]
+        if buffer.share.region.numel == prod(note.shape) and note.rule.cut != "average":
+            told.buffers.append((LoggedParameter(note.name, note.shape, str(dtype_of(buffer.tensor)), -1), number))
+        else:
+            cut.append(note.name)
+    if cut:
+        names = ", ".join(cut[:3])
+        told.notes.append(f"buffers are not logged, they are those of the base: {names} ({len(cut)} in all)")
     if any(not local_part(stepped.key).is_contiguous() for stepped in job.stepped):
         told.notes.append(
             "some optimizer tensors are not row-major: a fused kernel sees their elements in another order"
@@ -188,6 +201,25 @@ def _schema(
     return schema, used
 
 
+def _add_buffers(
+    mine: StreamSchema, everyone: Sequence[RankOffers], rank: int
+) -> tuple[list[LoggedParameter], list[int]]:
+    """All buffers that are logged, by the first rank that has them; and which of its own a rank logs."""
+    owners: dict[str, tuple[int, LoggedParameter]] = {}
+    for number, told in enumerate(everyone):
+        for buffer, _ in told.buffers:
+            owners.setdefault(buffer.name, (number, buffer))
+    buffers = [buffer for _, buffer in owners.values()]
+    index = {buffer.name: number for number, buffer in enumerate(buffers)}
+    held = []
+    for buffer, number in everyone[rank].buffers:
+        if owners[buffer.name][0] == rank:
+            region = Region.all_of(buffer.shape)
+            mine.buffers.append(Block(len(mine.buffers), index[buffer.name], region, -1, 0, region.numel))
+            held.append(number)
+    return buffers, held
+
+
 def _groups(everyone: Sequence[RankOffers]) -> list[OptimizerGroup]:
     """Groups with the parameters that all ranks have in them (pipeline stages have different ones)."""
     count = max((len(told.groups) for told in everyone), default=0)
@@ -200,8 +232,7 @@ def _groups(everyone: Sequence[RankOffers]) -> list[OptimizerGroup]:
 
 
 def manifest_of(job: LiveJob, agreed: Agreement, kernel: Kernel, run: str, epoch: int, start: int) -> Manifest:
-    """The manifest of a new epoch, still without parent and base."""
-    kinds = sorted({str(kind) for state in job.optimizer.state.values() for kind in state})
+    """The manifest of a new epoch, still without parent, base, and the kinds of states that the optimizer makes."""
     return Manifest(
         run,
         epoch,
@@ -212,8 +243,9 @@ def manifest_of(job: LiveJob, agreed: Agreement, kernel: Kernel, run: str, epoch
         agreed.parameters,
         agreed.groups,
         agreed.schemas,
-        state_kinds=["grad", "param", *kinds],
+        state_kinds=list(FIRST_KINDS),
         notes=agreed.notes,
+        buffers=agreed.buffers,
     )
 
 

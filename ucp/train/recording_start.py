@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ucp.errors import UsageError
 from ucp.log.bases import list_bases
+from ucp.log.kinds import FIRST_KINDS
 from ucp.log.manifest import Manifest, write_manifest
 from ucp.log.payloads import Stage
 from ucp.log.reader import Log, epoch_folder, find_parent
 from ucp.records import dataclass
+from ucp.replay.exactness import find_kernel
 from ucp.train.describe import describe
 from ucp.train.live import LiveJob
 from ucp.train.recording_bases import Bases
@@ -22,6 +25,9 @@ from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
 from ucp.train.rulebooks import rule_book
 from ucp.train.saving import SaveHandle, save
 from ucp.train.talk import agree, gather, world
+
+What = Literal["gradients", "state", "auto"]
+Logged = Literal["gradients", "state"]
 
 
 @dataclass(slots=True)
@@ -34,6 +40,7 @@ class Start:
     epoch: int
     folder: Path  # the epoch's
     manifest: Manifest | None  # on rank 0
+    what: Logged
     agreed: Agreement
     bases: Bases
     base_seconds: float  # that the first base took
@@ -54,12 +61,17 @@ def start_epoch(
     model: Any,
     optimizer: Any,
     *,
+    what: What,
     base: str | None,
     keep_bases: int | None,
     step: int | None,
     save_with: dict[str, Any],
 ) -> Start:
-    """Agree on a new epoch, take or name its base, write its manifest. Collective. `save_with` is for `save`."""
+    """Agree on a new epoch, take or name its base. Collective. `save_with` is for `save`.
+
+    The manifest of a log of gradients is written; that of a log of states must still be (`write_kinds`), since an
+    optimizer may make its states in its first step.
+    """
     rank, _ = world()
     error: BaseException | None = None
     try:
@@ -69,7 +81,8 @@ def start_epoch(
         job = describe(model, optimizer)
         if job.optimizer is None:
             raise UsageError("only a job with an optimizer can be recorded", hint="give record() the optimizer")
-        stage = stage_of(job)
+        logged = _what_to_log(job, what)
+        stage = stage_of(job) if logged == "gradients" else Stage.CONSUMED
         step = _steps_taken(job) if step is None else step
     except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
         error = caught
@@ -80,7 +93,7 @@ def start_epoch(
     first_base = 0
     try:
         if rank == 0:
-            manifest, first_base = _new_epoch(run, job, agreed, step)
+            manifest, first_base = _new_epoch(run, job, agreed, step, logged)
     except Exception as caught:  # noqa: BLE001
         error = caught
     agree(error)
@@ -104,17 +117,45 @@ def start_epoch(
     try:
         if manifest is not None:
             manifest.base = named
-            write_manifest(folder, manifest)
+            if logged == "gradients":
+                write_manifest(folder, manifest)
     except Exception as caught:  # noqa: BLE001
         error = caught
     agree(error)
-    return Start(job, stage, step, epoch, folder, manifest, agreed, bases, base_seconds)
+    return Start(job, stage, step, epoch, folder, manifest, logged, agreed, bases, base_seconds)
 
 
-def _new_epoch(run: Path, job: LiveJob, agreed: Agreement, step: int) -> tuple[Manifest, int]:
+def _what_to_log(job: LiveJob, what: What) -> Logged:
+    """Gradients, where there is a kernel that repeats what the optimizer does with them."""
+    if what not in ("gradients", "state", "auto"):
+        raise UsageError(f"what={what!r} can be gradients, state or auto")
+    if what != "auto":
+        return what
+    return "state" if find_kernel(kernel_of(job.optimizer))[0] is None else "gradients"
+
+
+def write_kinds(start: Start, kinds: list[str]) -> dict[str, int]:
+    """Agree on the kinds of states of all ranks, and write the manifest. Collective. Gives kind → index."""
+    union = sorted({kind for told in gather(kinds) for kind in told} - set(FIRST_KINDS))
+    everything = [*FIRST_KINDS, *union]
+    error: BaseException | None = None
+    try:
+        if start.manifest is not None:
+            start.manifest.state_kinds = everything
+            write_manifest(start.folder, start.manifest)
+    except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
+        error = caught
+    agree(error)
+    return {kind: number for number, kind in enumerate(everything)}
+
+
+def _new_epoch(run: Path, job: LiveJob, agreed: Agreement, step: int, logged: Logged) -> tuple[Manifest, int]:
     """The manifest of this epoch, and the number of the next base. On rank 0."""
     bases = list_bases(run)
-    manifest = manifest_of(job, agreed, kernel_of(job.optimizer), uuid.uuid4().hex, 0, step)
+    kernel = kernel_of(job.optimizer)
+    if logged == "state":  # so that nobody replays gradients that are not there
+        kernel = replace(kernel, id=f"{kernel.id} (state)")
+    manifest = manifest_of(job, agreed, kernel, uuid.uuid4().hex, 0, step)
     if (run / "log").is_dir() and any((run / "log").iterdir()):
         with Log.open(run / "log", "inspect", check="tail") as log:
             manifest.run = log.epochs[-1].manifest.run

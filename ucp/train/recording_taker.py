@@ -28,8 +28,10 @@ SAMPLE: Final = 64  # elements of each tensor that are compared in the other ste
 class Taker:
     """Copies the gradients of one step after the other into slots of the writer's ring."""
 
-    def __init__(self, writer: Writer, schema: StreamSchema, keys: list[Any], groups: list[int]) -> None:
-        """`keys` are the optimizer's tensors of the stream, `groups` their groups."""
+    def __init__(
+        self, writer: Writer, schema: StreamSchema, keys: list[Any], groups: list[int], *, gradients: bool = True
+    ) -> None:
+        """`keys` are the optimizer's tensors of the stream, `groups` their groups. Slots may have no `gradients`."""
         self.writer = writer
         self.number = {id(key): number for number, key in enumerate(keys)}
         self.keys = keys
@@ -42,7 +44,7 @@ class Taker:
         self.seconds = 0.0  # spent in hooks
         self.cpu_seconds = 0.0
         self._blocks = [schema.blocks_of(number) for number in range(len(keys))]
-        self._views = [_views(slot, self._blocks, keys) for slot in writer.slots]
+        self._views = [_views(slot, self._blocks, keys) for slot in writer.slots] if gradients else []
         self._steps = 0
         self._lock = threading.Lock()
 
