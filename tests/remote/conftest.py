@@ -40,6 +40,7 @@ def _proxy(s3_port: int) -> Iterator[Proxy]:
     patch.setenv("AWS_ACCESS_KEY_ID", "test")
     patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    patch.setenv("AWS_MAX_ATTEMPTS", "1")  # it is our attempts that are tested
     patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
     yield proxy
     patch.undo()
@@ -50,6 +51,9 @@ def _proxy(s3_port: int) -> Iterator[Proxy]:
 @pytest.fixture
 def proxy(_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The proxy before the S3 server, which works well until told otherwise."""
+    import s3fs
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setattr(tunables, "REMOTE_PAUSE_SECONDS", 0.001)
     _proxy.reset()
     yield _proxy

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Trouble = Literal["refuse", "cut", "cut early", "stall"]
+Trouble = Literal["refuse", "cut", "cut early", "stall", "hold"]
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Fault:
     """What is to go wrong: the first `times` requests that fit have this trouble.
 
     `refuse` answers with status 500; `cut` closes the connection amid the answer, `cut early` before it; `stall` sends
-    half of the answer and nothing more until the client gives up.
+    half of the answer and nothing more until the client gives up; `hold` passes nothing on and waits for that too.
     """
 
     trouble: Trouble
@@ -87,7 +87,9 @@ def start(store_port: int) -> tuple[Proxy, ThreadingHTTPServer]:
             if fault is not None and fault.trouble == "refuse":
                 self.answer(500, {"Content-Type": "application/xml"}, b"<Error><Code>InternalError</Code></Error>")
                 return
-            if fault is not None and fault.trouble == "cut early":
+            if fault is not None and fault.trouble in ("cut early", "hold"):
+                if fault.trouble == "hold":
+                    self.wait_for_the_client_to_go()
                 self.hang_up()
                 return
             upstream = http.client.HTTPConnection("127.0.0.1", store_port, timeout=120)
@@ -104,10 +106,13 @@ def start(store_port: int) -> tuple[Proxy, ThreadingHTTPServer]:
                 return
             self.answer(response.status, headers, data, keep_back=-(-len(data) // 2) or 1)
             if fault.trouble == "stall":
-                self.connection.settimeout(120)
-                with suppress(OSError):
-                    self.connection.recv(1)  # until the client hangs up
+                self.wait_for_the_client_to_go()
             self.hang_up()
+
+        def wait_for_the_client_to_go(self) -> None:
+            self.connection.settimeout(300)
+            with suppress(OSError):
+                self.connection.recv(1)
 
         def answer(self, status: int, headers: dict[str, str], data: bytes, keep_back: int = 0) -> None:
             self.send_response_only(status)

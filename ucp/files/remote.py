@@ -152,7 +152,11 @@ class Store:
         """Every object below a folder, by path relative to it, as it is now: our notes and half-done folders too."""
         prefix = self._path(folder) + "/"
         found: dict[str, Found] = {}
-        for name, entry in persistently(lambda: self._find(folder), folder).items():
+        try:
+            entries = persistently(lambda: self._find(folder), folder)
+        except FileNotFoundError:
+            return found
+        for name, entry in entries.items():
             inside = _relative(name, prefix)
             if inside:
                 found[inside] = _found(entry)
@@ -246,8 +250,7 @@ class Store:
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object, whole."""
-        persistently(lambda: self.fs.pipe_file(key, data), f"{key}: cannot be written")
-        self._changed(key)
+        self._write(lambda: self.fs.pipe_file(key, data), key)
 
     def upload(self, file: Path, key: str) -> Found:
         """Copy a local file to an object, a large one in several parts at once. Gives what the store says of it."""
@@ -261,9 +264,15 @@ class Store:
                 raise _ShortError(f"{arrived.size} of {size} bytes arrived")
             return arrived
 
-        found = persistently(request, f"{key}: cannot be written")
+        return self._write(request, key)
+
+    def _write(self, request: Callable[[], T], key: str) -> T:
+        try:
+            answer = persistently(request, f"{key}: cannot be written")
+        except FileNotFoundError as error:
+            raise StorageError(f"{key}: cannot be written: {error}", hint=f"is {self.url} there?") from error
         self._changed(key)
-        return found
+        return answer
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are gone already are no matter."""

@@ -1,0 +1,145 @@
+"""Stores on bad days: refusals, connections that are cut or fall silent, and processes that are killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ucp
+from tests.remote.conftest import upload
+from tests.remote.test_targets import here, seen
+from tests.remote.troubled_proxy import Fault, Proxy, Request, Trouble
+from ucp import tunables
+from ucp.cli.main import run
+from ucp.errors import InconsistentError, StorageError
+from ucp.files.remote_retry import persistently
+from ucp.tunables import KIB, MIB
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+SOURCE = FIXTURES / "z1_bf16_dp2"
+
+
+def is_object(request: Request) -> bool:
+    return request.range is not None
+
+
+@pytest.mark.parametrize("trouble", ["refuse", "cut", "cut early"])
+def test_reads_that_fail_are_made_again(trouble: Trouble, bucket: str, proxy: Proxy) -> None:
+    url = upload(SOURCE, bucket)
+    proxy.reset()
+    proxy.faults += [Fault(trouble, 3, "GET"), Fault(trouble, 2, "GET", is_object), Fault(trouble, 1, "HEAD")]
+    assert ucp.diff(url, SOURCE).same
+    assert [fault.met for fault in proxy.faults] == [3, 2, 1]
+
+
+def test_a_store_that_falls_silent_is_asked_again(bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = upload(SOURCE, bucket)
+    monkeypatch.setattr(tunables, "REMOTE_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr(tunables, "REMOTE_ATTEMPTS", 100)  # a busy machine may look like a silent store
+    proxy.reset()
+    proxy.faults.append(Fault("stall", 2, "GET", is_object))
+    assert ucp.diff(url, SOURCE).same
+    assert proxy.faults[0].met == 2
+
+
+@pytest.mark.parametrize("trouble", ["refuse", "cut early", "cut"])
+def test_writes_that_fail_are_made_again(
+    trouble: Trouble, tmp_path: Path, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 128 * KIB)
+    proxy.faults += [
+        Fault(trouble, 2, "PUT", lambda request: "journal" in request.path),
+        Fault(trouble, 2, "PUT", lambda request: request.path.endswith(".pt")),
+        Fault(trouble, 1, "PUT", lambda request: "complete" in request.path),
+    ]
+    ucp.convert(SOURCE, f"{bucket}/out", to="deepspeed")
+    assert [fault.met for fault in proxy.faults] == [2, 2, 1]
+    ucp.convert(SOURCE, tmp_path / "out", to="deepspeed")
+    assert seen(f"{bucket}/out") == here(tmp_path / "out")
+
+
+def test_parts_of_a_large_file_that_fail_are_sent_again(
+    tmp_path: Path, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    (tmp_path / "weights").mkdir()
+    save_file({"w": np.arange(3 * MIB, dtype=np.float32)}, tmp_path / "weights" / "model.safetensors")
+    monkeypatch.setattr(tunables, "REMOTE_PART_BYTES", 5 * MIB)
+    proxy.faults.append(Fault("cut early", 1, "PUT", lambda request: "partNumber=2" in request.path))
+    proxy.faults.append(Fault("refuse", 1, "POST", lambda request: "uploadId" in request.path))
+    ucp.convert(tmp_path / "weights", f"{bucket}/out", to="safetensors")
+    assert [fault.met for fault in proxy.faults] == [1, 1]
+    assert ucp.diff(f"{bucket}/out", tmp_path / "weights").same
+
+
+def test_a_store_that_stays_broken_is_told(
+    bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = upload(SOURCE, bucket)
+    monkeypatch.setattr(tunables, "REMOTE_ATTEMPTS", 2)
+    proxy.faults.append(Fault("refuse", 10_000, "GET", is_object))
+    assert run(["verify", url]) == StorageError.exit_code
+    assert run(["convert", url, f"{bucket}/out"]) == StorageError.exit_code
+    told = capfd.readouterr().err
+    assert "2 attempts" in told
+    assert url in told
+    assert "Traceback" not in told
+
+
+def test_a_bucket_that_is_not_there_is_told(proxy: Proxy) -> None:
+    with pytest.raises(StorageError, match="no such file or folder"):
+        ucp.open("s3://nobody-has-made-this/run")
+    with pytest.raises(StorageError, match="nobody-has-made-this"):
+        ucp.convert(SOURCE, "s3://nobody-has-made-this/run")
+    assert proxy.requests
+
+
+def test_a_killed_upload_is_not_seen_and_gone_on_with(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
+    held = Fault("hold", 100, "PUT", lambda request: request.path.endswith("_optim_states.pt"))
+    proxy.faults.append(held)
+    script = (
+        "import sys; from ucp import tunables; tunables.REMOTE_SPOOL_BYTES = 128 * 1024;"
+        "from ucp.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+    command = ["convert", str(SOURCE), f"{bucket}/out", "--to", "deepspeed"]
+    process = subprocess.Popen([sys.executable, "-c", script, *command], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 300
+        while held.met == 0:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait(60)
+    proxy.reset()
+    with pytest.raises(InconsistentError, match="half-done"):
+        ucp.open(f"{bucket}/out")
+    ucp.convert(SOURCE, f"{bucket}/out", to="deepspeed", resume=True)
+    ucp.convert(SOURCE, tmp_path / "out", to="deepspeed")
+    assert seen(f"{bucket}/out") == here(tmp_path / "out")
+
+
+def test_what_asking_again_does_not_change_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "REMOTE_PAUSE_SECONDS", 0.0)
+    asked: list[int] = []
+
+    def refuse(error: Exception) -> None:
+        asked.append(1)
+        raise error
+
+    with pytest.raises(StorageError, match="s3://b/k: PermissionError: no") as failure:
+        persistently(lambda: refuse(PermissionError("no")), "s3://b/k")
+    assert "credentials" in str(failure.value)
+    with pytest.raises(FileNotFoundError):
+        persistently(lambda: refuse(FileNotFoundError()), "s3://b/k")
+    assert len(asked) == 2
+    with pytest.raises(StorageError, match=r"ConnectionError: reset \(6 attempts\)"):
+        persistently(lambda: refuse(ConnectionError("reset")), "s3://b/k")
+    assert len(asked) == 2 + tunables.REMOTE_ATTEMPTS
