@@ -10,6 +10,7 @@ from pathlib import Path
 READER = """
 import json, sys
 from pathlib import Path
+from ucp.files.crc import _fastest
 from ucp.files.inert import Inert, TensorRef
 from ucp.files.pickles import read_pickle
 from ucp.files.safetensors import read_safetensors
@@ -32,6 +33,7 @@ def tensors(tree):
             waiting += [value.args, value.kwargs, value.state, value.items, value.pairs]
 
 count = {"files": 0, "tensors": 0, "bytes": 0}
+_fastest()
 before = set(sys.modules)
 for path in sorted(Path(sys.argv[1]).rglob("*")):
     if path.suffix in (".pt", ".pth", ".bin", ".pkl") and path.is_file():

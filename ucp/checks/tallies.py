@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from ucp.checks.filemap import Held
 from ucp.checks.findings import Finding
 from ucp.checks.values import SECOND_MOMENTS, bits_of, negative, not_finite, quite_right, scannable
 from ucp.engine.casting import RawArray
+from ucp.records import dataclass
 
 _WHAT: Final = {
     "finite": ("NaN or infinite", "training that goes on from here will not recover"),

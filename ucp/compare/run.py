@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from ucp.compare.pairing import AtomPair, narrow, pair
 from ucp.compare.passes import Bundle, Failure
@@ -18,6 +17,7 @@ from ucp.files.local import SourceFiles
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, WEIGHT, Checkpoint, Note
 from ucp.model.selection import Only
+from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

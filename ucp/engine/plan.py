@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import merge
 from itertools import chain
 from typing import Final, TypeVar
@@ -17,6 +16,7 @@ from ucp.model.dtypes import DType
 from ucp.model.region import Piece
 from ucp.model.slabs import slabs
 from ucp.model.target import Hole, Literal, OutputFile, Target, ZeroRange
+from ucp.records import dataclass
 
 # Parts that other versions of this module cut are not found again in a journal.
 VERSION: Final = 2

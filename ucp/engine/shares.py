@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ucp.errors import UsageError
 from ucp.model.target import Target
+from ucp.records import dataclass
 
 _NAME: Final = re.compile(r"journal-(\d+)-of-(\d+)\.jsonl")
 

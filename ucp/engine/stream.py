@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from ucp.model.box import Box
 from ucp.model.checkpoint import Atom
 from ucp.model.slabs import slabs
 from ucp.model.target import OutputFile
+from ucp.records import dataclass, field
 
 if TYPE_CHECKING:
     from ucp.engine.shaped import ShapedReader

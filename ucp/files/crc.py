@@ -1,6 +1,7 @@
 """CRC-32 as zip archives carry it: of blocks, of concatenations, and of long runs of zeros.
 
-The `isal` package computes it three times as fast as zlib and is used where it is installed.
+The `isal` package computes it three times as fast as zlib and is used where it is installed, once blocks are large:
+a run that only looks at pickles is spared the import.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ _POLYNOMIAL: Final = 0xEDB88320
 _ONES: Final = 0xFFFFFFFF
 
 
+_LARGE: Final = 64 * 1024  # bytes
+
+
+def crc32(data: bytes | bytearray | memoryview, before: int) -> int:
+    """The CRC-32 of a stream that ends with `data`; `before` is that of all bytes before it."""
+    return zlib.crc32(data, before) if len(data) < _LARGE else _fastest()(data, before)
+
+
+@cache
 def _fastest() -> _Crc32:
     try:
         fast: _Crc32 = import_module("isal.isal_zlib").crc32
     except ImportError:
         return zlib.crc32
     return fast
-
-
-crc32: Final[_Crc32] = _fastest()
-"""`crc32(data, before)`: the CRC-32 of a stream that ends with `data`; `before` is that of all bytes before it."""
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -14,7 +13,7 @@ from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh
 from ucp.model.rules import RuleBook
 from ucp.model.target import Digests, OutputFile, Target
-from ucp.records import dataclass
+from ucp.records import dataclass, field_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +162,9 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
     """The writer of the named format for this source."""
     if name not in WRITERS:
         raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
-    for field in fields(options):
-        if getattr(options, field.name) not in (None, False) and not _means_something(field.name, name):
-            option = "stages" if field.name == "first_layers" else field.name.replace("_", "-")
+    for option_name in field_names(options):
+        if getattr(options, option_name) not in (None, False) and not _means_something(option_name, name):
+            option = "stages" if option_name == "first_layers" else option_name.replace("_", "-")
             raise UsageError(f"--{option} means nothing to --to {name}", hint=f"leave --{option} out")
     return cast(Writer, import_module(WRITERS[name]).Writer(source, options))
 

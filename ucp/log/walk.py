@@ -7,7 +7,6 @@ skipped. So what is found is always a prefix of what was written.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -25,6 +24,7 @@ from ucp.log.frames import (
 from ucp.log.payloads import Commit, StepRecord
 from ucp.log.schema import StreamSchema
 from ucp.log.segmentfile import SegmentFile, check_blocks, frame_at
+from ucp.records import dataclass, field
 
 SUFFIX: Final = ".ugl"
 

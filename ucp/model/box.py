@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
+
+from ucp.records import dataclass
 
 Shape = tuple[int, ...]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from ucp.records import as_dict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Mesh:
         return self.tp * self.pp * self.dp
 
     def to_json(self) -> dict[str, int]:
-        return asdict(self)
+        return as_dict(self)
 
     def __str__(self) -> str:
         text = f"tp {self.tp} × pp {self.pp} × dp {self.dp}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from ucp.model.box import Box, Shape, interval_boxes, whole
+from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ fragments with new regions, so whatever has the parameter's shape (weight, maste
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import overload
 
 from ucp.errors import InconsistentError
 from ucp.model.box import Box, Shape, intersect, strides_of, whole
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.region import Region
+from ucp.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

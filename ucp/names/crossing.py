@@ -11,8 +11,6 @@ from typing import Final
 
 from ucp.model.checkpoint import Checkpoint
 from ucp.names.carried import deepspeed_trees, megatron_tree
-from ucp.names.into_deepspeed import into_deepspeed
-from ucp.names.into_megatron import into_megatron
 
 _DEEPSPEED: Final = ("deepspeed", "deepspeed-universal")
 _MEGATRON: Final = ("megatron", "torch-dist")
@@ -21,8 +19,13 @@ _MEGATRON: Final = ("megatron", "torch-dist")
 def crossed(checkpoint: Checkpoint, to: str, model_config: Path | None = None) -> Checkpoint:
     """The checkpoint for a writer of the format `to`: with its own framework's extras in place of another's."""
     megatron, deepspeed = megatron_tree(checkpoint), deepspeed_trees(checkpoint)
+    # Most conversions do not cross, and both ways are large modules.
     if to in _MEGATRON and megatron is None:
+        from ucp.names.into_megatron import into_megatron
+
         return into_megatron(checkpoint, deepspeed, model_config)
     if to in _DEEPSPEED and not deepspeed and megatron is not None:
+        from ucp.names.into_deepspeed import into_deepspeed
+
         return into_deepspeed(checkpoint, megatron)
     return checkpoint

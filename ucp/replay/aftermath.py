@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from ucp.files.pickle_writer import bare_object
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import Span, Stream
 from ucp.model.checkpoint import Checkpoint, Extras, Note, ParamGroup
+from ucp.records import replace
 
 _COUNTED: Final = "global_steps"
 _RANDOM: Final = re.compile(r"rng_state(_\d+)?\.pth")

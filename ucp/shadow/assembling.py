@@ -6,7 +6,6 @@ What a shadow tells of its state is JSON, so that the checkpoint can be put toge
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ucp.log.schema import StreamSchema
 from ucp.log.walk import LoggedStep, StreamScan
 from ucp.model.checkpoint import COMPUTED, Checkpoint, ComputedFiles, Note
 from ucp.model.dtypes import BY_NAME
+from ucp.records import replace
 from ucp.replay.aftermath import advance
 from ucp.replay.building import Builder
 from ucp.replay.chunks import ReplayedTensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from ucp.log.payloads import (
 )
 from ucp.log.reader import StoredBlock
 from ucp.log.schema import StreamSchema
+from ucp.records import dataclass, field, replace
 from ucp.shadow.portions import Portion
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ucp import tunables
 from ucp.log.frames import BadBytesError
 from ucp.log.reader import epoch_folder, stream_folder
+from ucp.records import dataclass, field
 from ucp.shadow.epochs import root_of
 from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Intake
 from ucp.shadow.loading import Beginning

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from ucp.log.payloads import Digest, StepRecord
 from ucp.log.reader import StoredBlock, Stream
 from ucp.log.schema import StreamSchema
 from ucp.log.walk import StreamScan
+from ucp.records import replace
 from ucp.replay.chunks import Replay, ReplayedTensor, memory_of
 from ucp.replay.exactness import Approximate
 from ucp.replay.kernels import PARAM, Stretch

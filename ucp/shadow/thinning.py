@@ -6,7 +6,6 @@ Header, table and all checksums are the log's own, so that such a frame stands f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from ucp.log.frames import BadBytesError, FrameHeader, FrameType, checksum
 from ucp.log.payloads import TABLE_HEAD, Table, table_bytes, unpack_table
 from ucp.log.schema import StreamSchema
+from ucp.records import replace
 from ucp.shadow.intake import Frame, stored_block
 from ucp.shadow.portions import Portion
 from ucp.shadow.wire import Buffer, Channel, receive

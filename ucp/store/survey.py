@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import xxhash
 
 from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
+from ucp.records import dataclass, field
 from ucp.store.blocks import MAGIC, NO_SLOT, DamagedError, Head, SlotHeader, Superblock
 from ucp.store.layout import HEAD_AT, PAGE, SCHEMA_AT, SUPERBLOCKS_AT, Layout, Schema
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ucp.files.inert import Inert
 from ucp.formats.deepspeed.names import sort_names
 from ucp.model.checkpoint import Checkpoint
+from ucp.records import dataclass, field
 from ucp.train.live import LiveJob
 from ucp.train.values import GONE, revive
 

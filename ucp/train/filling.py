@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from heapq import merge
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from ucp.model.box import flat_index
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.slabs import slabs
+from ucp.records import replace
 from ucp.train.live import LiveJob, Share, dtype_of, flat_view, local_part
 from ucp.train.matching import LoadPlan, Read, SteppedPlan
 from ucp.train.optimizers import number_for

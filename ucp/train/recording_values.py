@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ucp.log.values import Value
 from ucp.log.writer import Writer
+from ucp.records import replace
 from ucp.train.recording_buffers import BufferWatch
 from ucp.train.recording_start import Start, write_kinds
 from ucp.train.recording_states import StateTaker

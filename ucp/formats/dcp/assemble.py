@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ucp.model.checkpoint import STEP, WEIGHT, Atom, Fragment, Note, Parameter, 
 from ucp.model.dtypes import BOOL, FLOAT64, INT64
 from ucp.model.layout import Rank
 from ucp.model.region import Region
+from ucp.records import dataclass, field
 
 # States that have the parameter's own shape in every optimizer that knows them.
 

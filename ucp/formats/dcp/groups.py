@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ucp.errors import IntegrityError
@@ -13,6 +12,7 @@ from ucp.formats.dcp.keys import PARAMS, OptimizerKeys
 from ucp.formats.distcp_archives import Archives, Objects
 from ucp.formats.distcp_index import Entry, ObjectEntry, TensorEntry
 from ucp.model.dtypes import DType
+from ucp.records import dataclass, field
 
 _FORMATS: Final = {
     "float64": "<d",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from ucp.formats.distcp_index import Entry, Folder, KeyPath, ObjectEntry, TensorEntry
+from ucp.records import dataclass, field
 
 GROUPS: Final = "param_groups"
 STATE: Final = "state"

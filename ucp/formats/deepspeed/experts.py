@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+from ucp.records import dataclass
 
 _EXPERT: Final = re.compile(r"(.*\.?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 

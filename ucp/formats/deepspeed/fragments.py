@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import overload
@@ -14,6 +13,7 @@ from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import SlicePiece
+from ucp.records import dataclass
 
 
 class LazyFragments(Sequence[Fragment]):

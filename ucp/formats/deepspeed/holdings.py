@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.stored import Stored
 from ucp.model.box import Shape
 from ucp.model.checkpoint import WEIGHT, Role
+from ucp.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, order=True)

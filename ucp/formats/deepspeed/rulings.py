@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ucp.errors import InconsistentError, UsageError
@@ -13,11 +12,11 @@ from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.stored import Stored
 from ucp.formats.deepspeed.ucinfo import DEFAULT_ORIGIN, rules_from_info, speaks_of_tp
 from ucp.formats.equality import Sameness, compare
-from ucp.formats.inference import LocalSlice, RuleInference
 from ucp.model.box import Shape, whole
-from ucp.model.checkpoint import MASTER, WEIGHT
+from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.layout import Rank
 from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook, SlicePiece, resolve
+from ucp.records import dataclass, replace
 
 ONE_RANK: Final = "one tensor-parallel rank"
 _PER_RANK: Final = "buffer: rank 0's copy counts"
@@ -45,7 +44,7 @@ def rule_all(
     own = rules_from_info(info, where) if info else None
     speaks = info is not None and speaks_of_tp(info)
     found: dict[str, Ruling] = {}
-    missing: dict[str, Sequence[LocalSlice]] = {}
+    missing: list[str] = []
     for name, role in reading.holdings.roles.items():
         if name not in reading.holdings:
             continue
@@ -61,12 +60,9 @@ def rule_all(
         elif own is not None and speaks and role != "buffer" and (said := own.find(name)) is not None:
             found[name] = _ruled(reading, name, held, said)
         else:
-            missing[name] = _evidence(held)
+            missing.append(name)
     if missing:
-        for name, (rule, origin) in RuleInference(reading.source).rules_for(missing).items():
-            shapes = [holding.shape for holding in first_row(reading.holdings, name)]
-            found[name] = Ruling(resolve(rule, shapes, name), origin)
-            reading.note("rule-inferred", f"{name}: {found[name].rule} ({origin})")
+        found.update(_inferred(reading, missing))
     books = [user] if user is not None else []
     if own is not None and tp > 1 and speaks:
         books.append(own)
@@ -105,7 +101,7 @@ def _ruled(reading: Reading, name: str, held: Sequence[Holding], said: NamedRule
     Megatron-DeepSpeed forgets a pattern for position embeddings, and DeepSpeed would stack their copies."""
     shapes = [holding.shape for holding in held]
     if said.origin == DEFAULT_ORIGIN:
-        slices = [(part.shape, part.fragments) for part in _evidence(held)]
+        slices = [(holding.shape, _evidence(tp, holding)) for tp, holding in enumerate(held)]
         if compare(reading.source, slices) is Sameness.EQUAL:
             reading.note(
                 "rule-inferred", f"{name}: replicated (no pattern matches it, and all ranks hold the same bytes)"
@@ -114,15 +110,29 @@ def _ruled(reading: Reading, name: str, held: Sequence[Holding], said: NamedRule
     return Ruling(resolve(said.rule, shapes, name), said.origin)
 
 
-def _evidence(held: Sequence[Holding]) -> list[LocalSlice]:
-    """What each tensor-parallel rank holds, for inference: its weight, or its master where no file has the weight."""
-    slices: list[LocalSlice] = []
-    for tp, holding in enumerate(held):
-        stored = _best(holding)
-        piece = SlicePiece(whole(holding.shape), 0)
-        part = Slice((piece,), holding.shape, Rank(tp=tp))
-        slices.append(LocalSlice(holding.shape, fragments_of(WEIGHT, [(part, stored)]) if stored is not None else ()))
-    return slices
+def _inferred(reading: Reading, names: Sequence[str]) -> dict[str, Ruling]:
+    """Rulings for parameters that nobody speaks of, each told in a note."""
+    from ucp.formats.inference import LocalSlice, RuleInference  # few checkpoints need it, and it brings all presets
+
+    rows = {name: first_row(reading.holdings, name) for name in names}
+    slices = {
+        name: [LocalSlice(holding.shape, _evidence(tp, holding)) for tp, holding in enumerate(row)]
+        for name, row in rows.items()
+    }
+    found: dict[str, Ruling] = {}
+    for name, (rule, origin) in RuleInference(reading.source).rules_for(slices).items():
+        found[name] = Ruling(resolve(rule, [holding.shape for holding in rows[name]], name), origin)
+        reading.note("rule-inferred", f"{name}: {found[name].rule} ({origin})")
+    return found
+
+
+def _evidence(tp: int, holding: Holding) -> Sequence[Fragment]:
+    """What a tensor-parallel rank holds, for inference: its weight, or its master where no file has the weight."""
+    stored = _best(holding)
+    if stored is None:
+        return ()
+    piece = SlicePiece(whole(holding.shape), 0)
+    return fragments_of(WEIGHT, [(Slice((piece,), holding.shape, Rank(tp=tp)), stored)])
 
 
 def _best(holding: Holding) -> Stored | None:

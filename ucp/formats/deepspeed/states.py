@@ -7,7 +7,6 @@ told apart by their lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.files.inert import Inert, TensorRef
@@ -17,6 +16,7 @@ from ucp.formats.deepspeed.shards import RankFile, describe, holds_tensor
 from ucp.formats.deepspeed.stored import Spot, Stored
 from ucp.model.checkpoint import MASTER, WEIGHT
 from ucp.model.dtypes import DType
+from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from ucp.errors import UsageError
@@ -24,6 +23,7 @@ from ucp.model.checkpoint import WEIGHT, Checkpoint, Note, Parameter
 from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh
 from ucp.model.target import Digests, Literal, OutputFile, Target
+from ucp.records import replace
 
 _MASTER_FILE = "fp32"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ucp.errors import InconsistentError
@@ -14,6 +13,7 @@ from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.tensors import whole_tensor
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom
 from ucp.model.dtypes import DType
+from ucp.records import dataclass
 
 _FORMATS = {"int64": "<q", "float32": "<f", "float64": "<d", "int32": "<i"}
 
