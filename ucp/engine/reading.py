@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
@@ -14,11 +13,13 @@ from ucp import tunables
 from ucp.engine.casting import RawArray, cast, mean, raw_dtype, unscale
 from ucp.engine.flat import can_flatten as can_flatten
 from ucp.engine.flat import flatten, is_contiguous_in
+from ucp.engine.strided import StridedBlock, StridedReader
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape, flat_index, intersect, strides_of
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.slabs import slabs
+from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Cover:
         self._first = [first for first, _, _ in extents]
         self._last_so_far = list(accumulate((last for _, last, _ in extents), max))
 
+    @property
+    def blocks(self) -> Sequence[StoredBlock]:
+        """All stored blocks, first ones first."""
+        return self._extents
+
     def overlapping(self, slab: Box) -> Iterator[tuple[Box, StoredBlock]]:
         """Every stored block that shares elements with the slab, with the shared box."""
         first = flat_index(slab.start, self.shape)
@@ -84,6 +90,7 @@ class AtomReader:
         self.shape: Shape = (atom.numel,) if self.flat else atom.shape
         self._covers = [Cover(cover, atom.shape, self.flat) for cover in covers]
         self._scratch = np.empty(0, np.uint8)
+        self._across: StridedReader | None = None
 
     def read(self, slab: Box, out: RawArray) -> None:
         """Fill `out` (raw, C-contiguous, of the slab's shape and the atom's dtype) with the slab's elements."""
@@ -150,22 +157,15 @@ class AtomReader:
         return block.view(kind).reshape(common.shape)
 
     def _strided(self, strides: Shape, extent: StoredBlock, common: Box) -> RawArray:
-        """Elements that do not lie side by side in the file: read spans that fit memory and pick from them."""
-        fragment = extent.fragment
-        itemsize = fragment.dtype.itemsize
-        out = np.empty(common.shape, raw_dtype(fragment.dtype))
-        for box in _fitting(common, strides, max(1, tunables.SLAB_BYTES // itemsize)):
-            local = tuple(a - b for a, b in zip(box.start, extent.box.start, strict=True))
-            first = sum(i * s for i, s in zip(local, strides, strict=True))
-            span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
-            raw = np.frombuffer(
-                self.files.read(fragment.file, extent.offset + first * itemsize, span * itemsize), out.dtype
-            )
-            view = np.lib.stride_tricks.as_strided(raw, box.shape, tuple(s * itemsize for s in strides))
-            out[tuple(slice(a - c, a - c + n) for a, c, n in zip(box.start, common.start, box.shape, strict=True))] = (
-                view
-            )
-        return out
+        """Elements that do not lie side by side in the file."""
+        if self._across is None:
+            blocks = (block for cover in self._covers for block in cover.blocks if block.fragment.strides is not None)
+            self._across = StridedReader(self.files, (_strided(b, b.fragment.strides or ()) for b in blocks))
+        return self._across.read(_strided(extent, strides), common)
+
+
+def _strided(extent: StoredBlock, strides: Shape) -> StridedBlock:
+    return StridedBlock(extent.box, extent.offset, strides, extent.fragment)
 
 
 def _strides(extent: StoredBlock, common: Box) -> Shape | None:
@@ -181,22 +181,6 @@ def _position(extent: StoredBlock, common: Box) -> int:
     """Byte offset in the file of the first element of `common`, a block that is contiguous in the stored box."""
     local = tuple(a - b for a, b in zip(common.start, extent.box.start, strict=True))
     return extent.offset + flat_index(local, extent.box.shape) * extent.fragment.dtype.itemsize
-
-
-def _fitting(box: Box, strides: Shape, limit: int) -> Iterator[Box]:
-    """Cut `box` until the span of each part in the file is at most `limit` elements: along the longest stride first."""
-    span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
-    if span <= limit or box.numel == 1:
-        yield box
-        return
-    dim = max(range(box.ndim), key=lambda d: (box.shape[d] - 1) * strides[d])
-    half = box.shape[dim] // 2
-    for start, n in ((box.start[dim], half), (box.start[dim] + half, box.shape[dim] - half)):
-        yield from _fitting(
-            Box((*box.start[:dim], start, *box.start[dim + 1 :]), (*box.shape[:dim], n, *box.shape[dim + 1 :])),
-            strides,
-            limit,
-        )
 
 
 def read_rows(files: SourceFiles, atom: Atom, start: int, stop: int, out: RawArray) -> None:
