@@ -11,6 +11,7 @@ import click
 
 from ucp.cli.options import human_bytes, table
 from ucp.errors import InconsistentError, IntegrityError, UsageError
+from ucp.files.paths import as_path, is_url
 from ucp.log.bases import list_bases, usable_bases
 from ucp.log.codecs import Encoding
 from ucp.log.payloads import StepRecord
@@ -146,6 +147,7 @@ def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_jso
     Nothing needs this: readers take no notice of torn ends, and a new recording begins a new epoch. It gives the space
     back. Where the end is not torn but damaged, later steps may be good: then name the step.
     """
+    _refuse_store(log)
     with Log.open(log, "inspect") as opened:
         epoch = opened.epochs[-1]
         bad = [defect for defect in epoch.defects if defect.kind in ("damaged", "disorder")]
@@ -155,6 +157,13 @@ def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_jso
             )
         cuts = plan_truncate(epoch, epoch.recoverable_step if step is None else step)
         _do(cuts, dry_run, as_json, keep_tail=keep_tail)
+
+
+def _refuse_store(log: Path) -> None:
+    if is_url(log):
+        raise UsageError(
+            f"{as_path(log)}: logs in an object store are read only", hint="do it before it is copied there"
+        )
 
 
 @command.command("compact", short_help="Drop what bases have made superfluous.")
@@ -167,6 +176,7 @@ def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
 
     Steps between older bases can then no longer be had. Bases are not touched.
     """
+    _refuse_store(log)
     with Log.open(log, "inspect", check="tail") as opened:
         if step is None:
             bases = usable_bases(opened)
