@@ -19,7 +19,6 @@ SCHEDULE: dict[str, Any] = {
         {"name": "first|weight", "bytes": 600, "deadline": 0.8, "copied": [0.1, 0.8], "by_trainer": 100},
         {"name": "frozen|weight", "bytes": 50, "deadline": None, "copied": [0.8, 0.9], "by_trainer": 0},
     ],
-    "predicted": None,
     "measured": {"stall": 0.01, "late_bytes": 100, "prepare": 0.002, "write": 0.5},
 }
 
@@ -61,6 +60,27 @@ def test_it_is_drawn(folder: Path) -> None:
     assert svg.count('class="end"') == 2
     assert "first|weight" in svg
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.txt")]) == 2
+
+
+def test_parts_of_several_steps_and_rests_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each part has a schedule of its own; nothing is planned while gradients are exchanged."""
+    tensors = [{**tensor, "step": 12 - number % 2} for number, tensor in enumerate(SCHEDULE["tensors"])]
+    told = {**SCHEDULE, "tensors": tensors, "parts": [11, 12], "blocked": [[0.05, 0.45]]}
+    (folder / "schedule.json").write_text(json.dumps(told))
+    assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.svg")]) == 0
+    out = capsys.readouterr().out
+    assert "spread over steps 11 to 12" in out
+    assert "no copies while gradients are exchanged: 50.00-450.00 ms" in out
+    assert "0.00-50.00, 450.00-500.00" in out  # the last layer, before and after
+    svg = (folder / "plan.svg").read_text()
+    assert "stall 20.00 ms planned, 10.00 ms measured" in svg  # 600 bytes, room for 400
+    assert "11: first|weight" in svg
+    assert svg.count('class="held"') == 1
+    assert run(["snapshot", "plan", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parts"] == [11, 12]
+    assert [schedule["step"] for schedule in told["schedules"]] == [11, 12]
+    assert told["spread"] == 8  # 750 bytes in the 0.1 s before 0.5 s that are free
 
 
 def test_a_png_where_matplotlib_is(folder: Path) -> None:

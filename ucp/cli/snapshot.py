@@ -11,8 +11,18 @@ import click
 
 from ucp.cli.options import human_bytes, parse_bytes, table
 from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.records import dataclass
 from ucp.train.snapshot_drawing import Row, draw
-from ucp.train.snapshot_plan import Costs, Schedule, Tensor, is_feasible, make_schedule, spread
+from ucp.train.snapshot_plan import (
+    Blocked,
+    Costs,
+    Schedule,
+    Tensor,
+    is_feasible,
+    make_schedule,
+    open_time,
+    spread,
+)
 
 SCHEDULE = "schedule.json"
 
@@ -59,17 +69,22 @@ def plan(
             f"{snapshots}: the first snapshot measures, the next ones are planned", hint="give --link, or wait for one"
         )
     costs = Costs(float(rates[0]), float(rates[1] or rates[0]), share)
-    tensors = [Tensor(t["name"], int(t["bytes"]), 0.0, _deadline(t, window)) for t in told["tensors"]]
-    schedule = make_schedule(tensors, costs)
-    rows = _rows(told, tensors, schedule)
-    summary = _summary(told, tensors, costs, schedule)
+    # What was measured of the exchange of gradients says nothing about another step time.
+    blocked = [] if window is not None else [(float(a), float(b)) for a, b in told.get("blocked", ())]
+    parts = _parts(told, window, costs, blocked)
+    rows = [row for part in parts for row in part.rows()]
+    summary = _summary(told, parts, costs, blocked)
+    planned, measured = summary["planned"]["stall"], summary["measured"]["stall"]
     if output is not None:
-        draw(rows, output, f"snapshot of step {told['step']}: stall {1e3 * schedule.stall:.2f} ms planned")
+        stall = f"stall {_ms(planned)} ms planned, {_ms(measured)} ms measured"
+        draw(rows, output, f"snapshot of step {told['step']}: {stall}", blocked)
     if as_json:
-        click.echo(json.dumps({"schema": 1, **summary, "schedule": schedule.to_json(), "tensors": told["tensors"]}))
+        schedules = [{"step": part.step, **part.schedule.to_json()} for part in parts]
+        click.echo(json.dumps({"schema": 1, **summary, "schedules": schedules, "tensors": told["tensors"]}))
         return
     cells = [
         [
+            *([str(row.step)] if len(parts) > 1 else []),
             row.name,
             human_bytes(row.nbytes),
             "-" if row.deadline is None else _ms(row.deadline),
@@ -79,17 +94,61 @@ def plan(
         ]
         for row in rows
     ]
-    click.echo(table(cells, ["tensor", "size", "update at", "planned", "measured", "copied by"]))
+    heads = ["step"] if len(parts) > 1 else []
+    click.echo(table(cells, [*heads, "tensor", "size", "update at", "planned", "measured", "copied by"]))
     click.echo(
         f"\nstep {summary['step']}: {human_bytes(summary['bytes'])} at {human_bytes(costs.rate)}/s;"
-        f" stall planned {_ms(schedule.stall)} ms, measured {_ms(summary['measured']['stall'])} ms"
+        f" stall planned {_ms(planned)} ms, measured {_ms(measured)} ms"
         f" (and {_ms(summary['measured']['prepare'])} ms to prepare)"
     )
+    if len(parts) > 1:
+        click.echo(f"spread over steps {parts[0].step} to {parts[-1].step}: a gradient log brings it to one")
+    if blocked:
+        spans = ", ".join(f"{_ms(start)}-{_ms(stop)}" for start, stop in blocked)
+        click.echo(f"no copies while gradients are exchanged: {spans} ms after a step")
     if not summary["feasible"]:
         click.echo(
-            f"{human_bytes(schedule.late_bytes)} do not fit between two steps; spread over"
+            f"{human_bytes(summary['planned']['late_bytes'])} do not fit between two steps; spread over"
             f" {summary['spread']} iterations they would"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What of a snapshot was copied after one step: as the job tells it, and as it is planned."""
+
+    step: int
+    told: list[dict[str, Any]]
+    tensors: list[Tensor]
+    schedule: Schedule
+
+    def rows(self) -> list[Row]:
+        planned: dict[str, list[tuple[float, float]]] = {}
+        for copy in self.schedule.copies:
+            planned.setdefault(copy.name, []).append((copy.start, copy.stop))
+        return [
+            Row(
+                tensor.name,
+                tensor.nbytes,
+                planned.get(tensor.name, []),
+                (each["copied"][0], each["copied"][1]),
+                None if tensor.deadline == inf else tensor.deadline,
+                bool(each["by_trainer"]),
+                self.step,
+            )
+            for tensor, each in zip(self.tensors, self.told, strict=True)
+        ]
+
+
+def _parts(told: dict[str, Any], window: float | None, costs: Costs, blocked: Blocked) -> list[_Part]:
+    by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in told.get("parts", ())}
+    for each in told["tensors"]:
+        by_step.setdefault(each.get("step", told["step"]), []).append(each)
+    made = []
+    for step, some in by_step.items():
+        tensors = [Tensor(each["name"], int(each["bytes"]), 0.0, _deadline(each, window)) for each in some]
+        made.append(_Part(step, some, tensors, make_schedule(tensors, costs, blocked)))
+    return made
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -104,7 +163,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise StorageError(
             f"{path}: cannot be read: {error.strerror}", hint="ucp.snapshot writes it after its first snapshot"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: is no JSON: {error}") from None
     if not isinstance(told, dict) or told.get("schema") != 1 or not isinstance(told.get("tensors"), list):
         raise IntegrityError(f"{path}: is no schedule of snapshots")
@@ -117,32 +176,21 @@ def _deadline(told: dict[str, Any], window: float | None) -> float:
     return float(told["deadline"]) if window is None else window
 
 
-def _rows(told: dict[str, Any], tensors: list[Tensor], schedule: Schedule) -> list[Row]:
-    planned: dict[str, list[tuple[float, float]]] = {}
-    for copy in schedule.copies:
-        planned.setdefault(copy.name, []).append((copy.start, copy.stop))
-    return [
-        Row(
-            tensor.name,
-            tensor.nbytes,
-            planned.get(tensor.name, []),
-            (each["copied"][0], each["copied"][1]),
-            None if tensor.deadline == inf else tensor.deadline,
-            bool(each["by_trainer"]),
-        )
-        for tensor, each in zip(tensors, told["tensors"], strict=True)
-    ]
-
-
-def _summary(told: dict[str, Any], tensors: list[Tensor], costs: Costs, schedule: Schedule) -> dict[str, Any]:
+def _summary(told: dict[str, Any], parts: list[_Part], costs: Costs, blocked: Blocked) -> dict[str, Any]:
+    tensors = [tensor for part in parts for tensor in part.tensors]
     total = sum(tensor.nbytes for tensor in tensors)
     window = min((tensor.deadline for tensor in tensors), default=inf)
     return {
         "step": told["step"],
+        "parts": [part.step for part in parts],
         "bytes": total,
-        "feasible": is_feasible(tensors, costs.rate),
-        "spread": 1 if window == inf else spread(total, costs, window),
-        "planned": {"stall": schedule.stall, "late_bytes": schedule.late_bytes},
+        "feasible": all(is_feasible(part.tensors, costs.rate, blocked) for part in parts),
+        "spread": 1 if window == inf else spread(total, costs, open_time(0.0, window, blocked)),
+        "blocked": [list(stretch) for stretch in blocked],
+        "planned": {
+            "stall": sum(part.schedule.stall for part in parts),
+            "late_bytes": sum(part.schedule.late_bytes for part in parts),
+        },
         "measured": told["measured"],
     }
 

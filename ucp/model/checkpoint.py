@@ -6,7 +6,6 @@ Every reader produces a `Checkpoint`, every command, writer and check consumes o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -16,6 +15,7 @@ from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh, Rank
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, Rule
+from ucp.records import dataclass, field
 
 Role = Literal["trained", "frozen", "buffer"]
 
@@ -163,6 +163,9 @@ class Checkpoint:
     sizes: dict[str, int] = field(default_factory=dict)  # every file of the checkpoint, relative path → bytes
     details: dict[str, Any] = field(default_factory=dict)  # format-specific facts worth showing, JSON values only
     computed: ComputedFiles | None = None  # where fragments name files that do not exist
+    # Parameter → the step that it is of, where that is not `step`: in a snapshot that was spread over steps, which is
+    # no state of the job before a log has brought all of it to one step.
+    steps: dict[str, int] = field(default_factory=dict)
     lease: object = None  # keeps the bytes as they are, as long as the index lives, where a job writes beside us
 
     def atoms(self) -> Iterator[Atom]:

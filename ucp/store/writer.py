@@ -44,7 +44,7 @@ class Store:
         self._closed = False
         self._slot: int | None = None  # that is being written
         self._step = 0
-        self._written: dict[int, AtomRecord | None] = {}  # None: given out as a view, its digest is not known yet
+        self._written: dict[int, AtomRecord] = {}  # without a digest: given out as a view
         found = survey(lambda at, size: bytes(medium.view[at : at + size]), shape)
         self._sequence = found.sequence
         self._root = NO_SLOT if found.root is None else found.root.slot
@@ -137,10 +137,10 @@ class Store:
             at += len(block)
         self._written[number] = AtomRecord(digest.digest(), self._step if step is None else step)
 
-    def view(self, name: str, kind: str) -> Bytes:
+    def view(self, name: str, kind: str, *, step: int | None = None) -> Bytes:
         """The bytes of one atom in the generation that is being written, to be filled before `commit`."""
         number, _ = self._find(name, kind)
-        self._written[number] = None
+        self._written[number] = AtomRecord(b"", self._step if step is None else step)
         return self._bytes(number)
 
     def commit(self, notes: Mapping[str, Any] | None = None) -> int:
@@ -161,7 +161,7 @@ class Store:
                 hint="make the store with a larger notes_bytes",
             )
         records = tuple(
-            record or AtomRecord(xxhash.xxh3_128_digest(self._bytes(number).data), self._step)
+            record if record.digest else AtomRecord(xxhash.xxh3_128_digest(self._bytes(number).data), record.step)
             for number, record in sorted(self._written.items())
         )
         begin = layout.slot_at(slot)

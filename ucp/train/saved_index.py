@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ucp.model.checkpoint import STEP, WEIGHT, Atom, Checkpoint, Extras, Note, P
 from ucp.model.dtypes import BY_NAME, DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
+from ucp.records import dataclass
 from ucp.train.live import LiveJob, dtype_of
 from ucp.train.pieces import ParameterNote
 from ucp.train.saved_state import build_trees
@@ -31,12 +31,18 @@ class Gathered:
     state: dict[str, Any]
 
 
-def build_index(job: LiveJob, gathered: Sequence[Gathered], path: Path) -> tuple[Checkpoint, dict[str, Any]]:
-    """The checkpoint that is to be written (its atoms have no fragments yet), and the tensors inside its extras."""
+def build_index(
+    job: LiveJob, gathered: Sequence[Gathered], path: Path, parameters: dict[str, Parameter] | None = None
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """The checkpoint that is to be written (its atoms have no fragments yet), and the tensors inside its extras.
+
+    `parameters` are those of an earlier index, where the ranks say of them what they said then.
+    """
     order = sorted(range(len(gathered)), key=lambda rank: (gathered[rank].rank, rank))
     ranks = [gathered[rank] for rank in order]
-    parameters = _parameters(ranks)
-    _atoms(ranks, parameters)
+    if parameters is None:
+        parameters = _parameters(ranks)
+        _atoms(ranks, parameters)
     groups = _groups(ranks)
     tensors: dict[str, Any] = {}
 
@@ -53,7 +59,7 @@ def build_index(job: LiveJob, gathered: Sequence[Gathered], path: Path) -> tuple
             job.mesh,
             parameters,
             framework=_framework(job),
-            step=_steps_taken(job) if step is None else step,
+            step=steps_counted(job) if step is None else step,
             groups=groups,
             extras=Extras(trees),
             notes=notes,
@@ -134,7 +140,7 @@ def _model_dtype(parameters: dict[str, Parameter]) -> DType:
     return max(counts, key=lambda dtype: counts[dtype], default=BY_NAME["float32"])
 
 
-def _steps_taken(job: LiveJob) -> int | None:
+def steps_counted(job: LiveJob) -> int | None:
     """Steps that the optimizer counts itself, where it does."""
     states = job.optimizer.state.values() if job.optimizer is not None else ()
     counted = [int(state[STEP]) for state in states if STEP in state]

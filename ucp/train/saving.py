@@ -6,7 +6,6 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ucp.model.checkpoint import Atom, Checkpoint
 from ucp.model.region import Region
 from ucp.model.rules import RuleBook
 from ucp.model.target import Target
+from ucp.records import dataclass, field
 from ucp.train.describe import describe
 from ucp.train.live import dtype_of
 from ucp.train.pieces import Collector, Holdings, Piece, SliceRules
@@ -147,7 +147,7 @@ class Saver:
         self.pieces = holdings.pieces
         told = [(p.name, p.kind, p.dtype.name, p.shape, p.region) for p in holdings.pieces]
         names = [[job.logical_name(name) for name in group] for group in job.names_by_group()]
-        groups = list(zip(_group_hyper(job.groups), names, strict=True))
+        groups = list(zip(group_hyper(job.groups), names, strict=True))
         gathered = to_first(Gathered(told, list(holdings.notes.values()), groups, job.rank, state))
         shares: list[Any] | None = None
         if gathered is not None:
@@ -250,7 +250,7 @@ class Saver:
         self.staging.publish(self.writer.last(self.target, self.staging.digests()), durable=self.durable)
 
 
-def _group_hyper(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def group_hyper(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Hyper-parameters without parameters; one-element tensors as numbers."""
     return [
         {str(key): value.item() if hasattr(value, "item") else value for key, value in group.items() if key != "params"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ucp import tunables
+from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, local_part
 from ucp.train.pieces import Piece
 
@@ -72,13 +72,15 @@ class Throttle:
 
 
 class Copier:
-    """Copies the items of one snapshot in order. The trainer's guard takes over what it is about to overwrite."""
+    """Copies items of one snapshot in order. The trainer's guard takes over what it is about to overwrite."""
 
     def __init__(self, items: Sequence[Item], throttle: Throttle, may_run: threading.Event) -> None:
         self.items = items
         self.stall_seconds = 0.0  # that the guard took
         self.seconds = 0.0  # that the copier was at it
         self.nbytes = 0
+        self.finished = False
+        self.error: BaseException | None = None  # why `run_quietly` has stopped
         self._throttle = throttle
         self._may_run = may_run
 
@@ -94,9 +96,19 @@ class Copier:
                 self._throttle.wait(some)
                 self.seconds += time.perf_counter() - began
                 self.nbytes += some
+        self.finished = True
+
+    def run_quietly(self) -> None:
+        """`run` in a thread of its own; what goes wrong is in `error`."""
+        try:
+            self.run()
+        except Exception as error:  # noqa: BLE001 - looked at when the snapshot is written
+            self.error = error
 
     def guard(self, keys: frozenset[int]) -> None:
         """Before these tensors are updated: what of them is not aside yet is copied now."""
+        if self.finished:
+            return
         began = time.perf_counter()
         waited = False
         for item in self.items:
@@ -140,33 +152,6 @@ class Owners:
 
 def _storage(tensor: Any) -> int:
     return int(local_part(tensor).untyped_storage().data_ptr())
-
-
-def make_items(
-    pieces: Iterable[Piece], owners: Owners, buffers: dict[tuple[int, Any, int], torch.Tensor]
-) -> tuple[list[Item], int]:
-    """What can wait, as items whose pieces already point at their copies; and the bytes that were copied at once.
-
-    `buffers` are reused from snapshot to snapshot.
-    """
-    import torch
-
-    items: list[Item] = []
-    at_once = 0
-    for number, piece in enumerate(pieces):
-        live = piece.tensor.detach()
-        later, keys = owners.of(live)
-        nbytes = live.numel() * live.element_size()
-        if not later or nbytes < tunables.SNAPSHOT_SMALL_BYTES or live.device.type != "cpu":
-            piece.tensor = live.cpu().clone() if live.device.type == "cpu" else live.cpu()
-            at_once += nbytes
-            continue
-        place = (number, live.dtype, live.numel())
-        if place not in buffers:
-            buffers[place] = torch.empty_like(live)
-        items.append(Item(piece, live, buffers[place], keys))
-        piece.tensor = buffers[place]
-    return items, at_once
 
 
 def in_order(items: list[Item], deadline: Callable[[Item], float]) -> list[Item]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import StorageError, UsageError
+from ucp.records import dataclass
 
 _ROWS: Final = 60  # tensors that get a line of their own
 _ROW: Final = 18
 _LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH = 300, 24, 64, 40, 760
-_LEGEND: Final = "light: planned, dark: measured, red: copied by the trainer; red line: its next update"
+_LEGEND: Final = "light: planned, dark: measured, red: by the trainer; red line: next update; grey: left to gradients"
 _STYLE: Final = """
 text{font:12px system-ui,sans-serif;fill:#1f2430}.title{font-size:16px;font-weight:600}.muted{fill:#667085}
-.back{fill:#fff}.grid{stroke:#e4e7ec}.plan{fill:#93c5fd}.did{fill:#1e40af}.late{fill:#dc2626}.end{stroke:#dc2626}
+.back{fill:#fff}.held{fill:#e5e7eb}.grid{stroke:#e4e7ec}.plan{fill:#93c5fd}.did{fill:#1e40af}.late{fill:#dc2626}.end{stroke:#dc2626}
 """
 
 
@@ -30,19 +30,23 @@ class Row:
     measured: tuple[float, float] | None
     deadline: float | None
     late: bool = False
+    step: int | None = None  # after which it is copied; times count from there
 
 
-def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw to `path`, an SVG or PNG by its suffix."""
+Blocked = Sequence[tuple[float, float]]
+
+
+def draw(rows: Sequence[Row], path: Path, title: str, blocked: Blocked = ()) -> None:
+    """Draw to `path`, an SVG or PNG by its suffix. `blocked` is when nothing is copied."""
     suffix = path.suffix.lower()
     if suffix not in (".svg", ".png"):
         raise UsageError(f"{path}: a picture is an .svg or a .png file")
     shown = list(rows[:_ROWS])
     try:
         if suffix == ".svg":
-            path.write_text(svg(shown, title, len(rows) - len(shown)), encoding="utf-8")
+            path.write_text(svg(shown, title, len(rows) - len(shown), blocked), encoding="utf-8")
         else:
-            _write_png(shown, path, title)
+            _write_png(shown, path, title, blocked)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -54,7 +58,13 @@ def _end(rows: Sequence[Row]) -> float:
     return max(times, default=0.0) or 1.0
 
 
-def svg(rows: Sequence[Row], title: str, more: int = 0) -> str:
+def label(row: Row, rows: Sequence[Row]) -> str:
+    """The name of a row, with its step where there are several."""
+    steps = {other.step for other in rows}
+    return row.name if len(steps) < 2 else f"{row.step}: {row.name}"
+
+
+def svg(rows: Sequence[Row], title: str, more: int = 0, blocked: Blocked = ()) -> str:
     """The picture as text: a line a tensor, light what is planned, dark what was measured, red what was late."""
     end = _end(rows)
     height = _TOP + _ROW * len(rows) + _BOTTOM
@@ -73,9 +83,12 @@ def svg(rows: Sequence[Row], title: str, more: int = 0) -> str:
         at = x(end * tick / 5)
         out.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{height - _BOTTOM}"/>')
         out.append(f'<text class="muted" x="{at:.1f}" y="{height - 20}">{1000 * end * tick / 5:.1f} ms</text>')
+    for start, stop in blocked:
+        out.append(_bar("held", x(start), x(stop), _TOP - 6, height - _BOTTOM - _TOP + 6))
     for number, row in enumerate(rows):
         y = _TOP + number * _ROW
-        name = row.name if len(row.name) <= 44 else "…" + row.name[-43:]
+        name = label(row, rows)
+        name = name if len(name) <= 44 else "…" + name[-43:]
         out.append(f'<text x="12" y="{y + 12}">{escape(name)}</text>')
         for start, stop in row.planned:
             out.append(_bar("plan", x(start), x(stop), y, 6))
@@ -94,7 +107,7 @@ def _bar(style: str, start: float, stop: float, y: float, height: float) -> str:
     return f'<rect class="{style}" x="{start:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"/>'
 
 
-def _write_png(rows: Sequence[Row], path: Path, title: str) -> None:
+def _write_png(rows: Sequence[Row], path: Path, title: str, blocked: Blocked) -> None:
     try:
         import matplotlib
     except ImportError:
@@ -104,6 +117,8 @@ def _write_png(rows: Sequence[Row], path: Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(11, 1.5 + 0.22 * len(rows)))
     axis: Any = axes
+    for start, stop in blocked:
+        axis.axvspan(start * 1e3, stop * 1e3, color="#e5e7eb")
     for number, row in enumerate(rows):
         axis.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in row.planned], (number, 0.4), color="#93c5fd")
         if row.measured is not None:
@@ -113,7 +128,7 @@ def _write_png(rows: Sequence[Row], path: Path, title: str) -> None:
             )
         if row.deadline is not None:
             axis.plot([row.deadline * 1e3] * 2, [number, number + 0.9], color="#dc2626", linewidth=1)
-    axis.set_yticks([number + 0.4 for number in range(len(rows))], [row.name for row in rows], fontsize=7)
+    axis.set_yticks([number + 0.4 for number in range(len(rows))], [label(row, rows) for row in rows], fontsize=7)
     axis.invert_yaxis()
     axis.set_xlabel("ms after the step")
     axis.set_title(title)

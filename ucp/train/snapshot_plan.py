@@ -9,10 +9,11 @@ The copier takes the earliest deadline first, which misses none if any order mis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import ceil, inf
 from typing import Any, Final
+
+from ucp.records import dataclass
 
 _ROUNDING: Final = 1e-9
 
@@ -159,8 +160,30 @@ def least_memory(tensors: Sequence[Tensor], costs: Costs, blocked: Blocked = ())
 
 
 def spread(total: int, costs: Costs, window: float) -> int:
-    """Over how many iterations a snapshot of `total` bytes must be spread so that none of them waits."""
+    """Over how many iterations a snapshot of `total` bytes must be spread so that none of them waits.
+
+    `window` is the time of an iteration in which the link may be used.
+    """
     return max(1, ceil(total / (costs.rate * window) - _ROUNDING)) if window > 0 else 1
+
+
+def deal_parts(loads: Sequence[Mapping[str, int]], count: int) -> dict[str, int]:
+    """Parameters over `count` parts, each taken in an iteration of its own: name → part.
+
+    `loads` has for every rank the bytes of each parameter that it copies. What the busiest rank copies in one part is
+    kept small: the largest first, each to the part that it makes least full.
+    """
+    import numpy as np
+
+    names = sorted({name for load in loads for name in load})
+    sizes = np.array([[load.get(name, 0) for load in loads] for name in names], np.int64).reshape(len(names), -1)
+    full = np.zeros((count, sizes.shape[1]), np.int64)
+    parts: dict[str, int] = {}
+    for number in sorted(range(len(names)), key=lambda n: (-int(sizes[n].max(initial=0)), n)):
+        part = int((full + sizes[number]).max(axis=1).argmin())
+        full[part] += sizes[number]
+        parts[names[number]] = part
+    return parts
 
 
 def smoothed(before: float | None, measured: float, weight: float = 0.3) -> float:

@@ -1,61 +1,73 @@
-"""Saving a live job into a mapped store: every rank writes its share of the slot, rank 0 flips."""
+"""Snapshots into a mapped store: every rank writes its share of the slot, rank 0 flips."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ucp.errors import StorageError, UsageError
-from ucp.formats.store.description import generation_notes, schema_of
+from ucp.formats.store.description import EXTRA, generation_notes, schema_of
 from ucp.model.checkpoint import Checkpoint
-from ucp.model.region import Region
+from ucp.records import replace
+from ucp.store.layout import Entry, Schema
 from ucp.store.writer import Store
-from ucp.train.live import dtype_of
-from ucp.train.pieces import Piece
 from ucp.train.saved_index import Gathered
-from ucp.train.saving import Saver
-from ucp.train.shared_write import Offer, Shares, write_task
+from ucp.train.shared_write import Shares, write_task
+from ucp.train.snapshot_saving import SnapshotSaver, offers_of
 from ucp.train.talk import agree, gather, world
 
 SUFFIX: Final = ".ucpstore"
 
 
-@dataclass(slots=True)
-class StoreSaver(Saver):
-    """One rank's part of a save into the store at `path`, which is made where there is none."""
+class StoreSaver(SnapshotSaver):
+    """One rank's part of a snapshot into the store at `path`, which is made where there is none."""
 
-    notes: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
+    notes: dict[str, Any]
+    step: int
+    steps: dict[str, int]
 
-    def _lay_out(self, source: Checkpoint, gathered: Sequence[Gathered], tensors: dict[str, Any]) -> list[Any]:
+    def lay_out(self, source: Checkpoint, gathered: Sequence[Gathered]) -> tuple[Any, list[Any]]:
         schema = schema_of(source)
+        offsets = self._places(schema)
+        offers = offers_of(gathered)
+        shares = Shares.for_ranks(len(gathered))
+        for entry in schema.entries:
+            if entry.kind != EXTRA:
+                key = (entry.name, entry.kind)
+                shares.deal(str(entry), entry.shape, entry.dtype.itemsize, 0, offsets[key], offers.get(key, []))
+        names = [self.path.name]
+        return (schema, offsets), [(tasks, [], names) for tasks in shares.tasks]
+
+    def _places(self, schema: Schema) -> dict[tuple[str, str], int]:
+        """Where each atom lies in a slot."""
         if not self.path.exists():
             Store.create(self.path, schema).close()
         with Store.open(self.path) as store:
             if store.schema.entries != schema.entries:
-                raise UsageError(
-                    f"{self.path}: was made for other parameters or states than the job has now",
-                    hint="give another path",
-                )
-            offsets = {key: store.place(*key) for key in ((e.name, e.kind) for e in schema.entries)}
-        self.notes, _ = generation_notes(source)
-        self.step = source.step or 0
-        offers: dict[tuple[str, str], list[Offer]] = {}
-        for rank, told in enumerate(gathered):
-            for number, (name, kind, _, _, region) in enumerate(told.pieces):
-                offers.setdefault((name, kind), []).append(Offer(rank, number, region))
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            self.pieces.append(Piece(name, "extra", shape, dtype_of(flat), Region.all_of(shape), flat))
-            offers[name, "extra"] = [Offer(0, len(self.pieces) - 1, Region.all_of(shape))]
-        shares = Shares.for_ranks(len(gathered))
-        for entry in schema.entries:
-            key = (entry.name, entry.kind)
-            shares.deal(str(entry), entry.shape, entry.dtype.itemsize, 0, offsets[key], offers.get(key, []))
-        return [(tasks, [], [self.path.name]) for tasks in shares.tasks]
+                raise self._other_schema()
+            return {key: store.place(*key) for key in ((e.name, e.kind) for e in schema.entries)}
+
+    def _other_schema(self) -> UsageError:
+        return UsageError(
+            f"{self.path}: was made for other parameters or states than the job has now", hint="give another path"
+        )
+
+    def settle(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
+        schema, offsets = static
+        self.notes, atoms = generation_notes(source)
+        extras = tuple(Entry(atom.name, atom.kind, atom.shape, atom.dtype) for atom in atoms.values())
+        if extras != tuple(entry for entry in schema.entries if entry.kind == EXTRA):
+            raise self._other_schema()
+        if not self.path.exists():
+            Store.create(self.path, schema).close()
+        self.step, self.steps = source.step or 0, source.steps
+        offers = self.offer_extras(tensors)
+        shares = Shares.for_ranks(1)
+        for entry in extras:
+            at = offsets[entry.name, entry.kind]
+            shares.deal(str(entry), entry.shape, entry.dtype.itemsize, 0, at, [offers[entry.name]])
+        self.tasks += shares.tasks[0]
 
     def _write(self) -> None:
         error: BaseException | None = None
@@ -81,7 +93,8 @@ class StoreSaver(Saver):
             try:
                 if store is not None:
                     for entry in store.schema.entries:
-                        store.view(entry.name, entry.kind)
+                        of = self.step if entry.kind == EXTRA else self.steps.get(entry.name, self.step)
+                        store.view(entry.name, entry.kind, step=of)
                     store.commit(self.notes)
             except Exception as caught:  # noqa: BLE001
                 error = caught

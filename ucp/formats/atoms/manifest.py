@@ -12,7 +12,9 @@ from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
 
 MANIFEST: Final = "ucp.json"
 FORMAT: Final = "ucp-atoms"
-VERSION: Final = 1  # see docs/atom-format.md for what a reader may rely on
+VERSION: Final = 2  # the newest that is understood; see docs/atom-format.md for what a reader may rely on
+WHOLE: Final = 1  # all states are of one step
+SPREAD: Final = 2  # `steps` names parameters of other steps: older readers must not take them for one state
 
 
 def dump(manifest: dict[str, Any]) -> bytes:

@@ -44,7 +44,7 @@ class Writer:
     def _atom_file(self, parameter: Parameter) -> OutputFile:
         metadata = {
             "ucp.format": manifest.FORMAT,
-            "ucp.version": str(manifest.VERSION),
+            "ucp.version": str(manifest.WHOLE),
             "ucp.name": parameter.name,
             "ucp.partition": json.dumps(self._partition(parameter)),
         }
@@ -93,7 +93,7 @@ class Writer:
             parameters.append(entry)
         content: dict[str, Any] = {
             "format": manifest.FORMAT,
-            "version": manifest.VERSION,
+            "version": manifest.SPREAD if source.steps else manifest.WHOLE,
             "made_by": f"ucp {VERSION}",
             "source": {
                 "format": source.format,
@@ -104,6 +104,7 @@ class Writer:
                 "details": hyper.encode(source.details),
             },
             "step": source.step,
+            **({"steps": source.steps} if source.steps else {}),
             "parameters": parameters,
             "groups": [{"hyper": hyper.encode(group.hyper), "names": group.names} for group in source.groups],
             "carried": list(source.extras.files),

@@ -7,16 +7,11 @@ from pathlib import Path
 
 from ucp.errors import IntegrityError, UsageError
 from ucp.formats.registry import ReadOptions
-from ucp.formats.store.description import describe
+from ucp.formats.store.description import EXTRA, describe
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Note
 from ucp.model.region import Region
 from ucp.store.leases import Lease, take_lease
-from ucp.store.survey import Survey, is_store, notes_of
-
-
-def recognises(path: Path) -> bool:
-    """A file that begins like a store."""
-    return path.is_file() and is_store(path)
+from ucp.store.survey import Survey, notes_of
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
@@ -38,6 +33,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         parameters=told.parameters,
         framework=told.framework,
         step=header.step,
+        steps=_steps(lease),
         groups=told.groups,
         extras=told.extras,
         notes=[*told.notes, *_complaints(lease.survey, path)],
@@ -58,6 +54,16 @@ def _atom(lease: Lease, number: int, file: str) -> Atom:
     entry = layout.schema.entries[number]
     fragment = Fragment(Region.all_of(entry.shape), file, layout.atom_at(lease.header.slot, number), entry.dtype)
     return Atom(entry.name, entry.kind, entry.shape, entry.dtype, (fragment,))
+
+
+def _steps(lease: Lease) -> dict[str, int]:
+    """The parameters whose states are of another step than the generation."""
+    header, entries = lease.header, lease.shape.layout.schema.entries
+    return {
+        entry.name: record.step
+        for entry, record in zip(entries, header.atoms, strict=True)
+        if record.step != header.step and entry.kind != EXTRA
+    }
 
 
 def _complaints(found: Survey, path: Path) -> list[Note]:
