@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ucp.train.recording import Recorder, record
     from ucp.train.saving import SaveHandle, save
     from ucp.train.snapshots import Snapshots, snapshot
+    from ucp.train.topk import TopK
     from ucp.views import OpenCheckpoint
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Recorder",
     "SaveHandle",
     "Snapshots",
+    "TopK",
     "__version__",
     "convert",
     "diff",
@@ -45,6 +47,7 @@ _LIVE = {
     "save": "ucp.train.saving",
     "Snapshots": "ucp.train.snapshots",
     "snapshot": "ucp.train.snapshots",
+    "TopK": "ucp.train.topk",
 }
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ucp
 from tests.interop.spec import Spec
-from tests.interop.test_load_into import BF16_OPTIMIZER, zero
+from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
 from tests.train.worlds import Worlds
 from ucp.log.bases import list_bases, usable_bases
+from ucp.log.codecs import Encoding
 from ucp.log.payloads import Stage
 from ucp.log.reader import Log
 
@@ -162,3 +164,29 @@ def test_torch_jobs(worlds: Worlds, tmp_path: Path, kind: str, early: bool | Non
     for result, schema in zip(results, epoch.manifest.streams, strict=True):
         taken = 0 if kind == "ddp" and early is None else 3 * len(schema.tensors)
         assert result["stats"]["early"] == taken, "in all steps but the first, of every tensor"
+
+
+def test_compressed_gradients_are_logged_as_they_are_used(worlds: Worlds, tmp_path: Path) -> None:
+    """Top-k with error feedback: sparse in training, sparse in the log; a resume from a base goes on in every bit."""
+    job = {"spec": asdict(Spec(dtype="fp32")), "steps": 6}
+    results = worlds.run(2, RANKS + "topk", tmp_path / "a", **job)
+    log = assert_is_what_was_consumed(tmp_path / "a", results)
+    assert_everything_once(log)
+    epoch = log.epochs[0]
+    stored = [
+        (block.count, found)
+        for stream in epoch.streams.values()
+        for block in stream.schema.blocks
+        if block.count > 500 and (found := stream.read_block(4, block.id)) is not None
+    ]
+    assert {found.encoding for _, found in stored} <= {Encoding.SPARSE, Encoding.ZERO}
+    assert sum(found.data.nbytes for _, found in stored) < 0.5 * sum(count for count, _ in stored), "of four bytes each"
+    run = tmp_path / "a" / "run"
+    base = next(base for base in list_bases(run) if base.step == 3)
+    worlds.run(2, RANKS + "topk", tmp_path / "b", base=base.folder, **job)
+    worlds.run(2, RANKS + "topk", tmp_path / "c", base=base.folder, feedback=False, **job)
+    for rank in range(2):
+        assert unequal(state(tmp_path / "a", "end", rank), state(tmp_path / "b", "end", rank)) == []
+        assert unequal(state(tmp_path / "a", "end", rank), state(tmp_path / "c", "end", rank)) != [], "it matters"
+    merged = ucp.open(run, log=run, step=5, exact=True)
+    assert merged.index.step == 5

@@ -87,12 +87,15 @@ def test_float32_that_holds_bfloat16_is_narrowed_and_nothing_else_is() -> None:
     assert codecs.encode(narrow, FLOAT32)[0] == Encoding.RAW
 
 
-def test_few_values_are_stored_sparsely() -> None:
+@pytest.mark.parametrize("how", ["compress", "sparse"])
+def test_few_values_are_stored_sparsely(how: str) -> None:
     bits = np.zeros(10_000, "<u2")
     bits[np.random.default_rng(0).choice(10_000, 100, replace=False)] = np.random.default_rng(1).integers(1, 2**16, 100)
-    encoding, data = codecs.encode(bits, BFLOAT16, compress=True)
+    encoding, data = codecs.encode(bits, BFLOAT16, **{how: True})
     assert encoding == Encoding.SPARSE
     assert data.nbytes < 100 * 4
+    dense = np.arange(1, 10_001).astype("<u2")
+    assert codecs.encode(dense, BFLOAT16, sparse=True)[0] == Encoding.RAW
 
 
 @given(arrays.arrays(np.uint64, st.integers(0, 50), elements=st.integers(0, 2**62)))

@@ -107,3 +107,27 @@ def module(
         stats = recorder.stats()
     save_file(witness.seen, out / f"witness{rank:02d}.safetensors")
     return {"rank": rank, "stats": stats, "places": witness.places(), "skipped": []}
+
+
+def topk(
+    out: Path, rank: int, *, spec: dict[str, Any], steps: int, base: str | None = None, feedback: bool = True
+) -> dict[str, Any]:
+    """Train DDP with top-k compression under a recorder; from `base` of step 3 on, with or without error feedback."""
+    made = spec_of(spec)
+    model, optimizer = torch_ranks.build(made, "ddp")
+    hook = ucp.TopK(model, fraction=0.02)
+    first = 0
+    if base is not None:
+        first = ucp.load_into(model, optimizer, Path(base) / "atoms").step or 0
+        if feedback:
+            hook.load(base)
+    witness = Witness(model, optimizer)
+    options: dict[str, Any] = {"compressed": hook, "base_every": 3, "keep_bases": None, "step": first}
+    with ucp.record(model, optimizer, out / "run", **options) as recorder:
+        for step in range(first + 1, steps + 1):
+            witness.step = step - 1
+            torch_ranks.train(model, optimizer, made, "ddp", step - 1, 1)
+        stats = recorder.stats()
+    save_file(witness.seen, out / f"witness{rank:02d}.safetensors")
+    torch_ranks.write_state(model, optimizer, out / "end", rank)
+    return {"rank": rank, "stats": stats, "places": witness.places(), "skipped": []}

@@ -48,13 +48,15 @@ def bits_type(dtype: DType) -> np.dtype[Any]:
     return np.dtype(f"<u{dtype.itemsize}")
 
 
-def encode(bits: Bits, dtype: DType, *, compress: bool = False) -> tuple[Encoding, Bytes]:
+def encode(bits: Bits, dtype: DType, *, compress: bool = False, sparse: bool = False) -> tuple[Encoding, Bytes]:
     """The cheapest form of a block: nothing, narrowed or raw; with `compress`, sparse or planes where they are smaller.
 
-    What is raw is not copied.
+    With `sparse`, blocks that are mostly zero are looked for. What is raw is not copied.
     """
     if is_zero(bits):
         return Encoding.ZERO, np.empty(0, np.uint8)
+    if sparse and int(np.count_nonzero(bits)) * (dtype.itemsize + 2) * 2 < bits.nbytes:
+        return Encoding.SPARSE, encode_sparse(bits)
     if compress:
         best = Encoding.PLANES, encode_planes(bits)
         count = int(np.count_nonzero(bits))

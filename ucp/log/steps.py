@@ -37,9 +37,11 @@ class StateFrames:
     base_step: int
 
 
-def encode_block(block: int, bits: Bits, dtype: DType, *, compress: bool = False, state: int = 0) -> EncodedBlock:
+def encode_block(
+    block: int, bits: Bits, dtype: DType, *, compress: bool = False, sparse: bool = False, state: int = 0
+) -> EncodedBlock:
     """A block in its cheapest form."""
-    encoding, data = encode(bits, dtype, compress=compress)
+    encoding, data = encode(bits, dtype, compress=compress, sparse=sparse)
     return EncodedBlock(block, encoding, dtype, len(bits), data, state)
 
 

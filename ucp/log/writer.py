@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ucp.log.ring import Slot, make_slots
 from ucp.log.schema import StreamSchema
 from ucp.log.steps import StateFrames, append_step, encode_block
 from ucp.log.values import Value, ValueEncoder
-from ucp.records import dataclass
+from ucp.records import as_dict, dataclass
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class WriterStats:
     durable_step: int = -1
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_dict(self)
 
 
 @dataclass(slots=True)
@@ -72,6 +71,7 @@ class Writer:
         slots: int | None = None,
         gradients: bool = True,
         compress: bool = False,
+        sparse: bool = False,
         batch_steps: int = 1,
         next_lsn: int = 0,
         durable_step: int = -1,
@@ -82,6 +82,7 @@ class Writer:
         """
         self.folder = folder
         self.compress = compress
+        self.sparse = sparse
         self.batch_steps = batch_steps
         self.stats = WriterStats(durable_step=durable_step)
         self._appender = Appender(folder, epoch, schema.stream, schema.hash(), next_lsn)
@@ -265,7 +266,7 @@ class Writer:
             appender.append(job.kind, job.step, [job.payload])
         else:
             blocks = [
-                encode_block(block, slot.arrays[block], slot.dtypes[block], compress=self.compress)
+                encode_block(block, slot.arrays[block], slot.dtypes[block], compress=self.compress, sparse=self.sparse)
                 for block in slot.present
             ]
             if slot.values and job.states is None:

@@ -18,6 +18,7 @@ from ucp.log.tuning import Tuner
 from ucp.log.writer import Writer
 from ucp.shadow.sink import Sinks
 from ucp.train.hooks import Hooks
+from ucp.train.recording_compression import Compression, checked
 from ucp.train.recording_costs import Spent, choose_intervals
 from ucp.train.recording_hooks import hang_in, hang_in_scalars
 from ucp.train.recording_notes import job_notes, plain_notes, state_digests
@@ -44,6 +45,7 @@ def record(
     keep_bases: int | None = 2,
     step: int | None = None,
     compress: bool = False,
+    compressed: Compression | None = None,
     slots: int | None = None,
     batch_steps: int = 1,
     aux: Callable[[], Any] | None = None,
@@ -74,6 +76,9 @@ def record(
     training does, `batch_steps` how many at least become durable together. `aux` gives JSON values that are logged with
     every step. `on_error="stop"` ends the recording when it fails, where otherwise the step raises.
 
+    `compressed` is what compresses the gradients that training itself uses, `ucp.TopK` or anything whose `state_dict()`
+    has its error feedback: blocks are logged sparse then, and every base has that state, so a resume from it is exact.
+
     Gradients are taken as soon as each is final, where that changes nothing for training, else (`early=False`: always)
     when the optimizer is called. `early=True` takes them early from DDP as well, which gets a comm hook for that.
 
@@ -90,13 +95,21 @@ def record(
         raise UsageError("an automatic interval between bases needs mtbf=, the seconds between failures")
     save_with = {"client_state": client_state, "rules": rules, "preset": preset}
     start = start_epoch(
-        Path(path), model, optimizer, what=what, base=base, keep_bases=keep_bases, step=step, save_with=save_with
+        Path(path),
+        model,
+        optimizer,
+        what=what,
+        base=base,
+        keep_bases=keep_bases,
+        step=step,
+        save_with=save_with,
+        compressed=checked(compressed),
     )
     if start.what == "state" and to is not None:
         raise UsageError("a shadow replays gradients, and this is a log of states", hint="leave to= out")
     sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, Path(path), world()[0])
     recorder = Recorder(Path(path), on_error, aux, sink)
-    writer = {"compress": compress, "slots": slots, "batch_steps": batch_steps}
+    writer = {"compress": compress, "sparse": compressed is not None, "slots": slots, "batch_steps": batch_steps}
     recorder._begin(model, start, writer, base_every, mtbf, early)
     return recorder
 

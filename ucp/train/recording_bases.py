@@ -26,7 +26,9 @@ class Bases:
         keep: int | None,
         save: Callable[[Path, bool], SaveHandle],
         rank: int,
+        beside: Callable[[Path], None] | None = None,
     ) -> None:
+        """`beside` puts this rank's own things into the folder of a base."""
         self._run = run
         self._epoch = epoch
         self._start = start
@@ -34,6 +36,7 @@ class Bases:
         self._keep = keep
         self._save = save
         self._rank = rank
+        self._beside = beside
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[int] = []  # steps of whole bases of this run, oldest first
@@ -89,6 +92,8 @@ class Bases:
     def _new(self, step: int) -> Base:
         base = Base(base_folder(self._run, self._next), self._next, step, self._epoch, ATOMS)
         base.folder.mkdir(parents=True, exist_ok=True)
+        if self._beside is not None:
+            self._beside(base.folder)  # before the save, which ends when every rank has begun it
         self._next += 1
         self.taken += 1
         self.last_step = step

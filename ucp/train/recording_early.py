@@ -91,7 +91,8 @@ class Early:
                     self._take(number, gradient)
         norm, factor = _clip(parameters, max_norm, norm_type)
         taker.scale = factor if plain else None
-        self._marks = {number: mark_of(gradient) for number, gradient in mine} if plain else {}
+        known_before = plain and factor is not None
+        self._marks = {number: mark_of(gradient) for number, gradient in mine} if known_before else {}
         return norm
 
     def _unchanged(self, taken: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
@@ -175,10 +176,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
-def _clip(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> tuple[torch.Tensor, np.float32]:
+def _clip(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> tuple[torch.Tensor, np.float32 | None]:
     """Clip; (norm of all gradients, what they were multiplied with: found by clipping a one with the same norm)."""
     import torch
-    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    try:
+        from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+    except ImportError:  # before torch 2.6
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type), None
 
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

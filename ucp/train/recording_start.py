@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +13,12 @@ from ucp.log.kinds import FIRST_KINDS
 from ucp.log.manifest import Manifest, write_manifest
 from ucp.log.payloads import Stage
 from ucp.log.reader import Log, epoch_folder, find_parent
-from ucp.records import dataclass
+from ucp.records import dataclass, replace
 from ucp.replay.exactness import find_kernel
 from ucp.train.describe import describe
 from ucp.train.live import LiveJob
 from ucp.train.recording_bases import Bases
+from ucp.train.recording_compression import Compression, save_compression
 from ucp.train.recording_deepspeed import grad_dtypes, stage_of
 from ucp.train.recording_kernel import kernel_of, own_step
 from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
@@ -66,6 +66,7 @@ def start_epoch(
     keep_bases: int | None,
     step: int | None,
     save_with: dict[str, Any],
+    compressed: Compression | None = None,
 ) -> Start:
     """Agree on a new epoch, take or name its base. Collective. `save_with` is for `save`.
 
@@ -109,7 +110,8 @@ def start_epoch(
     def save_base(folder: Path, asynchronous: bool) -> SaveHandle:
         return save(model, optimizer, folder, asynchronous=asynchronous, **save_with)
 
-    bases = Bases(run, epoch, step, first_base, keep_bases, save_base, rank)
+    beside = None if compressed is None else lambda folder: save_compression(compressed, folder, rank)
+    bases = Bases(run, epoch, step, first_base, keep_bases, save_base, rank, beside)
     begin = time.perf_counter()
     named = bases.begin_with(step) if base == "now" else base
     base_seconds = time.perf_counter() - begin
