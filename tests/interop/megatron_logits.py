@@ -26,6 +26,7 @@ def main(store: str, tokens: Path, folders: list[Path]) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)  # Transformer Engine's, which is not there
+    megatron_on_cpu.allow_latent_attention()
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(7)
     ids = torch.load(tokens)

@@ -142,3 +142,23 @@ def install() -> None:
     _patch_cuda()
     _patch_groups()
     _Redirect().__enter__()
+
+
+def allow_latent_attention() -> None:
+    """Multi-latent attention with the attention of the local modules, which has no parameters; after the import."""
+    from megatron.core.transformer import dot_product_attention, multi_latent_attention
+
+    latent: Any = multi_latent_attention
+    for name in ("TELinear", "TEColumnParallelLinear"):
+        if not isinstance(getattr(latent, name, None), type):  # a stand-in for Transformer Engine's
+            setattr(latent, name, type(name, (), {}))
+    attention: Any = dot_product_attention.DotProductAttention
+    original = attention.__init__
+
+    def init(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        del k_channels
+        original(self, *args, **kwargs)
+        if v_channels:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    attention.__init__ = init

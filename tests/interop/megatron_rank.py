@@ -18,14 +18,53 @@ import torch.distributed as dist
 
 from tests.interop import megatron_on_cpu
 
+# Arguments that are settings of megatron-core's under the same name; the second ones of latent attention.
+MORE = (
+    "add_qkv_bias",
+    "layernorm_epsilon",
+    "moe_layer_freq",
+    "moe_router_enable_expert_bias",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
+    "qk_layernorm",
+)
+LATENT = (
+    "beta_fast",
+    "beta_slow",
+    "kv_lora_rank",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "rope_type",
+    "rotary_base",
+    "rotary_scaling_factor",
+    "v_head_dim",
+)
+
 
 def build_model(args: Any, pp: int, stages: int) -> Any:
     """The module of this rank, as the saved arguments describe it."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    config = TransformerConfig(
+    latent = getattr(args, "multi_latent_attention", False)
+    more = {key: value for key in MORE if (value := getattr(args, key, None)) is not None}
+    if latent:
+        more |= {
+            key: value for key in LATENT if (value := getattr(args, key, None)) is not None or key == "q_lora_rank"
+        }
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        **more,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -55,7 +94,7 @@ def build_model(args: Any, pp: int, stages: int) -> Any:
         persist_layer_norm=False,
         mtp_num_layers=getattr(args, "mtp_num_layers", None),
     )
-    spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

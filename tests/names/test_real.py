@@ -107,6 +107,8 @@ def test_models_without_a_table_are_refused(corpus: Path) -> None:
     with pytest.raises(UsageError, match="no table of 'megatron-deepspeed' names is for such a model"):
         ucp.open(corpus / "megatron/moe_ep1_torch", names="megatron-deepspeed")
     with pytest.raises(UsageError, match="linear_kv_up_proj"):
+        ucp.open(corpus / "megatron/mla_tp1_torch", names="mixtral")
+    with pytest.raises(UsageError, match="its latent attention has no norms of the latents"):
         ucp.open(corpus / "megatron/mla_tp1_torch", names="hf")
     assert isinstance(ucp.open(corpus / "megatron/mla_tp1_torch", names="megatron").index, Checkpoint)
 

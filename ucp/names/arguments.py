@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ucp.names import experts, latent
 from ucp.names.facts import Facts
+from ucp.names.read_values import flag_in as _flag
+from ucp.names.read_values import number_in as _number
+from ucp.names.read_values import real_in as _real
 
 _GATED: Final = {"swiglu": "silu", "geglu": "gelu", "quick_geglu": "quick_gelu", "gated_linear_unit": None}
 _NORMS: Final = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+_LESS_ONE: Final = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+_SMOOTH: Final = "gelu"  # activations that start so
 _ROTARY: Final = "rope"
 _LEARNED: Final = "learned_absolute"
 
@@ -22,6 +28,7 @@ def facts_of_arguments(args: Mapping[str, Any]) -> Facts:
     norm = args.get("normalization")
     biased = _flag(args, "add_bias_linear")
     qkv_bias = _flag(args, "add_qkv_bias")
+    of_experts = experts.facts_of_arguments(args) if _experts(args) else {}
     return Facts(
         layers=_number(args, "num_layers") or _number(args, "encoder_num_layers"),
         hidden=hidden,
@@ -30,10 +37,9 @@ def facts_of_arguments(args: Mapping[str, Any]) -> Facts:
         query_groups=_query_groups(args, heads),
         head_dim=_number(args, "kv_channels") or (hidden // heads if hidden and heads else None),
         experts=_experts(args),
-        experts_per_token=_number(args, "moe_router_topk") if _experts(args) else None,
         positions=_number(args, "max_position_embeddings") or _number(args, "seq_length"),
         gated=gated is not None if known else None,
-        activation=_activation(args, gated),
+        activation=_activation(args, gated) if known or "openai_gelu" in args else None,
         tied=None if (untied := _flag(args, "untie_embeddings_and_output_weights")) is None else not untied,
         rotary=_is_rotary(args),
         rotary_base=None if _is_rotary(args) is False else _real(args, "rotary_base") or _real(args, "rope_theta"),
@@ -43,27 +49,22 @@ def facts_of_arguments(args: Mapping[str, Any]) -> Facts:
         bias=biased,
         qkv_bias=True if biased else qkv_bias,
         qk_norm=_flag(args, "qk_layernorm"),
+        norm_less_one=any(_flag(args, key) for key in _LESS_ONE) if args.keys() & set(_LESS_ONE) else None,
         unlike=_unlike(args),
+        **of_experts,
+        **latent.facts_of_arguments(args),
     )
 
 
 def arguments_for(facts: Facts, step: int | None, dtype: str) -> dict[str, Any]:
     """The arguments of a Megatron job of one rank with such a model, as far as it is known."""
     heads, groups = facts.heads or 1, facts.query_groups or facts.heads or 1
-    moe = {
-        "num_experts": facts.experts or None,
-        "moe_ffn_hidden_size": facts.ffn if facts.experts else None,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_layer_freq": 1,
-        "moe_router_topk": facts.experts_per_token or 2,
-        "moe_router_pre_softmax": False,
-        "moe_grouped_gemm": False,
-    }
+    smooth = (facts.activation or "").startswith(_SMOOTH)
     return {
         "num_layers": facts.layers,
         "encoder_num_layers": facts.layers,
         "hidden_size": facts.hidden,
-        "ffn_hidden_size": facts.ffn,
+        "ffn_hidden_size": facts.dense_ffn or facts.ffn,
         "num_attention_heads": heads,
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
@@ -79,14 +80,16 @@ def arguments_for(facts: Facts, step: int | None, dtype: str) -> dict[str, Any]:
         "normalization": facts.norm or "LayerNorm",
         "norm_epsilon": facts.epsilon,
         "layernorm_epsilon": facts.epsilon,
-        "swiglu": bool(facts.gated),
-        "openai_gelu": facts.activation == "gelu_new",
+        "swiglu": bool(facts.gated) and not smooth,
+        "geglu": bool(facts.gated) and smooth,
+        "openai_gelu": facts.activation in ("gelu_new", "gelu_pytorch_tanh"),
         "add_bias_linear": bool(facts.bias),
         "add_qkv_bias": bool(facts.qkv_bias),
         "qk_layernorm": bool(facts.qk_norm),
         "untie_embeddings_and_output_weights": facts.tied is False,
-        "multi_latent_attention": False,
-        **moe,
+        "apply_layernorm_1p": bool(facts.norm_less_one),
+        **latent.arguments_for(facts),
+        **experts.arguments_for(facts),
         "tokenizer_type": "HuggingFaceTokenizer",
         "vocab_size": facts.vocabulary,
         "padded_vocab_size": facts.vocabulary,
@@ -173,37 +176,16 @@ def _is_rotary(args: Mapping[str, Any]) -> bool | None:
 
 def _activation(args: Mapping[str, Any], gated: str | None) -> str | None:
     if gated is not None:
-        return _GATED[gated]
+        return "gelu_pytorch_tanh" if args.get("openai_gelu") is True and gated == "geglu" else _GATED[gated]
     if args.get("squared_relu") is True:
         return "relu2"
     return "gelu_new" if args.get("openai_gelu") is True else "gelu"
 
 
 def _unlike(args: Mapping[str, Any]) -> str | None:
-    if args.get("apply_layernorm_1p") is True or args.get("layernorm_zero_centered_gamma") is True:
-        return "its norms store their weight less one (--apply-layernorm-1p)"
     if args.get("rotary_interleaved") is True:
         return "its rotary positions turn neighbouring elements (--rotary-interleaved)"
-    if args.get("multi_latent_attention") is True:
-        return "it has multi-latent attention"
-    if args.get("moe_router_pre_softmax") is True or args.get("moe_router_score_function", "softmax") != "softmax":
-        return "its router weighs experts in another way"
     percent = args.get("rotary_percent")
     if isinstance(percent, (int, float)) and percent != 1 and _is_rotary(args):
         return f"it turns {percent:.0%} of each head (--rotary-percent)"
     return None
-
-
-def _number(args: Mapping[str, Any], key: str) -> int | None:
-    value = args.get(key)
-    return value if type(value) is int and value > 0 else None
-
-
-def _real(args: Mapping[str, Any], key: str) -> float | None:
-    value = args.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _flag(args: Mapping[str, Any], key: str) -> bool | None:
-    value = args.get(key)
-    return value if isinstance(value, bool) else None

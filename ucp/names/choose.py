@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -11,9 +10,11 @@ from ucp.errors import UsageError
 from ucp.model.checkpoint import Checkpoint, Note, Parameter, ParamGroup
 from ucp.names.configs import config_for
 from ucp.names.facts import CONFIG, Facts, config_of, facts_of
+from ucp.names.families import unlike_in_hugging_face
 from ucp.names.mapping import HF, MEGATRON, MEGATRON_DEEPSPEED, mapped
 from ucp.names.matching import Match, match, refuse
 from ucp.names.tables import Table, load_packaged, load_table, packaged_tables, table_names
+from ucp.records import replace
 
 TARGETS: Final = (HF, MEGATRON, MEGATRON_DEEPSPEED)
 _ATTRIBUTE: Final = "model."  # under which a LightningModule keeps the model
@@ -28,7 +29,13 @@ def with_names(checkpoint: Checkpoint, names: str | Path, model_config: Path | N
     """
     facts = facts_of(checkpoint, model_config)
     checkpoint = found = _unwrapped(checkpoint)
-    for step in _way(checkpoint, str(names), facts):
+    way = _way(checkpoint, str(names), facts)
+    if way and facts.unmapped is not None and str(names) in (*TARGETS, *table_names()):
+        raise UsageError(
+            f"no table of ucp's is for such a model: {facts.unmapped}",
+            hint="write a table of your own and give it with --names FILE",
+        )
+    for step in way:
         found = mapped(found, match(step.table, step.side, found.parameters, facts))
     return _fitted(found, facts) if found is not checkpoint else checkpoint
 
@@ -154,9 +161,10 @@ def _fitted(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
 def _for_hugging_face(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
     extras, notes = checkpoint.extras, list(checkpoint.notes)
     if config_of(checkpoint) is None:
-        if facts.unlike is not None:
+        unlike = unlike_in_hugging_face(facts)
+        if unlike is not None:
             raise UsageError(
-                f"Hugging Face's modules would compute something else from these tensors: {facts.unlike}",
+                f"Hugging Face's modules would compute something else from these tensors: {unlike}",
                 hint="no table of ucp's is for such a model; --names FILE takes one of your own",
             )
         rows = next((p.shape[0] for p in checkpoint.parameters.values() if p.rule.cut == "vocab"), None)

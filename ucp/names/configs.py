@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ucp.names import experts, latent
 from ucp.names.facts import Facts
+from ucp.names.families import NAMES, family_of, own_settings
+from ucp.names.read_values import number_in, real_in
+from ucp.records import replace
 
 _BIASED: Final = ("qwen2",)  # q, k and v have one, nothing else has
-_NORMED: Final = ("qwen3", "qwen3_moe")
+_NORMED: Final = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _GPT2: Final = "gpt2"
+_GEMMA: Final = "gemma"
+_AFTER: Final = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
 
 
 def facts_of_config(config: Mapping[str, Any]) -> Facts:
@@ -17,61 +23,84 @@ def facts_of_config(config: Mapping[str, Any]) -> Facts:
     kind = config.get("model_type")
     if kind == _GPT2 or "n_head" in config:
         return _facts_of_gpt2(config)
-    heads = _number(config, "num_attention_heads")
-    hidden = _number(config, "hidden_size")
+    heads = number_in(config, "num_attention_heads")
+    hidden = number_in(config, "hidden_size")
     rope = config.get("rope_parameters")
     rope = rope if isinstance(rope, dict) else config.get("rope_scaling")
     rope = rope if isinstance(rope, dict) else {}
     base = config.get("rope_theta", rope.get("rope_theta"))
     scaled = rope.get("rope_type", rope.get("type", "default"))
     attention = config.get("attention_bias") is True
-    return Facts(
-        layers=_number(config, "num_hidden_layers"),
+    latent_facts = latent.facts_of_config(config, rope)
+    known = ("default", "llama3", "yarn") if latent_facts["latent"] else ("default", "llama3")
+    stretched = None if scaled in known else f"its rotary positions are scaled ({scaled})"
+    made = Facts(
+        layers=number_in(config, "num_hidden_layers"),
         hidden=hidden,
-        ffn=_number(config, "moe_intermediate_size") or _number(config, "intermediate_size"),
         heads=heads,
-        query_groups=_number(config, "num_key_value_heads") or heads,
-        head_dim=_number(config, "head_dim") or (hidden // heads if hidden and heads else None),
-        experts=_number(config, "num_local_experts") or _number(config, "num_experts") or 0,
-        experts_per_token=_number(config, "num_experts_per_tok"),
-        vocabulary=_number(config, "vocab_size"),
-        positions=_number(config, "max_position_embeddings"),
+        query_groups=number_in(config, "num_key_value_heads") or heads,
+        head_dim=number_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
+        vocabulary=number_in(config, "vocab_size"),
+        positions=number_in(config, "max_position_embeddings"),
         gated=True,
-        activation=config.get("hidden_act") if isinstance(config.get("hidden_act"), str) else None,
-        tied=config.get("tie_word_embeddings") is True,
+        activation=_activation(config),
+        tied=config.get("tie_word_embeddings", kind == _GEMMA) is True,
         rotary=True,
         rotary_base=float(base) if isinstance(base, (int, float)) else None,
         rotary_scaling=_factor(rope) if scaled == "llama3" else None,
         norm="RMSNorm",
-        epsilon=_real(config, "rms_norm_eps"),
+        epsilon=real_in(config, "rms_norm_eps"),
         bias=attention and config.get("mlp_bias") is True,
-        qkv_bias=attention or kind in _BIASED,
+        qkv_bias=attention or kind in _BIASED or (kind == "qwen2_moe" and config.get("qkv_bias") is not False),
         qk_norm=kind in _NORMED,
-        unlike=None if scaled in ("default", "llama3") else f"its rotary positions are scaled ({scaled})",
+        norm_less_one=kind == _GEMMA,
+        scaled_embedding=True if kind == _GEMMA else None,  # Megatron's arguments do not say it
+        unlike=stretched,
+        unmapped=_unmapped(config),
+        **experts.facts_of_config(config),
+        **latent_facts,
     )
+    return replace(made, unlike=made.unlike or experts.unlike_in_megatron(made))
+
+
+def _activation(config: Mapping[str, Any]) -> str | None:
+    value = config.get("hidden_activation") or config.get("hidden_act")
+    if config.get("model_type") == _GEMMA and value in (None, "gelu"):
+        return "gelu_pytorch_tanh"  # what its first configurations meant
+    return value if isinstance(value, str) else None
+
+
+def _unmapped(config: Mapping[str, Any]) -> str | None:
+    if config.get("model_type") in _AFTER:
+        return "its layers have norms behind attention and MLP, which megatron-core's have not"
+    if config.get("rope_interleave") is False:
+        return "its latent attention turns the halves of a head against each other, megatron-core's its neighbours"
+    return None
 
 
 def _facts_of_gpt2(config: Mapping[str, Any]) -> Facts:
-    heads, hidden = _number(config, "n_head"), _number(config, "n_embd")
+    heads, hidden = number_in(config, "n_head"), number_in(config, "n_embd")
     return Facts(
-        layers=_number(config, "n_layer"),
+        layers=number_in(config, "n_layer"),
         hidden=hidden,
-        ffn=_number(config, "n_inner") or (4 * hidden if hidden else None),
+        ffn=number_in(config, "n_inner") or (4 * hidden if hidden else None),
         heads=heads,
         query_groups=heads,
         head_dim=hidden // heads if hidden and heads else None,
         experts=0,
-        vocabulary=_number(config, "vocab_size"),
-        positions=_number(config, "n_positions"),
+        vocabulary=number_in(config, "vocab_size"),
+        positions=number_in(config, "n_positions"),
         gated=False,
         activation=str(config.get("activation_function", "gelu_new")),
         tied=config.get("tie_word_embeddings") is not False,
         rotary=False,
         norm="LayerNorm",
-        epsilon=_real(config, "layer_norm_epsilon") or 1e-5,
+        epsilon=real_in(config, "layer_norm_epsilon") or 1e-5,
         bias=True,
         qkv_bias=True,
         qk_norm=False,
+        norm_less_one=False,
+        latent=False,
     )
 
 
@@ -86,10 +115,10 @@ def config_for(facts: Facts, vocabulary: int | None) -> tuple[dict[str, Any] | N
         return _gpt2(facts, vocabulary)
     if not facts.gated or facts.norm != "RMSNorm":
         return None, "no known family has rotary positions without a gated MLP and RMSNorm"
-    family, why = _family(facts)
+    family, why = family_of(facts)
     if family is None:
         return None, why
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral"}[family]
+    name = NAMES[family]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.rotary_base or 10000.0}
     if facts.rotary_scaling is not None:
         rope |= {
@@ -99,6 +128,8 @@ def config_for(facts: Facts, vocabulary: int | None) -> tuple[dict[str, Any] | N
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
+    if facts.yarn is not None:
+        rope |= {"rope_type": "yarn", **dict(facts.yarn)}
     config: dict[str, Any] = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": family,
@@ -116,27 +147,7 @@ def config_for(facts: Facts, vocabulary: int | None) -> tuple[dict[str, Any] | N
         "tie_word_embeddings": bool(facts.tied),
         "vocab_size": vocabulary,
     }
-    if family in ("llama", "qwen3"):
-        config["attention_bias"] = bool(facts.qkv_bias)
-    if family == "llama":
-        config["mlp_bias"] = bool(facts.bias)
-    if family == "mixtral":
-        config |= {"num_local_experts": facts.experts, "num_experts_per_tok": facts.experts_per_token or 2}
-        config["sliding_window"] = None
-    return config, None
-
-
-def _family(facts: Facts) -> tuple[str | None, str | None]:
-    if facts.experts:
-        plain = not (facts.qkv_bias or facts.bias or facts.qk_norm)
-        return ("mixtral", None) if plain else (None, "Mixtral has no biases and no norms of q and k")
-    if facts.qk_norm:
-        if facts.bias or facts.qkv_bias:
-            return None, "no known family has norms of q and k together with biases"
-        return "qwen3", None
-    if facts.qkv_bias and not facts.bias:
-        return "qwen2", None
-    return "llama", None
+    return config | own_settings(family, facts), None
 
 
 def _gpt2(facts: Facts, vocabulary: int | None) -> tuple[dict[str, Any] | None, str | None]:
@@ -167,13 +178,3 @@ def _gpt2(facts: Facts, vocabulary: int | None) -> tuple[dict[str, Any] | None, 
 def _factor(rope: Mapping[str, Any]) -> float | None:
     factor = rope.get("factor")
     return float(factor) if isinstance(factor, (int, float)) else None
-
-
-def _number(config: Mapping[str, Any], key: str) -> int | None:
-    value = config.get(key)
-    return value if type(value) is int and value > 0 else None
-
-
-def _real(config: Mapping[str, Any], key: str) -> float | None:
-    value = config.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

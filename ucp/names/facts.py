@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.files.inert import Inert
 from ucp.model.checkpoint import Checkpoint
+from ucp.records import as_dict, dataclass, replace
 
 CONFIG: Final = "config.json"
 _LARGEST: Final = 16 << 20
@@ -22,12 +22,29 @@ class Facts:
 
     layers: int | None = None
     hidden: int | None = None
-    ffn: int | None = None
+    ffn: int | None = None  # of experts, where there are any
+    dense_ffn: int | None = None  # of layers without experts, in a model that has experts
     heads: int | None = None
     query_groups: int | None = None
     head_dim: int | None = None
     experts: int | None = None  # 0: no experts
     experts_per_token: int | None = None
+    moe_layers: tuple[bool, ...] | None = None  # which layers have experts; None: all
+    shared_ffn: int | None = None  # of experts that see every token, all together; 0: there are none
+    shared_gate: bool | None = None  # whether they are weighed
+    router_scores: str | None = None  # softmax or sigmoid
+    router_sums: bool | None = None  # whether the weights of the chosen experts are divided by their sum
+    router_groups: int | None = None
+    router_top_groups: int | None = None
+    router_scale: float | None = None
+    router_bias: bool | None = None
+    latent: bool | None = None  # multi-latent attention
+    q_rank: int | None = None  # None with latent attention: queries are not compressed
+    kv_rank: int | None = None
+    nope_dim: int | None = None  # of a head's part without positions
+    rope_dim: int | None = None  # of the part with positions
+    value_dim: int | None = None
+    yarn: tuple[tuple[str, float], ...] | None = None  # how rotary positions are stretched, in Hugging Face's words
     vocabulary: int | None = None  # rows of the tokenizer, without padding
     positions: int | None = None  # longest sequence
     gated: bool | None = None
@@ -40,8 +57,11 @@ class Facts:
     epsilon: float | None = None
     bias: bool | None = None  # of every linear layer
     qkv_bias: bool | None = None
-    qk_norm: bool | None = None
+    qk_norm: bool | None = None  # with latent attention: norms of the latents
+    norm_less_one: bool | None = None  # norms store their weight less one
+    scaled_embedding: bool | None = None  # embeddings are multiplied by the root of the hidden size
     unlike: str | None = None  # why another framework's modules compute something else from the same tensors
+    unmapped: str | None = None  # why no other framework has such modules
 
     @property
     def moe(self) -> bool | None:
@@ -53,7 +73,7 @@ class Facts:
 
     def over(self, other: Facts) -> Facts:
         """These facts, and the other's where these are silent."""
-        known = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        known = {name: value for name, value in as_dict(self).items() if value is not None}
         return replace(other, **known)
 
 

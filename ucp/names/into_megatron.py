@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from ucp.model.region import Region
 from ucp.names.arguments import arguments_for, in_core_words
 from ucp.names.carried import COMMON, carried_note, whole_number
 from ucp.names.facts import Facts, facts_of, raw_arguments
+from ucp.records import replace
 
 _SCHEDULE: Final = (
     "max_lr",
@@ -92,8 +92,11 @@ def into_megatron(
     details = {**checkpoint.details, "dtype": checkpoint.details.get("dtype") or _dtype(checkpoint)}
     details.pop("pipeline", None)
     notes = [*checkpoint.notes, carried_note(checkpoint, "Megatron", has_schedule, bool(random))]
-    if facts.unlike is not None:
-        notes.append(Note("unlike", f"the arguments do not say that {facts.unlike}: the job must"))
+    unlike = facts.unlike
+    if unlike is None and facts.scaled_embedding:
+        unlike = "its embeddings are multiplied by the root of the hidden size"
+    if unlike is not None:
+        notes.append(Note("unlike", f"the arguments do not say that {unlike}: the job must"))
     if checkpoint.groups and not has_schedule:
         text = "of the schedule only the samples that were seen are known: start with --override-opt-param-scheduler"
         notes.append(Note("schedule-unknown", text))
