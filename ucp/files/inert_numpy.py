@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ucp import tunables
 from ucp.errors import NotUnderstoodError
 from ucp.model.dtypes import unchangeable
+from ucp.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
 _PLAIN_KINDS: Final = frozenset("biufcSU")
+TIME_UNITS: Final = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"])
 
 
 @dataclass(frozen=True)  # without slots: Python 3.10 would put a setter of its own in the place of ours
@@ -102,11 +103,23 @@ class NumpyDType:
         self.structured = any(part is not None for part in (subarray, names, fields))
         if self.structured:
             self.descr = "structured"
-        elif order in ("<", ">"):
+            return
+        if self.descr in ("M8", "m8"):
+            self.descr += _time_unit(state[8] if len(state) > 8 else None)
+        if order in ("<", ">"):
             self.descr = order + self.descr
 
     def __repr__(self) -> str:
         return f"NumpyDType({self.descr!r})"
+
+
+def _time_unit(metadata: object) -> str:
+    """`[25us]` for numpy's (…, (unit, count, …)), without which the bytes of a date or a duration mean nothing."""
+    if type(metadata) is tuple and len(metadata) == 2 and type(metadata[1]) is tuple and len(metadata[1]) == 4:
+        unit, count, *rest = metadata[1]
+        if type(unit) is bytes and unit.decode("latin-1") in TIME_UNITS and type(count) is int and rest == [1, 1]:
+            return f"[{'' if count == 1 else count}{unit.decode()}]"
+    raise TypeError(f"a numpy date or duration in a unit that is not known: {metadata!r:.80}")
 
 
 def _plain_dtype(descr: str) -> np.dtype[Any]:

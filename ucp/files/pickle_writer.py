@@ -6,8 +6,8 @@ called here. Equal trees give equal bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
@@ -22,9 +22,11 @@ from ucp.files.inert import (
     TensorRef,
     new_class,
 )
+from ucp.files.inert_numpy import TIME_UNITS
 from ucp.files.pickle_opcodes import Opcodes, UnwritableError
 from ucp.model.box import strides_of
 from ucp.model.dtypes import BY_NAME, DType
+from ucp.records import dataclass
 
 __all__ = ["NewTensor", "bare_object", "called_object", "write_pickle"]
 
@@ -79,7 +81,10 @@ def write_pickle(tree: Any, where: str, storage_ref: Callable[[Any], StorageRef]
         writer.save(tree)
     except UnwritableError as error:
         path = "".join(f"[{key!r}]" for key in error.path)
-        raise NotUnderstoodError(f"{where}: {path or 'it'} cannot be written: {error}") from None
+        raise NotUnderstoodError(
+            f"{where}: {path or 'it'} cannot be written: {error}",
+            hint="take it out of what the job saves beside its states: load the file, delete the key, save it again",
+        ) from None
     except RecursionError:
         raise UnsafeError(f"{where}: what it should hold is nested too deeply to write") from None
     return writer.finish()
@@ -109,6 +114,7 @@ _ARRAY: Final = new_class("numpy", "ndarray")
 # numpy kind → bytes a character, alignment, flags of the dtype; plain numbers have sizes of their own.
 _SIZED_NUMPY_KINDS: Final = {"S": (1, 1, 0), "U": (4, 4, 8)}
 _OBJECT_FLAGS: Final = 63
+_TIME: Final = re.compile(rf"([Mm]8)\[([1-9]\d*)?({'|'.join(sorted(TIME_UNITS))})\]")
 
 
 class _Writer(Opcodes):
@@ -224,15 +230,18 @@ class _Writer(Opcodes):
         code = descr.lstrip("<>|=")
         kind, length = code[:1], code[1:]
         order = descr[0] if descr[:1] in ("<", ">") else "|"
-        sizes = (-1, -1, _OBJECT_FLAGS if kind == "O" else 0)
+        state: tuple[Any, ...] = (3, order, None, None, None, -1, -1, _OBJECT_FLAGS if kind == "O" else 0)
         if kind in _SIZED_NUMPY_KINDS and length.isdecimal():
             width, alignment, flags = _SIZED_NUMPY_KINDS[kind]
-            sizes = (width * int(length), alignment, flags)
+            state = (3, order, None, None, None, width * int(length), alignment, flags)
+        elif time := _TIME.fullmatch(code):
+            code, count, unit = time[1], int(time[2] or 1), time[3].encode()
+            state = (4, order, None, None, None, -1, -1, 0, (None, (unit, count, 1, 1)))
         elif not kind or kind not in "biufcO" or not length.isdecimal():
             raise UnwritableError(f"a numpy value of type {descr or 'unknown'!r}")
         self._reduce("numpy", "dtype", code, False, True)
         self._remember_value(NumpyDType, descr)
-        self._tuple((3, order, None, None, None, *sizes))
+        self._tuple(state)
         self.out.append(b"b")
 
     savers: ClassVar = {

@@ -6,7 +6,6 @@ By value: a master weight rounded to the module's dtype is the module's weight, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ucp.files.local import SourceFiles
@@ -14,6 +13,7 @@ from ucp.formats.dealing import deal, states_fit
 from ucp.formats.deepspeed.stored import Run, Stored
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
+from ucp.records import dataclass
 
 SAMPLE: Final = 1024  # elements of a tensor that are compared before names are believed to match
 _BLOCK: Final = 1 << 20
@@ -105,6 +105,16 @@ def looks_equal(source: SourceFiles, a: Stored, b: Stored) -> bool:
         return True
     size = min(first.stop, second.stop, SAMPLE) * a.dtype.itemsize
     return source.read(first.file, first.offset, size) == source.read(second.file, second.offset, size)
+
+
+def rounds_to(source: SourceFiles, master: Stored, weight: Stored) -> bool | None:
+    """Whether the first elements of a master weight round to those of the weight; None where that cannot be told."""
+    first, second = next(iter(master.runs()), None), next(iter(weight.runs()), None)
+    if first is None or second is None or first.strides or second.strides or first.inline or second.inline:
+        return None
+    count = min(first.stop, second.stop, SAMPLE)
+    made = rounded(source.read(first.file, first.offset, count * master.dtype.itemsize), master.dtype, weight.dtype)
+    return made == source.read(second.file, second.offset, count * weight.dtype.itemsize) if made else None
 
 
 def _only_run(stored: Stored) -> Run | None:

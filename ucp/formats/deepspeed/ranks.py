@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ucp.errors import NotUnderstoodError
 from ucp.files.inert import Inert
 from ucp.formats.deepspeed.grid import Grid
 from ucp.formats.deepspeed.holdings import Holder
+from ucp.formats.deepspeed.missing import check_frozen, check_order
 from ucp.formats.deepspeed.names import StepFiles, missing_expert_files
 from ucp.formats.deepspeed.pipeline import StageNames, missing_layer_files, name_tied, read_layers
 from ucp.formats.deepspeed.reading import Reading
@@ -28,6 +28,7 @@ from ucp.formats.deepspeed.weights import (
 from ucp.formats.deepspeed.zero3 import open_slices, read_frozen_slices, read_slices
 from ucp.formats.deepspeed.zero12 import Partition, open_partitions, read_partitions
 from ucp.model.box import Shape
+from ucp.records import dataclass, field
 
 _RESTORE = "look for a file of another run or of another save among them"
 
@@ -133,6 +134,8 @@ def _read_flat(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> 
         first = ranks.optims[holder][0].mapping().get("ds_config")
         data_first = isinstance(first, dict) and first.get("use_data_before_expert_parallelism") is True
         ep = max(ep, read_partitions(reading, holder, shapes[holder], partitions[holder], data_first))
+        if shapes[holder] is None:
+            check_order(reading, holder, ranks.models[holder][0])
     top = next(iter(partitions.values()))[0].top
     return Shown(
         stage=_stage(ranks),
@@ -163,6 +166,7 @@ def _read_zero3(reading: Reading, step: Path, files: StepFiles, grid: Grid, rank
         optims = ranks.optims[holder]
         shapes = param_shapes(models[0], optims[0]) or []
         _check_same_shapes(reading, holder, models)
+        check_frozen(reading, holder, models[0])
         read_module(reading, holder, models[0], _joined(shapes), shared)
         _take_other_modules(reading, models[1:])
         share = read_slices(reading, holder, shapes, open_slices(optims, grid.tp, holder.tp), swap)

@@ -17,6 +17,7 @@ from ucp.formats.deepspeed.description import details_of, framework_of, step_of
 from ucp.formats.deepspeed.extras import TreeCarrier, carry_neighbours, carry_unknown
 from ucp.formats.deepspeed.grid import Grid, check_same_save, find_grid
 from ucp.formats.deepspeed.holdings import Holder, Holdings
+from ucp.formats.deepspeed.missing import note_missing
 from ucp.formats.deepspeed.names import SWAP_FOLDER, StepFiles, sort_names
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.ranks import Ranks, read_states
@@ -82,6 +83,7 @@ def _read(
     mesh = Mesh(grid.tp, grid.pp, grid.dp_world, shown.ep, shown.stage)
     groups = merge_groups(reading.holdings, parameters)
     extras = _extras(reading, place, files)
+    note_missing(reading, (files[0] for files in ranks.models.values()))
     _closing_notes(reading)
     return Checkpoint(
         format="deepspeed",

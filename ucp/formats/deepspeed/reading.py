@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.files.inert import TensorRef
@@ -12,6 +11,7 @@ from ucp.formats.deepspeed.holdings import Holdings
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFiles
 from ucp.model.checkpoint import Note
+from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class Reading:
     checked_mappings: set[str] = field(default_factory=set)
     pipeline: dict[str, Any] = field(default_factory=dict)  # what the layer files show of a PipelineModule
     unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it is no atom
+    valueless: dict[str, str] = field(default_factory=dict)  # name in a module whose values are nowhere → file
     _taken: dict[int, TensorRef] = field(default_factory=dict)
 
     def take(self, ref: TensorRef) -> TensorRef:

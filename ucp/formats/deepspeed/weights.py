@@ -8,6 +8,7 @@ from typing import Any
 from ucp.files.inert import TensorRef
 from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.holdings import Holder
+from ucp.formats.deepspeed.missing import unlisted_copies
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile, flat_tensors, shapes_of, tensor_of, texts_of
 from ucp.model.box import Shape
@@ -55,6 +56,7 @@ def read_module(
     frozen = frozen_shapes_of(file)
     listed = isinstance(file.mapping().get("frozen_param_shapes"), dict)  # then it lists all frozen parameters
     owners = _owners(module, buffers, trained or {}, shared)
+    owners.update(unlisted_copies(reading, file, module, trained or {}, {*buffers, *frozen, *owners}))
     for name, value in module.items():
         if not isinstance(value, TensorRef):
             continue
@@ -71,6 +73,7 @@ def read_module(
             reading.holdings.roles.setdefault(name, role)  # ZeRO-3: the values are elsewhere
             continue
         if role == "frozen" and value.shape == (0,) and known is None:
+            reading.valueless.setdefault(name, file.name)
             continue  # ZeRO-3 without its frozen parameters: a name and nothing else
         if role == "frozen" and known is None and listed:
             reading.note("weight-unexplained", f"{name}: neither parameter nor buffer as far as {file.name} says; kept")
