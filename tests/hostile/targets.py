@@ -10,19 +10,24 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import ucp
+from tests.hostile.seals import sealed_segment, sealed_store
+from ucp.engine.arrays import read_tensor
 from ucp.errors import UcpError
 from ucp.files.pickles import read_pickle
 from ucp.files.safetensors import read_safetensors
 from ucp.files.torchzip import TorchFile
 from ucp.formats.distcp_index import read_folder
 from ucp.formats.rulefiles import parse_rules
+from ucp.formats.store.description import schema_of
 from ucp.log.reader import Log
+from ucp.model.checkpoint import Checkpoint, Extras
 from ucp.names.tables import parse_table
+from ucp.store import Store, load
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
@@ -98,6 +103,22 @@ def _segment(data: bytes, folder: Path) -> None:
                             stored.bits()
 
 
+def _sealed_segment(data: bytes, folder: Path) -> None:
+    _segment(sealed_segment(data), folder)
+
+
+def _store(data: bytes, folder: Path) -> None:
+    path = folder / "x.ucpstore"
+    path.write_bytes(data)
+    for parameter in ucp.open(path).parameters.values():
+        str(parameter)
+    load(path).check()
+
+
+def _sealed_store(data: bytes, folder: Path) -> None:
+    _store(sealed_store(data), folder)
+
+
 def _log_manifest(data: bytes, folder: Path) -> None:
     from tests.log.made import made_manifest, write_log
 
@@ -135,13 +156,28 @@ def _some_files() -> dict[str, tuple[bytes, ...]]:
         ucp.convert(RANKS, folder / "hf", to="safetensors", include=["*attn.q*"])
         ucp.convert(RANKS, folder / "atoms", include=["*attn.q*"])
         write_log(folder / "run", range(1, 3), made_manifest())
+        _write_store(folder / "store", ucp.open(folder / "atoms").index)
         return {
+            "store": ((folder / "store").read_bytes(),),
             "dcp": ((folder / "dcp" / ".metadata").read_bytes(),),
             "safetensors": tuple(path.read_bytes() for path in (folder / "hf").glob("*.safetensors")),
             "atoms": (next((folder / "atoms").glob("*.json")).read_bytes(),),
             "segment": (segments(folder / "run")[0].read_bytes(),),
             "log manifest": tuple(path.read_bytes() for path in (folder / "run").rglob("manifest.json")),
         }
+
+
+def _write_store(path: Path, index: Checkpoint) -> None:
+    """A store of a few pages."""
+    [parameter, *_] = index.parameters.values()
+    notes = {"groups": [{"hyper": {"lr": 0.5}, "names": [parameter.name]}], "extras": {"x": [1, "a"]}, "notes": []}
+    small = replace(index, parameters={parameter.name: parameter}, groups=[], extras=Extras({}))
+    with Store.create(path, replace(schema_of(small), notes_bytes=512)) as store:
+        for step in (1, 2, 3):
+            store.begin(step)
+            for atom in small.atoms():
+                store.write(atom.name, atom.kind, read_tensor(index.root, atom))
+            store.commit(notes)
 
 
 def _rank_files() -> list[bytes]:
@@ -170,6 +206,9 @@ TARGETS = {
         Target("dcp", _metadata, lambda: _some_files()["dcp"]),
         Target("atoms", _atoms, lambda: _some_files()["atoms"]),
         Target("segment", _segment, lambda: _some_files()["segment"]),
+        Target("sealed segment", _sealed_segment, lambda: _some_files()["segment"]),
+        Target("store", _store, lambda: _some_files()["store"]),
+        Target("sealed store", _sealed_store, lambda: _some_files()["store"]),
         Target("log manifest", _log_manifest, lambda: _some_files()["log manifest"]),
         Target(
             "rules",

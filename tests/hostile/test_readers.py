@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ucp
+from tests.hostile.seals import sealed_segment, sealed_store
 from tests.hostile.targets import RANKS, TARGETS, mutated
 from ucp.errors import UcpError, UnsafeError
 from ucp.model.patterns import compile_pattern
 from ucp.model.rules import REPLICATED, RuleBook
 
-SHOTS = {"rank": 15, "segment": 30, "dcp": 40}
+SHOTS = {"rank": 15, "segment": 30, "sealed segment": 30, "dcp": 40}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -35,11 +36,20 @@ def test_mutations_of_real_files(name: str, tmp_path: Path) -> None:
             target.survives(mutated(chance.choice(seeds), chance, seeds), tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(TARGETS.keys() - {"rank", "segment", "log manifest", "atoms"}))
+@pytest.mark.parametrize(
+    "name", sorted(TARGETS.keys() - {"rank", "segment", "sealed segment", "log manifest", "atoms"})
+)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=200))
 def test_any_bytes(name: str, data: bytes, tmp_path: Path) -> None:
     TARGETS[name].survives(data, tmp_path)
+
+
+def test_seals_are_those_of_the_true_files() -> None:
+    """Else what is sealed would get no further than what is not."""
+    [store], [segment] = TARGETS["store"].seeds(), TARGETS["segment"].seeds()
+    assert sealed_store(store) == store
+    assert sealed_segment(segment) == segment
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import IntegrityError, StorageError
 from ucp.log.manifest import sync_folder, write_json
 from ucp.log.reader import Log
+from ucp.records import dataclass, field
 
 FORMAT: Final = 1
 BASE: Final = "base.json"
@@ -87,7 +87,7 @@ def list_bases(run: Path) -> list[Base]:
             told = json.loads((folder / BASE).read_bytes())
             steps = {str(name): int(step) for name, step in told["steps"].items()}
             base = Base(folder, int(named[1]), int(told["step"]), int(told["epoch"]), str(told["checkpoint"]), steps)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise IntegrityError(f"{folder / BASE}: is damaged: {error}") from error
         found.append(base)
     return sorted(found, key=lambda base: base.number)

@@ -6,7 +6,6 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from ucp.log.codecs import DTYPES, Encoding, stored_bytes
 from ucp.log.frames import BadBytesError, checksum, padded
+from ucp.records import dataclass
 
 _STEP: Final = struct.Struct("<BBBBIQIIqQ")
 _GROUP: Final = struct.Struct("<IBBHdddddddq")
@@ -107,6 +107,8 @@ class StepRecord:
                 raise BadBytesError("a STEP frame has the wrong length")
             if op not in (0, 1) or kind != op or stage not in Stage._value2member_map_:
                 raise BadBytesError(f"a STEP frame with unknown stage {stage} or scale {op}, {kind}")
+            if bits >> 32:
+                raise BadBytesError("a STEP frame whose scale is no float32")
             groups = tuple(_unpack_group(data, _STEP.size + i * _GROUP.size) for i in range(count))
         except struct.error as error:
             raise BadBytesError("a STEP frame ends early") from error
@@ -240,7 +242,7 @@ def pack_json(value: Any) -> bytes:
 def unpack_json(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadBytesError("a frame of JSON holds none") from error
 
 
@@ -261,5 +263,5 @@ def unpack_digests(data: bytes) -> list[Digest]:
     value = unpack_json(data)
     try:
         return [Digest(int(tensor), str(kind), str(digest)) for tensor, kind, digest in value]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BadBytesError("a DIGEST frame holds no digests") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from ucp import tunables
 from ucp.errors import IntegrityError, UsageError
 from ucp.model.box import Shape
 from ucp.model.dtypes import BY_NAME, DType
+from ucp.records import dataclass, field
 
 PAGE: Final = 4096  # blocks, headers, and atoms of at least this size start at multiples of it
 GRAIN: Final = 64  # smaller atoms start at multiples of this
@@ -83,7 +83,7 @@ class Schema:
                 for name, kind, shape, dtype in told["entries"]
             )
             schema = Schema(entries, dict(told["about"]), int(told["notes_bytes"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise IntegrityError(f"{where}: its schema cannot be understood: {error!r}") from None
         if schema.notes_bytes < 0 or len({(e.name, e.kind) for e in entries}) != len(entries):
             raise IntegrityError(f"{where}: its schema contradicts itself")

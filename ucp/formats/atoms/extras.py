@@ -42,7 +42,7 @@ def read_extras(folder: Path, carried: list[str]) -> Extras:
             file: {**shared["common"][own["common"]], **own["own"]} if "common" in own else own["own"]
             for file, own in shared["files"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path}: cannot be read: {error!r}", hint="convert again, or restore the file") from None
     tensors: dict[str, Atom] = {}
     if (folder / TENSORS).exists():

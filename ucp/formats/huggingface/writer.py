@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatch
 from math import prod
 from typing import Any, Final
@@ -15,6 +14,7 @@ from ucp.formats.outputs import carried_file, safetensors_file
 from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.model.target import Digests, Literal, OutputFile, Target
+from ucp.records import replace
 from ucp.tunables import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB
@@ -137,7 +137,7 @@ class Writer:
             config = json.loads((self.source.root / path).read_bytes())
         except OSError as error:
             raise StorageError(f"{self.source.root / path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{self.source.root / path}: is no JSON: {error}") from None
         return config if isinstance(config, dict) else None
 

@@ -114,7 +114,7 @@ def _backend(file: Path) -> object:
         if file.stat().st_size > _LARGEST_METADATA:
             return None
         data = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data.get("sharded_backend") if isinstance(data, dict) else None
 

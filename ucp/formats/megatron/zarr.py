@@ -100,7 +100,7 @@ def _described(file: Path) -> tuple[Shape, Shape, DType]:
         shape, chunks = _lengths(data["shape"]), _lengths(data["chunks"])
         named = str(data["dtype"])
         plain = data.get("compressor") is None and not data.get("filters") and data.get("order") == "C"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{file}: does not describe an array: {error}") from error
     dtype = BY_NAME.get(named) or BY_NAME.get(_NUMPY.get(named.lstrip("<|"), ""))
     if dtype is None or not plain or data.get("zarr_format") != 2 or data.get("dimension_separator", ".") != ".":

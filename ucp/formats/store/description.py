@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp import tunables
@@ -12,6 +11,7 @@ from ucp.formats.inert_json import Encoder, decode
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.layout import Mesh
 from ucp.model.rule_json import rule_from_json, rule_to_json
+from ucp.records import dataclass
 from ucp.store.layout import Entry, Schema, rounded
 
 EXTRA: Final = "extra"  # kind of the tensors inside extras
@@ -118,7 +118,7 @@ def _parameter(entry: Mapping[str, Any]) -> Parameter:
         rule_origin=entry["rule_origin"],
         padded_shape=None if entry["padded_shape"] is None else tuple(entry["padded_shape"]),
         group=entry["group"],
-        aliases=tuple(entry["aliases"]),
+        aliases=tuple(map(str, entry["aliases"])),
         stages=tuple(entry["stages"]),
         expert=entry["expert"],
     )
