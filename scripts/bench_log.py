@@ -1,14 +1,15 @@
 #!/usr/bin/env python
 """Measure logs and merging: replay, memory, volume and the cost of recording, each beside what it is compared with.
 
-    .venv/bin/python scripts/bench_log.py                        # takes some minutes and 4 GB of disk
+    .venv/bin/python scripts/bench_log.py                        # takes less than five minutes and 5 GB of disk
     .venv/bin/python scripts/bench_log.py --json result.json
-    .venv/bin/python scripts/bench_log.py --params 2e6 --steps 10 --tokens 512 --train-steps 6     # a minute
+    .venv/bin/python scripts/bench_log.py --params 2e6 --steps 10 --tokens 512 --pairs 2           # a minute
 
-Everything is CPU time of one process (`time.process_time`, `time.thread_time`), which a busy machine disturbs less than
-the clock: replay as the slope between two numbers of steps, so that start-up, base and output fall out; recording as
-what the recorder counts in hook and writer. One thread computes, unless a figure says otherwise. Wall-clock figures are
-given as "not measured" where other work runs beside.
+Every figure that has a limit is told to be met (ok) or missed (MISS). Figures are CPU time of one process, which a busy
+machine disturbs less than the clock: replay as the slope between two numbers of steps, so that start-up, base and
+output fall out, on one core; recording as what the recorder counts in hook and writer, beside a step's own CPU time on
+one core. What only the clock can tell (whole steps with and without a recorder in turns, two workers against one) is
+measured too, and judged only where the machine was idle before and nothing else ran.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +31,12 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
+PARTS = PROJECT / "scripts" / "bench_log_parts.py"
 FULL_STATE_BYTES = 12  # master and two moments in float32, a parameter
+IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
+RECOVERED_STEPS = 100
+RECORDING_LIMITS = {1024: 3.1, 2048: 1.0}  # percent of a step's CPU, by tokens
+MOST = 3.1  # percent that recording may cost: LowDiff's figure
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,10 @@ class Figure:
 class Bench:
     """Collects figures and prints them as they come."""
 
-    def __init__(self, work: Path, given: argparse.Namespace) -> None:
+    def __init__(self, work: Path, given: argparse.Namespace, idle: bool) -> None:
         self.work = work
         self.given = given
+        self.idle = idle
         self.figures: list[Figure] = []
 
     def add(self, what: str, value: float, unit: str, target: str, met: bool | None, **detail: Any) -> None:
@@ -57,234 +66,178 @@ class Bench:
         mark = {True: "ok  ", False: "MISS", None: "    "}[met]
         print(f"{mark}  {what}: {_short(value)} {unit} (target {target})  [{told}]", flush=True)
 
-    def child(self, task: str, **arguments: Any) -> dict[str, Any]:
-        """Run a task of this script in a process of its own; what it measured."""
-        command = [sys.executable, __file__, "--child", task, "--arguments", json.dumps(arguments, default=str)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    def most(self, what: str, value: float, unit: str, limit: float, **detail: Any) -> None:
+        """A figure that has an upper limit."""
+        self.add(what, value, unit, f"≤ {limit:g}", value <= limit, **detail)
+
+    def child(self, task: str, threads: int = 1, **arguments: Any) -> dict[str, Any]:
+        """Run a part in a process of its own; what it measured."""
+        command = [sys.executable, str(PARTS), task, json.dumps(arguments, default=str)]
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(PROJECT)}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         if done.returncode:
             sys.exit(f"{task} failed:\n{done.stderr[-3000:]}")
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
 
-    def replay(self) -> dict[str, float]:
-        """Nanoseconds a parameter and update, log reading and checksums included."""
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def replay(self) -> dict[str, tuple[float, float]]:
+        """Nanoseconds a parameter: of an update, log reading and checksums included, and of base and output once."""
         rates = {}
-        params, steps = int(self.given.params), self.given.steps
+        wanted, steps = int(self.given.params), self.given.steps
+        few = max(1, steps // 5)
         for kernel, limit in (("single", 3.0), ("fused", 1.0)):
             run = self.work / kernel
-            self.child("make", run=run, params=params, steps=steps, kernel=kernel)
-            found = [self.child("merge", run=run, steps=[steps // 5, steps], out=self.work / "out") for _ in range(3)]
-            rates[kernel] = min(
-                (one["cpu"][1] - one["cpu"][0]) / (params * (steps - steps // 5)) * 1e9 for one in found
-            )
-            detail = {"params": params, "steps": steps, "memcpy_ns": found[0]["memcpy_ns"]}
-            met = rates[kernel] <= limit
-            self.add(f"replay, {kernel}", rates[kernel], "ns/param/step", f"≤ {limit}", met, **detail)
+            params = self.child("make", run=run, params=wanted, steps=steps, kernel=kernel)["params"]
+            found = self.child("merge", run=run, steps=[few, steps], out=self.work / "out", rounds=self.given.rounds)
+            rate = (found["cpu"][1] - found["cpu"][0]) / (params * (steps - few)) * 1e9
+            once = found["cpu"][0] / params * 1e9 - few * rate
+            rates[kernel] = rate, once
+            bound = found["memcpy_ns"]
+            detail = {"params": params, "steps": steps, "memcpy_ns": bound, "times_memcpy": rate / bound}
+            self.most(f"replay, {kernel}", rate, "ns/param/step, one core", limit, **detail)
+            if kernel == "single":
+                shutil.rmtree(run)  # the other one is merged again for its memory
         return rates
 
     def memory(self) -> None:
         """Growth of the resident set while merging: the same for small and large, few steps and many."""
-        for params, steps in (
-            (self.given.params, 5),
-            (self.given.params, self.given.steps),
-            (4 * self.given.params, 5),
+        small, steps = self.given.params, self.given.steps
+        large = self.work / "large"
+        self.child("make", run=large, params=int(4 * small), steps=min(10, steps), kernel="fused")
+        seconds = {}
+        for run, params, step in (
+            (self.work / "fused", small, min(5, steps)),
+            (self.work / "fused", small, steps),
+            (large, 4 * small, min(5, steps)),
+            (large, 4 * small, min(10, steps)),
         ):
-            run = self.work / "memory"
-            self.child("make", run=run, params=int(params), steps=steps, kernel="fused")
             for jobs in (1, 2):
-                found = self.child("memory", run=run, jobs=jobs, out=self.work / "out")
-                limit = 64 + 8 * jobs
-                growth = found["growth"] / 2**20
-                detail = {"params": int(params), "steps": steps, "state_MiB": params * FULL_STATE_BYTES / 2**20}
-                self.add(f"merge memory, {jobs} workers", growth, "MiB", f"≤ {limit}", growth <= limit, **detail)
-            shutil.rmtree(run)
+                found = self.child("memory", run=run, jobs=jobs, step=step, out=self.work / "out")
+                detail = {"params": int(params), "steps": step, "state_MiB": params * FULL_STATE_BYTES / 2**20}
+                self.most(f"merge memory, {jobs} workers", found["growth"] / 2**20, "MiB", 64 + 8 * jobs, **detail)
+                seconds[run, step, jobs] = found["seconds"]
+        ratio = seconds[self.work / "fused", steps, 1] / seconds[self.work / "fused", steps, 2]
+        met = ratio >= 1.7 if self.idle and (os.cpu_count() or 1) > 1 else None
+        self.add("merge, two workers against one", ratio, "× faster", "≥ 1.7", met, cores=os.cpu_count())
+        shutil.rmtree(large)
+        shutil.rmtree(self.work / "fused")
 
-    def recording(self, rates: dict[str, float]) -> None:
+    def recording(self, rates: dict[str, tuple[float, float]]) -> None:
         """Hook and writer beside the step that they belong to, over the tokens of a step."""
-        for tokens in self.given.tokens:
-            found = self.child("train", run=self.work / "trained", tokens=tokens, steps=self.given.train_steps)
-            share = 100 * found["log_cpu"] / found["step_cpu"]
-            limit = {1024: 3.1, 2048: 1.0}.get(tokens)
-            detail = {key: found[key] for key in ("params", "step_cpu", "hook_cpu", "writer_cpu", "stall_share")}
-            detail["torch.save_every_step"] = 100 * found["save_cpu"] / found["step_cpu"]
-            goal = "-" if limit is None else f"≤ {limit}"
-            met = None if limit is None else share <= limit
-            self.add(f"recording at {tokens} tokens/step, bf16", share, "% of the step's CPU", goal, met, **detail)
-            if tokens == min(self.given.tokens):
-                again = {name: found["step_cpu"] / (rate * 1e-9 * found["params"]) for name, rate in rates.items()}
-                for name, ratio in again.items():
-                    goal = f"re-training {tokens} tokens/step, {name}"
-                    limit = 50 if name == "fused" else 15
-                    self.add(f"replay against {goal}", ratio, "× cheaper", f"≥ {limit}", ratio >= limit)
-        plain = found["bytes_per_param"]
+        deepspeed = self.child("deepspeed_save", folder=self.work / "deepspeed")["save_cpu"]
+        shutil.rmtree(self.work / "deepspeed")
+        found: dict[str, Any] = {}
+        for tokens in sorted(self.given.tokens, reverse=True):
+            steps = self.given.train_steps or max(8, 16384 // tokens)
+            found = self.child("train", run=self.work / "trained", tokens=tokens, steps=steps)
+            step = found["step_cpu"]
+            share = 100 * found["log_cpu"] / step
+            detail = {key: found[key] for key in ("params", "step_cpu", "hook_cpu", "writer_cpu")}
+            # Recording costs the same whatever a step computes, so its share falls as tokens rise.
+            detail |= {"steps": steps, f"{MOST} % is crossed at tokens": round(tokens * share / MOST)}
+            goal = RECORDING_LIMITS.get(tokens)
+            what = f"recording at {tokens} tokens/step, bf16"
+            if goal is None:
+                self.add(what, share, "% of the step's CPU", "-", None, **detail)
+            else:
+                self.most(what, share, "% of the step's CPU", goal, **detail)
+            if tokens == 1024:
+                self.most("hook alone at 1024 tokens/step", 100 * found["hook_cpu"] / step, "% of the step's CPU", 1.0)
+            self.most(f"producer stall at {tokens} tokens/step", 100 * found["stall_share"], "% of the time", 0.1)
+            for name, cpu in (("torch.save", found["save_cpu"]), ("DeepSpeed save_checkpoint", deepspeed)):
+                self.add(
+                    f"{name} of the full state every step, {tokens} tokens/step",
+                    100 * cpu / step,
+                    "% of the step's CPU",
+                    "-",
+                    None,
+                    times_recording=cpu / found["log_cpu"],
+                )
+        self._recovery(rates, found["step_cpu"] / found["params"] * 1e9, min(self.given.tokens))
+        self._volume(found["bytes_per_param"])
+
+    def _recovery(self, rates: dict[str, tuple[float, float]], training: float, tokens: int) -> None:
+        for name, (rate, once) in rates.items():
+            ratio, goal = training / rate, 50 if name == "fused" else 15
+            whole = RECOVERED_STEPS * training / (RECOVERED_STEPS * rate + once)
+            self.add(
+                f"recovering {RECOVERED_STEPS} steps against training them, {tokens} tokens/step, {name}",
+                ratio,
+                "× cheaper",
+                f"≥ {goal}",
+                ratio >= goal if tokens == 512 else None,
+                with_base_and_output=whole,
+                training_ns_per_param=training,
+            )
+
+    def _volume(self, plain: float) -> None:
         packed = self.child("train", run=self.work / "packed", tokens=256, steps=4, compress=True)["bytes_per_param"]
-        self.add("log volume, raw bf16", plain, "B/param/step", "≤ 2.02", plain <= 2.02, full_state=FULL_STATE_BYTES)
-        self.add(
-            "log volume, compressed", packed, "B/param/step", "≤ 1.45", packed <= 1.45, full_state=FULL_STATE_BYTES
+        unit, full = "B/param/step", {"full_state": FULL_STATE_BYTES}
+        self.most("log volume, raw bf16", plain, unit, 2.02, **full)
+        self.most("log volume, compressed", packed, unit, 1.45, **full)
+        self.most("log, and a base every 100 steps", plain + FULL_STATE_BYTES / 100, unit, 2.2, **full)
+
+    def whole_steps(self) -> None:
+        """Whole steps by the clock, with a recorder and without in turns (G5)."""
+        tokens, threads = max(self.given.tokens), os.cpu_count() or 1
+        found = self.child(
+            "both", threads, run=self.work / "both", tokens=tokens, pairs=self.given.pairs, block=3, threads=threads
         )
+        ratios = [a / b for a, b in zip(found["with"], found["without"], strict=True)]
+        low, high = interval(ratios)
+        detail = {"params": found["params"], "threads": threads, "pairs": len(ratios)}
+        detail |= {"least of 90 %": 100 * (low - 1), "median": 100 * (statistics.median(ratios) - 1)}
+        detail["resolved"] = low > 1 or high < 1
+        met = 100 * (high - 1) <= MOST if self.idle else None
+        what = f"whole step with a recorder at {tokens} tokens/step, upper end of the 90 % interval"
+        self.add(what, 100 * (high - 1), "% longer", f"≤ {MOST}", met, **detail)
+
+
+def interval(ratios: Sequence[float], share: float = 0.9, draws: int = 4000) -> tuple[float, float]:
+    """Where the median of such ratios lies with this probability: bootstrap, always the same for the same ratios."""
+    chance = random.Random(1)
+    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
+    cut = (1 - share) / 2
+    return medians[int(cut * draws)], medians[int((1 - cut) * draws) - 1]
 
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What children do
-
-
-def make(run: str, params: int, steps: int, kernel: str) -> dict[str, Any]:
-    """A run with a base and a log of bfloat16 gradients, made without training: a few large parameters, many small."""
-    import torch
-
-    import ucp
-
-    shutil.rmtree(run, ignore_errors=True)
-    rows = max(1, params // 8 // 1024)
-    net = torch.nn.ParameterDict({f"large{i}": torch.nn.Parameter(torch.randn(rows, 1024)) for i in range(8)})
-    net.update({f"small{i}": torch.nn.Parameter(torch.randn(1024)) for i in range(16)})
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=kernel == "fused", foreach=False)
-    gradients = [torch.randn_like(p).bfloat16().float() for p in net.parameters()]  # narrowed when they are logged
-    with ucp.record(net, optimizer, run) as recorder:
-        for _ in range(steps):
-            for p, gradient in zip(net.parameters(), gradients, strict=True):
-                p.grad = gradient
-            optimizer.step()
-        recorder.flush()
-    return {"params": sum(p.numel() for p in net.parameters())}
-
-
-def merge(run: str, steps: Sequence[int], out: str) -> dict[str, Any]:
-    """CPU seconds of merges to several steps, one thread each."""
-    import numpy as np
-    import torch
-
-    import ucp
-
-    torch.set_num_threads(1)
-    taken = []
-    for step in (1, *steps):  # the first is not counted
-        shutil.rmtree(out, ignore_errors=True)
-        begin = time.process_time()
-        ucp.convert(run, out, log=run, step=step, jobs=1)
-        taken.append(time.process_time() - begin)
-    # What memory alone allows: reading a gradient of two bytes, reading and writing three states of four.
-    block = np.ones(1 << 24, np.uint8)
-    target = np.empty_like(block)
-    copies = []
-    for _ in range(8):
-        begin = time.process_time()
-        np.copyto(target, block)
-        copies.append(time.process_time() - begin)
-    return {"cpu": taken[1:], "memcpy_ns": min(copies) / len(block) * 14 * 1e9}
-
-
-def memory(run: str, jobs: int, out: str) -> dict[str, Any]:
-    """How much the resident set grows over what it is after a small merge, in bytes."""
-    import torch
-
-    import ucp
-
-    torch.set_num_threads(1)
-    shutil.rmtree(out, ignore_errors=True)
-    ucp.convert(run, out, log=run, step=1, jobs=1, include=["small0"])  # code and first use of everything
-    shutil.rmtree(out)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    ucp.convert(run, out, log=run, jobs=jobs)
-    return {"growth": _status("VmHWM") - before}
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
-
-
-def train(run: str, tokens: int, steps: int, compress: bool = False) -> dict[str, Any]:
-    """A small GPT in bfloat16 under a recorder: CPU seconds of a step, of the hook, of the writer, of `torch.save`."""
-    import torch
-
-    import ucp
-
-    torch.manual_seed(1)
-    shutil.rmtree(run, ignore_errors=True)
-    width, vocab, length = 256, 4096, 128
-    layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-    body = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-
-    class Gpt(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.body = torch.nn.Embedding(vocab, width), body
-
-        def forward(self, text: torch.Tensor) -> torch.Tensor:
-            hidden: torch.Tensor = self.body(self.embed(text), mask=mask, is_causal=True)
-            return hidden @ self.embed.weight.T
-
-    net = Gpt().bfloat16()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
-    params = sum(p.numel() for p in net.parameters())
-
-    def step() -> None:
-        text = torch.randint(vocab, (tokens // length, length + 1))
-        # Computed in float32, which CPUs are good at; the gradients that the optimizer gets are bfloat16 all the same.
-        wide = {name: p.float() for name, p in net.named_parameters()}
-        scores = torch.func.functional_call(net, wide, (text[:, :-1],))
-        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    recorder = ucp.record(net, optimizer, run, compress=compress)
-    step()
-    recorder.flush()
-    first, begin, wall = recorder.stats(), time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        step()
-    recorder.flush()
-    cpu, wall = time.process_time() - begin, time.perf_counter() - wall
-    last = recorder.stats()
-    recorder.close()
-    hook, writer = (last[key] - first[key] for key in ("hook_cpu_seconds", "cpu_seconds"))
-    begin = time.process_time()
-    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, Path(run) / "all.pt")
-    save = time.process_time() - begin
-    return {
-        "params": params,
-        "step_cpu": (cpu - hook - writer) / steps,
-        "hook_cpu": hook / steps,
-        "writer_cpu": writer / steps,
-        "log_cpu": (hook + writer) / steps,
-        "save_cpu": save,
-        "stall_share": (last["stall_seconds"] - first["stall_seconds"]) / wall,
-        "bytes_per_param": (last["bytes"] - first["bytes"]) / steps / params,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=16e6, help="parameters of the runs that are merged")
     parser.add_argument("--steps", type=int, default=50, help="steps of the runs that are merged")
+    parser.add_argument("--rounds", type=int, default=3, help="merges of each run, of which the fastest counts")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048], help="tokens of a training step")
-    parser.add_argument("--train-steps", type=int, default=12, help="training steps that are measured")
+    parser.add_argument("--train-steps", type=int, help="training steps that are measured [default: by their tokens]")
+    parser.add_argument("--pairs", type=int, default=12, help="of blocks of three steps with and without a recorder")
     parser.add_argument("--work", type=Path, help="folder for runs [default: a temporary one]")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--child", choices=["make", "merge", "memory", "train"], help=argparse.SUPPRESS)
-    parser.add_argument("--arguments", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.child:
-        print(json.dumps(globals()[given.child](**json.loads(given.arguments))))
-        return
+    load, begin = os.getloadavg()[0], time.perf_counter()
+    idle = load < IDLE_LOAD * (os.cpu_count() or 1)
+    if not idle:
+        print(f"      the machine is busy (load {load:.1f}): what only the clock can tell is not judged", flush=True)
     with tempfile.TemporaryDirectory(prefix="ucp-bench-", dir=given.work) as folder:
-        bench = Bench(Path(folder), given)
-        bench.recording(bench.replay())
+        bench = Bench(Path(folder), given, idle)
+        rates = bench.replay()
         bench.memory()
+        bench.recording(rates)
+        bench.whole_steps()
+    seconds = time.perf_counter() - begin
+    missed = [figure.what for figure in bench.figures if figure.met is False]
+    told = sum(figure.met is not None for figure in bench.figures)
+    print(f"{told - len(missed)} of {told} limits met in {seconds:.0f} s" + "".join(f"\n  missed: {m}" for m in missed))
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    about = {"schema": 1, **machine, "load_before": load, "idle": idle, "seconds": round(seconds, 1)}
     if given.json:
         figures = [asdict(figure) for figure in bench.figures]
-        given.json.write_text(json.dumps({"schema": 1, **machine, "figures": figures}, indent=1))
-    sys.exit(any(figure.met is False for figure in bench.figures))
+        given.json.write_text(json.dumps({**about, "figures": figures}, indent=1))
+    sys.exit(bool(missed))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ class Room:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Are these the first elements?"""
-        return tensor.data_ptr() == self._address
+        address: int = tensor.data_ptr()
+        return address == self._address
 
 
 def room_for(nbytes: int) -> Room:
