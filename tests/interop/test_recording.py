@@ -99,6 +99,9 @@ ENGINES: dict[str, tuple[int, Spec, Stage, set[str]]] = {
     ),
     "zero 0, fp16": (2, Spec(zero=0, dtype="fp16"), Stage.REDUCED, {"float16"}),
     "tp 2 × dp 2": (4, Spec(tp=2), Stage.REDUCED, {"bfloat16"}),
+    "zero 1, early": (2, Spec(zero=1, gas=2), Stage.REDUCED, {"bfloat16"}),
+    "zero 2, early": (2, Spec(zero=2, groups=3), Stage.REDUCED, {"bfloat16"}),
+    "zero 3, early": (2, Spec(zero=3, gas=2, config=zero(3, sub_group_size=700)), Stage.REDUCED, {"bfloat16"}),
     "pp 2 × dp 1": (2, Spec(pp=2, gas=2), Stage.REDUCED, {"bfloat16"}),
 }
 
@@ -107,7 +110,7 @@ ENGINES: dict[str, tuple[int, Spec, Stage, set[str]]] = {
 def test_what_is_recorded_is_what_was_consumed(worlds: Worlds, tmp_path: Path, name: str) -> None:
     world, spec, stage, dtypes = ENGINES[name]
     spec = replace(spec, config={**spec.config, "gradient_clipping": 0.05})  # so that every step is clipped
-    options: dict[str, Any] = {"base_every": 3}
+    options: dict[str, Any] = {"base_every": 3, "early": True if name.endswith("early") else None}
     if spec.tp > 1 or spec.pp > 1:
         from tests.interop import model as gpt
 
@@ -116,6 +119,8 @@ def test_what_is_recorded_is_what_was_consumed(worlds: Worlds, tmp_path: Path, n
     log = assert_is_what_was_consumed(tmp_path, results)
     epoch = log.epochs[0]
     assert epoch.steps == range(1, 6)
+    for result, schema in zip(results, epoch.manifest.streams, strict=True):
+        assert result["stats"]["early"] == (5 * len(schema.tensors) if name.endswith("early") else 0)
     assert all(stream.record(2).stage == stage for stream in epoch.streams.values())
     assert {tensor.grad_dtype for s in epoch.manifest.streams for tensor in s.tensors} == dtypes
     if spec.tp == 1:

@@ -80,7 +80,7 @@ def record(
     has its error feedback: blocks are logged sparse then, and every base has that state, so a resume from it is exact.
 
     Gradients are taken as soon as each is final, where that changes nothing for training, else (`early=False`: always)
-    when the optimizer is called. `early=True` takes them early from DDP as well, which gets a comm hook for that.
+    when the optimizer is called. `early=True` takes them early from DDP, which gets a comm hook for that, and ZeRO.
 
     `to="shadow://host:port"` sends every step to a shadow as well (`ucp shadow`). One that is too slow, or gone, holds
     the log up for `shadow_wait` seconds once, and not again before it takes something: it reads from the log what it

@@ -12,6 +12,7 @@ from ucp.errors import UsageError
 from ucp.log.payloads import Stage
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob, dtype_of, local_part
+from ucp.train.recording_early import Early
 from ucp.train.recording_taker import Taker, guarded
 
 _UNSCALING: Final = frozenset(
@@ -44,7 +45,7 @@ def grad_dtypes(job: LiveJob, stage: Stage) -> list[str]:
     return [str(dtype_of(local_part(stepped.key))) for stepped in job.stepped]
 
 
-def hang_into_unscaling(outer: Any, taker: Taker, hooks: Hooks) -> None:
+def hang_into_unscaling(outer: Any, taker: Taker, hooks: Hooks, early: Early) -> None:
     """ZeRO and its like: before they unscale and clip, `grad` of their tensors is the reduced gradient, widened."""
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +54,7 @@ def hang_into_unscaling(outer: Any, taker: Taker, hooks: Hooks) -> None:
                 if taker.scale is None:
                     taker.scale = _unscaling_factor(outer, *args, **kwargs)
                 ready = [(i, key.grad) for i, key in enumerate(taker.keys) if key.grad is not None]
-                taker.take_all(ready)
+                taker.take_all(early.settle_raw(ready))
 
             guarded(taker, take)
             return original(*args, **kwargs)

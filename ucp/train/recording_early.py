@@ -41,6 +41,7 @@ class Early:
         self._marked = marked
         self._marks: dict[int, Mark] = {}  # tensor → the gradient that the slot has of it
         self._passes: dict[int, int] = {}  # tensor → backward passes of this step that it was part of
+        self._parts: dict[int, dict[int, int]] = {}  # tensor → where it was taken in parts, and how many elements
         self._expected = 0
         self._vain = 0
         self._steps = 0  # in which something was taken early
@@ -62,6 +63,27 @@ class Early:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         self._marks[number] = mark_of(gradient)
+
+    def take_part(self, number: int, start: int, values: torch.Tensor) -> None:
+        """Some elements of a gradient are final: those from `start` on of one of the stream's tensors."""
+        if not self._on:
+            return
+        copied = self._taker.copy_part(number, start, values)
+        parts = self._parts.setdefault(number, {})
+        parts[start] = copied
+        if sum(parts.values()) == self._taker.counts[number]:
+            self._marks[number] = mark_of(values)
+
+    def settle_raw(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """As `settle`, with gradients as they were before unscaling, of which all is compared."""
+        taken = [each for each in gradients if each[0] in self._marks and each[0] not in self._taker.taken]
+        kept = [each for each in taken if self._equal(*each, None)]
+        for number, _ in kept:
+            self._taker.count_in(number)
+        if taken:
+            self._judge(len(taken), len(kept))
+        self.tensors += len(kept)
+        return [each for each in gradients if each[0] not in self._taker.taken]
 
     def settle(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
         """The optimizer is called with these: count what was taken of them, give back those that must be taken."""
@@ -103,7 +125,7 @@ class Early:
         first = self._steps < FULL_CHECKS
         full = first or not self._marked or self._taker.checks_all
         if full:
-            equal = [each for each in kept if self._equal(*each)]
+            equal = [each for each in kept if self._equal(*each, self._taker.scale)]
         else:
             equal = kept if not kept or self._looks_equal(kept) else []
         if len(equal) < len(kept) and self._marked:
@@ -120,12 +142,12 @@ class Early:
                 hint="record with early=False, and again from a new base",
             )
 
-    def _equal(self, number: int, gradient: torch.Tensor) -> bool:
+    def _equal(self, number: int, gradient: torch.Tensor, scale: np.float32 | None) -> bool:
         import torch
 
         targets, sources = self._taker.paired(number, gradient)
-        scale = self._taker.scale
         for held, given in zip(targets, sources, strict=True):
+            held = held.to(given.dtype)
             again = held if scale is None else held * torch.tensor(float(scale), dtype=torch.float32)
             if not torch.equal(_bits(again), _bits(given.to(held.device))):
                 return False
@@ -154,7 +176,7 @@ class Early:
     def next_step(self) -> None:
         """The step is over."""
         self._expected = max(self._passes.values(), default=0)
-        self._passes, self._marks = {}, {}
+        self._passes, self._marks, self._parts = {}, {}, {}
 
     def stop(self) -> None:
         """Take nothing any more, also where a hook cannot be taken off."""

@@ -14,6 +14,7 @@ from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob
 from ucp.train.recording_deepspeed import bf16_scale, hang_into_bf16, hang_into_unscaling
 from ucp.train.recording_early import Early, find_ddp, hang_into_accumulation, hang_into_buckets
+from ucp.train.recording_early_zero import hang_into_zero
 from ucp.train.recording_schema import is_trained
 from ucp.train.recording_taker import Taker, guarded
 
@@ -51,7 +52,9 @@ def hang_in(
     if type(outer).__name__ == "BF16_Optimizer":
         hang_into_bf16(outer, taker, hooks)
     else:
-        hang_into_unscaling(outer, taker, hooks)
+        hang_into_unscaling(outer, taker, hooks, sooner)
+        if early:
+            hang_into_zero(job, sooner, taker, hooks)
     return sooner
 
 

@@ -44,6 +44,7 @@ class Taker:
         self.seconds = 0.0  # spent in hooks
         self.cpu_seconds = 0.0
         self._blocks = [schema.blocks_of(number) for number in range(len(keys))]
+        self.counts = [sum(block.count for block in blocks) for blocks in self._blocks]  # elements that are logged
         self._views = [_views(slot, self._blocks, keys) for slot in writer.slots] if gradients else []
         self._steps = 0
         self._lock = threading.Lock()
@@ -82,6 +83,16 @@ class Taker:
             return [views[0]], [local]
         flat = local.reshape(-1)
         return [v.view(-1) for v in views], [flat[block.offset : block.offset + block.count] for block in blocks]
+
+    def copy_part(self, number: int, start: int, values: torch.Tensor) -> int:
+        """Copy some elements of a gradient, from element `start` of the tensor on; gives how many the stream has."""
+        copied = 0
+        for block, view in zip(self._blocks[number], self._views[self.begin().number][number], strict=True):
+            low, high = max(block.offset, start), min(block.offset + block.count, start + values.numel())
+            if low < high:
+                view.view(-1)[low - block.offset : high - block.offset].copy_(values[low - start : high - start])
+                copied += high - low
+        return copied
 
     def count_in(self, number: int) -> None:
         """What the slot holds of a tensor is its gradient of this step."""
