@@ -65,7 +65,7 @@ def make(to: str, folder: Path) -> Path:
         ("atoms", "bucket"),
         ("deepspeed-universal", "memory"),
         ("safetensors", "memory"),
-        ("dcp", "bucket"),
+        ("dcp", "memory"),
         ("megatron", "memory"),
         ("torch-dist", "memory"),
     ],

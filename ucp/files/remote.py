@@ -252,12 +252,15 @@ class Store:
         """Write a small object, whole."""
         self._write(lambda: self.fs.pipe_file(key, data), key)
 
-    def upload(self, file: Path, key: str) -> Found:
-        """Copy a local file to an object, a large one in several parts at once. Gives what the store says of it."""
+    def upload(self, file: Path, key: str, streams: int = 1) -> Found:
+        """Copy a local file to an object, a large one in parts, `streams` at once. Gives what the store says of it."""
         size = file.stat().st_size
+        how = {"chunksize": tunables.REMOTE_PART_BYTES}
+        if hasattr(self.fs, "max_concurrency"):
+            how["max_concurrency"] = streams
 
         def request() -> Found:
-            self.fs.put_file(str(file), key, chunksize=tunables.REMOTE_PART_BYTES)
+            self.fs.put_file(str(file), key, **how)
             self.fs.invalidate_cache()
             arrived = _found(self.fs.info(key))
             if arrived.size != size:

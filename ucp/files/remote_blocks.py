@@ -141,6 +141,8 @@ class Blocks:
             run.data.set_result(data)
 
     def _evict(self, keep: list[_Run]) -> None:
+        if self._bytes <= self._capacity:
+            return
         for run in list(self._runs.values()):
             if self._bytes <= self._capacity:
                 return

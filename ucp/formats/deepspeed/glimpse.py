@@ -10,11 +10,15 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ucp.errors import StorageError
-from ucp.files.local import positional
+from ucp.files.local import read_at
+from ucp.files.paths import RemotePath
 from ucp.files.torchzip import TorchFile
+
+if TYPE_CHECKING:
+    from ucp.files.remote_reading import IndexFile
 
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # local header of a zip entry
 _END: Final = b"PK\x05\x06"
@@ -25,28 +29,35 @@ class Glimpse:
     """A file open for the length of a `with` block."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._remote: IndexFile | None = None
+        self._fd = -1
         try:
-            self._file = path.open("rb", buffering=0)
+            if isinstance(path, RemotePath):
+                self._remote = path.indexed()
+            else:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        self._path = path
+        self._size = os.fstat(self._fd).st_size if self._remote is None else self._remote.size
         try:
-            self._size = self._file.seek(0, os.SEEK_END)
-            self._read_some = positional(self._file)
             self._start = self._find_start()
         except BaseException:
-            self._file.close()
+            self.__exit__()
             raise
 
     def __enter__(self) -> Glimpse:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._remote is None:
+            os.close(self._fd)
 
     def _read(self, offset: int, size: int) -> bytes:
+        if self._remote is not None:
+            return self._remote.read_at_most(offset, size)
         try:
-            return self._read_some(offset, size)
+            return read_at(self._fd, offset, size)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot read bytes at {offset}: {error.strerror}") from error
 
