@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from ucp.errors import UnsafeError
+from ucp.errors import UnsafeError, UsageError
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -65,6 +65,16 @@ def as_path(name: str | os.PathLike[str]) -> Path:
     path = name if isinstance(name, RemotePath) else RemotePath(os.fspath(name))
     path.store.forget(path.key)
     return path
+
+
+def local_path(name: str | os.PathLike[str], what: str) -> Path:
+    """The path of a file or folder that has to be on this machine, because `what` happens there."""
+    if is_url(name):
+        raise UsageError(
+            f"{os.fspath(name)}: {what} to a file system, not into an object store",
+            hint="give a folder, and copy it there when it is whole",
+        )
+    return Path(name)
 
 
 def scan(folder: Path) -> AbstractContextManager[Iterable[Entry]]:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ucp.errors import StorageError, UcpError, UsageError
+from ucp.files.paths import local_path
 from ucp.log.frames import FrameType
 from ucp.log.payloads import pack_digests
 from ucp.log.reader import stream_folder
@@ -91,11 +92,12 @@ def record(
         if not isinstance(optimizer, (str, os.PathLike)):
             raise TypeError("record needs the path of the run's folder")
         optimizer, path = None, optimizer
+    path = local_path(path, "jobs record")
     if base_every == "auto" and (mtbf is None or mtbf <= 0):
         raise UsageError("an automatic interval between bases needs mtbf=, the seconds between failures")
     save_with = {"client_state": client_state, "rules": rules, "preset": preset}
     start = start_epoch(
-        Path(path),
+        path,
         model,
         optimizer,
         what=what,
@@ -107,8 +109,8 @@ def record(
     )
     if start.what == "state" and to is not None:
         raise UsageError("a shadow replays gradients, and this is a log of states", hint="leave to= out")
-    sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, Path(path), world()[0])
-    recorder = Recorder(Path(path), on_error, aux, sink)
+    sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, path, world()[0])
+    recorder = Recorder(path, on_error, aux, sink)
     writer = {"compress": compress, "sparse": compressed is not None, "slots": slots, "batch_steps": batch_steps}
     recorder._begin(model, start, writer, base_every, mtbf, early)
     return recorder

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from ucp.errors import UcpError, UsageError
+from ucp.files.paths import local_path
 from ucp.records import replace
 from ucp.train.describe import describe
 from ucp.train.live import LiveJob
@@ -79,7 +80,8 @@ def snapshot(
         if not isinstance(optimizer, (str, os.PathLike)):
             raise TypeError("snapshot needs a path")
         optimizer, path = None, optimizer
-    made = Snapshots(model, optimizer, Path(path), keep, busy, durable, Throttle(rate), client_state, rules, preset)
+    folder = local_path(path, "snapshots go")
+    made = Snapshots(model, optimizer, folder, keep, busy, durable, Throttle(rate), client_state, rules, preset)
     made._begin(every, spread, avoid_backward)
     return made
 
