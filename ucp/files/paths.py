@@ -37,9 +37,10 @@ if TYPE_CHECKING:
         def stat(self) -> os.stat_result: ...
 
 
-# `s3://bucket/key`; pathlib makes `s3:/bucket/key` of it. One letter alone is a drive of another system.
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.-]+)*:/")
-_LOCAL: Final = re.compile(r"(?:file|local):/+")
+# `s3://bucket/key`; pathlib makes `s3:/bucket/key` of it. One letter alone is a drive of another system. Patterns are
+# compiled when there is something to match: most paths have no colon.
+_URL: Final = r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.-]+)*:/"
+_LOCAL: Final = r"(?:file|local):/+"
 _NOT_STORES: Final = ("shadow:/", "shm:/")
 
 # Objects of ours that say how far the writing of a folder is. They are no part of what it holds.
@@ -53,14 +54,16 @@ def is_url(name: str | os.PathLike[str]) -> bool:
     if isinstance(name, RemotePath):
         return True
     text = os.fspath(name)
-    return _URL.match(text) is not None and not text.startswith(_NOT_STORES) and _LOCAL.match(text) is None
+    if ":/" not in text or text.startswith(_NOT_STORES):
+        return False
+    return re.match(_URL, text) is not None and re.match(_LOCAL, text) is None
 
 
 def as_path(name: str | os.PathLike[str]) -> Path:
     """The path that a user means. What was known of the objects below a URL is looked up again."""
     if not is_url(name):
         text = os.fspath(name)
-        local = _LOCAL.match(text)
+        local = re.match(_LOCAL, text) if ":/" in text else None
         return Path(name) if local is None else Path("/", text[local.end() :])
     path = name if isinstance(name, RemotePath) else RemotePath(os.fspath(name))
     path.store.forget(path.key)
