@@ -12,7 +12,7 @@ from ucp.compare.passes import run as run_pass
 from ucp.engine.convert import Progress
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.files.local import SourceFiles
-from ucp.files.paths import as_path
+from ucp.files.paths import as_path, local_path
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
 from ucp.records import dataclass
@@ -55,7 +55,7 @@ def write_report(
     A checkpoint that cannot be opened still makes a page, of what the checks say about it.
     """
     options = options or Options()
-    path, out = as_path(source), Path(target)
+    path, out = as_path(source), local_path(target, "a page goes")
     if out.is_dir():
         raise UsageError(f"{out}: is a folder", hint="name the page: -o report.html")
     reading = options.reading or ReadOptions()
