@@ -45,13 +45,19 @@ class Conversion:
         durable: bool = False,
         share: Share | None = None,
         progress: Progress | None = None,
+        processes: bool = False,
     ) -> None:
-        """Write the target. It appears whole, or not at all. A `share` of it waits for `finish` to appear."""
+        """Write the target. It appears whole, or not at all. A `share` of it waits for `finish` to appear.
+
+        With `processes` the work is done by `jobs` forks of this process, where it has no other threads.
+        """
         from ucp.engine.convert import Progress, RunOptions, run
         from ucp.engine.shares import WHOLE
-        from ucp.engine.stream import Budget
+        from ucp.engine.worker import Budget
 
-        options = RunOptions(Budget(jobs or default_jobs(), memory), resume, restart, durable, share or WHOLE)
+        options = RunOptions(
+            Budget(jobs or default_jobs(), memory, processes), resume, restart, durable, share or WHOLE
+        )
         run(
             self.target,
             self.source,

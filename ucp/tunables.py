@@ -59,11 +59,14 @@ REMOTE_LONGEST_PAUSE_SECONDS = 16.0
 REMOTE_TIMEOUT_SECONDS = 60.0
 
 # Uploads: files are made on this machine, at most about so many bytes of them at once, and sent in parts.
-REMOTE_SPOOL_BYTES = 1 * GIB
+REMOTE_SPOOL_BYTES = 16 * GIB
 REMOTE_PART_BYTES = 16 * MIB
 
 # Payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
 DATA_ALIGNMENT = 4096
+
+# A worker process tells how far it is whenever it has moved so many bytes.
+TOLD_BYTES = 16 * MIB
 
 # Open descriptors kept for reading; the rest are closed in least-recently-used order.
 OPEN_FILES = 256
@@ -114,6 +117,8 @@ SHADOW_HELD_BYTES = 64 * MIB  # of complete steps that a share keeps back, a ran
 SHADOW_HELD_STEPS = 256  # … and at most so many
 SHADOW_ALIGN_SECONDS = 20.0  # for all shares to come to one step
 SHADOW_RING_BYTES = 16 * MIB  # of memory that a job and a shadow of one machine share, a rank
+SHADOW_BEAT_SECONDS = 1.0  # a rank with nothing to send says so to a shadow over gloo …
+SHADOW_SILENCE_SECONDS = 600.0  # … which takes it for gone when it hears nothing for so long
 SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow again
 SHADOW_SEND_SECONDS = 30.0  # without a byte going out before the job begins with another connection
 SHADOW_SNAPSHOTS = 4  # at once

@@ -25,7 +25,7 @@ def misbehave() -> None:
     """Runs in every worker when it starts. Also notes who wrote what."""
     from ucp.conversion import Conversion
     from ucp.engine.journal import Journal
-    from ucp.engine.stream import Written
+    from ucp.engine.worker import Written
 
     folder = Path(os.environ["UCP_TEST_FOLDER"])
     die, wait, log = folder / "die", folder / "wait", folder / "written"

@@ -18,7 +18,7 @@ from tests.trees import contents
 from ucp import tunables
 from ucp.engine.convert import Progress, RunOptions, run
 from ucp.engine.staging import staging_folder
-from ucp.engine.stream import Budget
+from ucp.engine.worker import Budget
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.model.checkpoint import Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32

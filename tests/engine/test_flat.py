@@ -78,7 +78,7 @@ CONVERSION = """
 import sys
 from pathlib import Path
 from ucp.engine.convert import Progress, RunOptions, run
-from ucp.engine.stream import Budget
+from ucp.engine.worker import Budget
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh

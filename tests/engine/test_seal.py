@@ -27,7 +27,7 @@ from ucp.engine.convert import Progress, fingerprint, run
 from ucp.engine.plan import parts
 from ucp.engine.sealing import sealing_parts
 from ucp.engine.staging import staging_folder
-from ucp.engine.stream import Written
+from ucp.engine.worker import Written
 from ucp.errors import UsageError
 from ucp.files.inert import Inert, InertOrderedDict, StorageRef, TensorRef
 from ucp.files.torchzip import TorchFile

@@ -192,7 +192,7 @@ def command(
             elif launched is not None:
                 conversion.run_together(launched, Bar(), **how)
             else:
-                conversion.run(share=part, progress=Bar(), **how)
+                conversion.run(share=part, progress=Bar(), processes=True, **how)
         except KeyboardInterrupt:
             if (kept := dst if is_url(dst) else staging_folder(dst)).exists():
                 again = "with --resume " if part is None and launched is None and engine == "threads" else ""
@@ -231,7 +231,7 @@ def _check_engine(engine: api.Engine, in_parts: bool, launched: Share | None, ra
 
 
 def _print_plan(conversion: Conversion, jobs: int, memory: int, as_json: bool) -> None:
-    from ucp.engine.stream import Budget
+    from ucp.engine.worker import Budget
 
     target = conversion.target
     slab = Budget(jobs, memory).slab_bytes

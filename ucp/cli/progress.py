@@ -20,6 +20,7 @@ class Bar(Progress):
         if sys.stderr.isatty():
             from tqdm import tqdm
 
+            tqdm.monitor_interval = 0  # no thread of its own: a process that has others cannot fork workers
             self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
 
     def advance(self, nbytes: int) -> None:

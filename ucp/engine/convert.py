@@ -13,13 +13,14 @@ from ucp.engine.plan import VERSION, stretches
 from ucp.engine.sealing import sealing_parts
 from ucp.engine.shares import WHOLE, Share
 from ucp.engine.staging import Staging, gather, publish, was_published
-from ucp.engine.stream import Budget, stream
+from ucp.engine.stream import stream
+from ucp.engine.worker import Budget
 from ucp.errors import StorageError
 from ucp.files.local import SourceFiles
 from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.target import Digests, OutputFile, Target
-from ucp.records import dataclass
+from ucp.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,16 @@ def run(
                 source=files,
                 folder=staging.output,
                 files=target.files,
-                budget=options.budget,
                 done=staging.record,
                 progress=progress.advance,
             )
             walks = stretches(target, max(1, options.budget.jobs), staging.files)
-            write([staging.remaining(walk) for walk in walks])
-            write([staging.remaining(sealing_parts(target, staging.written(), staging.files))])
+            # What is resumed is checked first, and that once: not by every process.
+            in_threads = replace(options.budget, processes=False)
+            write(
+                [staging.remaining(walk) for walk in walks], budget=in_threads if staging.finished else options.budget
+            )
+            write([staging.remaining(sealing_parts(target, staging.written(), staging.files))], budget=in_threads)
         if options.share.is_whole:
             staging.publish(last(staging.digests()), durable=options.durable)
         else:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ucp.engine.stream import Written
+from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 
 

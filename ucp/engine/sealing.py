@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from ucp.engine.plan import Part, literal_parts
-from ucp.engine.stream import Written
+from ucp.engine.worker import Written
 from ucp.files.crc import crc32_combine
 from ucp.model.target import Target
 

@@ -21,7 +21,7 @@ from ucp import tunables
 from ucp.engine.journal import BusyError, Journal, Record, is_held
 from ucp.engine.plan import Extent, Part
 from ucp.engine.shares import WHOLE, Share, found_shares
-from ucp.engine.stream import Written
+from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import allocate, write_all
 from ucp.model.target import Digests, OutputFile, Target

@@ -14,7 +14,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from ucp.engine.shares import Share
-from ucp.engine.stream import Written
+from ucp.engine.worker import Written
 from ucp.errors import IntegrityError, UsageError
 from ucp.files.paths import COMPLETE, JOURNAL, RemotePath
 from ucp.files.remote import Found

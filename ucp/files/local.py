@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from io import RawIOBase
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Final
 
 from ucp import tunables
 from ucp.errors import IntegrityError, StorageError
 from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import COMPUTED, ComputedFiles
+
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class SourceFiles:
@@ -32,6 +35,10 @@ class SourceFiles:
         self._remote = root.reads() if isinstance(root, RemotePath) else None
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    @property
+    def is_remote(self) -> bool:
+        return self._remote is not None
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         """Fill `target` (bytes) from `file` at byte `offset`; a file that ends too early is an integrity error."""
@@ -160,6 +167,14 @@ def _reserve(fd: int, size: int) -> None:
         return
     if fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0 and ctypes.get_errno() == errno.ENOSPC:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when the thread that forked it ends."""
+    parent = os.getppid()
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:
+        os._exit(1)  # it was too late
 
 
 @cache

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ucp.engine.staging import OUTPUT, Staging, staging_folder
-from ucp.engine.stream import Written
+from ucp.engine.worker import Written
 from ucp.errors import StorageError
 from ucp.files.local import write_all
+from ucp.files.paths import local_path
 from ucp.formats.atoms.writer import Writer
 from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import Atom, Checkpoint
@@ -88,7 +89,7 @@ def save(
     for earlier in _running:
         earlier.wait()
     _running.clear()
-    saver = Saver(Path(path))
+    saver = Saver(local_path(path, "jobs save"))
     saver.prepare(model, optimizer, dict(client_state or {}), rules, preset)
     handle = SaveHandle(saver.path)
     if asynchronous:

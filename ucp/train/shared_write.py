@@ -16,7 +16,7 @@ import xxhash
 from ucp import tunables
 from ucp.engine.flat import is_flat
 from ucp.engine.staging import digest_range
-from ucp.engine.stream import Written
+from ucp.engine.worker import Written
 from ucp.errors import InconsistentError, StorageError
 from ucp.files.local import write_all
 from ucp.model.box import Box, Shape, flat_index, intersect, whole

@@ -1,0 +1,117 @@
+"""Workers that are processes: the same bytes as from threads, and nothing is left behind by whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ucp
+from tests.trees import contents
+from ucp.engine import forked
+from ucp.engine.staging import staging_folder
+from ucp.files.local import SourceFiles
+
+FIXTURE = "z1_bf16_dp2"
+
+
+def convert(what: str, src: Path, dst: Path, project: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.engine.forking", what, str(src), str(dst)],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def workers(said: str) -> list[int]:
+    return [int(pid) for line in said.splitlines() if line.startswith("workers ") for pid in line.split()[1:]]
+
+
+@pytest.mark.parametrize("fixture", [FIXTURE, "z1_bf16_tp2_dp2", "z3_fp32_dp3"])
+def test_the_same_bytes_as_from_threads(project: Path, tmp_path: Path, fixture: str) -> None:
+    done = convert("nothing", project / "fixtures" / fixture, tmp_path / "forked", project)
+    assert "forked 3" in done.stdout, done.stderr
+    ucp.convert(project / "fixtures" / fixture, tmp_path / "threads", jobs=2)
+    assert contents(tmp_path / "forked") == contents(tmp_path / "threads")
+
+
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("kill a worker", "ended StorageError a worker process"),
+        ("interrupt", "ended KeyboardInterrupt"),
+    ],
+)
+def test_what_was_done_is_kept(project: Path, tmp_path: Path, what: str, told: str) -> None:
+    source = project / "fixtures" / FIXTURE
+    done = convert(what, source, tmp_path / "out", project)
+    assert told in done.stdout, done.stderr
+    wait_until_gone(workers(done.stdout))
+    assert not (tmp_path / "out").exists()
+    assert staging_folder(tmp_path / "out").exists()
+    again = convert("resume", source, tmp_path / "out", project)
+    assert "forked" in again.stdout, again.stderr
+    ucp.convert(source, tmp_path / "threads")
+    assert contents(tmp_path / "out") == contents(tmp_path / "threads")
+
+
+def test_workers_end_with_their_parent(project: Path, tmp_path: Path) -> None:
+    done = convert("kill all", project / "fixtures" / FIXTURE, tmp_path / "out", project)
+    assert done.returncode < 0
+    found = workers(done.stdout)
+    assert len(found) >= 1
+    wait_until_gone(found)
+
+
+def test_a_failure_is_the_workers_own(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project / "fixtures" / FIXTURE, tmp_path / "source")
+    done = convert("break the source", tmp_path / "source", tmp_path / "out", project)
+    assert "ended IntegrityError" in done.stdout, done.stderr
+    assert "ends at byte" in done.stdout
+    assert not (tmp_path / "out").exists()
+    assert not staging_folder(tmp_path / "out").exists()
+
+
+def test_a_bug_shows_where_it_is(project: Path, tmp_path: Path) -> None:
+    done = convert("break a worker", project / "fixtures" / FIXTURE, tmp_path / "out", project)
+    assert "ended RuntimeError" in done.stdout, done.stderr
+    assert "ZeroDivisionError" in done.stdout
+    assert "forking.py" in done.stdout
+    assert not staging_folder(tmp_path / "out").exists()
+
+
+def test_threads_are_not_forked(tmp_path: Path) -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert not forked.is_possible(SourceFiles(tmp_path))
+    finally:
+        ended.set()
+        thread.join()
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """A process that nobody has waited for yet is gone too."""
+    end = time.monotonic() + 60
+    for pid in pids:
+        while _lives(pid):
+            assert time.monotonic() < end, f"worker {pid} lives"
+            time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX" and os.getpgid(pid) > 0

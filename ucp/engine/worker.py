@@ -1,0 +1,204 @@
+"""A worker: moves one part after the other through a block of memory, from source fragments to output extents."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from ucp import tunables
+from ucp.engine.flat import StraightReader, is_stored_as_is
+from ucp.engine.outputs import Outputs
+from ucp.engine.plan import Extent, Part
+from ucp.engine.sweep import Sweep
+from ucp.files.crc import crc32, crc32_of_zeros
+from ucp.files.local import SourceFiles
+from ucp.model.box import Box
+from ucp.model.checkpoint import Atom
+from ucp.model.slabs import slabs
+from ucp.model.target import OutputFile
+from ucp.records import dataclass
+
+if TYPE_CHECKING:
+    from ucp.engine.shaped import ShapedReader
+
+_LARGEST_ITEM = 16  # bytes of the widest element there is
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An extent that is on disk: the XXH3-128 digest (hex) of its bytes and, in a file with a seal, their CRC-32."""
+
+    file: int
+    offset: int
+    nbytes: int
+    digest: str
+    crc: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many workers there are, and how much work may be in memory at once: `memory` is in bytes over all of them.
+
+    With `processes` workers are processes where that is possible, else threads of this one.
+    """
+
+    jobs: int
+    memory: int
+    processes: bool = False
+
+    @property
+    def slab_bytes(self) -> int:
+        """A worker holds a slab, as much scratch for the stored form, and as much for what it writes."""
+        return max(_LARGEST_ITEM, min(tunables.SLAB_BYTES, self.memory // (3 * max(1, self.jobs))))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What all workers of a stream are told. `progress` gets numbers of bytes; `stopped` says when to leave."""
+
+    source: SourceFiles
+    folder: Path
+    files: Sequence[OutputFile]
+    budget: Budget
+    progress: Callable[[int], None]
+    stopped: Callable[[], bool]
+
+
+class StoppedError(Exception):
+    """Another worker failed; this one leaves its part unfinished."""
+
+
+class Worker:
+    """Writes parts, one after the other. Keeps its block of memory, its reader and its open files from part to part."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        # Whole pages: AMD's Zen copies four times slower where target and source differ by 1 to 31 bytes modulo 4,096,
+        # as memory of malloc and the start of a file do.
+        self.block = memoryview(mmap.mmap(-1, work.budget.slab_bytes))
+        self.outputs = Outputs(work.folder, work.files, max(1, tunables.OPEN_FILES // work.budget.jobs))
+        self.straight: tuple[Atom, StraightReader] | None = None
+        self.shaped: ShapedReader | None = None
+
+    def write(self, part: Part) -> list[Written]:
+        """Write a part; gives what is on disk now, extent by extent."""
+        targets = [_Target(self.outputs, extent) for extent in part.extents]
+        if part.atom is not None:
+            self._write_atom(part, part.atom, targets)
+        else:
+            for target in targets:
+                self._write_known(target)
+        return [target.finish() for target in targets]
+
+    def _write_known(self, target: _Target) -> None:
+        """Write a literal, or zeros."""
+        data, left = target.extent.data, target.extent.nbytes
+        if data is not None:
+            target.append(memoryview(data))
+            self.work.progress(len(data))
+            return
+        zeros = self.block[:left]
+        zeros[:] = bytes(len(zeros))
+        while left:
+            self._check_stop()
+            some = min(left, len(zeros))
+            target.append(zeros[:some])
+            self.work.progress(some)
+            left -= some
+
+    def _write_atom(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
+        if part.flat and is_stored_as_is(atom):
+            self._copy(part, atom, targets)
+        else:
+            self._reshape(part, atom, targets)
+
+    def _copy(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
+        """Bytes that go as they are: no arrays."""
+        if self.straight is None or self.straight[0] is not atom:
+            self.straight = atom, StraightReader(self.work.source, atom)
+        reader = self.straight[1]
+        itemsize = atom.dtype.itemsize
+        begin = part.block.start[0] * itemsize
+        end = begin + part.block.numel * itemsize
+        step = len(self.block) // itemsize * itemsize
+        only = targets[0] if len(targets) == 1 else None  # which takes all, without looking
+        sweep = _sweep(() if only else targets)
+        # Slabs end where blocks of the (first) file do, because Linux caches whole, aligned writes in large pages.
+        start, stop = begin, begin + step - targets[0].extent.offset % step // itemsize * itemsize
+        while start < end:
+            self._check_stop()
+            data = self.block[: min(stop, end) - start]
+            reader.read(start, data)
+            if only is not None:
+                only.append(data)
+                self.work.progress(len(data))
+            else:
+                slab = Box((start // itemsize,), (len(data) // itemsize,))
+                self.work.progress(sum(target.take_bytes(start, data, itemsize) for _, target in sweep.meeting(slab)))
+            start, stop = stop, stop + step
+
+    def _reshape(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
+        from ucp.engine.shaped import ShapedReader, pick
+
+        if self.shaped is None or self.shaped.atom is not atom or self.shaped.flat != part.flat:
+            self.shaped = ShapedReader(self.work.source, atom, flat=part.flat)
+        sweep = _sweep(targets)
+        for local in slabs(part.block.shape, max(1, len(self.block) // atom.dtype.itemsize)):
+            self._check_stop()
+            slab = local.shift(part.block.start)
+            values = self.shaped.read(slab, self.block)
+            done = 0
+            for box, target in sweep.meeting(slab):
+                data = pick(values, slab, box)
+                target.append(data)
+                done += len(data)
+            self.work.progress(done)
+
+    def _check_stop(self) -> None:
+        if self.work.stopped():
+            raise StoppedError
+
+
+def _sweep(targets: Iterable[_Target]) -> Sweep[_Target]:
+    return Sweep((target.extent.box, target) for target in targets if target.extent.box is not None)
+
+
+class _Target:
+    """An extent being written, front to back, with its running digest."""
+
+    def __init__(self, outputs: Outputs, extent: Extent) -> None:
+        self.outputs = outputs
+        self.extent = extent
+        self._sealed = outputs.files[extent.file].seal is not None
+        self._at = extent.offset
+        self._digest = xxhash.xxh3_128()
+        self._is_zeros = extent.box is None and extent.data is None
+        self._crc = crc32_of_zeros(extent.nbytes) if self._is_zeros else 0
+
+    def take_bytes(self, start: int, data: memoryview, itemsize: int) -> int:
+        """Append what this extent holds of the flat atom's bytes from byte `start` on; gives the number of bytes."""
+        assert self.extent.box is not None
+        first = self.extent.box.start[0] * itemsize
+        lo, hi = max(first, start), min(first + self.extent.nbytes, start + len(data))
+        if lo >= hi:
+            return 0
+        self.append(data[lo - start : hi - start])
+        return hi - lo
+
+    def append(self, data: memoryview) -> None:
+        self._digest.update(data)
+        if self._sealed and not self._is_zeros:
+            self._crc = crc32(data, self._crc)
+        self.outputs.write(self.extent.file, self._at, data)
+        self._at += len(data)
+
+    def finish(self) -> Written:
+        extent = self.extent
+        if self._at != extent.offset + extent.nbytes:
+            raise AssertionError(f"{self.outputs.path(extent.file)}: wrote up to {self._at} of extent {extent}")
+        crc = self._crc if self._sealed else None
+        return Written(extent.file, extent.offset, extent.nbytes, self._digest.hexdigest(), crc)
