@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,20 @@ def test_commands_take_urls(memory: str, capfd: pytest.CaptureFixture[str], tmp_
     assert run(["report", url, "-o", str(tmp_path / "page.html")]) == 0
     assert run(["convert", url, str(tmp_path / "atoms")]) == 0
     assert ucp.diff(tmp_path / "atoms", url).same
+
+
+def test_live_jobs_load_from_urls_and_save_to_folders(memory: str, tmp_path: Path) -> None:
+    made, loaded = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    ucp.save(made, tmp_path / "saved")
+    ucp.load_into(loaded, upload(tmp_path / "saved", memory))
+    assert torch.equal(made.weight, loaded.weight)
+    with pytest.raises(UsageError, match=r"jobs save to a file system"):
+        ucp.save(made, f"{memory}/out")
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"jobs record to a file system"):
+        ucp.record(made, optimizer, f"{memory}/run")
+    with pytest.raises(UsageError, match=r"snapshots go to a file system"):
+        ucp.snapshot(made, optimizer, f"{memory}/run", every=1)
 
 
 def test_an_index_takes_the_ends_of_a_shard_and_not_the_shard(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
@@ -226,3 +241,28 @@ def test_a_url_is_refused_where_a_file_is_needed(memory: str) -> None:
 def test_file_urls_are_files() -> None:
     assert as_path("file:///some/where") == Path("/some/where")
     assert as_path("plain/path") == Path("plain/path")
+
+
+def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(UsageError, match="memory://not-asked-before") as failure:
+        ucp.open("memory://not-asked-before/run")
+    assert "universal-checkpoint[remote]" in str(failure.value)
+
+
+def test_objects_that_stand_for_folders_are_none(bucket: str) -> None:
+    """Consoles of stores make empty objects whose names end with a slash."""
+    import s3fs
+
+    url = upload(FIXTURES / "z1_bf16_dp2", bucket)
+    name = bucket.removeprefix("s3://")
+    fs = s3fs.S3FileSystem()
+    for key in ("z1_bf16_dp2/", "z1_bf16_dp2/global_step3/"):
+        fs.call_s3("put_object", Bucket=name, Key=key, Body=b"")
+    assert ucp.diff(url, FIXTURES / "z1_bf16_dp2").same
+    assert ucp.open(url).index.sizes == ucp.open(FIXTURES / "z1_bf16_dp2").index.sizes
+
+
+def test_a_page_goes_to_a_file(memory: str) -> None:
+    with pytest.raises(UsageError, match="a page goes to a file system"):
+        ucp.report(FIXTURES / "z1_bf16_dp2", f"{memory}/page.html")

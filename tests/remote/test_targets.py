@@ -91,10 +91,10 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException
     left = iter(range(count))
     real = Store.upload
 
-    def some(self: Store, file: Path, key: str) -> Any:
+    def some(self: Store, file: Path, key: str, streams: int) -> Any:
         if next(left, None) is None:
             raise error
-        return real(self, file, key)
+        return real(self, file, key, streams)
 
     monkeypatch.setattr(Store, "upload", some)
 
@@ -131,7 +131,7 @@ def test_a_second_run_sends_what_the_first_had_not(
     assert "--resume" in str(failure.value)
     sent: list[str] = []
     real = Store.upload
-    monkeypatch.setattr(Store, "upload", lambda self, file, key: (sent.append(key), real(self, file, key))[1])
+    monkeypatch.setattr(Store, "upload", lambda self, file, key, n: (sent.append(key), real(self, file, key, n))[1])
     ucp.convert(SOURCE, interrupted, resume=True)
     ucp.convert(SOURCE, tmp_path / "out")
     assert seen(interrupted) == here(tmp_path / "out")
@@ -162,15 +162,43 @@ def test_of_two_writers_one_is_told(memory: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
     real, url = Store.upload, f"{memory}/out"
 
-    def other_begins(self: Store, file: Path, key: str) -> Any:
+    def other_begins(self: Store, file: Path, key: str, streams: int) -> Any:
         monkeypatch.setattr(Store, "upload", real)
         ucp.convert(SOURCE, url, resume=True, jobs=1)
-        return real(self, file, key)
+        return real(self, file, key, streams)
 
     monkeypatch.setattr(Store, "upload", other_begins)
     with pytest.raises(UsageError, match="another process writes it now"):
         ucp.convert(SOURCE, url, jobs=1)
     assert ucp.diff(url, SOURCE, only="weights").same
+
+
+def test_a_source_that_turns_out_damaged_leaves_nothing_behind(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    with monkeypatch.context() as patch:
+        fail_after(patch, 3, IntegrityError("what was read is no checkpoint"))
+        with pytest.raises(IntegrityError, match="no checkpoint"):
+            ucp.convert(SOURCE, f"{memory}/out", jobs=1)
+    assert there(f"{memory}/out") == {}
+    ucp.convert(SOURCE, f"{memory}/out")
+
+
+def test_large_files_wait_for_room(memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ucp.convert(SOURCE, tmp_path / "out", to="deepspeed")
+    largest = max(len(data) for data in here(tmp_path / "out").values())
+    monkeypatch.setattr("ucp.engine.uploading._room", lambda *_: largest)
+    kept: list[int] = []
+    real = Store.upload
+
+    def measured(self: Store, file: Path, key: str, streams: int) -> Any:
+        spool = next(parent for parent in file.parents if parent.name.startswith("ucp-spool-"))
+        kept.append(sum(path.stat().st_size for path in spool.rglob("*") if path.is_file()))
+        return real(self, file, key, streams)
+
+    monkeypatch.setattr(Store, "upload", measured)
+    ucp.convert(SOURCE, f"{memory}/out", to="deepspeed")
+    assert 0 < max(kept) <= largest
+    assert seen(f"{memory}/out") == here(tmp_path / "out")
 
 
 def test_parts_are_written_anywhere_and_added_up(memory: str, tmp_path: Path) -> None:
@@ -199,7 +227,9 @@ def test_what_a_checkpoint_is_known_by_comes_last(memory: str, monkeypatch: pyte
     order: list[str] = []
     real_upload, real_put = Store.upload, Store.put
     monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 1)
-    monkeypatch.setattr(Store, "upload", lambda self, file, key: (order.append(key), real_upload(self, file, key))[1])
+    monkeypatch.setattr(
+        Store, "upload", lambda self, file, key, n: (order.append(key), real_upload(self, file, key, n))[1]
+    )
     monkeypatch.setattr(Store, "put", lambda self, key, data: (order.append(key), real_put(self, key, data))[1])
     ucp.convert(SOURCE, f"{memory}/out", to="deepspeed")
     names = [key.removeprefix(f"{memory}/out/") for key in order]

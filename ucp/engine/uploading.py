@@ -12,16 +12,19 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ucp import tunables
 from ucp.engine.plan import Part, stretches
 from ucp.engine.sealing import sealing_parts
 from ucp.engine.shares import WHOLE, Share
 from ucp.engine.staging import digests_of
-from ucp.engine.stream import Written, stream
+from ucp.engine.stream import stream
 from ucp.engine.upload_notes import Notes, Uploaded, found_shares, marked_by, put_mark, read_notes
+from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import SourceFiles, allocate
 from ucp.files.paths import COMPLETE, JOURNAL, RemotePath
@@ -31,6 +34,8 @@ from ucp.model.target import Digests, OutputFile, Target
 if TYPE_CHECKING:
     from ucp.engine.convert import Progress, RunOptions
     from ucp.model.checkpoint import Checkpoint
+
+_SENDERS: Final = 8  # files that are sent at once, by two streams of parts each; fewer files have more streams
 
 Last = Callable[[Digests], "OutputFile | None"]
 
@@ -58,10 +63,13 @@ def run(
             upload.publish(last)
         else:
             upload.notes.record((), done=True)
-    except StorageError as error:
-        if error.hint is None:
+    except (KeyboardInterrupt, StorageError, UsageError) as error:
+        if isinstance(error, StorageError) and error.hint is None:
             again = "with --resume " if options.share.is_whole else ""
             error.hint = f"what was done is kept in {path}: repeat the command {again}to go on"
+        raise
+    except BaseException:
+        upload.discard()
         raise
     finally:
         progress.finish()
@@ -106,7 +114,7 @@ class Upload:
                 hint="go on with it as it was begun, or remove that folder to begin again",
             )
         if restart and shares:
-            self.path.store.remove((self.path / name).key for name in sorted(found, key=_notes_last))
+            self._remove(found)
         elif self.share in shares:
             self._take_up(found, self.share)
         self.notes.begin(self.fingerprint)
@@ -175,8 +183,15 @@ class Upload:
     def _everything(self) -> dict[str, Found]:
         return self.path.store.everything(self.path.key)
 
+    def discard(self) -> None:
+        """Remove what was begun, as far as the store lets us. A share leaves it to the others."""
+        if self.share.is_whole:
+            with suppress(StorageError):
+                self._remove(self._everything())
+
     def _remove(self, names: Iterable[str]) -> None:
-        self.path.store.remove((self.path / name).key for name in sorted(names))
+        """Remove objects, notes last: what is left half-way is still known to be half-done."""
+        self.path.store.remove((self.path / name).key for name in sorted(names, key=_notes_last))
 
 
 def _notes_last(name: str) -> tuple[bool, str]:
@@ -206,17 +221,22 @@ def _make_and_send(upload: Upload, source: SourceFiles, options: RunOptions, pro
     target = upload.target
     left = [number for number in upload.files if number not in upload.done]
     spool = Path(tempfile.mkdtemp(prefix="ucp-spool-"))
-    pool = ThreadPoolExecutor(max(1, tunables.REMOTE_CONNECTIONS // 2), thread_name_prefix="ucp-upload")
+    pool = ThreadPoolExecutor(_SENDERS, thread_name_prefix="ucp-upload")
     sending: list[Future[Uploaded]] = []
+    held = 0  # bytes that are being sent
     try:
-        limit = _spool_limit(spool, max((target.files[number].size for number in left), default=0))
-        for group in groups(target, left, limit):
+        room = _room(spool, max((target.files[number].size for number in left), default=0))
+        for group in groups(target, left, max(1, min(tunables.REMOTE_SPOOL_BYTES, room // 2))):
+            nbytes = sum(target.files[number].size for number in group)
+            # What says what the checkpoint is waits for all that it tells of.
+            if held + nbytes > room or not target.files[group[0]].holes:
+                _settle(upload, sending)
+                sending, held = [], 0
             written = _make(upload, group, source, spool, options, progress)
             _settle(upload, sending)
-            sending = [pool.submit(_send, upload, n, spool, tuple(w for w in written if w.file == n)) for n in group]
-            if not target.files[group[0]].holes:
-                _settle(upload, sending)  # the last files go one group after the other
-                sending = []
+            send = partial(_send, upload, spool=spool, streams=max(1, 2 * _SENDERS // min(_SENDERS, len(group))))
+            sending = [pool.submit(send, number, written=tuple(written[number])) for number in group]
+            held = nbytes
         _settle(upload, sending)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -230,8 +250,8 @@ def _make(
     spool: Path,
     options: RunOptions,
     progress: Progress,
-) -> list[Written]:
-    """Write some files into the spool folder."""
+) -> dict[int, list[Written]]:
+    """Write some files into the spool folder. Gives what was written into each."""
     target, jobs = upload.target, max(1, options.budget.jobs)
     written: list[Written] = []
     for number in group:
@@ -251,13 +271,16 @@ def _make(
 
     write(stretches(target, jobs, only))
     write([sealing_parts(target, list(written), only)])
-    return written
+    of_files: dict[int, list[Written]] = {number: [] for number in group}
+    for one in written:
+        of_files[one.file].append(one)
+    return of_files
 
 
-def _send(upload: Upload, number: int, spool: Path, written: tuple[Written, ...]) -> Uploaded:
+def _send(upload: Upload, number: int, *, spool: Path, streams: int, written: tuple[Written, ...]) -> Uploaded:
     """Put a file where it belongs, and remove it here."""
     file = upload.target.files[number]
-    found = upload.path.store.upload(spool / file.path, (upload.path / file.path).key)
+    found = upload.path.store.upload(spool / file.path, (upload.path / file.path).key, streams)
     (spool / file.path).unlink()
     return Uploaded(number, file.size, found.stamp, written)
 
@@ -274,15 +297,15 @@ def _settle(upload: Upload, sending: Iterable[Future[Uploaded]]) -> None:
         raise failures[0]
 
 
-def _spool_limit(spool: Path, largest: int) -> int:
-    """Bytes of the files that are made together: two such groups are on the disk at once."""
+def _room(spool: Path, largest: int) -> int:
+    """Bytes that may be on this machine's disk at once."""
     room = shutil.disk_usage(spool).free - tunables.SPACE_RESERVE_BYTES
     if largest > room:
         raise StorageError(
             f"{spool.parent}: a file of {largest:,} bytes is made here before it is sent, and {room:,} are free",
             hint="set TMPDIR to a folder with more space",
         )
-    return max(1, min(tunables.REMOTE_SPOOL_BYTES, room // 2))
+    return room
 
 
 def _allocate(path: Path, size: int) -> None:
