@@ -14,7 +14,7 @@ import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
 from tests.train.worlds import WorldError, Worlds
-from ucp.shadow.addresses import Address
+from ucp.shadow.addresses import Address, Transport
 from ucp.shadow.following import Shadow
 from ucp.shadow.server import Door
 
@@ -59,10 +59,21 @@ def test_the_shadow_after_every_step(worlds: Worlds, tmp_path: Path, url: str, n
     assert ucp.verify(tmp_path / "shadow" / "step5", "deep").ok
 
 
-def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, url: str) -> None:
-    results = worlds.run(2, "tests.shadow.ranks:distributed", tmp_path, steps=6, to=url)
-    assert all(result["shadow"]["frames"] > 12 for result in results)  # each rank sends its share
-    for step in range(1, 7):
+@pytest.mark.parametrize("transport", ["shadow", "gloo"])
+def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, transport: Transport) -> None:
+    """Over TCP, and over groups of torch.distributed beside the job's own. It is asked over TCP."""
+    shadow = Shadow(wait_for_job=True)
+    shadow.start()
+    doors = [Door(shadow, Address("127.0.0.1", 0, None, each)) for each in ("shadow", transport)]
+    to, ask = str(doors[1].address), str(doors[0].address)
+    try:
+        results = worlds.run(2, "tests.shadow.ranks:distributed", tmp_path, steps=4, to=to, ask=ask)
+    finally:
+        for door in doors:
+            door.close()
+        shadow.stop()
+    assert all(result["shadow"]["frames"] > 8 for result in results)  # each rank sends its share
+    for step in range(1, 5):
         one, two = ucp.open(tmp_path / "shadow" / f"step{step}"), ucp.open(tmp_path / "saved" / f"step{step}")
         assert one.index.step == step
         assert list(one) == list(two)

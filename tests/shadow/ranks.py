@@ -50,8 +50,8 @@ def followed(
     return {"rank": rank, "skipped": int(engine.skipped_steps), "shadow": recorder.stats()["shadow"]}
 
 
-def distributed(out: Path, rank: int, *, steps: int, to: str) -> dict[str, Any]:
-    """The same with a torch module under DDP, saved with `ucp.save`."""
+def distributed(out: Path, rank: int, *, steps: int, to: str, ask: str) -> dict[str, Any]:
+    """The same with a torch module under DDP, saved with `ucp.save`. The shadow is converted at `ask`."""
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(17, 31), torch.nn.Tanh(), torch.nn.Linear(31, 5))
     model = torch.nn.parallel.DistributedDataParallel(net)
@@ -68,7 +68,7 @@ def distributed(out: Path, rank: int, *, steps: int, to: str) -> dict[str, Any]:
         schedule.step()
         ucp.save(model, optimizer, out / "saved" / f"step{step}")
         if rank == 0:
-            _take(to, step, out / "shadow" / f"step{step}")
+            _take(ask, step, out / "shadow" / f"step{step}")
         dist.barrier()
     recorder.close()
     return {"shadow": recorder.stats()["shadow"]}

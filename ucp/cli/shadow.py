@@ -39,7 +39,7 @@ def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> Sha
     "--listen",
     metavar="ADDR",
     multiple=True,
-    help="Address for jobs and askers: host:port (port 0 takes a free one), or shm://name. May be given again.",
+    help="Address for jobs and askers: host:port (0 takes a free one), shm://name, gloo://host:port. May be repeated.",
 )
 @click.option(
     "--share", callback=_share, metavar="I/N", help="Hold this share of the state, 1/2 or 2/2 of two shadows."

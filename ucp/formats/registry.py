@@ -60,7 +60,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     if not path.exists():
         copy_first = (
             "convert the shadow (`ucp convert`), and take the copy"
-            if str(path).startswith(("shadow:/", "shm:/"))
+            if str(path).startswith(("shadow:/", "shm:/", "gloo:/"))
             else None
         )
         raise StorageError(f"{path}: no such file or folder", hint=copy_first)

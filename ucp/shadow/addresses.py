@@ -16,10 +16,10 @@ from ucp import tunables
 from ucp.errors import StorageError, UsageError
 from ucp.records import dataclass
 
-Transport = Literal["shadow", "shm"]
+Transport = Literal["shadow", "shm", "gloo"]
 TOKEN_VARIABLE: Final = "UCP_SHADOW_TOKEN_FILE"
 
-_SCHEME: Final = re.compile(r"(shadow|shm):/+")  # a path may have lost one of the slashes
+_SCHEME: Final = re.compile(r"(shadow|shm|gloo):/+")  # a path may have lost one of the slashes
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -27,7 +27,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Address:
     """Where a shadow listens, and the file with the secret that both ends know.
 
-    Over TCP that is a host and a port; over shared memory, the host is a name on this machine and there is no port.
+    Over TCP and gloo that is a host and a port; over shared memory, the host is a name on this machine and there is no
+    port.
     """
 
     host: str
@@ -52,7 +53,7 @@ def is_address(path: str | os.PathLike[str]) -> bool:
 
 
 def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> Address:
-    """`shadow://host:port`, `host:port`, `:port` or `shm://name`, with `?token=FILE` where that is not given."""
+    """`shadow://host:port`, `host:port`, `:port`, `gloo://host:port` or `shm://name`; `?token=FILE` may follow."""
     given = os.fspath(text)
     scheme = _SCHEME.match(given)
     plain, _, query = given[scheme.end() if scheme else 0 :].partition("?")
@@ -68,7 +69,9 @@ def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> Ad
     host, colon, port = plain.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"{given!r} is no address of a shadow", hint="say shadow://host:port")
-    return Address(host.strip("[]") or "127.0.0.1", int(port), file)
+    return Address(
+        host.strip("[]") or "127.0.0.1", int(port), file, "gloo" if scheme and scheme[1] == "gloo" else "shadow"
+    )
 
 
 def parse_addresses(
@@ -104,12 +107,17 @@ def require_token(address: Address) -> None:
     if address.token_file is not None:
         read_token(address.token_file)
         return
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(f"{address.host}: is no address of this machine: {error}") from error
-    if not all(ipaddress.ip_address(info[4][0]).is_loopback for info in found):
+    if not is_loopback(address.host):
         raise UsageError(
             f"{address}: others can reach this address, so the shadow needs a token",
             hint="give --token FILE here and to the job, or listen on 127.0.0.1",
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Is this an address that only this machine itself can reach?"""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"{host}: is no address of this machine: {error}") from error
+    return all(ipaddress.ip_address(info[4][0]).is_loopback for info in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import weakref
 from pathlib import Path
@@ -87,7 +86,7 @@ class Questions:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._socket: socket.socket = connect(address)
+        self._socket = connect(address)
         self._socket.settimeout(None)
         self._lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""How a channel to a shadow comes to be, at both ends: over TCP, or by a name on this machine."""
+"""How a channel to a shadow comes to be, at both ends: over TCP, over gloo, or by a name on this machine."""
 
 from __future__ import annotations
 
@@ -6,25 +6,40 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final, Protocol, TypeGuard
 
 from ucp import tunables
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.shadow.addresses import TOKEN_VARIABLE, Address, require_token
-from ucp.shadow.wire import RefusedError, greet
+from ucp.shadow.gloo import GlooChannel, GlooListener, call
+from ucp.shadow.wire import Channel, RefusedError, greet
 
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 
-def listen(address: Address) -> tuple[socket.socket, Address]:
-    """A socket that listens, and where it does (port 0 takes a free one)."""
+class Listener(Protocol):
+    """What a shadow's door waits at; the methods are those of a socket."""
+
+    def accept(self) -> tuple[Channel, Any]: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def listen(address: Address) -> tuple[Listener, Address]:
+    """What gives a channel for everyone who comes, and where it does (port 0 takes a free one)."""
     try:
         if address.transport == "shm":
             return _listen_here(address), address
         require_token(address)
+        if address.transport == "gloo":
+            listener = GlooListener(address)
+            return listener, replace(address, port=listener.port)
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((address.host, address.port), family=family, backlog=128)
-        return made, Address(address.host, made.getsockname()[1], address.token_file)
+        return made, replace(address, port=made.getsockname()[1])
     except OSError as error:
         raise StorageError(f"{address}: cannot listen here: {error.strerror or error}") from error
 
@@ -47,12 +62,21 @@ def _name_of(address: Address) -> bytes:
     return f"\0ucp-shadow/{os.getuid()}/{address.host}".encode()
 
 
-def let_in(sock: socket.socket) -> None:
+def let_in(channel: Channel) -> None:
     """Prepare a connection that has come in; `RefusedError` where it is of another user of this machine."""
-    if sock.family == socket.AF_UNIX:
-        _check_user(sock)
+    if isinstance(channel, GlooChannel):
+        channel.open()
         return
-    _prepare(sock)
+    assert isinstance(channel, socket.socket)
+    if is_local(channel):
+        _check_user(channel)
+    else:
+        _prepare(channel)
+
+
+def is_local(channel: Channel) -> TypeGuard[socket.socket]:
+    """Is this a socket over which memory can be shared?"""
+    return isinstance(channel, socket.socket) and channel.family == socket.AF_UNIX
 
 
 def _prepare(sock: socket.socket) -> None:
@@ -67,41 +91,48 @@ def _check_user(sock: socket.socket) -> None:
         raise RefusedError("a process of another user")
 
 
-def connect(address: Address, opened: Callable[[socket.socket], None] = lambda _: None) -> socket.socket:
+def connect(address: Address, opened: Callable[[Channel], None] = lambda _: None) -> Channel:
     """A connection to a shadow, greeted. `StorageError` where there is none, or none that knows the token.
 
-    `opened` is given the socket before anything is waited for, so that another thread can end the waiting.
+    `opened` is given the channel before anything is waited for, so that another thread can end the waiting.
     """
     seconds = tunables.SHADOW_HANDSHAKE_SECONDS
     try:
-        if address.transport == "shm":
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(seconds)
-            try:
-                sock.connect(_name_of(address))
-            except BaseException:
-                sock.close()
-                raise
+        channel: Channel
+        if address.transport == "gloo":
+            channel = call(address)
+            channel.settimeout(seconds)
+        elif address.transport == "shm":
+            channel = _connect_here(address, seconds)
         else:
-            sock = socket.create_connection((address.host, address.port), timeout=seconds)
+            channel = socket.create_connection((address.host, address.port), timeout=seconds)
     except OSError as error:
         raise StorageError(
             f"{address}: cannot be reached: {error.strerror or error}", hint="is `ucp shadow` running there?"
         ) from error
     try:
-        opened(sock)
-        if address.transport == "shm":
-            _check_user(sock)
-        else:
-            _prepare(sock)
-        greet(sock, address.key())
-        return sock
+        opened(channel)
+        if isinstance(channel, socket.socket):
+            (_check_user if is_local(channel) else _prepare)(channel)
+        greet(channel, address.key())
+        return channel
     except (OSError, RefusedError) as error:
-        sock.close()
+        channel.close()
         raise StorageError(
             f"{address}: does not let us in ({error})",
             hint=f"name the shadow's token file: {address}?token=FILE, or in {TOKEN_VARIABLE}",
         ) from error
     except UcpError:
+        channel.close()
+        raise
+
+
+def _connect_here(address: Address, seconds: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(seconds)
+        sock.connect(_name_of(address))
+        return sock
+    except BaseException:
         sock.close()
         raise

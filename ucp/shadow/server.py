@@ -15,7 +15,7 @@ from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeade
 from ucp.log.manifest import Manifest
 from ucp.log.schema import StreamSchema
 from ucp.shadow.addresses import Address
-from ucp.shadow.connecting import let_in, listen
+from ucp.shadow.connecting import is_local, let_in, listen
 from ucp.shadow.following import Pin, Shadow
 from ucp.shadow.intake import Frame, payload_limit
 from ucp.shadow.portions import Portion
@@ -33,7 +33,7 @@ class Door:
         self._key = address.key()
         self._note = note
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
+        self._open: dict[Channel, threading.Thread] = {}
         self._snapshots = 0
         self._closing = threading.Event()
         self._socket, self.address = listen(address)
@@ -76,7 +76,7 @@ class Door:
                 continue
             thread.start()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: Channel) -> None:
         try:
             sock.settimeout(tunables.SHADOW_HANDSHAKE_SECONDS)
             let_in(sock)
@@ -85,6 +85,10 @@ class Door:
             first = _dictionary(receive_json(sock, tunables.SHADOW_MANIFEST_BYTES))
             if first.get("ask") == "feed":
                 self._feed(sock, first)
+            elif self.address.transport == "gloo":  # nobody could end the waiting for another question
+                hint = "ask the shadow at its address for TCP or shared memory"
+                refused = {"error": "over gloo a shadow is fed, and gives nothing but its status", "hint": hint}
+                send_json(sock, self._shadow.status() if first.get("ask") == "status" else refused)
             else:
                 self._answer(sock, first)
         except RefusedError as error:
@@ -102,7 +106,7 @@ class Door:
     # ------------------------------------------------------------------------------------------------------------------
     # A job that brings the frames of one stream
 
-    def _feed(self, sock: socket.socket, told: dict[str, Any]) -> None:
+    def _feed(self, sock: Channel, told: dict[str, Any]) -> None:
         manifest = Manifest.from_json(told["manifest"])
         stream = int(told["stream"])
         run = None if told.get("run") is None else Path(str(told["run"]))
@@ -116,7 +120,7 @@ class Door:
         channel: Channel = sock
         told = {"next": wanted, "wants": None if portion is None else portion.to_json()}
         try:
-            if sock.family == socket.AF_UNIX:
+            if is_local(sock):
                 send_json(sock, {**told, "ring": tunables.SHADOW_RING_BYTES})
                 channel = offer_ring(sock, tunables.SHADOW_RING_BYTES)
             else:
@@ -152,7 +156,7 @@ class Door:
     # ------------------------------------------------------------------------------------------------------------------
     # Who asks
 
-    def _answer(self, sock: socket.socket, question: dict[str, Any]) -> None:
+    def _answer(self, sock: Channel, question: dict[str, Any]) -> None:
         snapshot: Snapshot | None = None
         pin: Pin | None = None
         try:
@@ -211,7 +215,7 @@ class Door:
         with self._lock:
             self._snapshots -= 1
 
-    def _read(self, sock: socket.socket, snapshot: Snapshot, question: dict[str, Any]) -> None:
+    def _read(self, sock: Channel, snapshot: Snapshot, question: dict[str, Any]) -> None:
         size = int(question["size"])
         if not 0 <= size <= tunables.SHADOW_READ_BYTES:
             raise RefusedError(f"a question for {size} bytes")

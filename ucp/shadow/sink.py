@@ -6,6 +6,7 @@ reads the rest from the log. A shadow of a share is sent only the gradients that
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import secrets
 import socket
@@ -22,7 +23,8 @@ from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeade
 from ucp.log.manifest import Manifest
 from ucp.records import as_dict, dataclass, replace
 from ucp.shadow.addresses import Address
-from ucp.shadow.connecting import connect
+from ucp.shadow.connecting import connect, is_local
+from ucp.shadow.gloo import GlooChannel
 from ucp.shadow.portions import Portion
 from ucp.shadow.ring import take_ring
 from ucp.shadow.thinning import thin, thinned
@@ -67,7 +69,7 @@ class ShadowSink:
         self._unsent_bytes = 0  # of those that are kept
         self._next: int | None = None  # the frame that goes out next; None: the first that is kept
         self._closing = False
-        self._opened: socket.socket | None = None  # what the thread may be waiting for
+        self._opened: Channel | None = None  # what the thread may be waiting for
         self._channel: Channel | None = None
         self._portion: Portion | None = None  # what the shadow wants of the gradients; None: everything
         self._at = 0
@@ -125,7 +127,8 @@ class ShadowSink:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(seconds)
-        while self._thread.is_alive():  # it waits for a shadow that takes nothing
+        end = time.monotonic() + tunables.SHADOW_SEND_SECONDS
+        while self._thread.is_alive() and time.monotonic() < end:  # it waits for a shadow that takes nothing
             with self._changed:
                 if self._opened is not None:
                     with contextlib.suppress(OSError):
@@ -138,11 +141,16 @@ class ShadowSink:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._frame() is not None or self._closing)
+                beats = tunables.SHADOW_BEAT_SECONDS if isinstance(self._channel, GlooChannel) else None
+                self._changed.wait_for(lambda: self._frame() is not None or self._closing, beats)
                 frame = self._frame()
-                if frame is None:  # closing, and everything is out
+                if frame is None and self._closing:  # everything is out
                     break
             try:
+                if frame is None:
+                    if isinstance(self._channel, GlooChannel):
+                        self._channel.beat()
+                    continue
                 if self._channel is None:
                     self._connect()
                     continue  # the shadow may want another frame
@@ -172,7 +180,7 @@ class ShadowSink:
             if not isinstance(told, dict) or "error" in told:
                 raise UcpError(f"{self.address}: {told['error']}", hint=told.get("hint"))
             wanted = None if told.get("next") is None else int(told["next"])
-            channel: Channel = sock if "ring" not in told else take_ring(sock, int(told["ring"]))
+            channel = take_ring(sock, int(told["ring"])) if is_local(sock) else sock
             self._portion = None if told.get("wants") is None else Portion.from_json(told["wants"])
             self._salt = secrets.randbits(64)
             schema = self._schema
@@ -181,7 +189,7 @@ class ShadowSink:
             )
             send(channel, [segment.pack()])
             channel.settimeout(tunables.SHADOW_SEND_SECONDS)
-        except (OSError, RefusedError, ValueError, TypeError) as error:
+        except (OSError, RefusedError, ValueError, TypeError, KeyError) as error:
             sock.close()
             raise UcpError(f"{self.address}: {error}") from error
         except UcpError:
@@ -196,7 +204,7 @@ class ShadowSink:
             self._channel = channel
         self.stats.connections += 1
 
-    def _is_opened(self, sock: socket.socket) -> None:
+    def _is_opened(self, sock: Channel) -> None:
         with self._changed:
             self._opened = sock
 
@@ -234,6 +242,7 @@ class Sinks:
 
     def __init__(self, sinks: Sequence[ShadowSink]) -> None:
         self._sinks = list(sinks)
+        atexit.register(self.close)  # a program that ends without `close` sends what it has, too
 
     def offer(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
         """Take a copy of a frame for every shadow."""
@@ -251,5 +260,6 @@ class Sinks:
 
     def close(self) -> None:
         """Send what is left, as far as that goes in a few seconds, and end."""
+        atexit.unregister(self.close)
         for sink in self._sinks:
             sink.close()
