@@ -119,6 +119,56 @@ def _sealed_store(data: bytes, folder: Path) -> None:
     _store(sealed_store(data), folder)
 
 
+class _Tape:
+    """A channel of which the other end has said everything already, and listens to nothing."""
+
+    def __init__(self, said: bytes) -> None:
+        self._left = memoryview(said)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        some = self._left[: len(buffer)]
+        buffer[: len(some)] = some
+        self._left = self._left[len(some) :]
+        return len(some)
+
+    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
+        return sum(map(len, buffers))
+
+    def settimeout(self, value: float | None) -> None:
+        del value
+
+    def shutdown(self, how: int) -> None:
+        del how
+
+    def close(self) -> None:
+        pass
+
+
+def _shadow_frames(data: bytes, folder: Path) -> None:
+    """What a job sends to its shadow: whole frames, and frames of which a part is wanted."""
+    from tests.log.made import made_manifest
+    from ucp.log.frames import SEGMENT_BYTES, BadBytesError, SegmentHeader
+    from ucp.shadow.intake import ArrivedStep, GapError, Intake
+    from ucp.shadow.portions import Portion
+    from ucp.shadow.server import frames_of
+    from ucp.shadow.wire import RefusedError, receive
+
+    del folder
+    schema = made_manifest().streams[0]
+    for portion in (None, Portion((0, 10), (0, 40))):
+        tape, intake = _Tape(sealed_segment(data)), Intake(0, schema, portion=portion)
+        try:
+            segment = SegmentHeader.unpack(bytes(receive(tape, SEGMENT_BYTES)))
+            for frame in frames_of(tape, segment, schema, portion):
+                intake.offer(frame)
+                while intake.ready:
+                    arrived = intake.pop()
+                    for block in arrived.blocks.values() if isinstance(arrived, ArrivedStep) else ():
+                        block.bits()
+        except (BadBytesError, GapError, RefusedError) as error:
+            str(error)
+
+
 def _log_manifest(data: bytes, folder: Path) -> None:
     from tests.log.made import made_manifest, write_log
 
@@ -207,6 +257,7 @@ TARGETS = {
         Target("atoms", _atoms, lambda: _some_files()["atoms"]),
         Target("segment", _segment, lambda: _some_files()["segment"]),
         Target("sealed segment", _sealed_segment, lambda: _some_files()["segment"]),
+        Target("shadow frames", _shadow_frames, lambda: _some_files()["segment"]),
         Target("store", _store, lambda: _some_files()["store"]),
         Target("sealed store", _sealed_store, lambda: _some_files()["store"]),
         Target("log manifest", _log_manifest, lambda: _some_files()["log manifest"]),

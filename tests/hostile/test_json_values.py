@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import ucp
 from tests.hostile.seals import sealed_segment, sealed_store
 from tests.hostile.targets import RANKS, TARGETS, Target
 from tests.log.made import made_manifest
-from ucp.errors import IntegrityError
+from ucp.errors import IntegrityError, UcpError
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameType, padded
 from ucp.log.manifest import _checksum, _json
 from ucp.store.layout import HEADER_ENTRY, HEADER_FIXED, PAGE, SCHEMA_AT, Layout, Schema, rounded
@@ -161,3 +163,36 @@ def test_a_scale_that_is_none(tmp_path: Path) -> None:
     assert made[SEGMENT_BYTES + 4] == FrameType.STEP
     struct.pack_into("<Q", made, SEGMENT_BYTES + FRAME_BYTES + 8, 9007200306113195)
     target.survives(sealed_segment(bytes(made)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        [],
+        {},
+        {"share": [0, float("inf")]},
+        {"share": ["a"]},
+        {"base": 7, "log": None},
+        {"base": str(RANKS), "log": None, "format": 2, "manifest": {}, "step": 1},
+        {"base": str(RANKS), "log": None, "format": 2, "manifest": made_manifest().to_json(), "step": float("inf")},
+    ],
+)
+def test_what_a_shadow_says_of_itself(told: Any) -> None:
+    """Whoever knows the token may answer what it likes."""
+    from ucp.shadow.wire import receive_json, send_json, welcome
+
+    def answer() -> None:
+        sock, _ = server.accept()
+        with sock:
+            welcome(sock, b"")
+            receive_json(sock, 1 << 16)
+            send_json(sock, told)
+            sock.recv(1)  # until it is closed
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = threading.Thread(target=answer)
+        peer.start()
+        with pytest.raises(UcpError):
+            ucp.open(f"shadow://127.0.0.1:{server.getsockname()[1]}")
+        peer.join()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ucp import tunables
 from ucp.engine.shares import Share
-from ucp.errors import StorageError, UcpError, UsageError
+from ucp.errors import NotUnderstoodError, StorageError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.bases import list_bases
+from ucp.log.frames import BadBytesError
 from ucp.model.checkpoint import Checkpoint, ComputedFiles
 from ucp.shadow.addresses import Address, parse_address, parse_addresses
 from ucp.shadow.assembling import assemble, identity_of, place_of
@@ -40,20 +43,35 @@ def open_shadow(
     try:
         for one in parse_addresses(address, token):
             shadows.append(Questions(one))
-        told = _told(shadows)
-        base = open_checkpoint(_base(told[0]), options or ReadOptions())
-        files: list[ComputedFiles] = []
-        for shadow, one_told in zip(shadows, told, strict=True):
-            made = RemoteFiles(shadow, identity_of(one_told))
-            weakref.finalize(made, shadow.close)
-            files.append(made)
-        if len(shadows) == 1:
-            return assemble(base, told[0], files[0])
-        return assemble(base, merge(told), GatheredFiles(told, files))
+        with _understood(address):
+            told = _told(shadows)
+            path = _base(told[0])
+        base = open_checkpoint(path, options or ReadOptions())
+        with _understood(address):
+            files: list[ComputedFiles] = []
+            for shadow, one_told in zip(shadows, told, strict=True):
+                made = RemoteFiles(shadow, identity_of(one_told))
+                weakref.finalize(made, shadow.close)
+                files.append(made)
+            if len(shadows) == 1:
+                return assemble(base, told[0], files[0])
+            return assemble(base, merge(told), GatheredFiles(told, files))
     except BaseException:
         for shadow in shadows:
             shadow.close()
         raise
+
+
+@contextmanager
+def _understood(address: str | os.PathLike[str]) -> Iterator[None]:
+    """What a peer says may be of any form."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, BadBytesError) as error:
+        raise NotUnderstoodError(
+            f"{os.fspath(address)}: what the shadow says of its state cannot be understood: {error!r}",
+            hint="is it of the same version of ucp? The log has what it held",
+        ) from error
 
 
 def _told(shadows: list[Questions]) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ class Door:
             segment = SegmentHeader.unpack(bytes(receive(channel, SEGMENT_BYTES)))
             if (segment.epoch, segment.stream, segment.schema_hash) != (manifest.epoch, stream, schema.hash()):
                 raise RefusedError("frames of another stream than was told")
-            for frame in self._frames(channel, segment, schema, portion):
+            for frame in frames_of(channel, segment, schema, portion):
                 self._shadow.put(number, stream, frame, self._closing.is_set)
         except UcpError as error:  # stale, or another epoch: the job will ask again
             self._note(f"stream {stream}: {error.what}")
@@ -136,22 +136,6 @@ class Door:
             self._shadow.leave(number, stream)
             if channel is not sock:
                 channel.close()
-
-    def _frames(
-        self, sock: Channel, segment: SegmentHeader, schema: StreamSchema, portion: Portion | None
-    ) -> Iterator[Frame]:
-        at = SEGMENT_BYTES
-        while True:
-            header = FrameHeader.unpack(bytes(receive(sock, FRAME_BYTES)), segment.salt)
-            if header.offset != at or header.length > payload_limit(header.type, schema):
-                raise RefusedError(f"a frame of {header.length} bytes at {header.offset}")
-            if header.flags & THIN:
-                if portion is None:
-                    raise RefusedError("a frame that is not whole, where all of it is wanted")
-                yield receive_thin(sock, header, schema, portion)
-            else:
-                yield Frame(header, receive(sock, padded(header.length))[: header.length])
-            at = header.end
 
     # ------------------------------------------------------------------------------------------------------------------
     # Who asks
@@ -230,3 +214,19 @@ def _dictionary(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RefusedError("a message that is no question")
     return value
+
+
+def frames_of(sock: Channel, segment: SegmentHeader, schema: StreamSchema, portion: Portion | None) -> Iterator[Frame]:
+    """The frames that come, up to the first that is none; of gradients those in the `portion`, where one is wanted."""
+    at = SEGMENT_BYTES
+    while True:
+        header = FrameHeader.unpack(bytes(receive(sock, FRAME_BYTES)), segment.salt)
+        if header.offset != at or header.length > payload_limit(header.type, schema):
+            raise RefusedError(f"a frame of {header.length} bytes at {header.offset}")
+        if header.flags & THIN:
+            if portion is None:
+                raise RefusedError("a frame that is not whole, where all of it is wanted")
+            yield receive_thin(sock, header, schema, portion)
+        else:
+            yield Frame(header, receive(sock, padded(header.length))[: header.length])
+        at = header.end
