@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 LENGTH, VOCABULARY, WIDTH, LAYERS = 128, 4096, 256, 6  # of the model that is trained
+WARM_UP = 3  # steps that are not measured: in the first two, and every hundredth, a recorder compares all it has taken
 
 
 def make(run: str, params: int, steps: int, kernel: str) -> dict[str, Any]:
@@ -155,7 +156,8 @@ def train(run: str, tokens: int, steps: int, compress: bool = False) -> dict[str
     params = sum(p.numel() for p in net.parameters())
     step = stepper(net, optimizer, tokens)
     recorder = ucp.record(net, optimizer, run, compress=compress)
-    step()
+    for _ in range(WARM_UP):
+        step()
     recorder.flush()
     first, begin, wall = recorder.stats(), time.process_time(), time.perf_counter()
     for _ in range(steps):
@@ -229,7 +231,7 @@ def both(run: str, tokens: int, pairs: int, block: int, threads: int) -> dict[st
     steps = [stepper(net, optimizer, tokens) for net, optimizer in zip(nets, optimizers, strict=True)]
     seconds: list[list[float]] = [[], []]
     with ucp.record(nets[1], optimizers[1], run) as recorder:
-        for step in steps:
+        for step in steps * WARM_UP:
             step()
         for number in range(pairs):
             for which in (0, 1) if number % 2 else (1, 0):

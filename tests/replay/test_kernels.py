@@ -7,12 +7,12 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.replay.lean import lean_builds
 from tests.replay.lion import Lion
 from ucp.replay import kernels
 from ucp.replay.kernels import CUT, KERNELS, Stretch, consumed
@@ -163,10 +163,9 @@ def deepspeed_optimizer(name: str) -> tuple[str, Make]:
     from ucp.errors import UsageError
     from ucp.replay.deepspeed_ops import load
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/ucp-torch-extensions"))
     try:
-        load(name)
+        with lean_builds():
+            load(name)
     except UsageError as error:
         pytest.skip(error.what)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
