@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp.errors import UsageError
 from ucp.files.paths import RemotePath
 from ucp.formats.registry import Writer
 from ucp.model.checkpoint import Checkpoint
@@ -17,6 +16,7 @@ from ucp.tunables import MIB
 if TYPE_CHECKING:
     from ucp.engine.convert import Progress
     from ucp.engine.shares import Share
+    from ucp.engine.upload_together import UploadTogether
 
 DEFAULT_MEMORY = 256 * MIB
 
@@ -84,12 +84,13 @@ class Conversion:
         from ucp.engine.convert import fingerprint
         from ucp.engine.together import Together
 
+        together: Together | UploadTogether
         if isinstance(self.path, RemotePath):
-            raise UsageError(
-                f"{self.path}: processes of a launch find each other through a folder, which an object store has not",
-                hint="give each process its part with --part I/N, and add them up with --finish",
-            )
-        together = Together(self.path, share, self.target.nbytes, progress)
+            from ucp.engine.upload_together import UploadTogether as InStore
+
+            together = InStore(self.path, share, progress)
+        else:
+            together = Together(self.path, share, self.target.nbytes, progress)
         try:
             self.run(share=share, progress=together, **options)
             if together.leads:

@@ -29,6 +29,9 @@ STRIPS_BYTES = 16 * MIB
 # through a buffer of this size.
 BOUNCE_BYTES = 4 * MIB
 
+# What the ranks of a job gather at a time after a load, over all of them.
+GATHERED_BYTES = 16 * MIB
+
 # A part is what one thread writes, digests and journals at a time: large enough that its bookkeeping costs
 # nothing, small enough that threads balance and that a killed run loses little.
 PART_BYTES = 64 * MIB
@@ -57,6 +60,9 @@ REMOTE_ATTEMPTS = 6
 REMOTE_PAUSE_SECONDS = 0.25
 REMOTE_LONGEST_PAUSE_SECONDS = 16.0
 REMOTE_TIMEOUT_SECONDS = 60.0
+
+# Processes that write one target in a store together tell and look for signs of life this often.
+REMOTE_LOOK_SECONDS = 5.0
 
 # Uploads: files are made on this machine, at most about so many bytes of them at once, and sent in parts.
 REMOTE_SPOOL_BYTES = 16 * GIB

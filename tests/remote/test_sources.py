@@ -174,7 +174,7 @@ def test_little_memory_costs_requests_and_not_the_same_bytes_again_and_again(
     url = upload(folder, bucket)
     monkeypatch.setattr(tunables, "REMOTE_BLOCK_BYTES", 1 * MIB)
     monkeypatch.setattr(tunables, "REMOTE_CACHE_BYTES", 2 * MIB)
-    monkeypatch.setattr(tunables, "SLAB_BYTES", 64 * KIB)
+    monkeypatch.setattr(tunables, "SLAB_BYTES", 256 * KIB)
     proxy.reset()
     assert ucp.diff(url, folder, jobs=4).same
     assert proxy.sent("safetensors") < 2.5 * 24 * MIB

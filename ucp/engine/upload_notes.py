@@ -20,7 +20,7 @@ from ucp.files.paths import COMPLETE, JOURNAL, RemotePath
 from ucp.files.remote import Found
 from ucp.records import dataclass
 
-_BEGINNING: Final = "000000.json"
+BEGINNING: Final = "000000.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,18 @@ class Uploaded:
     written: tuple[Written, ...]
 
 
+def folder_of(share: Share) -> str:
+    """Name of the folder that has the notes of a share."""
+    return f"{JOURNAL}{share.number + 1}-of-{share.count}"
+
+
 class Notes:
     """The notes of one share of a target. Only the process that wrote the first one last may write more."""
 
     def __init__(self, path: RemotePath, share: Share) -> None:
         self._share = share
         self._path = path
-        self._folder = path / _folder(share)
+        self._folder = path / folder_of(share)
         self._count = 0
         self._owner = ""
 
@@ -49,13 +54,13 @@ class Notes:
         store = self._path.store
         self._count = len(_notes_of(store.everything(self._path.key), self._share))
         told = {"ucp": "upload", "version": 1, "fingerprint": fingerprint, "owner": self._owner}
-        store.put((self._folder / _BEGINNING).key, _json(told))
+        store.put((self._folder / BEGINNING).key, _json(told))
         self._count = max(1, self._count)
         self.check_owner()
 
     def check_owner(self) -> None:
         """Refuse to go on where another process has begun with the same share since."""
-        told = _read(self._folder / _BEGINNING)
+        told = _read(self._folder / BEGINNING)
         if told is None or told.get("owner") != self._owner:
             raise UsageError(
                 f"{self._path}: another process writes it now, or has removed it", hint="let one of the two end"
@@ -80,8 +85,10 @@ class Read:
 def read_notes(path: RemotePath, found: Mapping[str, Found], share: Share, fingerprint: str) -> Read:
     """The notes of a share among what was `found`; those of another run are refused."""
     names = _notes_of(found, share)
+    if not names:  # a process that was launched to write it did not come so far
+        return Read({}, False)
     told = [_read(path / name) for name in names]
-    if not told or told[0] is None or told[0].get("fingerprint") != fingerprint:
+    if told[0] is None or told[0].get("fingerprint") != fingerprint:
         raise UsageError(
             f"{path}: the half-done output belongs to another source, target or version",
             hint="add --restart instead of --resume to throw it away and begin again",
@@ -112,12 +119,10 @@ def marked_by(path: RemotePath) -> str | None:
     return None if told is None else str(told.get("fingerprint"))
 
 
-def _folder(share: Share) -> str:
-    return f"{JOURNAL}{share.number + 1}-of-{share.count}"
-
-
 def _notes_of(found: Iterable[str], share: Share) -> list[str]:
-    return sorted(name for name in found if name.startswith(_folder(share) + "/"))
+    """Names of the notes of a share, in order; what else is beside them is of a launch."""
+    notes = [name for name in found if name.startswith(folder_of(share) + "/")]
+    return sorted(name for name in notes if name.rpartition("/")[2].removesuffix(".json").isdigit())
 
 
 def _entry(one: Uploaded) -> list[Any]:

@@ -1,0 +1,91 @@
+"""Processes of one launch that write into an object store together."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from tests.remote.test_targets import SOURCE, here, seen, there
+from ucp import tunables
+from ucp.api import plan
+from ucp.engine.convert import Progress
+from ucp.engine.shares import Share
+from ucp.errors import InconsistentError, StorageError, UsageError
+from ucp.files.remote import Store
+
+pytest.importorskip("fsspec")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "REMOTE_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 16 * tunables.KIB)
+    monkeypatch.setattr(tunables, "MISSING_PROCESS_SECONDS", 600.0)  # on a machine that is busy with something else
+
+
+def launch(url: str, count: int) -> list[BaseException | None]:
+    """Write a target with so many processes of a launch, which are threads here; gives how each of them ended."""
+    ended: list[BaseException | None] = [None] * count
+
+    def work(number: int) -> None:
+        try:
+            plan(SOURCE, url).run_together(Share(number, count), Progress(), jobs=1)
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            ended[number] = error
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    return ended
+
+
+def test_a_launch_writes_what_one_process_writes(memory: str, tmp_path: Path) -> None:
+    assert launch(f"{memory}/out", 3) == [None, None, None]
+    ucp.convert(SOURCE, tmp_path / "out")
+    assert seen(f"{memory}/out") == here(tmp_path / "out")
+    assert [name for name in there(f"{memory}/out") if name.startswith(".ucp-")] == [".ucp-complete.json"]
+    for error in launch(f"{memory}/out", 2):
+        assert isinstance(error, UsageError)
+        assert "exists already" in str(error)
+
+
+def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{memory}/out"
+    target = plan(SOURCE, url).target
+    second = sorted(Share(1, 2).files(target))
+    victim = target.files[second[len(second) // 2]].path
+    real = Store.upload
+
+    def fails(self: Store, file: Path, key: str, streams: int) -> Any:
+        if key.endswith(victim):
+            raise StorageError("the wire is cut")
+        return real(self, file, key, streams)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "upload", fails)
+        first, other = launch(url, 2)
+    assert "the wire is cut" in str(other)
+    assert "part 2/2 failed: the wire is cut" in str(first)
+    with pytest.raises(InconsistentError, match="half-done"):
+        ucp.open(url)
+    assert launch(url, 2) == [None, None]
+    ucp.convert(SOURCE, tmp_path / "out")
+    assert seen(url) == here(tmp_path / "out")
+
+
+def test_one_that_never_comes_is_missed(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "MISSING_PROCESS_SECONDS", 0.2)
+    with pytest.raises(StorageError, match="part 2/2 is not done, and no process works on it") as failure:
+        plan(SOURCE, f"{memory}/out").run_together(Share(0, 2), Progress(), jobs=1)
+    assert "--part 2/2, then --finish" in str(failure.value)
+    ucp.convert(SOURCE, f"{memory}/out", part=(2, 2))
+    ucp.convert(SOURCE, f"{memory}/out", finish=True)
+    assert ucp.diff(f"{memory}/out", SOURCE, only="weights").same
