@@ -14,6 +14,7 @@ from tests.interop import model as gpt
 from tests.interop.ds_rank import build, counters, save, train, write_state
 from tests.interop.live_state import export_state
 from tests.interop.spec import Job, Spec
+from ucp import tunables
 from ucp.errors import UcpError
 
 
@@ -56,6 +57,7 @@ def load(
         gpt.parameter_groups = lambda module, spec: grouped(module, spec)[::-1]
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     train(engine, replace(made, data_seed=99), place, used)
+    tunables.GATHERED_BYTES = 1000  # so that ranks gather in many slices
     report = ucp.load_into(engine, path, **(options or {}))
     write_state(engine, out / "loaded", rank)
     result = {"rank": rank, **place, "loaded": counters(engine), "report": told(report)}

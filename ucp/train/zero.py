@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ucp import tunables
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import expert_number, global_name, local_experts
 from ucp.model.box import whole
@@ -115,13 +116,16 @@ def _fused(job: LiveJob, optimizer: Any) -> None:
 def _zero_1_2(job: LiveJob, optimizer: Any) -> None:
     groups = optimizer.round_robin_bit16_groups
     offsets = getattr(optimizer, "round_robin_bit16_offsets", None) or [_running(group) for group in groups]
-    _flat_groups(job, optimizer, optimizer.single_partition_of_fp32_groups, groups, offsets)
+    low = optimizer.parallel_partitioned_bit16_groups
+    _flat_groups(job, optimizer, optimizer.single_partition_of_fp32_groups, low, groups, offsets)
     _order_names(job, optimizer.bit16_groups)
 
 
 def _bf16_optimizer(job: LiveJob, optimizer: Any) -> None:
     groups = optimizer.bf16_groups
-    _flat_groups(job, optimizer, optimizer.fp32_groups_flat_partition, groups, [_running(group) for group in groups])
+    offsets = [_running(group) for group in groups]
+    low = optimizer.bf16_partitioned_groups
+    _flat_groups(job, optimizer, optimizer.fp32_groups_flat_partition, low, groups, offsets)
 
 
 def _running(parameters: Iterable[Any]) -> list[int]:
@@ -133,9 +137,17 @@ def _running(parameters: Iterable[Any]) -> list[int]:
 
 
 def _flat_groups(
-    job: LiveJob, optimizer: Any, partitions: Sequence[Any], groups: Sequence[Any], offsets: Sequence[Sequence[int]]
+    job: LiveJob,
+    optimizer: Any,
+    partitions: Sequence[Any],
+    low: Sequence[Sequence[Any]],
+    groups: Sequence[Any],
+    offsets: Sequence[Sequence[int]],
 ) -> None:
-    """Groups that are one flat buffer cut into equal partitions, this rank's being the optimizer's tensor."""
+    """Groups that are one flat buffer cut into equal partitions, this rank's being the optimizer's tensor.
+
+    `low` are the partitions of each group in the module's precision, by rank.
+    """
     import torch.distributed as dist
 
     names = names_of(job.engine.module)
@@ -153,12 +165,30 @@ def _flat_groups(
             job.weights.append(Held(Share(names[id(p)], Region.all_of(tuple(p.shape))), p))
 
     def refresh() -> None:
-        optimizer.update_lp_params()
+        if low[0][0].is_cpu:
+            _gather_in_slices(optimizer.real_dp_process_group, partitions, low)
+        else:
+            optimizer.update_lp_params()
         # So that DeepSpeed's accessors see the moments: their links were made before these tensors were.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
     job.begin, job.refresh = _clear_gradients(optimizer), refresh
+
+
+def _gather_in_slices(process_groups: Sequence[Any], masters: Sequence[Any], low: Sequence[Sequence[Any]]) -> None:
+    """What DeepSpeed's `update_lp_params` does, a few megabytes at a time: gloo holds all that it gathers twice."""
+    import torch.distributed as dist
+
+    for group, master, everyone in zip(process_groups, masters, low, strict=True):
+        own = everyone[dist.get_rank(group=group)]
+        own.data.copy_(master.data)
+        if len(everyone) == 1:
+            continue
+        step = max(1, tunables.GATHERED_BYTES // (len(everyone) * own.element_size()))
+        for start in range(0, own.numel(), step):
+            slices = [part.detach()[start : start + step] for part in everyone]
+            dist.all_gather(slices, own.detach()[start : start + step], group=group)
 
 
 def _order_names(job: LiveJob, groups: Sequence[Any]) -> None:
