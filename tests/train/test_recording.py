@@ -401,9 +401,9 @@ def test_a_killed_trainer_loses_nothing_that_was_durable(tmp_path: Path) -> None
 
 
 def test_the_interval_between_bases_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucp.train import recording
+    from ucp.train import recorder
 
-    monkeypatch.setattr(recording, "TUNE_EVERY", 5)
+    monkeypatch.setattr(recorder, "TUNE_EVERY", 5)
     with pytest.raises(UsageError, match="needs mtbf"):
         Trained(tmp_path / "a", optimizers()["sgd"][0], base_every="auto")
     job = Trained(tmp_path / "b", optimizers()["adamw single"][0], base_every="auto", mtbf=3600.0)

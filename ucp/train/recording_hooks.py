@@ -13,15 +13,14 @@ from ucp.log.payloads import Stage
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob
 from ucp.train.recording_deepspeed import bf16_scale, hang_into_bf16, hang_into_unscaling
-from ucp.train.recording_early import Early, find_ddp, hang_into_accumulation, hang_into_buckets
+from ucp.train.recording_early import Early
+from ucp.train.recording_early_torch import find_ddp, hang_into_accumulation, hang_into_buckets
 from ucp.train.recording_early_zero import hang_into_zero
 from ucp.train.recording_schema import is_trained
 from ucp.train.recording_taker import Taker, guarded
 
 
-def hang_in(
-    job: LiveJob, taker: Taker, stage: Stage, hooks: Hooks, *, model: Any = None, early: bool | None = None
-) -> Early:
+def hang_in(job: LiveJob, taker: Taker, stage: Stage, hooks: Hooks, *, model: Any = None, early: bool = False) -> Early:
     """Take gradients from now on. What goes wrong is kept in `taker.failure` and never disturbs the step.
 
     `early` as `ucp.record` has it. `model` is what the user gave.
@@ -43,10 +42,10 @@ def hang_in(
 
     hooks.add(job.optimizer.register_step_pre_hook(before_update))
     if stage == Stage.CONSUMED:
-        if early is not False and job.engine is None and ddp is None:
-            hang_into_accumulation(sooner, taker, hooks)
-        elif early and ddp is not None:
+        if early and ddp is not None:
             hang_into_buckets(ddp, sooner, taker)
+        elif early and job.engine is None:
+            hang_into_accumulation(sooner, taker, hooks)
         return sooner
     outer = job.engine.optimizer
     if type(outer).__name__ == "BF16_Optimizer":
