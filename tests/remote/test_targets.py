@@ -16,9 +16,9 @@ from ucp.cli.main import run
 from ucp.engine.uploading import groups
 from ucp.errors import InconsistentError, IntegrityError, StorageError, UsageError
 from ucp.files.paths import as_path
-from ucp.files.remote import Store
+from ucp.files.remote import Store, part_bytes
 from ucp.model.target import OutputFile, Target
-from ucp.tunables import KIB, MIB
+from ucp.tunables import GIB, KIB, MIB
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -244,6 +244,14 @@ def test_what_a_checkpoint_is_known_by_comes_last(memory: str, monkeypatch: pyte
 def test_groups_hold_so_many_bytes_or_one_file() -> None:
     target = Target(tuple(OutputFile(f"f{n}", size) for n, size in enumerate((3, 3, 9, 1, 1))))
     assert list(groups(target, range(5), 6)) == [[0, 1], [2], [3, 4]]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5 * GIB, 160 * GIB, 5000 * GIB])
+def test_an_upload_has_at_most_ten_thousand_parts(size: int) -> None:
+    part = part_bytes(size)
+    assert part % (256 * KIB) == 0
+    assert size <= 10_000 * part
+    assert part <= 5 * GIB
 
 
 def test_nothing_is_linked_into_a_store(memory: str) -> None:

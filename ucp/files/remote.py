@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 _MARKS: Final = ("ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
 
+_MOST_PARTS: Final = 9_000  # of an upload; S3 takes 10,000
+
 _stores: dict[tuple[str, str], Store] = {}
 _stores_lock = threading.Lock()
 
@@ -170,7 +172,7 @@ class Store:
 
     def _find(self, folder: str) -> dict[str, Any]:
         self.fs.invalidate_cache()
-        found: dict[str, Any] = self.fs.find(folder, detail=True, **self._deadline())
+        found: dict[str, Any] = self.fs.find(folder, detail=True, **self._deadline(pages=10))
         return found
 
     def _remember(self, folder: str, found: dict[str, Found]) -> None:
@@ -195,7 +197,7 @@ class Store:
     def _list(self, folder: str) -> dict[str, Found] | None:
         def request() -> Any:
             self.fs.invalidate_cache()
-            return self.fs.ls(folder, detail=True, **self._deadline())
+            return self.fs.ls(folder, detail=True, **self._deadline(pages=10))
 
         listing: dict[str, Found] | None = None
         prefix = self._path(folder) + "/"
@@ -255,7 +257,7 @@ class Store:
     def upload(self, file: Path, key: str, streams: int = 1) -> Found:
         """Copy a local file to an object, a large one in parts, `streams` at once. Gives what the store says of it."""
         size = file.stat().st_size
-        how = {"chunksize": tunables.REMOTE_PART_BYTES}
+        how = {"chunksize": part_bytes(size)}
         if hasattr(self.fs, "max_concurrency"):
             how["max_concurrency"] = streams
 
@@ -303,9 +305,15 @@ class Store:
     def _is_async(self) -> bool:
         return bool(getattr(self.fs, "async_impl", False))
 
-    def _deadline(self) -> dict[str, Any]:
-        """How long one request may take, for file systems that let us say so."""
-        return {"timeout": tunables.REMOTE_TIMEOUT_SECONDS} if self._is_async else {}
+    def _deadline(self, pages: int = 1) -> dict[str, Any]:
+        """How long a request may take, for file systems that let us say so. Listings are many requests in one."""
+        return {"timeout": pages * tunables.REMOTE_TIMEOUT_SECONDS} if self._is_async else {}
+
+
+def part_bytes(size: int) -> int:
+    """Bytes of each part of an upload of `size` bytes: whole units that all stores take, and no more than 10,000."""
+    unit = 256 * tunables.KIB
+    return max(tunables.REMOTE_PART_BYTES, -(-size // _MOST_PARTS // unit) * unit)
 
 
 class _ShortError(OSError):
