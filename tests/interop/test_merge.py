@@ -31,6 +31,11 @@ RUNS: dict[str, tuple[int, Spec, dict[str, Any]]] = {
     "zero 3, bf16": (2, Spec(zero=3, groups=3, config={**zero(3, sub_group_size=900), **CLIP}), {"record_from": 2}),
     "bf16 optimizer": (2, Spec(groups=3, config={**BF16_OPTIMIZER, **CLIP}), {}),
     "zero 1, momentum": (2, Spec(zero=1, dtype="fp32", optimizer="sgd"), {}),
+    "zero 2, states, overflow": (
+        2,
+        Spec(zero=2, dtype="fp16", groups=3, config={**zero(2), **CLIP}),
+        {"overflow_at": 4, "what": "state"},
+    ),
     "zero 1, tp 2": (2, Spec(zero=1, tp=2), {}),
     "zero 1, tp 2, pp 2, dp 2": (8, Spec(zero=1, tp=2, pp=2), {}),
 }

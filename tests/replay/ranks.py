@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -24,6 +24,7 @@ def recorded(
     record_from: int = 0,
     base_every: int | None = None,
     overflow_at: int | None = None,
+    what: Literal["auto", "state"] = "auto",
 ) -> dict[str, Any]:
     """Train; from step `record_from` on record; after every step save natively, under its number."""
     made = spec_of(spec)
@@ -31,7 +32,7 @@ def recorded(
     engine, place = build(made, world, rank, universal=False)
     losses = train(engine, made, place, record_from)
     told = {"universal_checkpoint_info": gpt.universal_info(made)}
-    recorder = ucp.record(engine, out / "run", base_every=base_every, keep_bases=None, client_state=told)
+    recorder = ucp.record(engine, out / "run", what=what, base_every=base_every, keep_bases=None, client_state=told)
     for step in range(record_from + 1, steps + 1):
         if step == overflow_at:
             spoil(engine)
