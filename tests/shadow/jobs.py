@@ -34,10 +34,13 @@ class Job:
     """A small torch job that is recorded; keeps every state that it had."""
 
     def __init__(self, run: Path, width: int = 33, **options: Any) -> None:
+        self.build(width)
+        self.recorder = ucp.record(self.net, self.optimizer, run, **options)
+
+    def build(self, width: int) -> None:
         torch.manual_seed(7)
         self.net = torch.nn.Sequential(torch.nn.Linear(13, width), torch.nn.Tanh(), torch.nn.Linear(width, 5))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-        self.recorder = ucp.record(self.net, self.optimizer, run, **options)
         self.history: dict[int, dict[str, torch.Tensor]] = {}
         self.step = 0
 

@@ -161,6 +161,20 @@ class Appender:
         return size
 
 
+class Unwritten(Appender):
+    """Frames that go to the tap alone, and into no file."""
+
+    def __init__(self, epoch: int, stream: int, schema_hash: bytes) -> None:
+        super().__init__(Path(), epoch, stream, schema_hash)
+
+    def _write(self, kind: FrameType, step: int, parts: Sequence[Buffer], length: int, total: int, flags: int) -> None:
+        header = FrameHeader(kind, flags, self.stream, self.epoch, self.next_lsn, step, length, total, self.end)
+        self.end = header.end
+        self.next_lsn += 1
+        if self.tap is not None:
+            self.tap(header, parts)
+
+
 def storage_error(path: Path, error: OSError) -> StorageError:
     """What a user is told when the system refuses a write of the log."""
     return StorageError(

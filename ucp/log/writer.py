@@ -13,7 +13,7 @@ from typing import Any
 
 from ucp import tunables
 from ucp.errors import UcpError
-from ucp.log.append import Appender, Buffer, storage_error
+from ucp.log.append import Appender, Buffer, Unwritten, storage_error
 from ucp.log.frames import FrameHeader, FrameType
 from ucp.log.payloads import pack_json
 from ucp.log.ring import Slot, make_slots
@@ -64,7 +64,7 @@ class Writer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         epoch: int,
         schema: StreamSchema,
         *,
@@ -77,15 +77,19 @@ class Writer:
         durable_step: int = -1,
         tap: Callable[[FrameHeader, Sequence[Buffer]], None] | None = None,
     ) -> None:
-        """`folder` is the stream's. `batch_steps` is how many steps, at least, wait for the disk together. `tap` is
-        shown every frame that was written, in the writer's thread; what it wants to keep it copies.
+        """`folder` is the stream's; without one, nothing is written and `tap` has all there is. `batch_steps` is how
+        many steps, at least, wait for the disk together. `tap` is shown every frame that was written, in the writer's
+        thread; what it wants to keep it copies.
         """
         self.folder = folder
         self.compress = compress
         self.sparse = sparse
         self.batch_steps = batch_steps
         self.stats = WriterStats(durable_step=durable_step)
-        self._appender = Appender(folder, epoch, schema.stream, schema.hash(), next_lsn)
+        if folder is None:
+            self._appender: Appender = Unwritten(epoch, schema.stream, schema.hash())
+        else:
+            self._appender = Appender(folder, epoch, schema.stream, schema.hash(), next_lsn)
         self._appender.tap = tap
         self._slots = make_slots(schema, slots, gradients=gradients)
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
@@ -306,7 +310,7 @@ class Writer:
         after it has failed, the system may have thrown away what it could not write and say yes the next time.
         """
         first = next((job.lsn for job in self._pending if job.lsn >= 0), self._appender.next_lsn)
-        failed = self._appender.path or self.folder
+        failed = self._appender.path or self._appender.folder
         try:
             self._appender.abandon(first)
             for job in self._pending:

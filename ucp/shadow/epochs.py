@@ -8,7 +8,7 @@ from pathlib import Path
 from ucp.engine.shares import Share
 from ucp.errors import UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.log.bases import ATOMS
+from ucp.log.bases import ATOMS, BASE
 from ucp.log.manifest import MANIFEST, Manifest
 from ucp.log.reader import EPOCH
 from ucp.shadow.assembling import HeldFiles, assemble, tell
@@ -88,8 +88,12 @@ def from_told(
         found = beginning.state.manifest
         if (found.run, found.epoch) == (manifest.run, manifest.epoch):
             return beginning
-    told = None if run is None or manifest.base is None else run / manifest.base
-    for path in (told and told / ATOMS, told, base):
+    told = None if manifest.base is None else Path(manifest.base)
+    if told is not None and not told.is_absolute():
+        told = None if run is None else run / told
+    if told is not None and (told / BASE).is_file():  # a base of the run, and no checkpoint of somebody's
+        told = told / ATOMS
+    for path in (told, base):
         if path is not None and path.exists():
             with contextlib.suppress(UsageError):
                 return from_checkpoint(open_checkpoint(path, options), manifest, named=path is not base, share=share)

@@ -19,8 +19,9 @@ from ucp.log.reader import epoch_folder
 from ucp.shadow.assembling import tell
 from ucp.shadow.epochs import epochs_of, from_held, from_told, goes_on_from, newest_of, root_of
 from ucp.shadow.intake import ArrivedDigests, Frame, GapError
-from ucp.shadow.lanes import Following, Lane
+from ucp.shadow.lanes import Following, cannot_catch_up
 from ucp.shadow.loading import Beginning, from_log
+from ucp.shadow.pins import Pin
 from ucp.shadow.portions import WHOLE, Portion
 from ucp.shadow.state import Snapshot
 
@@ -111,8 +112,14 @@ class Shadow:
     # ------------------------------------------------------------------------------------------------------------------
     # Feeding
 
-    def join(self, manifest: Manifest, stream: int, run: Path | None) -> tuple[int, int | None, Portion | None]:
-        """A feed of a stream begins: gives (number of the beginning, the frame that is wanted next, what of it)."""
+    def join(
+        self, manifest: Manifest, stream: int, run: Path | None, oldest: int = 0
+    ) -> tuple[int, int | None, Portion | None]:
+        """A feed of a stream begins: gives (number of the beginning, the frame that is wanted next, what of it).
+
+        `oldest` is the first frame that the job still has. `UsageError` where frames before it are wanted, and no log
+        has them.
+        """
         with self._changed:
             following = self._following
             known = None if following is None else following.state.manifest
@@ -124,10 +131,17 @@ class Shadow:
             if known is not None and manifest.epoch < known.epoch:
                 raise UsageError(f"epoch {manifest.epoch} is over: the shadow follows epoch {known.epoch}")
             if following is None or known is None or manifest.epoch > known.epoch or self._stale is not None:
+                if oldest > 0 and self.log is None and not (run is not None and epochs_of(run)):
+                    raise cannot_catch_up(0, oldest)  # and it would be in vain to begin with the base
                 following = self._follow(manifest, run)
             lane = following.lanes.get(stream)
             if lane is None or lane.intake.schema.hash() != manifest.stream(stream).hash():
                 raise UsageError(f"stream {stream} is not what the other ranks say it is")
+            wanted = lane.intake.expected or 0
+            if wanted < oldest and lane.tail is None:
+                self._stale = str(cannot_catch_up(wanted, oldest).what)
+                self._changed.notify_all()
+                raise cannot_catch_up(wanted, oldest)
             lane.feeds += 1
             return following.number, lane.intake.expected, lane.intake.portion
 
@@ -177,22 +191,16 @@ class Shadow:
             log = run
         old = self._following
         if old is not None and self._stale is None:
-            self._advance(old, manifest.start)
+            old.advance(self._changed, manifest.start, lambda: self._is_over(old))
             if goes_on_from(old.state, manifest):
                 held = from_held(old.state, old.base, manifest, self._options)
                 if held is not None:
                     return self._begin(held, log)
         return self._begin(from_told(manifest, run, log, self.base, self._options, self.share), log)
 
-    def _advance(self, following: Following, step: int) -> None:
-        """Let a share apply what it has kept back, up to a step. The lock is held."""
-        following.goal = max(following.goal, min(step, following.complete_step))
-        end = time.monotonic() + tunables.SHADOW_ALIGN_SECONDS
-        while following.state.step < following.goal and self._stale is None and self._following is following:
-            self._changed.notify_all()
-            if self._stopping or time.monotonic() > end:
-                raise UsageError(f"step {following.goal} was not reached in time")
-            self._changed.wait(0.1)
+    def _is_over(self, following: Following) -> bool:
+        """Will nothing be applied any more to what was followed?"""
+        return self._stopping or self._following is not following
 
     # ------------------------------------------------------------------------------------------------------------------
     # Applying
@@ -208,7 +216,8 @@ class Shadow:
                 try:
                     step = following.take()
                 except BadBytesError as error:
-                    self._stale = str(error)
+                    self._stale = self._stale or str(error)
+                    following.is_broken = True
                     step = None
                 self._changed.notify_all()
             if step is None:
@@ -219,6 +228,7 @@ class Shadow:
                 else:
                     following.state.apply(step, self._pool)
             except (UcpError, BadBytesError) as error:
+                following.is_broken = True
                 self._give_up(f"step {following.state.step + 1}: {error}")
             following.applied_at = time.time()
             with self._changed:
@@ -228,7 +238,11 @@ class Shadow:
 
     def _is_complete(self) -> bool:
         """Is there anything that can be applied now?"""
-        return self._following is not None and self._stale is None and self._following.is_complete()
+        following = self._following
+        if following is None or following.is_broken:
+            return False
+        # A share that is stale still gives the steps that it has kept back.
+        return (self._stale is None or following.state.step < following.goal) and following.is_complete()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Reading the log
@@ -253,21 +267,8 @@ class Shadow:
     def _poll(self) -> bool:
         """Read what the log has of streams that nothing else brings."""
         with self._changed:
-            following = self._following
-            if following is None or self._stale is not None:
-                return False
-            lanes = [lane for lane in following.lanes.values() if lane.tail is not None]
-        moved = 0
-        for lane in lanes:
-            with self._changed:
-                until = lane.hole
-                if lane.feeds and until is None:
-                    continue
-                wanted = lane.intake.expected or 0
-            assert lane.tail is not None
-            take = _taker(self._changed, lane)
-            moved += lane.tail.poll(wanted, take, until)
-        return moved > 0
+            following = None if self._stale is not None else self._following
+        return following is not None and following.read_log(self._changed)
 
     def _look_for_epoch(self) -> bool:
         """Go on with an epoch of the log that is newer than the one that is followed."""
@@ -311,79 +312,19 @@ class Shadow:
         with self._changed:
             following = self._held()
             if not self.share.is_whole:
-                self._advance(following, following.complete_step)
+                following.advance(self._changed, following.complete_step, lambda: self._is_over(following))
         return following.state.snapshot(lambda: tell(following.state, following.base, following.log))
 
     def pin(self) -> Pin:
         """Keep a share at the steps that it can give now, until the pin is let go of. More may become complete."""
         with self._changed:
             following = self._held()
-            following.pins += 1
-            return Pin(self, following)
+            return Pin(self._changed, following, lambda: self._is_over(following), lambda: self._stale)
 
     def _held(self) -> Following:
         if self._following is None:
             raise UsageError("the shadow holds nothing yet", hint="the job that it follows has not begun")
         return self._following
-
-
-class Pin:
-    """What keeps a share from going on, so that all shares can be brought to one step. Close it soon."""
-
-    def __init__(self, shadow: Shadow, following: Following) -> None:
-        self._shadow = shadow
-        self._following: Following | None = following
-
-    def told(self) -> dict[str, Any]:
-        """Which steps can be had, as JSON values."""
-        with self._shadow._changed:
-            following = self._now()
-            state = following.state
-            return {
-                "run": state.manifest.run,
-                "epoch": state.manifest.epoch,
-                "share": [state.share.number, state.share.count],
-                "applied": state.step,
-                "complete": following.complete_step,
-                "reason": self._shadow._stale,
-            }
-
-    def snapshot(self, step: int) -> Snapshot:
-        """The state after just this step; `UsageError` where that cannot be had."""
-        with self._shadow._changed:
-            following = self._now()
-            self._shadow._advance(following, step)
-        made = following.state.snapshot(lambda: tell(following.state, following.base, following.log))
-        if made.step == step:
-            return made
-        made.close()
-        raise UsageError(f"the shadow has step {made.step}, and not step {step}")
-
-    def _now(self) -> Following:
-        if self._following is None or self._following is not self._shadow._following:
-            raise UsageError("the shadow has begun again")
-        return self._following
-
-    def close(self) -> None:
-        with self._shadow._changed:
-            if self._following is not None:
-                self._following.pins -= 1
-                self._following = None
-                self._shadow._changed.notify_all()
-
-
-def _taker(changed: threading.Condition, lane: Lane) -> Callable[[Frame], bool]:
-    """Takes frames of the log until enough are pending."""
-
-    def take(frame: Frame) -> bool:
-        with changed:
-            if lane.intake.pending_bytes > tunables.SHADOW_PENDING_BYTES:
-                return False
-            lane.intake.offer(frame)
-            changed.notify_all()
-            return True
-
-    return take
 
 
 __all__ = ["LIVE", "LOADING", "STALE", "Shadow"]

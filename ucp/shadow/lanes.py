@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ucp import tunables
+from ucp.errors import UsageError
 from ucp.log.frames import BadBytesError
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.records import dataclass, field
 from ucp.shadow.epochs import root_of
-from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Intake
+from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Frame, Intake
 from ucp.shadow.loading import Beginning
 from ucp.shadow.portions import portions
 from ucp.shadow.state import HeldState
@@ -38,6 +41,7 @@ class Following:
     lanes: dict[int, Lane]
     log: Path | None
     goal: int = -1  # a share applies its steps up to this one at once
+    is_broken: bool = False  # a step could not be applied: none can be any more
     pins: int = 0  # who wants that no step is applied beyond the goal
     applied_at: float = field(default_factory=time.time)
 
@@ -53,8 +57,8 @@ class Following:
             if log is not None:
                 folder = stream_folder(epoch_folder(root_of(log), manifest.epoch), schema.stream)
                 lane.tail = Tail(folder, manifest.epoch, schema)
-                if lane.intake.expected is None:
-                    lane.intake.expected = 0
+            if lane.intake.expected is None:
+                lane.intake.expected = 0
             lanes[schema.stream] = lane
         return Following(number, beginning.state, beginning.base, lanes, log)
 
@@ -62,6 +66,8 @@ class Following:
     def complete_step(self) -> int:
         """The newest step that all streams have, applied or not."""
         before = self.state.step
+        if self.is_broken:
+            return before
         committed = [lane.intake.committed for lane in self.lanes.values()]
         return max(before, min((before if step is None else step for step in committed), default=before))
 
@@ -108,6 +114,28 @@ class Following:
             lane.intake.pop()
         return heads
 
+    def advance(self, changed: threading.Condition, step: int, is_over: Callable[[], bool]) -> None:
+        """Let a share apply what it has kept back, up to a step that is complete. The lock is held."""
+        self.goal = max(self.goal, min(step, self.complete_step))
+        end = time.monotonic() + tunables.SHADOW_ALIGN_SECONDS
+        while self.state.step < self.goal and not self.is_broken and not is_over():
+            changed.notify_all()
+            if time.monotonic() > end:
+                raise UsageError(f"step {self.goal} was not reached in time", hint="try again")
+            changed.wait(0.1)
+
+    def read_log(self, changed: threading.Condition) -> bool:
+        """Read what the log has of streams that nothing else brings; gives whether that was anything."""
+        moved = 0
+        for lane in self.lanes.values():
+            with changed:
+                until = lane.hole
+                if lane.tail is None or (lane.feeds and until is None):
+                    continue
+                wanted = lane.intake.expected or 0
+            moved += lane.tail.poll(wanted, _taker(changed, lane), until)
+        return moved > 0
+
     def told(self) -> dict[str, Any]:
         """What is held and how far it is behind, as JSON values."""
         state, lanes = self.state, self.lanes.values()
@@ -130,3 +158,25 @@ class Following:
             "base": str(self.base),
             "log": None if self.log is None else str(self.log),
         }
+
+
+def cannot_catch_up(wanted: int, oldest: int) -> UsageError:
+    """What a job is told that no longer has what the shadow lacks."""
+    return UsageError(
+        f"frame {wanted} is wanted, the job has let go of all before frame {oldest}, and there is no log",
+        hint="save a checkpoint, and record again with base= naming it",
+    )
+
+
+def _taker(changed: threading.Condition, lane: Lane) -> Callable[[Frame], bool]:
+    """Takes frames of the log until enough are pending."""
+
+    def take(frame: Frame) -> bool:
+        with changed:
+            if lane.intake.pending_bytes > tunables.SHADOW_PENDING_BYTES:
+                return False
+            lane.intake.offer(frame)
+            changed.notify_all()
+            return True
+
+    return take

@@ -16,8 +16,9 @@ from ucp.log.manifest import Manifest
 from ucp.log.schema import StreamSchema
 from ucp.shadow.addresses import Address
 from ucp.shadow.connecting import is_local, let_in, listen
-from ucp.shadow.following import Pin, Shadow
+from ucp.shadow.following import Shadow
 from ucp.shadow.intake import Frame, payload_limit
+from ucp.shadow.pins import Pin
 from ucp.shadow.portions import Portion
 from ucp.shadow.ring import offer_ring
 from ucp.shadow.state import Snapshot
@@ -112,7 +113,7 @@ class Door:
         run = None if told.get("run") is None else Path(str(told["run"]))
         schema = manifest.stream(stream)
         try:
-            number, wanted, portion = self._shadow.join(manifest, stream, run)
+            number, wanted, portion = self._shadow.join(manifest, stream, run, int(told.get("oldest", 0)))
         except UcpError as error:
             self._note(f"a job cannot be followed: {error}")
             send_json(sock, {"error": error.what, "hint": error.hint})

@@ -67,6 +67,7 @@ class ShadowSink:
         self._kept: deque[tuple[FrameHeader, bytearray]] = deque()  # by number, without gap
         self._kept_bytes = 0
         self._unsent_bytes = 0  # of those that are kept
+        self._coming = 0  # number of the next frame
         self._next: int | None = None  # the frame that goes out next; None: the first that is kept
         self._closing = False
         self._opened: Channel | None = None  # what the thread may be waiting for
@@ -97,6 +98,7 @@ class ShadowSink:
             while self._kept and self._kept_bytes + len(payload) > tunables.SHADOW_QUEUE_BYTES:
                 self._forget()
             self._kept.append((header, payload))
+            self._coming = header.lsn + 1
             self._kept_bytes += len(payload)
             self._unsent_bytes += len(payload)
             self._changed.notify_all()
@@ -174,7 +176,9 @@ class ShadowSink:
     def _connect(self) -> None:
         sock = connect(self.address, self._is_opened)
         try:
-            send_json(sock, self._hello)
+            with self._changed:
+                oldest = self._kept[0][0].lsn if self._kept else self._coming
+            send_json(sock, {**self._hello, "oldest": oldest})
             sock.settimeout(None)  # it may have a base to load first; the system says when it is gone
             told: Any = receive_json(sock, tunables.SHADOW_QUESTION_BYTES)
             if not isinstance(told, dict) or "error" in told:

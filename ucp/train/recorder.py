@@ -32,8 +32,8 @@ TUNE_EVERY = 100  # steps, with an automatic interval between bases
 class Recorder:
     """A recording that is under way. `close` it, or use it as a context manager."""
 
-    def __init__(self, path: Path, on_error: OnError, aux: Callable[[], Any] | None, sink: Sinks | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, on_error: OnError, aux: Callable[[], Any] | None, sink: Sinks | None) -> None:
+        self.path = path  # None: there is no log
         self.error: UcpError | None = None  # why the recording has stopped
         self.step = 0  # the last step that was recorded, or that recording began with
         self._on_error = on_error
@@ -64,7 +64,7 @@ class Recorder:
             writer = {**writer, "tap": self._sink.offer}
         self._schema = start.agreed.mine
         self._keys = start.keys
-        folder = stream_folder(start.folder, self._schema.stream)
+        folder = None if start.folder is None else stream_folder(start.folder, self._schema.stream)
         gradients = start.what == "gradients"
         self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, gradients=gradients, **writer)
         self._taker = Taker(self._writer, self._schema, self._keys, start.groups, gradients=gradients)
@@ -179,11 +179,16 @@ class Recorder:
 
     @property
     def durable_step(self) -> int:
-        """The last step of this rank that survives a crash. (What can be had is the least of all ranks'.)"""
+        """The last step of this rank that survives a crash. (What can be had is the least of all ranks'.)
+
+        Without a log, the last that was handed to the connection with the shadow: whether it has that, it says itself.
+        """
         return self._writer.durable_step
 
     def base(self) -> None:
         """Save a base of the state as it is now, in the background, with its digests in the log. Collective."""
+        if self.path is None:
+            raise UsageError("without a folder for the run there is no place for bases", hint="use ucp.save")
         begin = time.perf_counter()
         self.digest()
         self._writer.rotate()

@@ -68,18 +68,21 @@ def record(
     `to="shadow://host:port"` sends every step to a shadow as well (`ucp shadow`). One that is too slow, or gone, holds
     the log up for `shadow_wait` seconds once, and not again before it takes something: it reads from the log what it
     has missed. A list names several shadows: each may hold everything, or a share (`ucp shadow --share 1/2`). With
-    `to="shm://name"`, the steps go to a shadow of this machine through shared memory.
+    `to="shm://name"`, the steps go to a shadow of this machine through shared memory. Without a `path`, they go to the
+    shadow alone: there is no log, so that one that has missed more than the job keeps cannot go on.
     """
-    if path is None:
-        if not isinstance(optimizer, (str, os.PathLike)):
-            raise TypeError("record needs the path of the run's folder")
+    if path is None and isinstance(optimizer, (str, os.PathLike)):
         optimizer, path = None, optimizer
-    path = local_path(path, "jobs record")
+    if path is None and to is None:
+        raise TypeError("record needs the path of the run's folder")
+    if path is None and base_every is not None:
+        raise UsageError("without a folder for the run there is no place for bases", hint="leave base_every= out")
+    run = None if path is None else local_path(path, "jobs record")
     if base_every == "auto" and (mtbf is None or mtbf <= 0):
         raise UsageError("an automatic interval between bases needs mtbf=, the seconds between failures")
     save_with = {"client_state": client_state, "rules": rules, "preset": preset}
     start = start_epoch(
-        path,
+        run,
         model,
         optimizer,
         what=what,
@@ -88,11 +91,12 @@ def record(
         step=step,
         save_with=save_with,
         compressed=checked(compressed),
+        to=to,
     )
     if start.what == "state" and to is not None:
         raise UsageError("a shadow replays gradients, and this is a log of states", hint="leave to= out")
-    sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, path, world()[0])
-    recorder = Recorder(path, on_error, aux, sink)
+    sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, run, world()[0])
+    recorder = Recorder(run, on_error, aux, sink)
     writer = {"compress": compress, "sparse": compressed is not None, "slots": slots, "batch_steps": batch_steps}
     recorder._begin(model, start, writer, base_every, mtbf, early)
     return recorder

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ucp.engine.shares import Share
-from ucp.log.manifest import Manifest
+from ucp.errors import UsageError
+from ucp.log.manifest import Manifest, Parent
 from ucp.shadow.addresses import Address, parse_addresses
 from ucp.shadow.client import Questions
 from ucp.shadow.gathering import check_shares
@@ -16,7 +17,27 @@ from ucp.train.talk import agree, gather
 To = str | Sequence[str]  # addresses of shadows
 
 
-def reach_shadow(to: To, wait: float, manifest: Manifest | None, run: Path, rank: int) -> Sinks:
+def go_on_from_shadows(manifest: Manifest, to: To) -> None:
+    """Make a manifest that no log knows the next epoch of what the shadows follow, where they do. On rank 0."""
+    told = []
+    for address in parse_addresses(to):
+        with Questions(address) as shadow:
+            told.append(shadow.ask({"ask": "status"}))
+    following = [one for one in told if one["step"] is not None]
+    if not following:
+        return
+    if any(one["feeds"] for one in following):
+        raise UsageError(
+            "another job feeds this shadow now", hint="wait until its connections have ended, or start another shadow"
+        )
+    newest = max(following, key=lambda one: int(one["epoch"]))
+    manifest.run, manifest.epoch = str(newest["run"]), int(newest["epoch"]) + 1
+    if all((one["run"], one["epoch"]) == (newest["run"], newest["epoch"]) for one in told):
+        # A share gives older steps as well: whether it has this one is its own to say.
+        manifest.parent = Parent(int(newest["epoch"]), manifest.start)
+
+
+def reach_shadow(to: To, wait: float, manifest: Manifest | None, run: Path | None, rank: int) -> Sinks:
     """A connection to every shadow for this rank's stream. Collective. `manifest` is rank 0's to tell."""
     error: BaseException | None = None
     sinks: list[ShadowSink] = []

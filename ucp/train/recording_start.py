@@ -22,6 +22,7 @@ from ucp.train.recording_compression import Compression, save_compression
 from ucp.train.recording_deepspeed import grad_dtypes, stage_of
 from ucp.train.recording_kernel import kernel_of, own_step
 from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
+from ucp.train.recording_sinks import To, go_on_from_shadows
 from ucp.train.rulebooks import rule_book
 from ucp.train.saving import SaveHandle, save
 from ucp.train.talk import agree, gather, world
@@ -38,7 +39,7 @@ class Start:
     stage: Stage
     step: int  # that the state is of
     epoch: int
-    folder: Path  # the epoch's
+    folder: Path | None  # the epoch's; None: there is no log
     manifest: Manifest | None  # on rank 0
     what: Logged
     agreed: Agreement
@@ -57,7 +58,7 @@ class Start:
 
 
 def start_epoch(
-    run: Path,
+    run: Path | None,
     model: Any,
     optimizer: Any,
     *,
@@ -67,8 +68,11 @@ def start_epoch(
     step: int | None,
     save_with: dict[str, Any],
     compressed: Compression | None = None,
+    to: To | None = None,
 ) -> Start:
     """Agree on a new epoch, take or name its base. Collective. `save_with` is for `save`.
+
+    Without a `run` there is no log: the epoch goes on from what the shadows at `to` hold, or from the base.
 
     The manifest of a log of gradients is written; that of a log of states must still be (`write_kinds`), since an
     optimizer may make its states in its first step.
@@ -78,6 +82,11 @@ def start_epoch(
     try:
         if keep_bases is not None and keep_bases < 1:
             raise UsageError("keep_bases must be at least 1, or None")
+        if run is None and base == "now":
+            raise UsageError(
+                "without a folder for the run there is no place for a base",
+                hint="base= names a checkpoint of this very state; None is for a shadow that has one (--base)",
+            )
         book = rule_book(save_with["rules"], save_with["preset"])
         job = describe(model, optimizer)
         if job.optimizer is None:
@@ -94,14 +103,14 @@ def start_epoch(
     first_base = 0
     try:
         if rank == 0:
-            manifest, first_base = _new_epoch(run, job, agreed, step, logged)
+            manifest, first_base = _new_epoch(run, job, agreed, step, logged, to)
     except Exception as caught:  # noqa: BLE001
         error = caught
     agree(error)
     epoch, first_base, parent = gather(
         None if manifest is None else (manifest.epoch, first_base, manifest.parent is not None)
     )[0]
-    if base is None and not parent:
+    if base is None and not parent and run is not None:
         raise UsageError(
             f"{run}: there is no log that reaches step {step}",
             hint='record with base="now", or name a checkpoint of this very state',
@@ -111,15 +120,15 @@ def start_epoch(
         return save(model, optimizer, folder, asynchronous=asynchronous, **save_with)
 
     beside = None if compressed is None else lambda folder: save_compression(compressed, folder, rank)
-    bases = Bases(run, epoch, step, first_base, keep_bases, save_base, rank, beside)
+    bases = Bases(run or Path(), epoch, step, first_base, keep_bases, save_base, rank, beside)
     begin = time.perf_counter()
     named = bases.begin_with(step) if base == "now" else base
     base_seconds = time.perf_counter() - begin
-    folder = epoch_folder(run / "log", epoch)
+    folder = None if run is None else epoch_folder(run / "log", epoch)
     try:
         if manifest is not None:
-            manifest.base = named
-            if logged == "gradients":
+            manifest.base = named if run is not None or named is None else str(Path(named).resolve())
+            if logged == "gradients" and folder is not None:
                 write_manifest(folder, manifest)
     except Exception as caught:  # noqa: BLE001
         error = caught
@@ -142,7 +151,7 @@ def write_kinds(start: Start, kinds: list[str]) -> dict[str, int]:
     everything = [*FIRST_KINDS, *union]
     error: BaseException | None = None
     try:
-        if start.manifest is not None:
+        if start.manifest is not None and start.folder is not None:
             start.manifest.state_kinds = everything
             write_manifest(start.folder, start.manifest)
     except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
@@ -151,13 +160,19 @@ def write_kinds(start: Start, kinds: list[str]) -> dict[str, int]:
     return {kind: number for number, kind in enumerate(everything)}
 
 
-def _new_epoch(run: Path, job: LiveJob, agreed: Agreement, step: int, logged: Logged) -> tuple[Manifest, int]:
+def _new_epoch(
+    run: Path | None, job: LiveJob, agreed: Agreement, step: int, logged: Logged, to: To | None
+) -> tuple[Manifest, int]:
     """The manifest of this epoch, and the number of the next base. On rank 0."""
-    bases = list_bases(run)
     kernel = kernel_of(job.optimizer)
     if logged == "state":  # so that nobody replays gradients that are not there
         kernel = replace(kernel, id=f"{kernel.id} (state)")
     manifest = manifest_of(job, agreed, kernel, uuid.uuid4().hex, 0, step)
+    if run is None:
+        assert to is not None
+        go_on_from_shadows(manifest, to)
+        return manifest, 0
+    bases = list_bases(run)
     if (run / "log").is_dir() and any((run / "log").iterdir()):
         with Log.open(run / "log", "inspect", check="tail") as log:
             manifest.run = log.epochs[-1].manifest.run
