@@ -92,7 +92,7 @@ def index_state(
 
     Where that may differ from what the job held, notes say so; with `exact` it is an error.
     """
-    if os.fspath(path).startswith(("shadow:/", "shm:/")):
+    if os.fspath(path).startswith(("shadow:/", "shm:/", "gloo:/")):
         if log is not None or step is not None:
             raise UsageError(
                 f"{path}: a shadow holds one step, the newest; --log and --step are about others",
@@ -311,6 +311,7 @@ def diff(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     strict: bool = False,
+    extras: bool = True,
     updates: bool = False,
     jobs: int | None = None,
     tag_a: str | None = None,
@@ -328,13 +329,13 @@ def diff(
 ) -> Comparison:
     """Compare the checkpoints at `a` and `b`, whatever their formats and layouts, in one pass.
 
-    Without a tolerance only equal bits are the same. `updates` also measures how far each parameter moved. With `names`
-    both are compared under the names of one framework, as in `open_checkpoint`. With `log_a`, A is the state after
-    `step_a` that follows from it, and B likewise.
+    Without a tolerance only equal bits are the same. `extras` are what both carry beside parameters. `updates` also
+    measures how far each parameter moved. With `names` both are compared under the names of one framework, as in
+    `open_checkpoint`. With `log_a`, A is the state after `step_a` that follows from it, and B likewise.
     """
     from ucp.compare import Options, Tolerance, compare
 
-    options = Options(Tolerance(rtol, atol, ulp), only, tuple(include), tuple(exclude), strict, updates)
+    options = Options(Tolerance(rtol, atol, ulp), only, tuple(include), tuple(exclude), strict, updates, extras)
     one, other = (
         _renamed(
             index_state(path, read_options(tag, rules, preset), log, step, exact and log is not None),

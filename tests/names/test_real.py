@@ -169,7 +169,8 @@ def test_the_loss_scale_crosses_and_comes_back(corpus: Path, tmp_path: Path, sou
     assert scaler.get("dynamic") is True
     config = tmp_path / "zero/config.json"
     ucp.convert(tmp_path / "zero", tmp_path / "back", to="megatron", names="megatron", model_config=config)
-    assert ucp.diff(given, tmp_path / "back", names="hf").same
+    # Of the schedule only the position crosses.
+    assert ucp.diff(given, tmp_path / "back", names="hf", extras=False).same
     tree = next(iter(ucp.open(tmp_path / "back").extras.trees.values()))
     fragment = tree["optimizer"]["grad_scaler"]["scale"].fragments[0]
     with (ucp.open(tmp_path / "back").index.root / fragment.file).open("rb") as file:

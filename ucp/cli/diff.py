@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 @click.option("--include", multiple=True, metavar="PATTERN", help="Compare only parameters that match (shell pattern).")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out parameters that match (shell pattern).")
 @click.option("--strict", is_flag=True, help="Let what is merely noted otherwise be a difference.")
+@click.option(
+    "--extras/--no-extras",
+    default=True,
+    show_default=True,
+    help="Compare counters, schedules, random states and what else is carried beside parameters.",
+)
 @click.option("--updates", is_flag=True, help="Two steps of one run: print how far each parameter and layer moved.")
 @click.option(
     "--plot",
@@ -117,6 +123,7 @@ def _print(result: Comparison, limit: int) -> None:
             ["setting", "A", "B", "parameters"],
             [[one.key, json.dumps(one.a), json.dumps(one.b), str(len(one.names) or "-")] for one in result.settings],
         ),
+        (["carried", "A", "B"], [[x.path, json.dumps(x.a), json.dumps(x.b)] for x in result.counted_extras]),
     ]
     shown = []
     for header, rows in tables:
@@ -180,6 +187,7 @@ def _verdict(result: Comparison) -> str:
         (len(result.only_a), "atom", "only in A"),
         (len(result.only_b), "atom", "only in B"),
         (len(result.settings), "setting", "differing"),
+        (len(result.counted_extras), "extra", "differing"),
     )
     parts = [f"{counted(count, noun)} {what}" for count, noun, what in found if count]
     return f"DIFFERENT: {', '.join(parts)}; {read}"

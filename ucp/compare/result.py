@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ucp.compare.extras import ExtraDifference
 from ucp.compare.settings import SettingDifference
 from ucp.compare.tally import Tolerance
 from ucp.compare.updates import Updates
@@ -77,6 +78,7 @@ class Comparison:
     only_a: Sequence[tuple[str, str]] = ()  # (parameter, kind)
     only_b: Sequence[tuple[str, str]] = ()
     settings: list[SettingDifference] = field(default_factory=list)
+    extras: list[ExtraDifference] = field(default_factory=list)  # those that do not count included
     notes: list[Note] = field(default_factory=list)
     compared: int = 0  # atoms
     bytes_read: int = 0
@@ -85,7 +87,12 @@ class Comparison:
     @property
     def same(self) -> bool:
         """No difference beyond the tolerance; notes do not count."""
-        return not (self.atoms or self.only_a or self.only_b or self.settings)
+        return not (self.atoms or self.only_a or self.only_b or self.settings or self.counted_extras)
+
+    @property
+    def counted_extras(self) -> list[ExtraDifference]:
+        """The extras that make a difference: all of them with `strict`."""
+        return [one for one in self.extras if one.counts or self.strict]
 
     @property
     def identical(self) -> bool:
@@ -117,6 +124,7 @@ class Comparison:
             "only_a": [{"name": name, "kind": kind} for name, kind in self.only_a],
             "only_b": [{"name": name, "kind": kind} for name, kind in self.only_b],
             "settings": [setting.to_json() for setting in self.settings],
+            "extras": [one.to_json() for one in self.extras],
             "notes": [{"id": note.id, "text": note.text} for note in self.notes],
             "updates": None if self.updates is None else self.updates.to_json(),
         }

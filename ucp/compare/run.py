@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from ucp.compare.extras import extra_remarks, extras
 from ucp.compare.pairing import AtomPair, narrow, pair
 from ucp.compare.passes import Bundle, Failure
 from ucp.compare.passes import run as run_pass
@@ -30,6 +31,7 @@ class Options:
     exclude: tuple[str, ...] = ()
     strict: bool = False  # what is merely noted otherwise is a difference
     updates: bool = False  # measure how far each parameter moved, too
+    extras: bool = True  # counters, schedules, random states, what the job's own code stored
 
 
 def compare(
@@ -53,6 +55,10 @@ def compare(
             if keys:
                 result.notes.append(Note("one-sided-hyper", f"set in {side} only: {', '.join(keys)}"))
         result.notes += [Note("tying", str(tying)) for tying in pairing.tying]
+    if options.extras and options.only is None:
+        found_extras, extra_notes = extras(a, b)
+        result.extras = found_extras
+        result.notes += [*extra_notes, *extra_remarks(found_extras, strict=options.strict)]
     alike = [pair for pair in pairing.atoms if pair.comparable]
     tallies = _read(a, b, alike, options, jobs, progress)
     result.compared = len(alike)
