@@ -227,7 +227,7 @@ def everywhere(options: Mapping[str, Any]) -> dict[str, Any]:
 def absolute(path: str | os.PathLike[str]) -> str | Path:
     """A path that means the same in every folder; an address is left as it is."""
     text = os.fspath(path)
-    return text if is_url(text) or text.startswith("shadow:/") else Path(os.path.abspath(text))
+    return text if is_url(text) or text.startswith(("shadow:/", "shm:/")) else Path(os.path.abspath(text))
 
 
 def _import_ray() -> Any:

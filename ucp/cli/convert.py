@@ -170,7 +170,8 @@ def command(
 
         source, options = absolute(src), everywhere(options)
     conversion = api.plan(source, absolute(dst) if engine == "ray" else dst, **options)
-    dst = conversion.path  # a URL is spelled like one again
+    if is_url(dst):
+        dst = conversion.path  # spelled like one again
     use_one_thread_each(conversion.source)
     if launched is None or launched.number == 0:
         echo_notes((*conversion.source.notes, *conversion.writer.notes))
