@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ucp.cli.log_facts import SCHEMA, bytes_of, listing, scalars_of, statistics, steps_of
 from ucp.cli.options import human_bytes, table
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.files.paths import as_path, is_url
 from ucp.log.bases import list_bases, usable_bases
-from ucp.log.codecs import Encoding
-from ucp.log.payloads import StepRecord
-from ucp.log.reader import Epoch, Log, Stream
+from ucp.log.reader import Log
 from ucp.log.upkeep import Cut, carry_out, plan_compact, plan_truncate, remove_empty_epochs
-
-SCHEMA = 1
 
 _log = click.argument("log", type=click.Path(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -44,17 +40,17 @@ def list_log(log: Path, as_json: bool) -> None:
     """
     with Log.open(log, "inspect", check="tail") as opened:
         if as_json:
-            click.echo(json.dumps(_listing(opened)))
+            click.echo(json.dumps(listing(opened)))
             return
         rows = [
             [
                 str(epoch.number),
-                _steps(epoch),
+                steps_of(epoch),
                 "-" if epoch.manifest.parent is None else f"{epoch.manifest.parent.epoch}@{epoch.manifest.parent.step}",
                 str(len(epoch.manifest.streams)),
                 str(epoch.manifest.mesh),
                 epoch.manifest.kernel.id,
-                human_bytes(_bytes(epoch)),
+                human_bytes(bytes_of(epoch)),
             ]
             for epoch in opened.epochs
         ]
@@ -83,7 +79,7 @@ def stat(log: Path, step: int | None, as_json: bool) -> None:
         if step is not None:
             _show_step(opened, step, as_json)
             return
-        epochs = [_statistics(epoch) for epoch in opened.epochs]
+        epochs = [statistics(epoch) for epoch in opened.epochs]
         if as_json:
             click.echo(json.dumps({"schema": SCHEMA, "epochs": epochs}))
             return
@@ -209,87 +205,6 @@ def _do(cuts: list[Cut], dry_run: bool, as_json: bool, *, keep_tail: bool = Fals
     click.echo(f"{human_bytes(freed)} {'would be' if dry_run else 'are'} free", err=True)
 
 
-def _listing(log: Log) -> dict[str, Any]:
-    usable = {base.number for base in usable_bases(log)}
-    return {
-        "schema": SCHEMA,
-        "root": str(log.root),
-        "recoverable_step": log.recoverable_step,
-        "epochs": [
-            {
-                "epoch": epoch.number,
-                "start": epoch.manifest.start,
-                "first_step": epoch.steps.start if epoch.steps else None,
-                "last_step": epoch.steps.stop - 1 if epoch.steps else None,
-                "parent": None
-                if epoch.manifest.parent is None
-                else {"epoch": epoch.manifest.parent.epoch, "step": epoch.manifest.parent.step},
-                "streams": len(epoch.manifest.streams),
-                "mesh": epoch.manifest.mesh.to_json(),
-                "kernel": epoch.manifest.kernel.to_json(),
-                "optimizer": epoch.manifest.optimizer,
-                "base": epoch.manifest.base,
-                "notes": epoch.manifest.notes,
-                "bytes": _bytes(epoch),
-                "defects": len(epoch.defects),
-            }
-            for epoch in log.epochs
-        ],
-        "bases": [
-            {
-                "number": base.number,
-                "step": base.step,
-                "epoch": base.epoch,
-                "path": str(base.path),
-                "usable": base.number in usable,
-            }
-            for base in list_bases(log.run_folder)
-        ],
-    }
-
-
-def _statistics(epoch: Epoch) -> dict[str, Any]:
-    numel = sum(schema.numel for schema in epoch.manifest.streams)
-    encodings: Counter[str] = Counter()
-    streams = []
-    total = steps = 0
-    for stream in epoch.streams.values():
-        size = sum(_step_bytes(stream, step) for step in stream.steps)
-        total += size
-        for step in stream.steps[-1:]:
-            for ref in stream.scan.steps[step].grads:
-                encodings.update(Encoding(int(code)).name.lower() for code in stream.table(ref)["encoding"])
-        steps = max(steps, len(stream.steps))
-        streams.append(
-            {
-                "stream": stream.number,
-                "rank": str(stream.schema.rank),
-                "steps": [stream.steps.start, stream.steps.stop - 1] if stream.steps else None,
-                "segments": len(stream.scan.segments),
-                "elements": stream.schema.numel,
-                "blocks": len(stream.schema.blocks),
-                "bytes": sum(segment.size for segment in stream.scan.segments),
-                "closed": stream.scan.ended,
-                "digests": sorted(stream.digests()),
-                "defects": [str(defect) for defect in stream.defects],
-            }
-        )
-    skipped = [step for step in epoch.steps if next(iter(epoch.streams.values())).record(step).skipped]
-    return {
-        "epoch": epoch.number,
-        "optimizer": epoch.manifest.optimizer,
-        "kernel": epoch.manifest.kernel.id,
-        "elements": numel,
-        "steps": [epoch.steps.start, epoch.steps.stop - 1] if epoch.steps else None,
-        "skipped": skipped,
-        "bytes_per_step": total / steps if steps else None,
-        "bytes_per_element": total / steps / numel if steps and numel else None,
-        "encodings": dict(encodings),
-        "notes": epoch.manifest.notes,
-        "streams": streams,
-    }
-
-
 def _print_statistics(epoch: dict[str, Any]) -> None:
     steps = "no steps" if epoch["steps"] is None else f"steps {epoch['steps'][0]} to {epoch['steps'][1]}"
     click.echo(f"epoch {epoch['epoch']}: {steps}, {epoch['optimizer']} ({epoch['kernel']})")
@@ -322,7 +237,7 @@ def _show_step(log: Log, step: int, as_json: bool) -> None:
     span = log.spans(step)[-1]
     stream = next(iter(span.epoch.streams.values()))
     record = stream.record(step)
-    told = {"schema": SCHEMA, "step": step, "epoch": span.epoch.number, **_record(record), "aux": stream.aux(step)}
+    told = {"schema": SCHEMA, "step": step, "epoch": span.epoch.number, **scalars_of(record), "aux": stream.aux(step)}
     if as_json:
         click.echo(json.dumps(told))
         return
@@ -331,38 +246,6 @@ def _show_step(log: Log, step: int, as_json: bool) -> None:
     click.echo(f"step {step} of epoch {span.epoch.number}: {state}{scale}")
     for group in told["groups"]:
         click.echo("  group " + ", ".join(f"{key} {value!r}" for key, value in group.items() if value is not None))
-
-
-def _record(record: StepRecord) -> dict[str, Any]:
-    names = ("group", "lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "opt_step")
-    return {
-        "stage": record.stage.name.lower(),
-        "skipped": record.skipped,
-        "scale": None if record.scale is None else float(record.scale),
-        "micro_batches": record.micro_batches,
-        "consumed_samples": record.consumed_samples,
-        "time_ns": record.time_ns,
-        "groups": [
-            {name: None if (value := getattr(group, name)) != value else value for name in names}
-            for group in record.groups
-        ],
-    }
-
-
-def _step_bytes(stream: Stream, step: int) -> int:
-    """Everything that a step takes in its file, headers and padding included."""
-    logged = stream.scan.steps[step]
-    refs = [*logged.grads, *logged.others, logged.commit, *([logged.aux] if logged.aux is not None else [])]
-    step_frame = 64 + -(-len(logged.record.pack()) // 64) * 64
-    return step_frame + sum(ref.header.end - ref.header.offset for ref in refs)
-
-
-def _steps(epoch: Epoch) -> str:
-    return f"{epoch.steps.start}-{epoch.steps.stop - 1}" if epoch.steps else "none"
-
-
-def _bytes(epoch: Epoch) -> int:
-    return sum(segment.size for stream in epoch.streams.values() for segment in stream.scan.segments)
 
 
 def _tell_defects(log: Log) -> None:

@@ -61,9 +61,9 @@ def encode(bits: Bits, dtype: DType, *, compress: bool = False, sparse: bool = F
         best = Encoding.PLANES, encode_planes(bits)
         count = int(np.count_nonzero(bits))
         if count * (dtype.itemsize + 1) < best[1].nbytes:
-            sparse = encode_sparse(bits)
-            if sparse.nbytes < best[1].nbytes:
-                best = Encoding.SPARSE, sparse
+            few = encode_sparse(bits)
+            if few.nbytes < best[1].nbytes:
+                best = Encoding.SPARSE, few
         if best[1].nbytes < bits.nbytes:
             return best
     if dtype is FLOAT32 and fits_bfloat16(bits):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ucp.errors import StorageError
+from ucp.log.found import Defect, DefectKind, FrameRef, LoggedStep, Segment, StreamScan, forget_from
 from ucp.log.frames import (
     BATCH_END,
     FRAME_BYTES,
@@ -18,99 +19,13 @@ from ucp.log.frames import (
     TABLE_TYPES,
     BadBytesError,
     FrameHeader,
-    FrameType,
     SegmentHeader,
 )
-from ucp.log.payloads import Commit, StepRecord
+from ucp.log.grouping import group_steps
 from ucp.log.schema import StreamSchema
 from ucp.log.segmentfile import SegmentFile, check_blocks, frame_at
-from ucp.records import dataclass, field
 
 SUFFIX: Final = ".ugl"
-
-DefectKind = Literal["torn", "damaged", "incomplete", "disorder"]
-
-
-@dataclass(frozen=True, slots=True)
-class Defect:
-    """Why a stream ends earlier than its files do.
-
-    `torn`: a write that never became durable (the end of the last segment). `damaged`: bytes that were durable once.
-    `incomplete`: whole frames of a step that has no commit. `disorder`: whole frames that contradict each other.
-    """
-
-    kind: DefectKind
-    file: Path
-    offset: int  # in bytes
-    lsn: int  # of the first frame that is lost
-    step: int | None  # the last step that was seen before
-    reason: str
-
-    def __str__(self) -> str:
-        seen = "before any step" if self.step is None else f"after step {self.step}"
-        return f"{self.file}: byte {self.offset}, frame {self.lsn}, {seen}: {self.kind}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class FrameRef:
-    """A whole frame and the file that it is in."""
-
-    file: Path
-    header: FrameHeader
-
-    @property
-    def payload_offset(self) -> int:
-        return self.header.offset + FRAME_BYTES
-
-    def read(self) -> bytes:
-        """The payload of a frame."""
-        with SegmentFile(self.file) as file:
-            return file.read(self.payload_offset, self.header.length)
-
-
-@dataclass(slots=True)
-class Segment:
-    """A file of a stream: `end` is the offset behind its last whole frame."""
-
-    path: Path
-    first_lsn: int
-    size: int
-    header: SegmentHeader | None = None
-    end: int = 0
-    frames: int = 0
-    first_step: int | None = None
-    last_step: int | None = None
-
-
-@dataclass(slots=True)
-class LoggedStep:
-    """A complete step of one stream."""
-
-    step: int
-    record: StepRecord
-    grads: list[FrameRef]
-    aux: FrameRef | None
-    others: list[FrameRef]  # DIFF, FULL and DIGEST inside the step
-    commit: FrameRef
-
-    @property
-    def nbytes(self) -> int:
-        return sum(ref.header.length for ref in self.grads)
-
-
-@dataclass(slots=True)
-class StreamScan:
-    """What recovery found in a stream."""
-
-    folder: Path
-    stream: int
-    segments: list[Segment] = field(default_factory=list)
-    steps: dict[int, LoggedStep] = field(default_factory=dict)  # complete ones, in order and without gaps
-    loose: list[FrameRef] = field(default_factory=list)  # DIGEST, FULL, DIFF, AUX after the commit of their step
-    defects: list[Defect] = field(default_factory=list)
-    ended: bool = False  # the writer closed the stream
-    next_lsn: int = 0  # of the frame that would come next
-    commit_lsn: int = -1  # of the last complete step's commit (or of what follows it outside of a step)
 
 
 def scan_stream(folder: Path, epoch: int, schema: StreamSchema, check: Literal["all", "tail"] = "all") -> StreamScan:
@@ -125,7 +40,7 @@ def scan_stream(folder: Path, epoch: int, schema: StreamSchema, check: Literal["
         scan.next_lsn = frames[-1].header.lsn + 1
     elif scan.segments:
         scan.next_lsn = scan.segments[0].first_lsn
-    _steps(scan, frames)
+    group_steps(scan, frames)
     return scan
 
 
@@ -226,20 +141,11 @@ def _checked(scan: StreamScan, frames: list[FrameRef], check: Literal["all", "ta
                 header = ref.header
                 defect = Defect(kind, ref.file, header.offset, header.lsn, header.step, str(error))
                 scan.defects = [defect]
-                _cut(scan, ref)
+                forget_from(scan, ref)
                 return frames[:number]
     finally:
         _close(files)
     return frames
-
-
-def _cut(scan: StreamScan, ref: FrameRef) -> None:
-    """Forget everything from a frame on."""
-    for number, segment in enumerate(scan.segments):
-        if segment.path == ref.file:
-            segment.end = ref.header.offset
-            del scan.segments[number + 1 :]
-            return
 
 
 def _durable_after(file: SegmentFile, segment: Segment) -> bool:
@@ -264,65 +170,19 @@ def _durable_after(file: SegmentFile, segment: Segment) -> bool:
     return False
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Steps
-
-
-def _steps(scan: StreamScan, frames: list[FrameRef]) -> None:
-    """Group frames into steps; stop at the first that is out of order."""
-    opened: LoggedStep | None = None
-    opening: FrameRef | None = None
-    for ref in frames:
-        header = ref.header
-        try:
-            if header.type == FrameType.STEP:
-                if opened is not None:
-                    raise BadBytesError(f"step {header.step} begins before step {opened.step} has ended")
-                if scan.steps and header.step != next(reversed(scan.steps)) + 1:
-                    raise BadBytesError(f"step {header.step} follows step {next(reversed(scan.steps))}")
-                opened, opening = LoggedStep(header.step, StepRecord.unpack(ref.read()), [], None, [], ref), ref
-                scan.ended = False
-            elif opened is None or opening is None:
-                if header.type in (FrameType.GRAD, FrameType.COMMIT):
-                    raise BadBytesError(f"a {header.type.name} frame outside of a step")
-                scan.ended = header.type == FrameType.EPOCH_END
-                if not scan.ended:
-                    scan.loose.append(ref)
-                scan.commit_lsn = header.lsn
-            elif header.step != opened.step:
-                raise BadBytesError(f"a frame of step {header.step} inside step {opened.step}")
-            elif header.type == FrameType.COMMIT:
-                told = Commit.unpack(ref.read())
-                grads = [(grad.header.length, grad.header.checksum) for grad in opened.grads]
-                if told != Commit.of(grads, opening.header.lsn):
-                    raise BadBytesError(f"the commit of step {opened.step} does not agree with its frames")
-                opened.commit = ref
-                scan.steps[opened.step] = opened
-                scan.commit_lsn = header.lsn
-                opened = opening = None
-            elif header.type == FrameType.GRAD:
-                opened.grads.append(ref)
-            elif header.type == FrameType.AUX:
-                opened.aux = ref
-            else:
-                opened.others.append(ref)
-        except BadBytesError as error:
-            defect = Defect("disorder", ref.file, header.offset, header.lsn, _last(scan), str(error))
-            scan.defects.append(defect)
-            _cut(scan, ref)
-            scan.next_lsn = header.lsn
-            return
-    if opening is not None:
-        reason = f"step {opening.header.step} has no commit"
-        header = opening.header
-        scan.defects.append(Defect("incomplete", opening.file, header.offset, header.lsn, _last(scan), reason))
-
-
-def _last(scan: StreamScan) -> int | None:
-    return next(reversed(scan.steps), None)
-
-
 def _close(files: dict[Path, SegmentFile]) -> None:
     for file in files.values():
         file.close()
     files.clear()
+
+
+__all__ = [
+    "SUFFIX",
+    "Defect",
+    "FrameRef",
+    "LoggedStep",
+    "Segment",
+    "StreamScan",
+    "list_segments",
+    "scan_stream",
+]
