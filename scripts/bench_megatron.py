@@ -6,9 +6,14 @@
     .venv/bin/python scripts/bench_megatron.py --gb 0.1 --rounds 2
 
 A made-up checkpoint (scripts/synthetic_megatron.py) with optimizer state goes from tp 2 × pp 2 to tp 4 × pp 1. Measured
-as scripts/bench_convert.py does. megatron-core's route is a job of four CPU ranks that loads the folder and saves it
-again: only loading and saving count, not starting Python, importing and building the model. Its memory is that of all
-ranks, less what a rank takes before it loads. What it saved must be what we wrote.
+as scripts/bench_convert.py does: the source is in the page cache, the memory of an output was just in use, the fastest
+rounds are compared. Nobody waits for the disk: the size is below what Linux lets be dirty before it begins to write
+(this is checked), and no turn begins while another program's pages are still to be written.
+
+megatron-core's route is a job of four CPU ranks that loads the folder and saves it again. Of the others, only loading
+and saving count, not starting Python, importing and building a model, while ucp's whole process counts; `with_start` is
+the ratio of whole processes. Memory of the others is that of all ranks, less what one takes before it loads. What
+megatron-core saved must be what we wrote.
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from bench_convert import PROJECT, UCP, Bench, Usage, measure, run
 
 TP = 4
+QUIET_SECONDS = 60.0  # most that a turn waits for other programs' pages
 EXPORT = """
 import json, resource, sys, time
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -40,6 +47,8 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "rss": 1024 * (peak - 
 
 class MegatronBench(Bench):
     """The figures of Megatron's folders."""
+
+    unquiet = 0  # most bytes that others had left to write when a turn began
 
     def make_up(self, gb: float) -> Path:
         """A checkpoint of about `gb` · 10⁹ bytes in the page cache."""
@@ -60,30 +69,49 @@ class MegatronBench(Bench):
         )
         for name, limit in (("wall", 1.2), ("cpu", 1.6)):
             mine, theirs = ([getattr(usage, name) for usage in usages] for usages in (ucp, cp))
+            ratio = min(mine) / min(theirs)
             middle = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-            detail = {"of_fastest": min(mine) / min(theirs), "ucp_seconds": min(mine), "cp_seconds": min(theirs)}
-            self.add(f"{label}: {name}", middle, "× cp", f"≤ {limit}", middle <= limit, **detail)
+            detail = {"median_of_rounds": middle, "ucp_seconds": min(mine), "cp_seconds": min(theirs)}
+            self.add(f"{label}: {name}", ratio, "× cp", f"≤ {limit}", ratio <= limit, **detail)
         peak = max(usage.rss for usage in ucp)
         self.add(f"{label}: peak RSS", peak / 1e6, "MB", "≤ 150", peak <= 150e6)
         return min(usage.wall for usage in ucp), float(peak)
 
-    def compare(self, what: str, seconds: float, rss: float, ours: tuple[float, float], **detail: Any) -> None:
-        """How much longer another route takes, and how much more memory."""
+    def out(self) -> Path:
+        """A fresh output path, once hardly anything is left to be written, whoever left it."""
+        path = super().out()
+        end = time.monotonic() + QUIET_SECONDS
+        while unwritten() > 0.05 * dirty_limit() and time.monotonic() < end:
+            time.sleep(0.2)
+        self.unquiet = max(self.unquiet, unwritten())
+        return path
+
+    def compare(
+        self, what: str, seconds: float, whole: float, rss: float, ours: tuple[float, float], **detail: Any
+    ) -> None:
+        """How much longer another route takes, and how much more memory; `whole` counts its start as well."""
         faster, smaller = seconds / ours[0], rss / ours[1]
-        self.add(f"{what}: wall", faster, "× ucp", "≥ 10", faster >= 10, seconds=seconds, **detail)
+        detail = {"with_start": whole / ours[0], "seconds": seconds, "seconds_with_start": whole, **detail}
+        self.add(f"{what}: wall", faster, "× ucp", "≥ 10", faster >= 10, **detail)
         self.add(f"{what}: memory", smaller, "× ucp", "≥ 20", smaller >= 20, mb=rss / 1e6)
 
     def megatron(self, source: Path, label: str, ours: tuple[float, float]) -> None:
         """The load-and-save route, and whether it comes to the same."""
-        theirs = self.out()
-        found = self.reload(next(source.glob("iter_*")), theirs)
-        seconds = max(rank["load"] for rank in found), max(rank["save"] for rank in found)
-        detail = {"load_seconds": seconds[0], "save_seconds": seconds[1]}
+        best: tuple[float, float, float, float] | None = None
+        for _ in range(self.given.peer_rounds):
+            theirs = self.out()
+            begin = time.perf_counter()
+            found = self.reload(next(source.glob("iter_*")), theirs)
+            whole = time.perf_counter() - begin
+            load, save = (max(rank[key] for rank in found) for key in ("load", "save"))
+            best = min(best or (load + save, load, save, whole), (load + save, load, save, whole))
+        assert best is not None
+        detail = {"load_seconds": best[1], "save_seconds": best[2]}
         rss = sum(rank["rss"] - rank["rss_before"] for rank in found)
-        self.compare(f"{label}: megatron-core", sum(seconds), rss, ours, **detail)
+        self.compare(f"{label}: megatron-core", best[0], best[3], rss, ours, **detail)
         kept = self.work / "kept"
         run([*UCP, "convert", str(source), str(kept), "--to", "torch-dist", "--tp", str(TP), "--pp", "1"])
-        same = _exit_code([*UCP, "diff", str(kept), str(theirs)]) == 0
+        same = _exit_code([*UCP, "diff", str(kept), str(theirs), "--no-extras"]) == 0
         self.add(f"{label}: megatron-core wrote other numbers", float(not same), "", "0", same)
         shutil.rmtree(kept)
 
@@ -109,15 +137,21 @@ class MegatronBench(Bench):
 
     def torch(self, source: Path, label: str, ours: tuple[float, float]) -> None:
         """torch's exporter, which makes one file of the folder and reshards nothing."""
-        out = self.out()
-        usage: Usage = run([sys.executable, "-c", EXPORT, str(next(source.glob("iter_*"))), str(out)])
-        out.unlink()
-        found = json.loads(usage.output.splitlines()[-1])
-        self.compare(f"{label}: dcp_to_torch_save", found["seconds"], found["rss"], ours)
+        usages: list[Usage] = []
+        for _ in range(self.given.peer_rounds):
+            out = self.out()
+            usages.append(run([sys.executable, "-c", EXPORT, str(next(source.glob("iter_*"))), str(out)]))
+            out.unlink()
+        found = [json.loads(usage.output.splitlines()[-1]) for usage in usages]
+        fastest = min(range(len(found)), key=lambda i: found[i]["seconds"])
+        name = f"{label}: dcp_to_torch_save"
+        self.compare(name, found[fastest]["seconds"], usages[fastest].wall, found[fastest]["rss"], ours)
 
     def everything(self) -> None:
         gb = self.given.gb
         self.need(5 * gb + 1)
+        limit = dirty_limit()
+        self.add("size of an output", gb * 1e9 / limit, "× what may be dirty", "≤ 0.9", gb * 1e9 <= 0.9 * limit)
         source = self.make_up(gb)
         size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
         label = f"tp 2 × pp 2 → tp {TP}, {size / 1e9:.2g} GB"
@@ -125,6 +159,32 @@ class MegatronBench(Bench):
         self.torch(source, label, ours)
         if not self.given.skip_megatron:
             self.megatron(source, label, ours)
+        self.add(
+            "left to be written when a turn began",
+            self.unquiet / limit,
+            "× what may be dirty",
+            "≤ 0.1",
+            self.unquiet <= 0.1 * limit,
+        )
+
+
+def dirty_limit() -> float:
+    """Bytes of unwritten pages at which Linux begins to write, and writers may begin to wait."""
+    memory = meminfo()
+    ratio = int(Path("/proc/sys/vm/dirty_background_ratio").read_text())
+    fixed = int(Path("/proc/sys/vm/dirty_background_bytes").read_text())
+    return float(fixed or memory["MemAvailable"] * ratio / 100)
+
+
+def unwritten() -> int:
+    """Bytes that wait to be written, of all programs."""
+    memory = meminfo()
+    return memory["Dirty"] + memory["Writeback"]
+
+
+def meminfo() -> dict[str, int]:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines}
 
 
 def _exit_code(command: list[str]) -> int:
@@ -136,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.5, help="size of the checkpoint, in 10⁹ bytes")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer-rounds", type=int, default=2, help="rounds of the others")
     parser.add_argument("--jobs", type=int, default=2, help="threads")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
     parser.add_argument("--skip-megatron", action="store_true", help="leave out the job of megatron-core")
