@@ -70,10 +70,10 @@ class Bench:
         """A figure that has an upper limit."""
         self.add(what, value, unit, f"≤ {limit:g}", value <= limit, **detail)
 
-    def child(self, task: str, threads: int = 1, **arguments: Any) -> dict[str, Any]:
-        """Run a part in a process of its own; what it measured."""
+    def child(self, task: str, **arguments: Any) -> dict[str, Any]:
+        """Run a part in a process of its own; what it measured. One thread computes, unless `threads` says more."""
         command = [sys.executable, str(PARTS), task, json.dumps(arguments, default=str)]
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(PROJECT)}
+        env = {**os.environ, "OMP_NUM_THREADS": str(arguments.get("threads", 1)), "PYTHONPATH": str(PROJECT)}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         if done.returncode:
             sys.exit(f"{task} failed:\n{done.stderr[-3000:]}")
@@ -183,7 +183,7 @@ class Bench:
         """Whole steps by the clock, with a recorder and without in turns (G5)."""
         tokens, threads = max(self.given.tokens), os.cpu_count() or 1
         found = self.child(
-            "both", threads, run=self.work / "both", tokens=tokens, pairs=self.given.pairs, block=3, threads=threads
+            "both", run=self.work / "both", tokens=tokens, pairs=self.given.pairs, block=3, threads=threads
         )
         ratios = [a / b for a, b in zip(found["with"], found["without"], strict=True)]
         low, high = interval(ratios)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -77,3 +78,54 @@ def test_what_could_not_be_told_is_no_miss(bench: ModuleType, capsys: pytest.Cap
     made.add("unknown", 2.0, "B", "≤ 1", None)
     assert [figure.met for figure in made.figures] == [False, True, None]
     assert capsys.readouterr().out.startswith("MISS  too much: 2 B (target ≤ 1)")
+
+
+def test_every_limit_is_judged(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures that follow from what parts measure; here parts tell what they are told to."""
+    trained = {"params": 10**6, "step_cpu": 0.1, "hook_cpu": 0.0005, "writer_cpu": 0.001, "log_cpu": 0.0015}
+    measured = {
+        "make": {"params": 10**6},
+        "merge": {"cpu": [0.0028, 0.01], "memcpy_ns": 1.2},  # of 2 and 10 steps: 0.9 ns a step, 1 ns once
+        "memory": {"growth": 79 * 2**20, "seconds": 1.0},
+        "deepspeed_save": {"save_cpu": 0.02},
+        "train": {**trained, "save_cpu": 0.01, "stall_share": 0.002, "bytes_per_param": 2.0},
+        "both": {"params": 10**6, "with": [1.02, 2.04, 1.02], "without": [1.0, 2.0, 1.0]},
+    }
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        arguments = json.loads(command[3])
+        for folder in ("run", "folder"):
+            Path(arguments.get(folder, tmp_path / "none")).mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, 0, json.dumps(measured[command[2]]), "")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    given = argparse.Namespace(params=1e6, steps=10, rounds=1, tokens=[512, 1024, 2048], train_steps=None, pairs=3)
+    made = bench.Bench(tmp_path, given, idle=True)
+    rates = made.replay()
+    made.memory()
+    made.recording(rates)
+    made.whole_steps()
+    assert rates["fused"] == (pytest.approx(0.9), pytest.approx(1.0))
+    met = {figure.what: figure.met for figure in made.figures}
+    recovering = "recovering 100 steps against training them, 512 tokens/step"
+    assert met == {
+        "replay, single": True,
+        "replay, fused": True,
+        "merge memory, 1 workers": False,
+        "merge memory, 2 workers": True,
+        "merge, two workers against one": False,
+        "recording at 2048 tokens/step, bf16": False,
+        "recording at 1024 tokens/step, bf16": True,
+        "recording at 512 tokens/step, bf16": None,
+        "hook alone at 1024 tokens/step": True,
+        **{f"producer stall at {n} tokens/step": False for n in (512, 1024, 2048)},
+        **{f"torch.save of the full state every step, {n} tokens/step": None for n in (512, 1024, 2048)},
+        **{f"DeepSpeed save_checkpoint of the full state every step, {n} tokens/step": None for n in (512, 1024, 2048)},
+        f"{recovering}, single": True,
+        f"{recovering}, fused": True,
+        "log volume, raw bf16": True,
+        "log volume, compressed": False,
+        "log, and a base every 100 steps": True,
+        "whole step with a recorder at 2048 tokens/step, upper end of the 90 % interval": True,
+    }
+    assert made.figures[-1].value == pytest.approx(2.0)
