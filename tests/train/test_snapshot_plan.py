@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ucp.train.snapshot_plan import (
     Costs,
     Tensor,
+    deal_parts,
     is_feasible,
     least_memory,
     make_schedule,
@@ -107,3 +108,27 @@ def test_open_time_and_smoothing() -> None:
     assert open_time(5, 3) == 0
     assert smoothed(None, 4) == 4
     assert smoothed(4, 8, 0.5) == 6
+
+
+loads = st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 100), max_size=8), min_size=1, max_size=4)
+
+
+@given(loads, st.integers(1, 5))
+def test_every_parameter_is_in_one_part_and_no_part_is_much_too_full(wanted: list[dict[str, int]], count: int) -> None:
+    parts = deal_parts(wanted, count)
+    assert set(parts) == {name for load in wanted for name in load}
+    assert all(0 <= part < count for part in parts.values())
+    if len(wanted) == 1:  # greedy on one rank: at most a share and the largest
+        [load] = wanted
+        full = Counter(dict.fromkeys(range(count), 0))
+        for name, part in parts.items():
+            full[part] += load[name]
+        assert max(full.values()) <= sum(load.values()) / count + max(load.values(), default=0)
+
+
+def test_parts_are_dealt_by_what_each_rank_copies() -> None:
+    """Two ranks with halves of the parameters each: every part has something for both."""
+    halves = [{f"a{n}": 10 for n in range(4)}, {f"b{n}": 10 for n in range(4)}]
+    parts = deal_parts(halves, 4)
+    for part in range(4):
+        assert [sum(load[name] for name in load if parts[name] == part) for load in halves] == [10, 10]

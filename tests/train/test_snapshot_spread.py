@@ -56,7 +56,7 @@ def test_parts_of_different_steps_become_one_state(
                     ucp.open(where, log=tmp_path / "log", step=last - 1)
 
         step = 0
-        for _ in range(7):
+        for _ in range(5):
             snapshots._spread = chance.choice([2, 3, 4, 5])
             monkeypatch.setattr(tunables, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 1000, 1 << 20]))
             snapshots._throttle.rate = chance.choice([None, 2e5, 1e6])

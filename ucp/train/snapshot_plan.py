@@ -176,7 +176,8 @@ def deal_parts(loads: Sequence[Mapping[str, int]], count: int) -> dict[str, int]
     import numpy as np
 
     names = sorted({name for load in loads for name in load})
-    sizes = np.array([[load.get(name, 0) for load in loads] for name in names], np.int64).reshape(len(names), -1)
+    sizes = np.array([[load.get(name, 0) for load in loads] for name in names], np.int64)
+    sizes = sizes.reshape(len(names), len(loads))  # also where there is nothing
     full = np.zeros((count, sizes.shape[1]), np.int64)
     parts: dict[str, int] = {}
     for number in sorted(range(len(names)), key=lambda n: (-int(sizes[n].max(initial=0)), n)):

@@ -10,40 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from ucp.errors import UcpError, UsageError
 from ucp.files.paths import local_path
 from ucp.records import replace
 from ucp.train.describe import describe
+from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob
-from ucp.train.pieces import SliceRules
-from ucp.train.recording_hooks import Hooks
-from ucp.train.rulebooks import rule_book
 from ucp.train.saved_index import steps_counted
-from ucp.train.saved_state import collect_state
 from ucp.train.snapshot_copying import Copier, Throttle, in_order
 from ucp.train.snapshot_costs import Expected, Measured, tell
-from ucp.train.snapshot_layout import Layout, Sight, hyper_now, is_same, look
+from ucp.train.snapshot_eye import ClientState, Eye
+from ucp.train.snapshot_layout import Layout, Sight, hyper_now, is_same
 from ucp.train.snapshot_plan import smoothed
 from ucp.train.snapshot_round import Round
-from ucp.train.snapshot_saving import SnapshotSaver, lay_out
-from ucp.train.snapshot_store import SUFFIX, StoreSaver
+from ucp.train.snapshot_saving import lay_out
+from ucp.train.snapshot_shelf import Shelf
 from ucp.train.talk import agree, gather, world
 
-SCHEDULE: Final = "schedule.json"
-_NAME: Final = re.compile(r"step-(\d+)(?:-\d+)?")
 Busy = Literal["skip", "wait"]
-ClientState = dict[str, Any] | Callable[[], dict[str, Any]] | None
 
 
 def snapshot(
@@ -107,8 +99,9 @@ class Snapshots:
         self.skipped = 0  # because the one before was still being written
         self.finished: list[tuple[int, Path]] = []  # (step, where) of what is on disk, oldest first
         self._model, self._optimizer = model, optimizer
-        self._keep, self._busy, self._durable, self._throttle = keep, busy, durable, throttle
-        self._client_state, self._rules, self._preset = client_state, rules, preset
+        self._eye = Eye(model, optimizer, client_state, rules, preset)
+        self._shelf = Shelf(path, keep)
+        self._busy, self._durable, self._throttle = busy, durable, throttle
         self._hooks = Hooks()
         self._open = False
         self._every: int | None = None
@@ -133,14 +126,14 @@ class Snapshots:
                 raise UsageError(f"every={every}: snapshots are taken after 1 step or more")
             if spread != "auto" and spread < 1:
                 raise UsageError(f"spread={spread}: parts are taken in 1 iteration or more")
-            if self._keep is not None and self._keep < 1:
+            if self._shelf.keep is not None and self._shelf.keep < 1:
                 raise UsageError("keep must be at least 1, or None")
             self._job = describe(self._model, self._optimizer)
             if self._job.optimizer is None:
                 raise UsageError("snapshots need an optimizer", hint="give snapshot() the optimizer, or use ucp.save")
             self.step = _steps_taken(self._job)
-            if self.path.suffix != SUFFIX and world()[0] == 0:
-                self.path.mkdir(parents=True, exist_ok=True)
+            if world()[0] == 0:
+                self._shelf.make()
         except OSError as caught:
             error = UsageError(f"{self.path}: cannot be made: {caught.strerror}")
         except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
@@ -218,11 +211,12 @@ class Snapshots:
         before, sight, fits = self._sight, None, False
         if not writing and before is not None:
             try:
-                sight = self._look(before)
+                sight = self._eye.look(before)
                 fits = self._layout is not None and is_same(sight, before)
             except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
                 error = caught
-        states = gather((writing, self._free_name(), self._error is None, error is None, fits, self._iterations()))
+        name = self._shelf.free_name(self.step)
+        states = gather((writing, name, self._error is None, error is None, fits, self._iterations()))
         if not all(fine for _, _, fine, *_ in states):
             self.wait()  # raises on the ranks that failed; the write agreed on it, so that all have
         if any(writing for writing, *_ in states):
@@ -231,43 +225,16 @@ class Snapshots:
         self.wait()
         if not all(seen for _, _, _, seen, _, _ in states):
             agree(error)
-        target = self.path if self.path.suffix == SUFFIX else self.path / states[0][1]
-        kind = StoreSaver if self.path.suffix == SUFFIX else SnapshotSaver
-        saver = kind(target, self._group, self._durable)
+        saver = self._shelf.saver(states[0][1], self._group, self._durable)
         self._sight = sight
         if not all(fits for *_, fits, _ in states):
-            self._sight = self._look_anew()
-            self._layout = lay_out(saver, self._sight, self._state(), spreads=self._spread != 1)
+            self._sight = self._eye.look_anew()
+            self._layout = lay_out(saver, self._sight, self._eye.state(self._sight), spreads=self._spread != 1)
         assert self._layout is not None
         count = max(count for *_, count in states)
         self._round = Round(saver, self._layout, count)
         self._part(began, rest=False)
         self.taken += 1
-
-    def _look(self, before: Sight) -> Sight:
-        """This rank's tensors. What was found before is believed as long as they lie where they lay."""
-        return look(describe(self._model, self._optimizer), before.slices, before)
-
-    def _look_anew(self) -> Sight:
-        """This rank's tensors, and how slices combine. Collective."""
-        error: BaseException | None = None
-        slices: SliceRules | None = None
-        sight: Sight | None = None
-        try:
-            job = describe(self._model, self._optimizer)
-            slices = SliceRules(job, rule_book(self._rules, self._preset), self._given())
-        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-            error = caught
-        agree(error)
-        assert slices is not None
-        slices.agree_on_defaults()
-        try:
-            sight = look(slices.job, slices)
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        agree(error)
-        assert sight is not None
-        return sight
 
     def _iterations(self) -> int:
         """Over how many iterations the next snapshot is spread, as far as this rank knows."""
@@ -289,7 +256,7 @@ class Snapshots:
         assert sight is not None
         if run.parts:
             try:
-                now = self._look(sight)
+                now = self._eye.look(sight)
                 if not is_same(now, sight):
                     raise UsageError(
                         f"{run.target}: the job's tensors are others than when the parts of this snapshot were begun",
@@ -316,7 +283,7 @@ class Snapshots:
     def _write_in_background(self, run: Round, sight: Sight) -> None:
         told: tuple[Any, dict[str, Any]] = ([], {})
         try:
-            told = (hyper_now(sight), copy.deepcopy(self._state()))
+            told = (hyper_now(sight), copy.deepcopy(self._eye.state(sight)))
         except Exception as caught:  # noqa: BLE001 - told to the other ranks before anything is written
             run.failure = run.failure or caught
         step = self.step
@@ -334,15 +301,6 @@ class Snapshots:
         self._thread = threading.Thread(target=work, name="ucp-snapshot")
         self._thread.start()
 
-    def _state(self) -> dict[str, Any]:
-        assert self._sight is not None
-        return collect_state(self._sight.job, self._given())
-
-    def _given(self) -> dict[str, Any]:
-        """The user's client state."""
-        given = self._client_state() if callable(self._client_state) else self._client_state
-        return dict(given or {})
-
     # ------------------------------------------------------------------------------------------------------------------
     # In the background
 
@@ -351,20 +309,8 @@ class Snapshots:
         self.finished.append((step, run.target))
         self._last = tell(step, run.parts, prepared=run.prepared, written=written)
         if world()[0] == 0:
-            folder = self.path.parent if self.path.suffix == SUFFIX else self.path
-            name = f"{self.path.stem}.{SCHEDULE}" if self.path.suffix == SUFFIX else SCHEDULE
-            with contextlib.suppress(OSError):  # for people only
-                (folder / name).write_text(json.dumps(self._last), encoding="utf-8")
-            self._drop_old()
-
-    def _drop_old(self) -> None:
-        if self._keep is None or self.path.suffix == SUFFIX:
-            return
-        with contextlib.suppress(OSError):  # what is superfluous does no harm
-            folders = [folder for folder in self.path.iterdir() if _NAME.fullmatch(folder.name)]
-            folders.sort(key=lambda folder: folder.stat().st_mtime_ns)
-            for folder in folders[: -self._keep]:
-                shutil.rmtree(folder, ignore_errors=True)
+            self._shelf.tell(self._last)
+            self._shelf.drop_old()
 
     # ------------------------------------------------------------------------------------------------------------------
     # For the user
@@ -426,15 +372,6 @@ class Snapshots:
         if world()[1] == 1 and self._thread is not None:
             with contextlib.suppress(UcpError):
                 self.wait()
-
-    def _free_name(self) -> str:
-        name = f"step-{self.step:08d}"
-        number = 2
-        found = name
-        while world()[0] == 0 and (self.path / found).exists():
-            found = f"{name}-{number}"
-            number += 1
-        return found
 
 
 def _own_group() -> Any:

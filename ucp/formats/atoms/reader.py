@@ -49,7 +49,7 @@ def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
         parameters=parameters,
         framework=source["framework"],
         step=content["step"],
-        steps={str(name): int(step) for name, step in content.get("steps", {}).items()},
+        steps={str(name): int(step) for name, step in dict(content.get("steps", {})).items()},
         groups=[ParamGroup(decode(group["hyper"], {}), group["names"]) for group in content["groups"]],
         extras=read_extras(folder, content["carried"]),
         notes=[Note(note["id"], note["text"]) for note in content["notes"]],
