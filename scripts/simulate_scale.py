@@ -4,10 +4,10 @@
     .venv/bin/python scripts/simulate_scale.py DEST                  # 512, 1,024, 2,048 and 4,096 ranks
     .venv/bin/python scripts/simulate_scale.py DEST --ranks 4096     # the largest alone
     .venv/bin/python scripts/simulate_scale.py DEST --svg docs/scale.svg
-    .venv/bin/python scripts/simulate_scale.py DEST --zero 3 --ranks 256 512 1024    # every parameter cut over all ranks
+    .venv/bin/python scripts/simulate_scale.py DEST --zero 3 --ranks 256 512 1024
 
-Makes checkpoints of DeepSpeed ZeRO-1, tp 8 (or ZeRO-3), in DEST (holes: 171 MB of disk for 12.8 TiB), runs the commands that read
-no tensor on each, and fits how their cost grows. Ends with 1 where the largest takes more than 60 s or 2 GB, or where
+Makes checkpoints of DeepSpeed ZeRO-1, tp 8 (or ZeRO-3), in DEST (holes: 171 MB of disk for 12.8 TiB), runs the commands
+that read no tensor on each, and fits how their cost grows. Ends with 1 where the largest takes more than 60 s or 2 GB, or where
 planning grows faster than size^1.1. Seconds are of the CPU: the commands run one thread, and other work on the machine
 does not count. What is in DEST already is used again.
 """
