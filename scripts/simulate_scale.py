@@ -7,9 +7,9 @@
     .venv/bin/python scripts/simulate_scale.py DEST --zero 3 --ranks 256 512 1024
 
 Makes checkpoints of DeepSpeed ZeRO-1, tp 8 (or ZeRO-3), in DEST (holes: 171 MB of disk for 12.8 TiB), runs the commands
-that read no tensor on each, and fits how their cost grows. Ends with 1 where the largest takes more than 60 s or 2 GB, or where
-planning grows faster than size^1.1. Seconds are of the CPU: the commands run one thread, and other work on the machine
-does not count. What is in DEST already is used again.
+that read no tensor on each, and fits how their cost grows. Ends with 1 where the largest takes more than 60 s or 2 GB,
+or where planning grows faster than size^1.1. Seconds are of the CPU: the commands run one thread, and other work on the
+machine does not count. What is in DEST already is used again.
 """
 
 from __future__ import annotations
