@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,24 +19,21 @@ from typing import TYPE_CHECKING, Final
 from ucp import tunables
 from ucp.engine.plan import Part, stretches
 from ucp.engine.sealing import sealing_parts
-from ucp.engine.shares import WHOLE, Share
-from ucp.engine.staging import digests_of
+from ucp.engine.shares import WHOLE
 from ucp.engine.stream import stream
-from ucp.engine.upload_notes import Notes, Uploaded, found_shares, marked_by, put_mark, read_notes
+from ucp.engine.upload_folder import Last, Upload
+from ucp.engine.upload_notes import Uploaded
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import SourceFiles, allocate
-from ucp.files.paths import COMPLETE, JOURNAL, RemotePath
-from ucp.files.remote import Found
-from ucp.model.target import Digests, OutputFile, Target
+from ucp.files.paths import RemotePath
+from ucp.model.target import Target
 
 if TYPE_CHECKING:
     from ucp.engine.convert import Progress, RunOptions
     from ucp.model.checkpoint import Checkpoint
 
 _SENDERS: Final = 8  # files that are sent at once, by two streams of parts each; fewer files have more streams
-
-Last = Callable[[Digests], "OutputFile | None"]
 
 
 def run(
@@ -81,121 +77,6 @@ def finish(target: Target, path: RemotePath, last: Last, fingerprint: str) -> No
     if not upload.was_published():
         upload.gather()
         upload.publish(last)
-
-
-class Upload:
-    """A folder of an object store under construction, as one process sees it."""
-
-    def __init__(self, path: RemotePath, target: Target, fingerprint: str, share: Share) -> None:
-        self.path = path
-        self.target = target
-        self.fingerprint = fingerprint
-        self.share = share
-        self.files = share.files(target)
-        self.notes = Notes(path, share)
-        self.done: dict[int, Uploaded] = {}
-        self._gathered = False
-
-    def begin(self, *, resume: bool, restart: bool) -> None:
-        """Take the place; what is there already must be ours to go on with, or to throw away."""
-        found = self._everything()
-        shares = found_shares(found)
-        if COMPLETE in found or (found and not shares):
-            raise UsageError(f"{self.path}: exists already", hint="choose another target, or remove it first")
-        if shares and self.share.is_whole and not restart and (not resume or shares != [WHOLE]):
-            on = "--resume" if shares == [WHOLE] else f"--part N/{shares[0].count} and --finish"
-            raise UsageError(
-                f"{self.path}: a half-done output is here, or another process is writing it now",
-                hint=f"add {on} to go on where it stopped, or --restart to throw it away and begin again",
-            )
-        if any(other.count != self.share.count for other in shares) and not restart:
-            raise UsageError(
-                f"{self.path}: a half-done output is here that was made in {shares[0].count} part(s)",
-                hint="go on with it as it was begun, or remove that folder to begin again",
-            )
-        if restart and shares:
-            self._remove(found)
-        elif self.share in shares:
-            self._take_up(found, self.share)
-        self.notes.begin(self.fingerprint)
-
-    def _take_up(self, found: dict[str, Found], share: Share) -> bool:
-        """Believe notes of objects that are as they were when the notes were made. Gives whether the share is done."""
-        told = read_notes(self.path, found, share, self.fingerprint)
-        for number, one in told.files.items():
-            there = found.get(self.target.files[number].path)
-            if there is not None and (there.size, there.stamp) == (one.size, one.stamp):
-                self.done[number] = one
-        return told.done
-
-    def gather(self) -> None:
-        """Take what all shares have written together; refused where something is missing."""
-        found = self._everything()
-        shares = found_shares(found)
-        if not shares:
-            raise UsageError(
-                f"{self.path}: no part of this target is here", hint="write the parts first, --part 1/N to --part N/N"
-            )
-        count = shares[0].count
-        lacking = []
-        for share in (Share(number, count) for number in range(count)):
-            if share not in shares:
-                lacking.append(f"{share} was not begun")
-            elif not self._take_up(found, share):
-                lacking.append(f"{share} did not end")
-        missing = [file.path for number, file in enumerate(self.target.files) if number not in self.done]
-        if not lacking and missing:
-            lacking.append(f"{missing[0]} is not there" + (f", nor are {len(missing) - 1} more" * (len(missing) > 1)))
-        if lacking:
-            raise UsageError(
-                f"{self.path}: {'; '.join(lacking)}",
-                hint="run these parts (again: what they have done is kept), then --finish",
-            )
-        self._gathered = True
-
-    def publish(self, last: Last) -> None:
-        """Put the manifest there, remove what does not belong, and mark the folder as whole."""
-        if not self._gathered:
-            self.notes.check_owner()
-        sizes = {file.path: file.size for file in self.target.files}
-        written = (w for one in self.done.values() for w in one.written)
-        manifest = last(digests_of(self.target, written))
-        if manifest is not None:
-            data = b"".join(literal.data for literal in manifest.literals)
-            self.path.store.put((self.path / manifest.path).key, data)
-            sizes[manifest.path] = len(data)
-        found = self._everything()
-        ours = {name for name in found if name.startswith(JOURNAL)}
-        for name, size in sizes.items():
-            if name not in found or found[name].size != size:
-                raise StorageError(f"{self.path / name}: was written, but is not there as it was")
-        self._remove(found.keys() - ours - sizes.keys())
-        put_mark(self.path, self.fingerprint, sizes)
-        self._remove(ours)
-
-    def was_published(self) -> bool:
-        """Whether an earlier run has made the folder whole, and was killed before it had put its notes away."""
-        if marked_by(self.path) != self.fingerprint:
-            return False
-        self._remove(name for name in self._everything() if name.startswith(JOURNAL))
-        return True
-
-    def _everything(self) -> dict[str, Found]:
-        return self.path.store.everything(self.path.key)
-
-    def discard(self) -> None:
-        """Remove what was begun, as far as the store lets us. A share leaves it to the others."""
-        if self.share.is_whole:
-            with suppress(StorageError):
-                self._remove(self._everything())
-
-    def _remove(self, names: Iterable[str]) -> None:
-        """Remove objects, notes last: what is left half-way is still known to be half-done."""
-        self.path.store.remove((self.path / name).key for name in sorted(names, key=_notes_last))
-
-
-def _notes_last(name: str) -> tuple[bool, str]:
-    return name.startswith(JOURNAL), name
 
 
 def groups(target: Target, numbers: Iterable[int], limit: int) -> Iterator[list[int]]:
