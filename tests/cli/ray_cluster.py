@@ -48,22 +48,34 @@ def misbehave() -> None:
     Journal.record, Conversion.run = recorded, waited  # type: ignore[method-assign, assignment]
 
 
+def start(ray: Any, attempts: int = 3) -> Any:
+    """A cluster. Ray gives up on its own start after half a minute, which a very busy machine may need."""
+    for attempt in range(attempts):
+        try:
+            return ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                object_store_memory=80 << 20,
+                logging_level="warning",
+                _temp_dir=sys.argv[1],
+                runtime_env={
+                    "worker_process_setup_hook": "tests.cli.ray_cluster.misbehave",
+                    "env_vars": {"UCP_TEST_FOLDER": sys.argv[2]},
+                },
+            )
+        except Exception:  # noqa: BLE001 - of many kinds
+            ray.shutdown()
+            if attempt == attempts - 1:
+                raise
+    raise AssertionError
+
+
 def main() -> None:
     import ray
 
     from ucp.cli.main import run
 
-    context = ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        logging_level="warning",
-        _temp_dir=sys.argv[1],
-        runtime_env={
-            "worker_process_setup_hook": "tests.cli.ray_cluster.misbehave",
-            "env_vars": {"UCP_TEST_FOLDER": sys.argv[2]},
-        },
-    )
+    context = start(ray)
     try:
         print(json.dumps(context.address_info["gcs_address"]), flush=True)  # noqa: T201 - that is how it answers
         for line in sys.stdin:
