@@ -63,7 +63,7 @@ def start(ray: Any, attempts: int = 3) -> Any:
                     "env_vars": {"UCP_TEST_FOLDER": sys.argv[2]},
                 },
             )
-        except Exception:  # noqa: BLE001 - of many kinds
+        except Exception:
             ray.shutdown()
             if attempt == attempts - 1:
                 raise
