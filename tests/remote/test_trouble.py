@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -108,7 +109,12 @@ def test_a_killed_upload_is_not_seen_and_gone_on_with(tmp_path: Path, bucket: st
         "from ucp.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
     command = ["convert", str(SOURCE), f"{bucket}/out", "--to", "deepspeed"]
-    process = subprocess.Popen([sys.executable, "-c", script, *command], stderr=subprocess.DEVNULL)
+    (tmp_path / "spool").mkdir()  # which a killed process leaves behind
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *command],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path / "spool")},
+    )
     try:
         deadline = time.monotonic() + 300
         while held.met == 0:
