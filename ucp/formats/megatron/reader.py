@@ -9,14 +9,9 @@ from ucp.errors import InconsistentError, StorageError
 from ucp.files.local import SourceFiles
 from ucp.files.paths import files_below
 from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.assemble import Assembly
 from ucp.formats.megatron.carried import carried_tree, without_states
-from ucp.formats.megatron.distributed import read_torch_dist
 from ucp.formats.megatron.folder import METADATA, TRACKER, Place, must_find, recognises
-from ucp.formats.megatron.legacy import read_legacy
 from ucp.formats.megatron.order import order_key
-from ucp.formats.megatron.sharded_reader import ShardedReader
-from ucp.formats.megatron.zarr import read_zarr
 from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.layout import Mesh
@@ -45,7 +40,17 @@ def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
             f"{place.root}: has no {METADATA}: the save was not finished",
             hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
         )
-    sharded = read_torch_dist(place.root) if place.layout == "torch_dist" else read_zarr(place.root)
+    # Of the layouts, a command reads one: the others' modules would take longer to import than the index takes to read.
+    from ucp.formats.megatron.sharded_reader import ShardedReader
+
+    if place.layout == "torch_dist":
+        from ucp.formats.megatron.distributed import read_torch_dist
+
+        sharded = read_torch_dist(place.root)
+    else:
+        from ucp.formats.megatron.zarr import read_zarr
+
+        sharded = read_zarr(place.root)
     reader = ShardedReader(place.root, sharded, options.rules, repair=options.repair)
     parameters = reader.parameters()
     groups = reader.groups(parameters)
@@ -54,6 +59,9 @@ def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _read_legacy(place: Place, options: ReadOptions, files: SourceFiles) -> Checkpoint:
+    from ucp.formats.megatron.assemble import Assembly
+    from ucp.formats.megatron.legacy import read_legacy
+
     legacy = read_legacy(place.root)
     assembly = Assembly(legacy.holdings, legacy.arguments, options.rules, files)
     parameters = assembly.parameters()
