@@ -107,7 +107,6 @@ def test_snapshots_of_random_schedules_are_saves(
     optimizer = OPTIMIZERS[name](net.parameters())
     path = tmp_path / ("run.ucpstore" if target == "store" else "run")
     references: dict[int, Any] = {}
-    by_trainer = by_copier = 0
     with ucp.snapshot(net, optimizer, path, keep=None, busy="wait", durable=False) as snapshots:
         for step in range(1, steps + 1):
             monkeypatch.setattr(tunables, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 256, 1000, 1 << 20]))
@@ -123,9 +122,6 @@ def test_snapshots_of_random_schedules_are_saves(
                 [(taken, wanted)] = references.items()
                 assert wrong(path, wanted) == [], step
                 references = {}
-            if snapshots.stats()["last"]:
-                by_trainer += snapshots.stats()["last"]["measured"]["late_bytes"]
-                by_copier += sum(tensor["bytes"] for tensor in snapshots.stats()["last"]["tensors"])
     if target == "atoms":
         assert len(snapshots.finished) == len(references) > steps // 2
         for (step, folder), (taken, wanted) in zip(snapshots.finished, references.items(), strict=True):
@@ -133,7 +129,6 @@ def test_snapshots_of_random_schedules_are_saves(
             assert ucp.open(folder).index.step in (step, None)  # plain SGD counts none
             assert wrong(folder, wanted) == [], step
         assert ucp.verify(snapshots.finished[-1][1], "deep").ok
-    assert 0 < by_trainer < by_copier  # both hands have worked
 
 
 def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
