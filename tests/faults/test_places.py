@@ -39,7 +39,7 @@ def start(target: Path, *options: str, sleep: float = 0) -> subprocess.Popen[str
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=600)
     return process.returncode, said
 
 
@@ -85,7 +85,7 @@ def test_a_full_disk_is_named_and_what_was_done_is_kept(small_disk: Path, whole:
 
 
 def test_of_two_with_the_same_target_one_wins_and_one_is_told(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    first = start(tmp_path / "out", sleep=0.1)
+    first = start(tmp_path / "out", sleep=600)  # until it is killed
     assert first.stdout is not None
     assert first.stdout.readline() == "at work\n"
     for options in ((), ("--resume",), ("--restart",)):

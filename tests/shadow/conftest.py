@@ -16,7 +16,7 @@ def _no_thread_stays() -> Iterator[None]:
     """Who is closed has ended its threads; the last of them may still be on its way out."""
     before = set(threading.enumerate())
     yield
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while left := [t for t in threading.enumerate() if t not in before and t.name.startswith("ucp-")]:
         assert time.monotonic() < end, f"threads stay: {left}"
         time.sleep(0.01)

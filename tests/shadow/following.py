@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from ucp.shadow.assembling import HeldFiles, assemble
 from ucp.shadow.following import Shadow
 
 
-def wait_for(shadow: Shadow, step: int, seconds: float = 20.0) -> dict[str, Any]:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait until something is so. The time is for machines that do other things as well."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.005)
+
+
+def wait_for(shadow: Shadow, step: int, seconds: float = 120.0) -> dict[str, Any]:
     """Wait until the shadow holds a step; gives its status then."""
     end = time.monotonic() + seconds
     while True:

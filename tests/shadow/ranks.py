@@ -76,7 +76,7 @@ def distributed(out: Path, rank: int, *, steps: int, to: str, ask: str) -> dict[
 
 def _take(url: str, step: int, target: Path) -> None:
     """Convert the shadow as soon as it has a step; the job waits, so that it has no later one."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while status(url)["step"] != step:
         if time.monotonic() > end:
             raise TimeoutError(f"the shadow has not come to step {step}: {status(url)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 import ucp
 from tests.replay.made import Run, assert_same, start, state_of
-from tests.shadow.following import held, wait_for
+from tests.shadow.following import held, until, wait_for
 from ucp import tunables
 from ucp.errors import UsageError
 from ucp.log.manifest import Parent
@@ -129,17 +130,13 @@ def test_digests_of_the_job_are_met(tmp_path: Path, shadows: Shadows) -> None:
     run.train(5)
     run.digest()
     wait_for(shadow, 5)
-    end = time.monotonic() + 10
-    while shadow.status()["proven_step"] != 5 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert shadow.status()["proven_step"] == 5
+    until(lambda: shadow.status()["proven_step"] == 5)
     with torch.no_grad():
         run.net.large[0, 0] += 1.0  # something that the log does not know
     run.train(1)
     run.digest()
     wait_for(shadow, 6)
-    while shadow.status()["exact"] and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: not shadow.status()["exact"])
     told = shadow.status()
     assert not told["exact"]
     assert "large" in told["labels"][0]
@@ -179,9 +176,7 @@ def test_a_new_epoch_that_went_back(tmp_path: Path, shadows: Shadows) -> None:
     run.step, run.epoch, run.scale = 3, 1, 0.5
     run.open_epoch(Parent(0, 3))
     run.train(1)
-    end = time.monotonic() + 10
-    while shadow.status()["epoch"] != 1 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: shadow.status()["epoch"] == 1)
     wait_for(shadow, 4)
     assert_same(state_of(held(shadow)), run.history[4])
 
@@ -194,15 +189,23 @@ def test_what_is_complete_goes_on_after_old_files_are_dropped(tmp_path: Path, sh
     slow = shadows(base, tmp_path)
     wait_for(slow, 2)
     lane = slow._following.lanes[0]  # type: ignore[union-attr]
-    lane.feeds = 1  # as if a job were connected: the log is not read
-    time.sleep(0.5)
+    tail = lane.tail
+    assert tail is not None
+    read, looked = tail.poll, threading.Event()
+
+    def look_away(*_: Any) -> int:
+        looked.set()
+        return 0
+
+    tail.poll = look_away  # type: ignore[method-assign]  # the log is not read …
+    assert looked.wait(120)  # … and nobody is still at it
     run.train(2)
     run.save(1)
     run.appenders[0].close_segment()
     run.train(1)
     for path in sorted((tmp_path / "log").rglob("*.ugl"))[:-1]:
         path.unlink()
-    lane.feeds = 0
+    tail.poll = read  # type: ignore[method-assign]
     wait_for(slow, 5)
     assert_same(state_of(held(slow)), run.history[5])
     assert "base-000001" in slow.status()["base"]

@@ -38,7 +38,7 @@ def test_every_step_of_a_job_over_gloo(tmp_path: Path, pairs: list[Pair]) -> Non
         lane.tail = None
     for step in range(1, 6):
         job.train()
-        wait_for(pairs[0].shadow, step, 120)
+        wait_for(pairs[0].shadow, step)
         assert_same(state_of(held(pairs[0].shadow)), job.history[step])
         if step == 3:
             pairs[0].door.hang_up()

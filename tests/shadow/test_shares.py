@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ucp
 from tests.replay.made import assert_same, start, state_of
-from tests.shadow.following import wait_for
+from tests.shadow.following import until, wait_for
 from tests.shadow.jobs import Job, Pair
 from ucp import tunables
 from ucp.engine.shares import Share
@@ -117,12 +117,30 @@ def test_shares_that_cannot_be_brought_together(
     job.train(8)
     job.recorder.flush()
     wait_for(pairs[0].shadow, 8)
-    end = time.monotonic() + 60
-    while pairs[0].shadow.status()["applied_step"] < 6:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: pairs[0].shadow.status()["applied_step"] == 6)
     with pytest.raises(InconsistentError, match=r"no step in common: .* can give steps 6 to 8.* steps 0 to 0"):
         ucp.open(urls(pairs))
+    job.recorder.close()
+
+
+def test_nobody_holds_a_share_up_for_ever(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has asked which steps there are, and then says nothing more, is waited for only so long."""
+    monkeypatch.setattr(tunables, "SHADOW_HELD_STEPS", 1)
+    monkeypatch.setattr(tunables, "SHADOW_ALIGN_SECONDS", 600)
+    pairs += shares(2)
+    job = Job(tmp_path / "run", to=urls(pairs))
+    pin = pairs[0].shadow.pin()
+    job.train(6)
+    for pair in pairs:
+        wait_for(pair.shadow, 6)
+    until(lambda: pairs[1].shadow.status()["applied_step"] == 5)
+    assert (pin.told()["applied"], pin.told()["complete"]) == (0, 6)
+    monkeypatch.setattr(tunables, "SHADOW_ALIGN_SECONDS", 0)
+    pin.told()
+    until(lambda: pairs[0].shadow.status()["applied_step"] == 5)
+    with pytest.raises(UsageError, match="has step 5, and not step 3"):
+        pin.snapshot(3)
+    pin.close()
     job.recorder.close()
 
 
@@ -184,7 +202,7 @@ def test_digests_prove_what_is_held_whole(tmp_path: Path, pairs: list[Pair], mon
     for pair in pairs:
         wait_for(pair.shadow, 4)
     details: Any = {}
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while details.get("proven_step") != 4:
         assert time.monotonic() < end, details
         with contextlib.suppress(InconsistentError):

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 
 import ucp
 from tests.replay.made import assert_same, state_of
-from tests.shadow.following import held, wait_for
+from tests.shadow.following import held, until, wait_for
 from tests.shadow.jobs import Job, Pair
 from ucp import tunables
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.shadow.addresses import Address, parse_address, read_token, require_token
 from ucp.shadow.client import status
+from ucp.shadow.following import Shadow
 
 
 def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None:
@@ -56,12 +58,13 @@ def test_two_hundred_steps_from_both_sources(tmp_path: Path, pairs: list[Pair]) 
     for pair in pairs:
         wait_for(pair.shadow, 200)
         assert_same(state_of(held(pair.shadow)), job.history[200])
-        end = time.monotonic() + 10
-        while pair.shadow.status()["proven_step"] != 200 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert pair.shadow.status()["proven_step"] == 200
+        until(partial(_is_proven, pair.shadow, 200))
     assert pairs[0].shadow.status()["epoch"] == 0
     assert job.shadow_stats()["connections"] == 1
+
+
+def _is_proven(shadow: Shadow, step: int) -> bool:
+    return bool(shadow.status()["proven_step"] == step)
 
 
 def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: list[Pair]) -> None:
@@ -114,7 +117,7 @@ def test_a_shadow_that_dies_and_comes_back(tmp_path: Path, pairs: list[Pair], mo
     job.train(2)
     wait_for(pairs[0].shadow, 25)
     assert_same(state_of(held(pairs[0].shadow)), job.history[25])
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not pairs[0].shadow.status()["feeds"] and time.monotonic() < end:
         time.sleep(0.01)
         job.train()
@@ -142,15 +145,21 @@ def test_a_shadow_that_is_too_slow_reads_the_log(
         begin = time.monotonic()
         while not job.shadow_stats()["dropped"]:
             job.train(5)
-            assert time.monotonic() - begin < 60
-        stalled = job.shadow_stats()["stall_seconds"]
-        job.train(5)
-        job.recorder.flush()  # the log does not wait for the shadow again
-        assert job.shadow_stats()["stall_seconds"] == stalled
-        assert stalled == 0 if wait == 0 else stalled >= wait
+            assert time.monotonic() - begin < 120
+        first = job.shadow_stats()["stall_seconds"]
+        assert first == 0 if wait == 0 else first >= wait
+        still = 0  # rounds in which the shadow took nothing: a socket takes some, too
+        while still < 2:
+            before = job.shadow_stats()
+            job.train(5)
+            job.recorder.flush()
+            after = job.shadow_stats()
+            still = still + 1 if after["frames"] == before["frames"] else 0
+            assert time.monotonic() - begin < 120
+        assert after["stall_seconds"] == before["stall_seconds"]  # the log does not wait for the shadow again
         assert shadow.status()["step"] == 1
         assert shadow.status()["lag_steps"] >= 1
-    wait_for(shadow, job.step, 60)
+    wait_for(shadow, job.step)
     assert_same(state_of(held(shadow)), job.history[job.step])
     job.recorder.close()
 
@@ -187,9 +196,7 @@ def test_a_job_that_begins_again_is_followed(tmp_path: Path, pairs: list[Pair]) 
     again.recorder = ucp.record(again.net, again.optimizer, tmp_path / "run", to=pairs[0].url)
     again.train(1)
     again.recorder.flush()
-    end = time.monotonic() + 10
-    while pairs[0].shadow.status()["step"] != 3 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: pairs[0].shadow.status()["step"] == 3)
     assert pairs[0].shadow.status()["epoch"] == 1
     assert_same(state_of(held(pairs[0].shadow)), again.history[3])
     again.recorder.close()
@@ -235,7 +242,7 @@ def test_a_peer_without_the_token_gets_nothing_but_a_challenge(pairs: list[Pair]
 
 def _all(sock: socket.socket, size: int) -> bytes:
     """So many bytes, or fewer where the other end closes."""
-    sock.settimeout(10)
+    sock.settimeout(120)
     data = b""
     with contextlib.suppress(ConnectionResetError):  # closed with bytes of ours unread
         while len(data) < size and (more := sock.recv(size - len(data))):
@@ -378,7 +385,7 @@ def test_manifests_that_lie(pairs: list[Pair], recorded: tuple[Path, Any], name:
     MANIFESTS[name](lie)
     for manifest, right in ((lie, False), (told, True)):
         with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
-            sock.settimeout(20)
+            sock.settimeout(120)
             greet(sock, b"")
             send_json(sock, {"ask": "feed", "manifest": manifest, "stream": 0, "run": None})
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 import ucp
 from tests.replay.made import assert_same, state_of
-from tests.shadow.following import held, wait_for
+from tests.shadow.following import held, until, wait_for
 from tests.shadow.jobs import Job, Pair
 from ucp import tunables
 from ucp.errors import UcpError, UsageError
@@ -50,7 +49,7 @@ def test_the_shadow_alone_has_every_step(tmp_path: Path, pairs: list[Pair], begi
     job.recorder.close()
     assert sorted(tmp_path.rglob("*")) == before
     ucp.convert(pairs[0].url, tmp_path / "five")
-    _until(lambda: pairs[0].shadow.status()["feeds"] == 0)
+    until(lambda: pairs[0].shadow.status()["feeds"] == 0)
     again = Alone(pairs[0].url, None, tmp_path / "five")
     assert again.step == 5
     again.train(2)
@@ -77,7 +76,7 @@ def test_a_shadow_that_has_missed_too_much(
         job.recorder.flush()
     pairs.append(Pair(address=address))
     job.train(1)
-    _until(lambda: "there is no log" in str(job.shadow_stats()["error"]))
+    until(lambda: "there is no log" in str(job.shadow_stats()["error"]))
     assert pairs[0].shadow.status()["condition"] == "loading"
     job.recorder.close()
     ucp.save(job.net, job.optimizer, tmp_path / "new")
@@ -119,10 +118,11 @@ def test_what_cannot_be_without_a_log(pairs: list[Pair], beginning: Path) -> Non
     pairs.append(Pair())
     job = Job.__new__(Job)
     job.build(33)
-    for options, message in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "no place for a base"),
         ({"base": None, "base_every": 5}, "no place for bases"),
-    ):
+    ]
+    for options, message in wrong:
         with pytest.raises(UsageError, match=message):
             ucp.record(job.net, job.optimizer, to=pairs[0].url, **options)
     with pytest.raises(UcpError, match="no checkpoint of step 0"):
@@ -133,10 +133,3 @@ def test_what_cannot_be_without_a_log(pairs: list[Pair], beginning: Path) -> Non
     with pytest.raises(UsageError, match="no place for bases"):
         alone.recorder.base()
     alone.recorder.close()
-
-
-def _until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import signal
 import struct
 import sys
@@ -59,8 +58,11 @@ def train_until_killed(run: Path, pipe: int) -> None:
     time.sleep(60)
 
 
-def kill_one(run: Path, after: float, expected: list[list[bytes]]) -> tuple[int, int, int]:
-    """(step that can be recovered, last step that was said to be durable, last step that was trained)."""
+def kill_one(run: Path, steps: int, after: float, expected: list[list[bytes]]) -> tuple[int, int, int]:
+    """(step that can be recovered, last step that was said to be durable, last step that was trained).
+
+    It is killed when it has told of so many steps, and some seconds later.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -69,12 +71,13 @@ def kill_one(run: Path, after: float, expected: list[list[bytes]]) -> tuple[int,
         finally:
             os._exit(1)
     os.close(writing)
-    select.select([reading], [], [], 30)
+    told = b""
+    while len(told) < 16 * steps and (data := os.read(reading, 1 << 16)):
+        told += data
     time.sleep(after)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), "the trainer failed before it was killed"
-    told = b""
     while data := os.read(reading, 1 << 16):
         told += data
     os.close(reading)
@@ -98,7 +101,8 @@ def main() -> None:
     with ucp.record(model, optimizer, folder / "warm"):  # imports what every child would import again
         train_step(model, optimizer, 0)
     chance = random.Random(5)
-    steps = [kill_one(folder / str(i), chance.uniform(0, 0.15), expected) for i in range(times)]
+    chosen = [(chance.randrange(1, 80), chance.uniform(0, 0.01)) for _ in range(times)]
+    steps = [kill_one(folder / str(i), *each, expected) for i, each in enumerate(chosen)]
     sys.stdout.write(json.dumps({"killed": times, "steps": steps}) + "\n")
 
 

@@ -389,15 +389,15 @@ def test_a_killed_trainer_loses_nothing_that_was_durable(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["killed"] == 12
     assert all(recovered >= durable for recovered, durable, _ in told["steps"])
     assert sum(recovered for recovered, _, _ in told["steps"]) > 50
-    # At most four steps become durable together: on average no more than half of them, and one, are trained again.
-    assert np.mean([trained - recovered for recovered, _, trained in told["steps"]]) <= 4 / 2 + 1
+    # At most four steps wait for the disk together: no more than these, and the one under way, are trained again.
+    assert all(trained - recovered <= 4 + 1 for recovered, _, trained in told["steps"])
 
 
 def test_the_interval_between_bases_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

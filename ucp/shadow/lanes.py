@@ -42,7 +42,8 @@ class Following:
     log: Path | None
     goal: int = -1  # a share applies its steps up to this one at once
     is_broken: bool = False  # a step could not be applied: none can be any more
-    pins: int = 0  # who wants that no step is applied beyond the goal
+    pins: int = 0  # who wants that no step is applied beyond the goal, …
+    pinned_until: float = 0.0  # … and until when (`time.monotonic`) that is granted
     applied_at: float = field(default_factory=time.time)
 
     @staticmethod
@@ -83,7 +84,7 @@ class Following:
         state = self.state
         if state.share.is_whole or state.step < self.goal:
             return True
-        if self.pins:
+        if self.pins and time.monotonic() < self.pinned_until:
             return False
         waiting = max(lane.intake.pending_bytes for lane in self.lanes.values())
         steps = self.complete_step - state.step

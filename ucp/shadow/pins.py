@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+from ucp import tunables
 from ucp.errors import UsageError
 from ucp.shadow.assembling import tell
 from ucp.shadow.lanes import Following
@@ -13,7 +15,10 @@ from ucp.shadow.state import Snapshot
 
 
 class Pin:
-    """No step is applied beyond those that were asked for; more may become complete. Close it soon."""
+    """No step is applied beyond those that were asked for; more may become complete. Close it soon.
+
+    It holds for a while after it was asked: who forgets it does not stop the share for ever.
+    """
 
     def __init__(
         self,
@@ -29,10 +34,15 @@ class Pin:
         self._stale = stale
         self._open = True
         following.pins += 1
+        self._hold()
+
+    def _hold(self) -> None:
+        self._following.pinned_until = time.monotonic() + 2 * tunables.SHADOW_ALIGN_SECONDS
 
     def told(self) -> dict[str, Any]:
         """Which steps can be had, as JSON values."""
         with self._changed:
+            self._hold()
             state = self._following.state
             return {
                 "run": state.manifest.run,
