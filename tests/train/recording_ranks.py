@@ -52,8 +52,12 @@ def engine(
     steps: int,
     options: dict[str, Any] | None = None,
     overflow_at: int | None = None,
+    doubled_at: int | None = None,
 ) -> dict[str, Any]:
-    """Train a DeepSpeed engine under a recorder; with `overflow_at`, the loss of that step is not a number."""
+    """Train a DeepSpeed engine under a recorder; with `overflow_at`, the loss of that step is not a number.
+
+    With `doubled_at`, the gradients of that step are doubled after the backward pass.
+    """
     made = spec_of(spec)
     live, place = build(made, dist.get_world_size(), rank, universal=False)
     witness = Witness(live)
@@ -63,6 +67,8 @@ def engine(
         before = live.skipped_steps
         if step == overflow_at:
             spoil(live)
+        if step == doubled_at:
+            double(live)
         train(live, made, place, 1)
         witness.step = step
         if live.skipped_steps > before:
@@ -80,6 +86,20 @@ def engine(
         "places": witness.places(),
         "class": type(live.optimizer).__name__,
     }
+
+
+def double(live: Any) -> None:
+    """Double the averaged gradients when the next step begins, once, in a way that autograd does not count."""
+    original = live.optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        for some in live.optimizer.averaged_gradients.values():
+            for gradient in some:
+                gradient.data.mul_(2)
+        live.optimizer.step = original
+        return original(*args, **kwargs)
+
+    live.optimizer.step = step
 
 
 def spoil(live: Any) -> None:

@@ -43,6 +43,7 @@ class Early:
         self._parts: dict[int, dict[int, int]] = {}  # tensor → where it was taken in parts, and how many elements
         self._expected = 0
         self._vain = 0
+        self._of_step = 0, 0  # tensors that were taken early, and those of them that counted
         self._steps = 0  # in which something was taken early
         self._on = True
 
@@ -79,9 +80,7 @@ class Early:
         kept = [each for each in taken if self._equal(*each, None)]
         for number, _ in kept:
             self._taker.count_in(number)
-        if taken:
-            self._judge(len(taken), len(kept))
-        self.tensors += len(kept)
+        self._count(len(taken), len(kept))
         return [each for each in gradients if each[0] not in self._taker.taken]
 
     def settle(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
@@ -92,8 +91,7 @@ class Early:
             kept, self._taker.scale = [], None  # one factor is logged for all
         for number, _ in kept:
             self._taker.count_in(number)
-        self._judge(len(taken), len(kept))
-        self.tensors += len(kept)
+        self._count(len(taken), len(kept))
         self._steps += bool(taken)
         counted = {number for number, _ in kept}
         return [(number, gradient) for number, gradient in gradients if number not in counted]
@@ -165,15 +163,20 @@ class Early:
         again = torch.cat(held)
         if self._taker.scale is not None:
             again.mul_(float(self._taker.scale))
-        return torch.equal(_bits(again), _bits(torch.cat(given).to(again.device)))
+        return bool(torch.equal(_bits(again), _bits(torch.cat(given).to(again.device))))
 
-    def _judge(self, taken: int, kept: int) -> None:
-        self._vain = self._vain + 1 if taken and kept * 2 < taken else 0
-        if self._vain >= GIVE_UP:
-            self._on = False
+    def _count(self, taken: int, kept: int) -> None:
+        """So many were taken early, and so many of them counted. An optimizer may be called several times in a step."""
+        self.tensors += kept
+        self._of_step = self._of_step[0] + taken, self._of_step[1] + kept
 
     def next_step(self) -> None:
         """The step is over."""
+        taken, kept = self._of_step
+        self._vain = self._vain + 1 if taken and kept * 2 < taken else 0
+        if self._vain >= GIVE_UP:
+            self._on = False
+        self._of_step = 0, 0
         self._expected = max(self._passes.values(), default=0)
         self._passes, self._marks, self._parts = {}, {}, {}
 
