@@ -56,7 +56,8 @@ def stream(
             pid = os.fork()
             if pid == 0:
                 near.close()
-                _work(number, stretches, Channel(far), Work(source, folder, files, share, print, bool))
+                told = _Told(Channel(far))
+                _work(number, stretches, told, Work(source, folder, files, share, told.progress, told.never))
             far.close()
             parent.workers[near.fileno()] = _Known(pid, number, Channel(near))
         parent.serve()
@@ -175,13 +176,13 @@ def _failure(told: dict[str, Any]) -> BaseException:
 # The worker
 
 
-def _work(number: int, stretches: Sequence[Iterable[Part]], channel: Channel, work: Work) -> NoReturn:
+def _work(number: int, stretches: Sequence[Iterable[Part]], told: _Told, work: Work) -> NoReturn:
     """The whole life of a worker. Nothing of the parent's is flushed, closed or cleaned up here."""
+    channel = told.channel
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
         die_with_parent()
-        told = _Told(channel)
-        worker = Worker(Work(work.source, work.folder, work.files, work.budget, told.progress, told.never))
+        worker = Worker(work)
         walks = [_Walk(iter(stretch)) for stretch in stretches]
         message: dict[str, Any] = {"next": 1, "ended": None}
         while True:
@@ -212,13 +213,13 @@ class _Told:
     """Progress that goes to the parent, in few messages."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self.channel = channel
         self._nbytes = 0
 
     def progress(self, nbytes: int) -> None:
         self._nbytes += nbytes
         if self._nbytes >= tunables.TOLD_BYTES:
-            self._channel.send({"bytes": self.flush()})
+            self.channel.send({"bytes": self.flush()})
 
     def flush(self) -> int:
         nbytes, self._nbytes = self._nbytes, 0
