@@ -18,8 +18,10 @@ from tests.hostile.seals import sealed_segment, sealed_store
 from tests.hostile.targets import RANKS, TARGETS, Target
 from tests.log.made import made_manifest
 from ucp.errors import IntegrityError, UcpError
+from ucp.log.codecs import Encoding
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameType, padded
 from ucp.log.manifest import _checksum, _json
+from ucp.log.payloads import TABLE_HEAD
 from ucp.store.layout import HEADER_ENTRY, HEADER_FIXED, PAGE, SCHEMA_AT, Layout, Schema, rounded
 
 DEEP = "a value in 3,000 lists"
@@ -154,6 +156,18 @@ def test_notes_and_digests_in_a_log(tmp_path: Path, kind: FrameType, payload: by
             for stream in epoch.streams.values():
                 with contextlib.suppress(IntegrityError):
                     stream.digests()
+
+
+@pytest.mark.parametrize("encoding", list(Encoding))
+def test_blocks_that_are_not_encoded_as_they_say(tmp_path: Path, encoding: Encoding) -> None:
+    """Bytes with a right checksum that no encoder made: found by fuzzing."""
+    target = TARGETS["segment"]
+    made = bytearray(target.seeds()[0])
+    at = SEGMENT_BYTES
+    while made[at + 4] != FrameType.GRAD:
+        at += FRAME_BYTES + padded(struct.unpack_from("<Q", made, at + 32)[0])
+    made[at + FRAME_BYTES + TABLE_HEAD.size + 4] = encoding
+    target.survives(sealed_segment(bytes(made)), tmp_path)
 
 
 def test_a_scale_that_is_none(tmp_path: Path) -> None:

@@ -39,7 +39,12 @@ class StoredBlock:
 
     def bits(self) -> Bits:
         """The bit patterns of the elements, as unsigned integers (of a DIFF: the differences)."""
-        return decode(self.encoding, self.data, self.dtype, self.count)
+        try:
+            return decode(self.encoding, self.data, self.dtype, self.count)
+        except BadBytesError as error:  # though its checksum was right
+            raise IntegrityError(
+                f"block {self.block} of a log: {error}", hint="`ucp log verify` reads all of it and says where"
+            ) from None
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The elements as float32: exact, as every type of a gradient has at most 32 bits."""
