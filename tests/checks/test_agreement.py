@@ -92,7 +92,7 @@ def test_a_master_that_is_cut_in_another_way_is_compared_all_the_same(tmp_path: 
     fragments = []
     for fragment in atoms["master"].fragments:
         (piece,) = fragment.region.pieces()
-        fragments.append(replace(fragment, region=Region.of((piece.box,))))
+        fragments.append(fragment._replace(region=Region.of((piece.box,))))
     for kind, atom in atoms.items():
         atoms[kind] = replace(atom, replicas=())
     atoms["master"] = replace(atoms["master"], fragments=tuple(fragments))
@@ -128,7 +128,7 @@ def test_steps_go_where_the_first_lane_goes(tmp_path: Path) -> None:
     atom = make(tmp_path).parameters["layer.weight"].atoms["exp_avg"]
     file = Fragment(Region.all_of((6, 4)), "f", 0, FLOAT32)
     one = lane_of(replace(atom, fragments=(file,)), 0)
-    parts = [replace(file, region=file.region.cut(a, b)) for a, b in ((3, 9), (9, 20))]
+    parts = [file._replace(region=file.region.cut(a, b)) for a, b in ((3, 9), (9, 20))]
     other = lane_of(replace(atom, fragments=tuple(parts)), 0)
     assert one is not None
     assert other is not None

@@ -49,7 +49,7 @@ def test_a_gap_names_box_and_neighbour(checkpoint: Checkpoint) -> None:
 def test_an_overlap_names_both_owners(checkpoint: Checkpoint) -> None:
     atoms = checkpoint.parameters["norm.weight"].atoms
     first, second = atoms["master"].fragments
-    wider = replace(second, region=Region(second.region.boxes, second.region.start - 1, second.region.stop))
+    wider = second._replace(region=Region(second.region.boxes, second.region.start - 1, second.region.stop))
     atoms["master"] = replace(atoms["master"], fragments=(first, wider))
     finding = only(verify(checkpoint, "quick"), "coverage")
     assert "[3:4] is held more than once" in finding.message
@@ -144,7 +144,7 @@ def test_a_master_of_another_shape_is_found(checkpoint: Checkpoint) -> None:
 def test_one_rank_in_another_dtype_is_found(checkpoint: Checkpoint) -> None:
     atoms = checkpoint.parameters["layer.weight"].atoms
     first, *rest = atoms["exp_avg"].fragments
-    atoms["exp_avg"] = replace(atoms["exp_avg"], fragments=(first, replace(rest[0], dtype=BFLOAT16), *rest[1:]))
+    atoms["exp_avg"] = replace(atoms["exp_avg"], fragments=(first, rest[0]._replace(dtype=BFLOAT16), *rest[1:]))
     finding = only(verify(checkpoint, "quick"), "dtypes")
     assert "bfloat16" in finding.message
     assert finding.rank == rest[0].rank

@@ -70,8 +70,8 @@ def test_casts_scales_means_and_numbers_are_not_stored_as_they_are(tmp_path: Pat
     assert is_stored_as_is(atom)
     assert not is_stored_as_is(replace(atom, dtype=BFLOAT16))
     assert not is_stored_as_is(replace(atom, combine="average"))
-    assert not is_stored_as_is(replace(atom, fragments=(replace(first, scale=2.0), *rest)))
-    assert not is_stored_as_is(replace(atom, fragments=(replace(first, inline=b"0123"), *rest)))
+    assert not is_stored_as_is(replace(atom, fragments=(first._replace(scale=2.0), *rest)))
+    assert not is_stored_as_is(replace(atom, fragments=(first._replace(inline=b"0123"), *rest)))
 
 
 CONVERSION = """

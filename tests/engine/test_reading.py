@@ -101,7 +101,7 @@ def test_cast_average_scale_and_inline(tmp_path: Path) -> None:
     )
     average = replace(first, replicas=(second.fragments,), combine="average")
     assert np.array_equal(read_array(tmp_path, average), (one + two) / np.float32(2))
-    halved = replace(first, fragments=tuple(replace(f, scale=0.5) for f in first.fragments))
+    halved = replace(first, fragments=tuple(f._replace(scale=0.5) for f in first.fragments))
     assert np.array_equal(read_array(tmp_path, halved), one * 2)
     step = Atom("s", "step", (), INT64, (Fragment(Region.all_of(()), "", 0, INT64, inline=(7).to_bytes(8, "little")),))
     assert read_array(tmp_path, step) == 7

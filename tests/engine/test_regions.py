@@ -106,7 +106,7 @@ def test_means_and_strided_tensors_are_read_too(tmp_path: Path) -> None:
         mean, _ = read(tmp_path, Atom("p", "w", (4, 6), FLOAT32, (one,), ((two,),), "average"), region)
         assert mean.tolist() == (expected + 1).tolist()
         assert read(tmp_path, Atom("p", "w", (4, 6), FLOAT32, (turned,)), region)[0].tolist() == expected.tolist()
-        scaled = Atom("p", "w", (4, 6), FLOAT32, (replace(one, scale=2.0),))
+        scaled = Atom("p", "w", (4, 6), FLOAT32, (one._replace(scale=2.0),))
         assert read(tmp_path, scaled, region)[0].tolist() == (expected / 2).tolist()
 
 

@@ -39,7 +39,7 @@ def _plain(atom: Atom, cover: int) -> Atom:
     """One cover of an atom as stored: no average and no scale, which would round a second time."""
     fragments = atom.fragments if cover == 0 else atom.replicas[cover - 1]
     if any(fragment.scale != 1.0 for fragment in fragments):
-        fragments = tuple(replace(fragment, scale=1.0) for fragment in fragments)
+        fragments = tuple(fragment._replace(scale=1.0) for fragment in fragments)
     return replace(atom, fragments=fragments, replicas=(), combine="copy")
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-
-from ucp.records import dataclass
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A block of an atom: along dimension `d` the half-open range `[start[d], start[d] + shape[d])`, in elements.
 
     Inside a box elements are counted row-major. A box of no dimensions is the single element of a scalar.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
@@ -27,8 +27,7 @@ STEP = "step"  # scalar
 COMPUTED: Final = "computed:/"  # names of computed files begin so; no relative path does
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A region of an atom and where its bytes are.
 
     `offset` is the byte offset of the region's first element in `file` (a path relative to the checkpoint's root);

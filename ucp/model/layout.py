@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ucp.records import as_dict, dataclass
 
 
@@ -28,8 +30,7 @@ class Mesh:
         return (text + f", ep {self.ep}" if self.ep > 1 else text) + f", ZeRO {self.zero}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Rank:
+class Rank(NamedTuple):
     """Coordinates of the rank that wrote a fragment; None where that axis does not apply to the file."""
 
     pp: int = 0

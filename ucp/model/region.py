@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ucp.model.box import Box, Shape, interval_boxes, whole
-from ucp.records import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box whose elements lie row-major and contiguous, `offset` elements after the region's first element."""
 
     box: Box
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Boxes laid end to end, each row-major, and of that concatenation the flat interval `[start, stop)`.
 
     Tensor and expert parallelism and fused sub-parameters make the boxes; ZeRO makes the interval. A box may reach

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ucp.errors import InconsistentError, UsageError
 from ucp.model.box import Box, Shape, whole
@@ -20,8 +20,7 @@ from ucp.records import dataclass, field, replace
 Cut = Literal["replicated", "split", "vocab", "average", "pieces"]
 
 
-@dataclass(frozen=True, slots=True)
-class SlicePiece:
+class SlicePiece(NamedTuple):
     """A block of the whole (`box`) that lies contiguous in one rank's slice, `offset` elements from its start."""
 
     box: Box

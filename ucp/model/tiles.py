@@ -111,8 +111,7 @@ def _retiled(fragments: Iterable[Fragment], tile: Tile) -> Iterator[Fragment]:
             if inline is not None:
                 assert packed, "numbers in a pickle are scalars"
                 inline = inline[first * itemsize : (first + box.numel) * itemsize]
-            yield replace(
-                fragment,
+            yield fragment._replace(
                 region=Region.of((box,)),
                 offset=fragment.offset + first * itemsize,
                 strides=None if packed else steps,
@@ -140,7 +139,7 @@ def _joined(fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
         last = made[-1] if made else None
         if last is not None and _touch(last, fragment):
             boxes = _stacked(last.region.boxes, fragment.region.boxes[0])
-            made[-1] = replace(last, region=Region.of(boxes))
+            made[-1] = last._replace(region=Region.of(boxes))
         else:
             made.append(fragment)
     return tuple(made)

@@ -278,7 +278,7 @@ def _fragments(held: Sequence[tuple[ReplayedTensor, Block]], kind: str) -> tuple
             and before.region.stop == block.region.start
         ):
             region = Region(before.region.boxes, before.region.start, block.region.stop)
-            found[-1] = replace(before, region=region)
+            found[-1] = before._replace(region=region)
         else:
             found.append(Fragment(block.region, file, offset, dtype, tensor.stream.schema.rank))
     return tuple(found)

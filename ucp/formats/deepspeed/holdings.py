@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.stored import Stored
@@ -11,8 +11,7 @@ from ucp.model.checkpoint import WEIGHT, Role
 from ucp.records import dataclass, field
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Holder:
+class Holder(NamedTuple):
     """A model-parallel rank: pipeline stage and tensor-parallel rank."""
 
     pp: int

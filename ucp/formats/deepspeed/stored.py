@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ucp.files.inert import TensorRef
 from ucp.model.box import Shape
@@ -16,8 +16,7 @@ from ucp.model.dtypes import DType
 from ucp.records import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Elements `[start, stop)` of a local tensor: contiguous in `file` (relative to the root) from byte `offset` on."""
 
     start: int
