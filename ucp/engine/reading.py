@@ -13,6 +13,7 @@ from ucp import tunables
 from ucp.engine.casting import RawArray, cast, mean, raw_dtype, unscale
 from ucp.engine.flat import can_flatten as can_flatten
 from ucp.engine.flat import flatten, is_contiguous_in
+from ucp.engine.pages import pages
 from ucp.engine.strided import StridedBlock, StridedReader
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
@@ -151,7 +152,7 @@ class AtomReader:
             return self._strided(strides, extent, common)
         nbytes = common.numel * fragment.dtype.itemsize
         if self._scratch.size < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
+            self._scratch = pages(nbytes)
         block = self._scratch[:nbytes]
         self.files.read_into(fragment.file, _position(extent, common), block.data)
         return block.view(kind).reshape(common.shape)

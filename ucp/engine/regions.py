@@ -16,6 +16,7 @@ import numpy as np
 from ucp import tunables
 from ucp.engine.casting import RawArray, cast, raw_dtype, unscale
 from ucp.engine.flat import can_flatten, flatten, is_contiguous_in, is_flat
+from ucp.engine.pages import pages
 from ucp.engine.reading import AtomReader, Cover, StoredBlock
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
@@ -105,7 +106,7 @@ class RegionReader:
             return stored[_where(_inside(block, extent.box))]
         nbytes = block.numel * fragment.dtype.itemsize
         if self._scratch.size < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
+            self._scratch = pages(nbytes)
         values = self._scratch[:nbytes].view(kind)
         self._read_stored(extent, block, values)
         return values.reshape(block.shape)

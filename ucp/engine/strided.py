@@ -14,6 +14,7 @@ import numpy as np
 
 from ucp import tunables
 from ucp.engine.casting import RawArray, raw_dtype
+from ucp.engine.pages import pages
 from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape
 from ucp.model.checkpoint import Fragment
@@ -115,7 +116,7 @@ class StridedReader:
     def _bytes(self, file: str, at: int, length: int) -> RawArray:
         """Bytes of a file, until the next call."""
         if self._scratch.size < length:
-            self._scratch = np.empty(length, np.uint8)
+            self._scratch = pages(length)
         raw = self._scratch[:length]
         self._files.read_into(file, at, raw.data)
         return raw
