@@ -17,7 +17,7 @@ from tests.trees import contents
 DRIVER = """
 import os, signal, sys
 from ucp import tunables
-tunables.SLAB_BYTES, tunables.PART_BYTES = 1024, 4096
+tunables.SLAB_BYTES, tunables.PART_BYTES, tunables.TOLD_BYTES = 1024, 4096, 1
 from ucp.cli import progress
 left = int(sys.argv[1])
 class Killer(progress.Bar):
