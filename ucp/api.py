@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucp.engine.convert import Progress
     from ucp.reports import Written
 
-Engine = Literal["threads", "ray"]  # threads of this process, or tasks of a Ray cluster
+Engine = Literal["local", "ray"]  # this machine, or tasks of a Ray cluster
 
 
 def read_options(
@@ -217,7 +217,7 @@ def convert(
     durable: bool = False,
     part: tuple[int, int] | None = None,
     finish: bool = False,
-    engine: Engine = "threads",
+    engine: Engine = "local",
     ray_address: str = "auto",
     parts: int | None = None,
     progress: Progress | None = None,

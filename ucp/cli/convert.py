@@ -111,10 +111,10 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
 @click.option("--finish", is_flag=True, help="Let the output appear when all of its parts are written.")
 @click.option(
     "--engine",
-    type=click.Choice(["threads", "ray"]),
-    default="threads",
+    type=click.Choice(["local", "ray"]),
+    default="local",
     show_default=True,
-    help="What does the work: threads of this process, or tasks of a Ray cluster.",
+    help="What does the work: workers of this machine, or tasks of a Ray cluster.",
 )
 @click.option("--ray-address", metavar="ADDRESS", help="The Ray cluster. [default: auto, the one of this machine]")
 @click.option("--parts", type=click.IntRange(2), help="Tasks for Ray. [default: as many as the cluster runs at once]")
@@ -196,7 +196,7 @@ def command(
                 conversion.run(share=part, progress=Bar(), processes=True, **how)
         except KeyboardInterrupt:
             if (kept := dst if is_url(dst) else staging_folder(dst)).exists():
-                again = "with --resume " if part is None and launched is None and engine == "threads" else ""
+                again = "with --resume " if part is None and launched is None and engine == "local" else ""
                 click.echo(f"\nwhat was done is kept in {kept}: repeat the command {again}to go on", err=True)
             raise
         if launched is not None and launched.number > 0:
