@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from select import POLLIN, poll
 from typing import Any, Final, NoReturn
 
@@ -25,8 +24,7 @@ from ucp.engine.plan import Part
 from ucp.engine.worker import Budget, Work, Worker, Written
 from ucp.errors import StorageError, UcpError
 from ucp.files.local import SourceFiles, die_with_parent
-from ucp.model.target import OutputFile
-from ucp.records import dataclass, field
+from ucp.records import dataclass, field, replace
 
 _MOST_PARTS: Final = 64  # at a time
 _NOTHING: Final = -1  # in the place of a stretch: there is no more to do
@@ -38,26 +36,22 @@ def is_possible(source: SourceFiles) -> bool:
     return sys.platform == "linux" and alone and source.computed is None and not source.is_remote
 
 
-def stream(
-    stretches: Sequence[Iterable[Part]],
-    source: SourceFiles,
-    folder: Path,
-    files: Sequence[OutputFile],
-    budget: Budget,
-    done: Callable[[list[Written]], None],
-    progress: Callable[[int], None],
-) -> None:
-    """As `ucp.engine.stream.stream`. Every iteration of a stretch must give the same parts."""
-    share = Budget(1, budget.memory // budget.jobs)
-    parent = _Parent(len(stretches), done, progress)
+def stream(stretches: Sequence[Iterable[Part]], work: Work, done: Callable[[list[Written]], None]) -> None:
+    """Write every part. `done` and the work's `progress` are called here, in the parent.
+
+    Workers walk along all stretches, each in its own copy: it must give every one of them the same parts.
+    """
+    parent = _Parent(len(stretches), done, work.progress)
+    share = Budget(1, work.budget.memory // work.budget.jobs)
     try:
-        for number in range(budget.jobs):
+        for number in range(work.budget.jobs):
             near, far = socket.socketpair()
             pid = os.fork()
             if pid == 0:
                 near.close()
                 told = _Told(Channel(far))
-                _work(number, stretches, told, Work(source, folder, files, share, told.progress, told.never))
+                own = replace(work, budget=share, progress=told.progress, stopped=told.never)
+                _work(number, stretches, told, own)
             far.close()
             parent.workers[near.fileno()] = _Known(pid, number, Channel(near))
         parent.serve()

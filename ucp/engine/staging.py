@@ -23,7 +23,7 @@ from ucp.engine.plan import Extent, Part
 from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
-from ucp.files.local import allocate, write_all
+from ucp.files.local import make_file, sync, write_all
 from ucp.model.target import Digests, OutputFile, Target
 
 OUTPUT: Final = "output"
@@ -102,7 +102,7 @@ class Staging:
             own = [file for number, file in enumerate(self.target.files) if number in self.files]
             _check_space(self.path.parent, sum(file.size for file in own) - self.finished_bytes)
             for file in own:
-                _allocate(self.output / file.path, file.size)
+                make_file(self.output / file.path, file.size)
         except BaseException as error:
             if made and self.share.is_whole and (self._journal is not None or isinstance(error, OSError)):
                 self.discard()
@@ -148,7 +148,7 @@ class Staging:
         assert self._journal is not None
         if durable:
             for number in self.files:
-                _sync(self.output / self.target.files[number].path)
+                sync(self.output / self.target.files[number].path)
         self._journal.finish()
         self.close()
 
@@ -258,7 +258,7 @@ def publish(path: Path, target: Target, last: OutputFile | None, *, durable: boo
             _sync_tree(output)
         os.rename(output, path)
         if durable:
-            _sync(path.parent)
+            sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: cannot be published: {error.strerror}") from error
     shutil.rmtree(folder, ignore_errors=True)
@@ -274,7 +274,7 @@ def was_published(path: Path, fingerprint: str, *, durable: bool) -> bool:
         if journal.exists() and (is_held(journal) or not Record.belongs(journal.read_bytes(), fingerprint)):
             return False
     if durable:
-        _sync(path.parent)
+        sync(path.parent)
     shutil.rmtree(folder, ignore_errors=True)
     return True
 
@@ -316,17 +316,6 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _allocate(path: Path, size: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        allocate(fd, size)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot get {size:,} bytes: {error.strerror}") from error
-    finally:
-        os.close(fd)
-
-
 def _write_whole(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -339,13 +328,5 @@ def _write_whole(path: Path, data: bytes) -> None:
 def _sync_tree(folder: Path) -> None:
     for base, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(base) / name)
-        _sync(Path(base))
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            sync(Path(base) / name)
+        sync(Path(base))

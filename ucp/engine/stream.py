@@ -28,14 +28,14 @@ def stream(
     `done` is called with what a finished part wrote, `progress` with numbers of bytes; both maybe from other threads,
     `done` never twice at once. The first failure stops all workers and is raised.
     """
+    stop = threading.Event()
+    work = Work(source, folder, files, budget, progress, stop.is_set)
     if budget.processes and budget.jobs > 1:
         from ucp.engine import forked
 
         if forked.is_possible(source):
-            forked.stream(stretches, source, folder, files, budget, done, progress)
+            forked.stream(stretches, work, done)
             return
-    stop = threading.Event()
-    work = Work(source, folder, files, budget, progress, stop.is_set)
     shared = _Shared([iter(stretch) for stretch in stretches], work, done, stop)
     if budget.jobs <= 1:
         shared.work_on(0)

@@ -7,7 +7,6 @@ tensors, the manifest after everything, and the mark that makes the folder whole
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from ucp.engine.upload_folder import Last, Upload
 from ucp.engine.upload_notes import Uploaded
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
-from ucp.files.local import SourceFiles, allocate
+from ucp.files.local import SourceFiles, make_file
 from ucp.files.paths import RemotePath
 from ucp.model.target import Target
 
@@ -136,7 +135,7 @@ def _make(
     target, jobs = upload.target, max(1, options.budget.jobs)
     written: list[Written] = []
     for number in group:
-        _allocate(spool / target.files[number].path, target.files[number].size)
+        make_file(spool / target.files[number].path, target.files[number].size, 0o600)
     only = frozenset(group)
 
     def write(parts: Sequence[Iterable[Part]]) -> None:
@@ -187,14 +186,3 @@ def _room(spool: Path, largest: int) -> int:
             hint="set TMPDIR to a folder with more space",
         )
     return room
-
-
-def _allocate(path: Path, size: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        allocate(fd, size)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot get {size:,} bytes: {error.strerror}") from error
-    finally:
-        os.close(fd)

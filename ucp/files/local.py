@@ -160,6 +160,27 @@ def allocate(fd: int, size: int) -> None:
         _reserve(fd, size)
 
 
+def make_file(path: Path, size: int, mode: int = 0o644) -> None:
+    """A file of this size below folders that are made, to be filled in place; one that is there keeps its bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        allocate(fd, size)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot get {size:,} bytes: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def sync(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _reserve(fd: int, size: int) -> None:
     try:
         fallocate = _libc().fallocate64

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ucp import tunables
 from ucp.errors import StorageError
+from ucp.files.local import sync
 from ucp.log.frames import (
     FRAME_BYTES,
     SEGMENT_BYTES,
@@ -22,7 +23,6 @@ from ucp.log.frames import (
     checksum,
     padded,
 )
-from ucp.log.manifest import sync_folder
 from ucp.log.payloads import Table, pack_table, table_bytes
 from ucp.log.walk import SUFFIX
 
@@ -94,7 +94,7 @@ class Appender:
         self._write_at(0, [header.pack()])
         self.end = SEGMENT_BYTES
         os.fsync(self._fd)
-        sync_folder(self.folder)
+        sync(self.folder)
 
     def sync(self) -> None:
         """Wait until everything that was appended is on the disk."""

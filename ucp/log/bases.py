@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import IntegrityError, StorageError
-from ucp.log.manifest import sync_folder, write_json
+from ucp.files.local import sync
+from ucp.log.manifest import write_json
 from ucp.log.reader import Log
 from ucp.records import dataclass, field
 
@@ -50,7 +51,7 @@ def write_base(base: Base) -> None:
     for folder, _, files in os.walk(base.folder):
         for name in files:
             _sync_file(Path(folder) / name)
-        sync_folder(Path(folder))
+        sync(Path(folder))
     told: dict[str, Any] = {
         "format": FORMAT,
         "number": base.number,
@@ -61,16 +62,12 @@ def write_base(base: Base) -> None:
     }
     base.folder.mkdir(parents=True, exist_ok=True)
     write_json(base.folder / BASE, told)
-    sync_folder(base.folder.parent)
+    sync(base.folder.parent)
 
 
 def _sync_file(path: Path) -> None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot be made durable: {error.strerror}") from error
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import xxhash
 
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
+from ucp.files.local import sync
 from ucp.log.schema import LoggedParameter, StreamSchema
 from ucp.model.layout import Mesh
 from ucp.records import dataclass, field
@@ -170,7 +171,7 @@ def write_json(path: Path, value: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -199,12 +200,3 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.from_json(data)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IntegrityError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

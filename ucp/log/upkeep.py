@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ucp.errors import StorageError, UsageError
-from ucp.log.manifest import sync_folder
+from ucp.files.local import sync
 from ucp.log.reader import Epoch, Log, Stream
 from ucp.log.walk import FrameRef, list_segments
 from ucp.records import dataclass
@@ -76,7 +76,7 @@ def carry_out(cuts: list[Cut], *, save_tails: bool = False) -> None:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-            sync_folder(cut.path.parent)
+            sync(cut.path.parent)
         except OSError as error:
             raise StorageError(f"{cut.path}: cannot be cut: {error.strerror}") from error
 

@@ -21,6 +21,7 @@ import xxhash
 
 from ucp import tunables
 from ucp.errors import StorageError, UsageError
+from ucp.files.local import sync
 from ucp.store.blocks import NO_SLOT, AtomRecord, Head, SlotHeader, Superblock, no_header, seal_of
 from ucp.store.layout import HEAD_AT, HEADER_FIXED, SCHEMA_AT, SUPERBLOCKS_AT, Entry, Layout, Schema
 from ucp.store.leases import BusyError, become_writer, lock, stop_writing
@@ -78,7 +79,7 @@ class Store:
             finally:
                 os.close(fd)
             os.rename(staged, path)
-            _sync_folder(path.parent)
+            sync(path.parent)
         except OSError as error:
             staged.unlink(missing_ok=True)
             raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
@@ -303,11 +304,3 @@ def _as_bytes(block: Any) -> Bytes:
 
     made: Bytes = block.cpu().contiguous().view(torch.uint8).numpy()
     return made
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ucp.errors import StorageError, UsageError
+from ucp.files.local import sync
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +43,6 @@ def save_compression(compressed: Compression, base: Path, rank: int) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.cpu().contiguous() for name, tensor in compressed.state_dict().items()}, path)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Final
 
 from ucp.errors import StorageError, UsageError
+from ucp.files.local import sync
 from ucp.formats.store.description import EXTRA, generation_notes, schema_of
 from ucp.model.checkpoint import Checkpoint
 from ucp.records import replace
@@ -106,10 +106,6 @@ class StoreSaver(SnapshotSaver):
     def _sync(self) -> None:
         """What this rank wrote becomes durable before rank 0 vouches for it."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+            sync(self.path)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be made durable: {error.strerror}") from error
