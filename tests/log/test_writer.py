@@ -149,7 +149,10 @@ def test_what_a_failed_write_lost_is_written_again(tmp_path: Path, monkeypatch: 
     assert contents(Log.open(tmp_path, "strict")) == expected(range(1, 8))
 
 
-def test_a_disk_that_keeps_failing_closes_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+def test_a_disk_that_keeps_failing_closes_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     writer = begin(tmp_path, slots=2)
     put(writer, 1)
     assert writer.flush() == 1
@@ -157,7 +160,7 @@ def test_a_disk_that_keeps_failing_closes_the_stream(tmp_path: Path, monkeypatch
     def full(*_: object) -> object:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(append.os, "pwritev", full)
+    monkeypatch.setattr(append.os, call, full)
 
     def go_on() -> None:
         for step in range(2, 10):
@@ -166,11 +169,13 @@ def test_a_disk_that_keeps_failing_closes_the_stream(tmp_path: Path, monkeypatch
 
     with pytest.raises(StorageError, match="No space left"):
         go_on()
+    assert writer._patience() is None, "a thread that has failed waits to be closed; it once took a whole core for that"
     with pytest.raises(StorageError, match="No space left"):
         writer.close()
     assert writer.durable_step == 1
     monkeypatch.undo()
-    assert contents(Log.open(tmp_path)) == expected(range(1, 2))
+    found = contents(Log.open(tmp_path))  # what was written and not acknowledged may be there
+    assert {1: found[1]} == expected(range(1, 2))
 
 
 def test_an_epoch_goes_on_after_its_torn_end(tmp_path: Path) -> None:

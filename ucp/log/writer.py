@@ -235,7 +235,7 @@ class Writer:
 
     def _patience(self) -> float | None:
         """How long to wait for more work before what is pending must be made durable."""
-        if not self._pending:
+        if not self._pending or self._failed():
             return None
         return max(0.0, self._oldest + tunables.LOG_BATCH_SECONDS - time.monotonic())
 
