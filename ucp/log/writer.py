@@ -247,6 +247,9 @@ class Writer:
             job.step = max(self._last_step, 0)
         if job.slot is not None and self._appender.end > tunables.LOG_SEGMENT_BYTES:
             self._rotate()
+            if self._failed():
+                self._give_back(job)
+                return
         if not self._pending:
             self._oldest = time.monotonic()
         steps = 1 + sum(other.slot is not None for other in self._pending)
