@@ -15,6 +15,12 @@ settings.load_profile("ucp")
 PROJECT = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that in the end no process is left alone with one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("interop")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def project() -> Path:
     """The project's folder."""
