@@ -13,7 +13,7 @@ from ucp import tunables
 from ucp.engine.casting import RawArray, cast, mean, raw_dtype, unscale
 from ucp.engine.flat import can_flatten as can_flatten
 from ucp.engine.flat import flatten, is_contiguous_in
-from ucp.engine.pages import pages
+from ucp.engine.pages import scratch
 from ucp.engine.strided import StridedBlock, StridedReader
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
@@ -90,7 +90,6 @@ class AtomReader:
         self.flat = can_flatten(atom) if flat is None else flat
         self.shape: Shape = (atom.numel,) if self.flat else atom.shape
         self._covers = [Cover(cover, atom.shape, self.flat) for cover in covers]
-        self._scratch = np.empty(0, np.uint8)
         self._across: StridedReader | None = None
 
     def read(self, slab: Box, out: RawArray) -> None:
@@ -151,9 +150,7 @@ class AtomReader:
         if strides is not None:
             return self._strided(strides, extent, common)
         nbytes = common.numel * fragment.dtype.itemsize
-        if self._scratch.size < nbytes:
-            self._scratch = pages(nbytes)
-        block = self._scratch[:nbytes]
+        block = scratch("rows", nbytes)
         self.files.read_into(fragment.file, _position(extent, common), block.data)
         return block.view(kind).reshape(common.shape)
 

@@ -16,7 +16,7 @@ import numpy as np
 from ucp import tunables
 from ucp.engine.casting import RawArray, cast, raw_dtype, unscale
 from ucp.engine.flat import can_flatten, flatten, is_contiguous_in, is_flat
-from ucp.engine.pages import pages
+from ucp.engine.pages import scratch
 from ucp.engine.reading import AtomReader, Cover, StoredBlock
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
@@ -39,7 +39,6 @@ class RegionReader:
         self.atom = atom
         self._stored_as_is = atom.combine == "copy" and all(f.strides is None for f in atom.fragments)
         self._covers: dict[bool, Cover] = {}
-        self._scratch = np.empty(0, np.uint8)
 
     def read(self, region: Region, out: RawArray) -> None:
         """Fill `out` with the region's elements in order. Elements outside the atom's shape (padding) become zero."""
@@ -105,9 +104,7 @@ class RegionReader:
             stored: RawArray = np.frombuffer(fragment.inline, kind).reshape(extent.box.shape)
             return stored[_where(_inside(block, extent.box))]
         nbytes = block.numel * fragment.dtype.itemsize
-        if self._scratch.size < nbytes:
-            self._scratch = pages(nbytes)
-        values = self._scratch[:nbytes].view(kind)
+        values = scratch("regions", nbytes).view(kind)
         self._read_stored(extent, block, values)
         return values.reshape(block.shape)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ucp import tunables
 from ucp.engine.casting import RawArray, raw_dtype
-from ucp.engine.pages import pages
+from ucp.engine.pages import scratch
 from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape
 from ucp.model.checkpoint import Fragment
@@ -62,7 +62,6 @@ class StridedReader:
         """`stored` are those of the atom that is read: columns beside each other are read together."""
         self._files = files
         self._strips: list[tuple[_Columns, RawArray]] = []
-        self._scratch = np.empty(0, np.uint8)
         self._reach: dict[tuple[str, int, int, int], tuple[int, int]] = {}  # where columns end, and blocks of them
         for block in stored:
             columns = _columns(block, block.box)
@@ -115,9 +114,7 @@ class StridedReader:
 
     def _bytes(self, file: str, at: int, length: int) -> RawArray:
         """Bytes of a file, until the next call."""
-        if self._scratch.size < length:
-            self._scratch = pages(length)
-        raw = self._scratch[:length]
+        raw = scratch("strips", length)
         self._files.read_into(file, at, raw.data)
         return raw
 
