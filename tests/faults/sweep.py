@@ -101,7 +101,8 @@ class Sweep:
         elif kind in ("EIO", "ENOSPC"):
             if ended.code not in (0, 5):
                 yield f"ended with {ended.code}"
-            if ended.code and not (ended.said.startswith("ucp: ") and len(ended.said.splitlines()) <= 2):
+            said = [line for line in ended.said.splitlines() if not line.startswith("note: ")]
+            if ended.code and not (said and said[0].startswith("ucp: ") and len(said) <= 2):
                 yield "its message is none"
         elif ended.code:
             yield f"ended with {ended.code}"

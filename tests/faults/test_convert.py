@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,19 +25,22 @@ PARTS = [
 ]
 
 
-def sweep(folder: Path, commands: list[list[str]], hit: int, kinds: list[str], project: Path) -> dict[str, Any]:
+def sweep(
+    folder: Path, commands: list[list[str]], hit: int, kinds: list[str], project: Path, source: Path = SOURCE
+) -> dict[str, Any]:
     asked = {"folder": str(folder), "commands": commands, "hit": hit, "kinds": kinds}
-    before = contents(SOURCE)
+    before = contents(source)
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.sweep"],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
         cwd=project,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # a fork has none of the threads that torch may have begun
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert contents(SOURCE) == before, "a source is never touched"
+    assert contents(source) == before, "a source is never touched"
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -59,3 +63,30 @@ def test_the_old_state_or_the_new_one(
     found = sweep(tmp_path, commands, hit, kinds, project)
     assert found["problems"] == []
     assert set(found["counts"]) == set(kinds), "every kind of fault had a call to hit"
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a base and three logged steps."""
+    import torch
+
+    import ucp
+
+    run = tmp_path_factory.mktemp("logged") / "run"
+    torch.manual_seed(0)
+    net = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with ucp.record(net, optimizer, run):
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(2, 5)).square().mean().backward()
+            optimizer.step()
+    return run
+
+
+@pytest.mark.parametrize("kinds", [["always short", "EIO", "ENOSPC"], ["torn"]])
+def test_a_merge_too(tmp_path: Path, project: Path, logged: Path, kinds: list[str]) -> None:
+    command = ["merge", str(logged), "{out}", "--step", "3", "-j", "1"]
+    found = sweep(tmp_path, [command], 0, kinds, project, logged)
+    assert found["problems"] == []
+    assert set(found["counts"]) == set(kinds)
