@@ -17,6 +17,7 @@ from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
 from ucp.files.crc import crc32
 from ucp.files.inert import TensorRef
+from ucp.files.local import read_at
 from ucp.files.paths import RemotePath
 from ucp.files.pickles import LoadedPickle, load_pickle
 from ucp.files.zipdirectory import (
@@ -224,15 +225,12 @@ class _Opened:
 
     def read(self, offset: int, size: int) -> bytes:
         try:
-            data = os.pread(self._fd, size, offset)
-            while len(data) < size:
-                more = os.pread(self._fd, size - len(data), offset + len(data))
-                if not more:
-                    raise IntegrityError(
-                        f"{self._path}: ends at byte {offset + len(data)}, but {size} bytes at {offset} are needed",
-                        hint=COPY_AGAIN,
-                    )
-                data += more
+            data = read_at(self._fd, offset, size)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot read bytes at {offset}: {error.strerror}") from error
+        if len(data) < size:
+            raise IntegrityError(
+                f"{self._path}: ends at byte {offset + len(data)}, but {size} bytes at {offset} are needed",
+                hint=COPY_AGAIN,
+            )
         return data

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ucp.errors import StorageError
+from ucp.files.local import read_at
 from ucp.files.paths import RemotePath
 from ucp.log.codecs import DTYPES
 from ucp.log.frames import (
@@ -58,12 +59,7 @@ class SegmentFile:
         if self._remote is not None:
             return self._remote.read_at_most(offset, size)
         try:
-            data = os.pread(self._fd, size, offset)
-            while 0 < len(data) < size:
-                more = os.pread(self._fd, size - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
+            data = read_at(self._fd, offset, size)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot read bytes at {offset}: {error.strerror}") from error
         if len(data) < size and offset + size <= self.size:

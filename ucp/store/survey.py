@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import xxhash
 
 from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
+from ucp.files.local import read_at
 from ucp.records import dataclass, field
 from ucp.store.blocks import MAGIC, NO_SLOT, DamagedError, Head, SlotHeader, Superblock
 from ucp.store.layout import HEAD_AT, PAGE, SCHEMA_AT, SUPERBLOCKS_AT, Layout, Schema
@@ -63,7 +63,7 @@ def reader_of(fd: int, path: Path) -> Read:
 
     def read(offset: int, size: int) -> bytes:
         try:
-            return os.pread(fd, size, offset)
+            return read_at(fd, offset, size)
         except OSError as error:
             raise StorageError(f"{path}: cannot read bytes at {offset}: {error.strerror}") from error
 

@@ -21,7 +21,7 @@ import xxhash
 
 from ucp import tunables
 from ucp.errors import StorageError, UsageError
-from ucp.files.local import sync
+from ucp.files.local import sync, write_all
 from ucp.store.blocks import NO_SLOT, AtomRecord, Head, SlotHeader, Superblock, no_header, seal_of
 from ucp.store.layout import HEAD_AT, HEADER_FIXED, SCHEMA_AT, SUPERBLOCKS_AT, Entry, Layout, Schema
 from ucp.store.leases import BusyError, become_writer, lock, stop_writing
@@ -74,7 +74,7 @@ class Store:
                 # A mapped file with holes kills its process when the disk is full: all blocks are reserved now.
                 os.posix_fallocate(fd, 0, layout.file_bytes)
                 for at, block in ((SCHEMA_AT, data), *((at, nothing) for at in SUPERBLOCKS_AT), (HEAD_AT, head.pack())):
-                    os.pwrite(fd, block, at)
+                    write_all(fd, at, block)
                 os.fsync(fd)
             finally:
                 os.close(fd)
