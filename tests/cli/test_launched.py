@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 import ucp
 from tests.trees import contents
+from ucp import api
 from ucp.cli.launchers import launched_share
+from ucp.engine.convert import Progress
 from ucp.engine.shares import Share
 
 ROOT = Path(__file__).parent.parent.parent
@@ -116,3 +119,43 @@ def test_torchrun(tmp_path: Path, whole: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert contents(tmp_path / "out") == contents(whole)
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_nodes(tmp_path: Path, whole: Path) -> None:
+    """Two launchers that meet over the network, as on two machines that see the same folders."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "ucp", "convert"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(
+            [*command, str(SOURCE), str(tmp_path / "out"), *LAYOUT], env=environment, text=True, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    said = [end(node) for node in nodes]
+    assert [code for code, _ in said] == [0, 0], said
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+class Heard(Progress):
+    """Adds up what it is told."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+
+    def start(self, total: int) -> None:
+        self.total += total
+
+    def advance(self, nbytes: int) -> None:
+        self.done += nbytes
+
+
+def test_the_first_tells_of_the_bytes_of_all(tmp_path: Path) -> None:
+    out, heard = tmp_path / "out", Heard()
+    ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, part=(2, 2))
+    conversion = api.plan(SOURCE, out, to="deepspeed", tp=1, dp=3)
+    conversion.run_together(Share(0, 2), heard)
+    assert heard.total == heard.done == conversion.target.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -24,10 +25,11 @@ def write(run: Path, injector: Injector) -> int:
     try:
         for step in range(1, STEPS + 1):
             put(writer, step)
-        writer.close()
     except StorageError:
         pass  # said, and nothing more is durable
     finally:
+        with contextlib.suppress(StorageError):
+            writer.close()
         for name in CALLS:
             setattr(os, name, REAL[name])
     return writer.durable_step
