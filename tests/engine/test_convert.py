@@ -59,6 +59,7 @@ def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 128)))
         patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 512)))
+        patch.setattr(tunables, "LONG_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1024])))
         patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
         folder = Path(name)
         atom = write_shards(folder, values, dtype, source)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.shards import DTYPES, Cut, cuts, shapes, values_of, write_shards
-from ucp.engine.flat import StraightReader, can_flatten, is_stored_as_is
+from ucp import tunables
+from ucp.engine.flat import StraightReader, is_stored_as_is
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import Atom
@@ -32,18 +33,18 @@ def read(folder: Path, atom: Atom, start: int, stop: int) -> bytes:
 
 
 @given(data=st.data(), shape=shapes(), dtype=st.sampled_from(DTYPES))
-def test_any_range_of_any_flat_cut(
+def test_any_range_of_any_cut(
     data: st.DataObject, shape: tuple[int, ...], dtype: DType, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("flat")
     values = values_of(shape, dtype)
     atom = write_shards(folder, values, dtype, data.draw(cuts(shape)))
     whole = values.tobytes()
-    if not can_flatten(atom):
-        return
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
-    assert read(folder, atom, start, stop) == whole[start:stop]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tunables, "LONG_RUN_BYTES", 1)
+        assert read(folder, atom, start, stop) == whole[start:stop]
 
 
 @pytest.mark.parametrize(

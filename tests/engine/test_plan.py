@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.shards import Cut, cuts, regions, shapes
-from tests.model.strategies import boxes, numbered, region_elements
+from tests.engine.shards import Cut, regions, shapes
+from tests.model.strategies import boxes
 from ucp import tunables
-from ucp.engine.flat import flat_runs
 from ucp.engine.outputs import Outputs
 from ucp.engine.plan import Part, parts, stretches
 from ucp.engine.sweep import Sweep
@@ -28,36 +26,8 @@ from ucp.model.dtypes import FLOAT32
 from ucp.model.region import Region
 from ucp.model.rules import Rule
 from ucp.model.slabs import slabs
+from ucp.model.stripes import Stripe
 from ucp.model.target import Hole, OutputFile, Target
-
-
-@given(data=st.data(), shape=shapes())
-def test_runs_are_the_region_in_order(data: st.DataObject, shape: Shape) -> None:
-    for region in regions(data.draw(cuts(shape)), shape):
-        runs = flat_runs(region, shape)
-        if runs is None:
-            assert len(shape) > 1
-            continue
-        wanted = region_elements(numbered(shape), region).tolist()
-        assert [n for first, last, _ in runs for n in range(first, last)] == wanted
-        assert [wanted[offset] for _, _, offset in runs] == [first for first, _, _ in runs]
-        assert all(before[1] != after[0] for before, after in pairwise(runs)), "neighbours are joined"
-
-
-def test_a_share_that_begins_and_ends_within_rows_is_one_run() -> None:
-    assert flat_runs(Region.all_of((10, 7)).cut(3, 45), (10, 7)) == [(3, 45, 0)]
-
-
-def test_columns_have_no_runs_but_part_of_one_row_has() -> None:
-    columns = Region.of([Box((0, 2), (10, 3))])
-    assert flat_runs(columns, (10, 7)) is None
-    assert flat_runs(columns.cut(4, 6), (10, 7)) == [(10, 12, 0)]
-
-
-def test_padding_has_no_runs() -> None:
-    padded = Region.of([Box((0, 0), (12, 7))])
-    assert flat_runs(padded, (10, 7)) is None
-    assert flat_runs(padded.cut(0, 70), (10, 7)) == [(0, 70, 0)]
 
 
 @given(data=st.data(), shape=shapes(), limit=st.integers(1, 40))
@@ -117,7 +87,13 @@ def test_planning_grows_with_the_ranks_and_not_with_their_square(cut: Any, monke
 
 
 def wanted_of(part: Part) -> Iterator[Box]:
-    yield from (extent.box for extent in part.extents if extent.box is not None)
+    """What a part writes of the atom, or of the flattened one."""
+    for extent in part.extents:
+        if isinstance(extent.place, Stripe):
+            (first,), (count,) = part.block
+            yield from (Box((a,), (b - a,)) for a, b in extent.place.within(first, first + count))
+        elif extent.place is not None:
+            yield extent.place
 
 
 def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from tests.engine.shards import DTYPES, Cut, cuts, index_of, shapes, values_of, 
 from ucp import tunables
 from ucp.engine.arrays import read_array, read_tensor
 from ucp.engine.casting import cast, raw_dtype
-from ucp.engine.reading import AtomReader, is_contiguous_in
+from ucp.engine.reading import AtomReader
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.files.local import SourceFiles
-from ucp.model.box import Box, flat_index
+from ucp.model.box import Box, flat_index, is_contiguous_in
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64
 from ucp.model.region import Region

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ucp import tunables
+from ucp.errors import IntegrityError
 from ucp.files import local
 from ucp.files.local import SourceFiles, allocate, write_all
 
@@ -24,6 +26,27 @@ def test_a_file_in_use_is_not_closed_for_another(tmp_path: Path) -> None:
         assert os.pread(second.fd, 1, 0) == b"b"
         files._release(first)
         files._release(second)
+
+
+@pytest.mark.parametrize("most", [1, 3, 1 << 20])
+def test_targets_are_filled_one_after_the_other_however_little_comes_at_a_time(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(5000)
+    (tmp_path / "file").write_bytes(data)
+    real = os.preadv
+
+    def short(fd: int, targets: Sequence[memoryview], offset: int) -> int:
+        return real(fd, [targets[0][:most]] if most < len(targets[0]) else targets, offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    out = bytearray(2 * 4900)
+    views = [memoryview(out)[at : at + size] for at, size in zip(range(0, 2 * 4900, 4), [2] * 2450, strict=True)]
+    with SourceFiles(tmp_path) as files:
+        files.scatter("file", 100, views)  # more than the system takes in one call
+        assert b"".join(views) == data[100:]
+        with pytest.raises(IntegrityError, match="file: ends at byte 5000"):
+            files.scatter("file", 101, views)
 
 
 def test_a_large_file_gets_its_blocks_at_once(tmp_path: Path) -> None:

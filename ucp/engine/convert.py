@@ -77,8 +77,6 @@ def run(
                 done=staging.record,
                 progress=progress.advance,
             )
-            if options.budget.processes and source.mesh.tp > 1:
-                import ucp.engine.shaped  # noqa: F401 - will be needed, and once is cheaper than in every worker
             walks = stretches(target, max(1, options.budget.jobs), staging.files)
             # What is resumed is checked first, and that once: not by every process.
             in_threads = replace(options.budget, processes=False)

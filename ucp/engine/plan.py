@@ -8,18 +8,19 @@ from itertools import chain
 from typing import Final, TypeVar
 
 from ucp import tunables
-from ucp.engine.flat import can_flatten, flat_runs
+from ucp.engine.flat import are_long, can_flatten, is_stored_as_is, stored_stripes
 from ucp.engine.sweep import Sweep
 from ucp.model.box import Box, Shape, flat_index, intersect
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType
 from ucp.model.region import Piece
 from ucp.model.slabs import slabs
+from ucp.model.stripes import Stripe, stripes
 from ucp.model.target import Hole, Literal, OutputFile, Target, ZeroRange
 from ucp.records import dataclass
 
 # Parts that other versions of this module cut are not found again in a journal.
-VERSION: Final = 2
+VERSION: Final = 3
 # How many literals or zero ranges one part may write: each is small, and a part costs a line of the journal.
 _RANGES_OF_A_PART: Final = 256
 
@@ -34,7 +35,7 @@ class Extent:
     file: int  # index into Target.files
     offset: int
     nbytes: int
-    box: Box | None  # block of the atom that lies there, in the part's own geometry; None for literals and zeros
+    place: Box | Stripe | None  # in the atom, flattened where the part is; literals and zeros have none
     data: bytes | None = None  # of a literal; zeros have neither
 
 
@@ -143,42 +144,45 @@ def _batched(extents: Iterable[Extent]) -> Iterator[Part]:
 
 
 def _parts_of(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:
-    if can_flatten(atom):
-        found = [flat_runs(hole.region, atom.shape) for _, hole in places]
-        held = [runs for runs in found if runs is not None]
-        if len(held) == len(found):
-            return _flat_parts(atom, places, held)
+    found = [stripes(hole.region, atom.shape) for _, hole in places]
+    held = [some for some in found if some is not None]
+    if len(held) == len(found) and _is_flat(atom, held):
+        return _flat_parts(atom, places, held)
     return _shaped_parts(atom, places)
 
 
-def _flat_parts(
-    atom: Atom, places: Sequence[tuple[int, Hole]], held: Sequence[Sequence[tuple[int, int, int]]]
-) -> Iterator[Part]:
-    """Parts of the flattened atom, of which each place holds some runs."""
+def _is_flat(atom: Atom, held: Sequence[Sequence[Stripe]]) -> bool:
+    """Can the atom be taken as if it had one dimension: where bytes go as they are, or all places are intervals?"""
+    if is_stored_as_is(atom) and stored_stripes(atom) is not None:
+        return all(are_long(some, atom.dtype) for some in held)
+    return can_flatten(atom) and all(stripe.times == 1 for some in held for stripe in some)
+
+
+def _flat_parts(atom: Atom, places: Sequence[tuple[int, Hole]], held: Sequence[Sequence[Stripe]]) -> Iterator[Part]:
+    """Parts of the flattened atom, of which each place holds some stripes."""
     itemsize = atom.dtype.itemsize
     waiting = sorted(
-        (first, last, number, hole.offset + offset * itemsize)
-        for (number, hole), runs in zip(places, held, strict=True)
-        for first, last, offset in runs
+        (stripe, number, hole.offset) for (number, hole), some in zip(places, held, strict=True) for stripe in some
     )
     waiting.reverse()  # the next one is the last
-    met: list[tuple[int, int, int, int]] = []
+    met: list[tuple[Stripe, int, int]] = []
     step = _elements_of_a_part(atom)
     for start in range(0, atom.numel, step):
         stop = min(start + step, atom.numel)
-        while waiting and waiting[-1][0] < stop:
+        while waiting and waiting[-1][0].first < stop:
             met.append(waiting.pop())
         if not met:
             continue
         extents: list[Extent] = []
-        for first, last, number, offset in met:
-            low, high = max(first, start), min(last, stop)
-            box = Box((low,), (high - low,))
-            extents.append(Extent(number, offset + (low - first) * itemsize, (high - low) * itemsize, box))
-        # From the first wanted element, which is in the first run, to the last.
-        begin, end = max(met[0][0], start), min(max(run[1] for run in met), stop)
-        yield Part(atom, True, Box((begin,), (end - begin,)), tuple(extents))
-        met = [run for run in met if run[1] > stop]
+        for stripe, number, base in met:
+            low, high = stripe.before(start), stripe.before(stop)
+            if low < high:
+                extents.append(Extent(number, base + (stripe.offset + low) * itemsize, (high - low) * itemsize, stripe))
+        if extents:
+            # From the first wanted element, which may be in the first stripe, to the last.
+            begin, end = max(met[0][0].first, start), min(max(stripe.stop for stripe, _, _ in met), stop)
+            yield Part(atom, True, Box((begin,), (end - begin,)), tuple(extents))
+        met = [entry for entry in met if entry[0].stop > stop]
 
 
 def _shaped_parts(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:

@@ -12,12 +12,12 @@ import numpy as np
 from ucp import tunables
 from ucp.engine.casting import RawArray, cast, mean, raw_dtype, unscale
 from ucp.engine.flat import can_flatten as can_flatten
-from ucp.engine.flat import flatten, is_contiguous_in
+from ucp.engine.flat import flatten
 from ucp.engine.pages import scratch
 from ucp.engine.strided import StridedBlock, StridedReader
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.model.box import Box, Shape, flat_index, intersect, strides_of
+from ucp.model.box import Box, Shape, flat_index, intersect, is_contiguous_in, strides_of
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.slabs import slabs
 from ucp.records import dataclass

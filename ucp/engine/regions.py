@@ -15,12 +15,12 @@ import numpy as np
 
 from ucp import tunables
 from ucp.engine.casting import RawArray, cast, raw_dtype, unscale
-from ucp.engine.flat import can_flatten, flatten, is_contiguous_in, is_flat
+from ucp.engine.flat import can_flatten, flatten, is_flat
 from ucp.engine.pages import scratch
 from ucp.engine.reading import AtomReader, Cover, StoredBlock
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.model.box import Box, Shape, flat_index, intersect, strides_of, whole
+from ucp.model.box import Box, Shape, flat_index, intersect, is_contiguous_in, strides_of, whole
 from ucp.model.checkpoint import Atom
 from ucp.model.region import Piece, Region
 from ucp.model.slabs import slabs

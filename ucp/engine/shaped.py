@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ucp.engine.casting import RawArray, raw_dtype
-from ucp.engine.flat import is_contiguous_in
 from ucp.engine.reading import AtomReader
 from ucp.files.local import SourceFiles
-from ucp.model.box import Box, flat_index, intersect, whole
+from ucp.model.box import Box, flat_index, intersect, is_contiguous_in, whole
 from ucp.model.checkpoint import Atom
 
 

@@ -19,6 +19,7 @@ from ucp.files.local import SourceFiles
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom
 from ucp.model.slabs import slabs
+from ucp.model.stripes import Stripe
 from ucp.model.target import OutputFile
 from ucp.records import dataclass
 
@@ -125,7 +126,7 @@ class Worker:
         begin = part.block.start[0] * itemsize
         end = begin + part.block.numel * itemsize
         step = len(self.block) // itemsize * itemsize
-        only = targets[0] if len(targets) == 1 else None  # which takes all, without looking
+        only = targets[0] if len(targets) == 1 and targets[0].is_interval else None  # which takes all, without looking
         sweep = _sweep(() if only else targets)
         # Slabs end where blocks of the (first) file do, because Linux caches whole, aligned writes in large pages.
         start, stop = begin, begin + step - targets[0].extent.offset % step // itemsize * itemsize
@@ -138,7 +139,7 @@ class Worker:
                 self.work.progress(len(data))
             else:
                 slab = Box((start // itemsize,), (len(data) // itemsize,))
-                self.work.progress(sum(target.take_bytes(start, data, itemsize) for _, target in sweep.meeting(slab)))
+                self.work.progress(sum(target.take(start, data, itemsize) for _, target in sweep.meeting(slab)))
             start, stop = stop, stop + step
 
     def _reshape(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
@@ -164,7 +165,7 @@ class Worker:
 
 
 def _sweep(targets: Iterable[_Target]) -> Sweep[_Target]:
-    return Sweep((target.extent.box, target) for target in targets if target.extent.box is not None)
+    return Sweep((target.reach, target) for target in targets)
 
 
 class _Target:
@@ -176,18 +177,31 @@ class _Target:
         self._sealed = outputs.files[extent.file].seal is not None
         self._at = extent.offset
         self._digest = xxhash.xxh3_128()
-        self._is_zeros = extent.box is None and extent.data is None
+        self._is_zeros = extent.place is None and extent.data is None
         self._crc = crc32_of_zeros(extent.nbytes) if self._is_zeros else 0
 
-    def take_bytes(self, start: int, data: memoryview, itemsize: int) -> int:
-        """Append what this extent holds of the flat atom's bytes from byte `start` on; gives the number of bytes."""
-        assert self.extent.box is not None
-        first = self.extent.box.start[0] * itemsize
-        lo, hi = max(first, start), min(first + self.extent.nbytes, start + len(data))
-        if lo >= hi:
+    @property
+    def is_interval(self) -> bool:
+        """Does it hold all of the flattened atom from its first to its last element?"""
+        return isinstance(self.extent.place, Stripe) and self.extent.place.times == 1
+
+    @property
+    def reach(self) -> Box:
+        """The smallest box of the atom, or of the flattened one, that all of it lies in."""
+        place = self.extent.place
+        assert place is not None
+        return Box((place.first,), (place.stop - place.first,)) if isinstance(place, Stripe) else place
+
+    def take(self, start: int, data: memoryview, itemsize: int) -> int:
+        """Append what this extent holds of the flattened atom's bytes from byte `start` on; gives their number."""
+        assert isinstance(self.extent.place, Stripe)
+        runs = self.extent.place.scaled(itemsize).within(start, start + len(data))
+        views = [data[first - start : last - start] for first, last in runs]
+        if not views:
             return 0
-        self.append(data[lo - start : hi - start])
-        return hi - lo
+        mine = views[0] if len(views) == 1 else memoryview(b"".join(views))
+        self.append(mine)
+        return len(mine)
 
     def append(self, data: memoryview) -> None:
         self._digest.update(data)

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from io import RawIOBase
 from itertools import islice
@@ -22,6 +22,7 @@ from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import COMPUTED, ComputedFiles
 
 _PR_SET_PDEATHSIG: Final = 1
+_VECTORS: Final = 1024  # that Linux takes in one call
 
 
 class SourceFiles:
@@ -44,19 +45,37 @@ class SourceFiles:
         """Fill `target` (bytes) from `file` at byte `offset`; a file that ends too early is an integrity error."""
         if self.computed is not None and file.startswith(COMPUTED):
             self.computed.read_into(file, offset, target)
-            return
-        if self._remote is not None:
+        elif self._remote is not None:
             self._remote.read_into(file, offset, target)
-            return
+        else:
+            self._read(file, offset, [target], len(target))
+
+    def scatter(self, file: str, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill one target after the other from `file`, beginning at byte `offset`."""
+        if len(targets) == 1:
+            self.read_into(file, offset, targets[0])
+        elif self._remote is not None or (self.computed is not None and file.startswith(COMPUTED)):
+            data, at = memoryview(self.read(file, offset, sum(map(len, targets)))), 0
+            for target in targets:
+                target[:] = data[at : at + len(target)]
+                at += len(target)
+        else:
+            for first in range(0, len(targets), _VECTORS):
+                some = targets[first : first + _VECTORS]
+                nbytes = sum(map(len, some))
+                self._read(file, offset, some, nbytes)
+                offset += nbytes
+
+    def _read(self, file: str, offset: int, targets: Sequence[memoryview], nbytes: int) -> None:
         handle = self._acquire(file)
         try:
-            done = 0
-            while done < len(target):
-                got = os.preadv(handle.fd, [target[done:]], offset + done)
+            done = os.preadv(handle.fd, targets, offset)
+            while done < nbytes:
+                got = os.preadv(handle.fd, list(_after(targets, done)), offset + done) if done else 0
                 if got == 0:
                     raise IntegrityError(
                         f"{self.root / file}: ends at byte {offset + done}, but bytes"
-                        f" [{offset}, {offset + len(target)}) are needed",
+                        f" [{offset}, {offset + nbytes}) are needed",
                         hint="the file is truncated or was changed while it was read; restore it and try again",
                     )
                 done += got
@@ -107,6 +126,14 @@ class SourceFiles:
         idle = (file for file, handle in self._open.items() if handle.users == 0)
         for file in list(islice(idle, excess)):
             os.close(self._open.pop(file).fd)
+
+
+def _after(targets: Sequence[memoryview], done: int) -> Iterator[memoryview]:
+    """What is left of the targets after `done` bytes."""
+    for target in targets:
+        if done < len(target):
+            yield target[done:]
+        done = max(0, done - len(target))
 
 
 class _Descriptor:

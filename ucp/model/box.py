@@ -75,6 +75,16 @@ def flat_index(index: Shape, shape: Shape) -> int:
     return flat
 
 
+def is_contiguous_in(box: Box, shape: Shape) -> bool:
+    """Do the elements of `box` lie side by side in a row-major tensor of `shape`?"""
+    seen = False
+    for n, extent in zip(box.shape, shape, strict=True):
+        if seen and n != extent:
+            return False
+        seen = seen or n > 1
+    return True
+
+
 def interval_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Cut the flat row-major interval `[start, stop)` of a tensor of `shape` into boxes, in order.
 
