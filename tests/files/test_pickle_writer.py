@@ -454,6 +454,7 @@ def torch_files() -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.interop
+@pytest.mark.filterwarnings("ignore")  # of the frameworks that the files name, when they are imported
 @pytest.mark.parametrize("shard", range(4))
 def test_torch_makes_the_same_objects_of_deepspeed_files(shard: int) -> None:
     """With DeepSpeed installed: enums, loss scalers, fragment addresses and all."""

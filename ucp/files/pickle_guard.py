@@ -36,10 +36,10 @@ _PLAIN_OPCODES: Final = (
     rb"X" + _counted(4, below=128) + _MAYBE_PUT,
     rb"[(NabesuQ\x88\x89\x90]+",  # marks, constants, and what fills an object that is already there
     rb"[R\]})\x81old\x8f\x92\x93]" + _MAYBE_PUT,  # a fresh object that is no tuple
-    rb"K.",
+    rb"K.K.K.K.K.K.K.K.|K.|M..M..M..M..M..M..M..M..|M..",  # whole numbers: every rank lists all parameters of the model
     rb"(?:h.|j" + _SMALL_SLOT + rb")\)[R\x81]" + _MAYBE_PUT,  # a call of an old object, which is no tuple then
     _TUPLE + rb"(?![qr])",
-    rb"M..|J....|G.{8}",
+    rb"J....|G.{8}",
     rb"\x8a" + _counted(1, below=9),
     rb"c[^\n]*\n[^\n]*\n" + _MAYBE_PUT,
 )

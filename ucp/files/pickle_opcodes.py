@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, is_class, new_class
@@ -15,6 +16,7 @@ _OLD_MODULES: Final = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # as p
 _PERSISTENT_ID: Final = ("pickle", "persistent_id")
 _CALL_OF_AN_OBJECT: Final = ("ucp.files.inert", "call")
 _BATCH: Final = 1000
+_INTS: Final = {int}
 
 
 class UnwritableError(Exception):
@@ -101,16 +103,7 @@ class Opcodes:
         self.out.append(b"\x88" if value else b"\x89")
 
     def save_int(self, value: int) -> None:
-        if 0 <= value < 1 << 8:
-            self.out.append(b"K%c" % value)
-        elif 0 <= value < 1 << 16:
-            self.out.append(b"M" + value.to_bytes(2, "little"))
-        elif -(1 << 31) <= value < 1 << 31:
-            self.out.append(b"J" + value.to_bytes(4, "little", signed=True))
-        else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            size = len(data)
-            self.out.append((b"\x8a%c" % size if size < 256 else b"\x8b" + size.to_bytes(4, "little")) + data)
+        self.out.append(_int(value))
 
     def save_float(self, value: float) -> None:
         self.out.append(struct.pack(">cd", b"G", value))
@@ -166,9 +159,13 @@ class Opcodes:
 
     def _appends(self, items: Sequence[Any]) -> None:
         for start in range(0, len(items), _BATCH):
+            batch = items[start : start + _BATCH]
             self.out.append(b"(")
-            for number, item in enumerate(items[start : start + _BATCH], start):
-                self._save_below(number, item)
+            if set(map(type, batch)) == _INTS:
+                self.out.append(_ints(tuple(batch)))
+            else:
+                for number, item in enumerate(batch, start):
+                    self._save_below(number, item)
             self.out.append(b"e")
 
     def save_dict(self, value: dict[Any, Any]) -> None:
@@ -261,6 +258,24 @@ class Opcodes:
         self._appends(value.items)
         self._setitems(value.pairs)
         self._build(value.state)
+
+
+def _int(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K%c" % value
+    if 0 <= value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    size = len(data)
+    return (b"\x8a%c" % size if size < 256 else b"\x8b" + size.to_bytes(4, "little")) + data
+
+
+@lru_cache(maxsize=64)
+def _ints(values: tuple[int, ...]) -> bytes:
+    """Many whole numbers, which have no identity: every rank's file lists all parameters of the model."""
+    return b"".join(map(_int, values))
 
 
 Opcodes.savers = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, is_class
 from ucp.files.torchzip_writer import Fill, new_tensor
 from ucp.model.checkpoint import Atom
 from ucp.model.region import Region
+
+_PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def with_tensors(tree: Any) -> Any:
@@ -39,7 +41,7 @@ class _Walk:
         if isinstance(value, dict):
             return {key: self.walk(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.walk(item) for item in value]
+            return list(value) if _PLAIN.issuperset(map(type, value)) else [self.walk(item) for item in value]
         if isinstance(value, tuple):
             return tuple(self.walk(item) for item in value)
         if isinstance(value, Inert):
