@@ -1,0 +1,181 @@
+"""Workers that are processes: how they start and end, and how they speak with their parent.
+
+Threads of one interpreter take turns at everything but the bytes themselves. A worker is a fork: it has the plan, the
+index and the open files already. Over a socket it asks for work and tells what became of it. Workers end with their
+parent, whatever ends it; a failure of one is raised in the parent as its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from select import POLLIN, poll
+from types import TracebackType
+from typing import Any, NoReturn
+
+from ucp import errors, tunables
+from ucp.errors import StorageError, UcpError
+from ucp.files.local import die_with_parent
+from ucp.records import dataclass
+
+
+def are_possible() -> bool:
+    """Only Linux can tie a worker's life to ours, and a fork has none of our threads."""
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+class Channel:
+    """Messages, one JSON value a line, over a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._pending: list[bytes] = []  # the beginning of a line
+
+    def send(self, message: Any) -> None:
+        self.sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Any]:
+        """Wait for messages; all that have come. None at all where the other side is gone."""
+        while True:
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                return []
+            self._pending.append(data)
+            if b"\n" in data:
+                *lines, rest = b"".join(self._pending).split(b"\n")
+                self._pending = [rest]
+                return [json.loads(line) for line in lines]
+
+
+@dataclass(slots=True)
+class Fork:
+    """A worker as its parent knows it."""
+
+    pid: int
+    number: int  # from 0
+    channel: Channel
+    left: bool = False
+
+
+class Forks:
+    """The workers of one piece of work, seen from their parent. As a context: none of them outlives it."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        """`progress` is called, here in the parent, with the bytes that workers have moved."""
+        self._progress = progress
+        self._forks: dict[int, Fork] = {}  # by file descriptor
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fork in self._forks.values():
+            os.kill(fork.pid, signal.SIGKILL)
+        for fd in list(self._forks):
+            self._forget(fd)
+
+    def start(self, work: Callable[[int, Channel], None]) -> None:
+        """One more worker, which does nothing but `work` with its number and its end of the socket."""
+        near, far = socket.socketpair()
+        number = len(self._forks)
+        pid = _fork()
+        if pid == 0:
+            near.close()
+            _live(number, Channel(far), work)
+        far.close()
+        self._forks[near.fileno()] = Fork(pid, number, Channel(near))
+
+    def serve(self, hear: Callable[[Fork, dict[str, Any]], None]) -> None:
+        """Hear every message until all workers have left. The first failure of any is raised."""
+        ready = poll()
+        for fd in self._forks:
+            ready.register(fd, POLLIN)
+        while self._forks:
+            for fd, _ in ready.poll():
+                fork = self._forks[fd]
+                messages = fork.channel.receive()
+                if not messages:
+                    raise _lost(fork)
+                for message in messages:
+                    if "failed" in message:
+                        raise _failure(message["failed"])
+                    if "bytes" in message:
+                        self._progress(message["bytes"])
+                    hear(fork, message)
+                    fork.left = "left" in message
+                if fork.left:
+                    ready.unregister(fd)
+                    self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        fork = self._forks.pop(fd)
+        fork.channel.sock.close()
+        os.waitpid(fork.pid, 0)
+
+
+class Told:
+    """A worker's progress, which goes to the parent in few messages."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._nbytes = 0
+
+    def progress(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._nbytes >= tunables.TOLD_BYTES:
+            self._channel.send({"bytes": self.flush()})
+
+    def flush(self) -> int:
+        """The bytes that were not told yet, for a message that goes out anyway."""
+        nbytes, self._nbytes = self._nbytes, 0
+        return nbytes
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Later versions of Python warn where the process has threads of any kind. Those of numpy's algebra stop by
+        # themselves before a fork, and there are no others.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _live(number: int, channel: Channel, work: Callable[[int, Channel], None]) -> NoReturn:
+    """The whole life of a worker. Nothing of the parent's is flushed, closed or cleaned up here."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
+        die_with_parent()
+        work(number, channel)
+        channel.send({"left": number})
+    except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
+        channel.send({"failed": _described(error)})
+    finally:
+        os._exit(0)
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, UcpError):
+        return {"kind": type(error).__name__, "what": error.what, "hint": error.hint}
+    return {"kind": "", "what": traceback.format_exc(), "hint": None}
+
+
+def _failure(told: dict[str, Any]) -> BaseException:
+    kind = getattr(errors, told["kind"], None)
+    if isinstance(kind, type) and issubclass(kind, UcpError):
+        return kind(told["what"], hint=told["hint"])
+    return RuntimeError(f"in a worker process:\n{told['what']}")
+
+
+def _lost(fork: Fork) -> UcpError:
+    return StorageError(f"a worker process ({fork.pid}) is gone: it was killed, or the machine is out of memory")
