@@ -364,6 +364,16 @@ def test_real_objects_come_back(name: str, protocol: int) -> None:
     assert differences(load(data), load(rewritten(data))) == []
 
 
+@pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
+def test_numpy_keeps_the_name_that_it_was_written_under(core: str) -> None:
+    """A loader that lists what it may call, as Megatron's does, knows the name of its own numpy alone."""
+    name = f"{core}.multiarray".encode()
+    data = pickle.dumps([np.arange(3), np.float64(2)], 2).replace(b"numpy._core.multiarray", name)
+    back = write_pickle(read_pickle(data, "test"), "test")
+    assert back.count(name) == data.count(name) == 2
+    assert back.count(b".multiarray") == 2
+
+
 def test_how_an_object_was_made_is_kept() -> None:
     back = load(rewritten(saved([Rebuilt(), NewArguments(3)])))
     assert back[0].constructed

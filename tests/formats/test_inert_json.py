@@ -69,6 +69,12 @@ def test_numbers_that_json_lacks() -> None:
     assert math.copysign(1, round_trip(-0.0)) == -1
 
 
+@pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
+def test_numpy_stays_that_of_the_file(core: str) -> None:
+    values = [NumpyArray("<f4", (2,), bytes(8), core=core), NumpyScalar("<i8", bytes(8), core)]
+    assert [value.core for value in round_trip(values)] == [core, core]
+
+
 def test_objects_keep_how_they_were_made() -> None:
     cls = new_class("argparse", "Namespace")
     assert round_trip(cls()).called

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 from ucp import tunables
 from ucp.errors import NotUnderstoodError
 from ucp.model.dtypes import unchangeable
-from ucp.records import dataclass
+from ucp.records import dataclass, field
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+NUMPY_1: Final = "numpy.core"  # where numpy keeps the functions that make arrays of pickles
+NUMPY_2: Final = "numpy._core"
 _PLAIN_KINDS: Final = frozenset("biufcSU")
 TIME_UNITS: Final = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"])
 
@@ -21,13 +23,15 @@ TIME_UNITS: Final = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "n
 class NumpyArray:
     """A numpy array of a file. `descr` as numpy writes it (`<f8`); `data` row-major, or column-major where `fortran`.
 
-    `data` is something else than bytes only for arrays of objects, which `to_numpy` refuses.
+    `data` is something else than bytes only for arrays of objects, which `to_numpy` refuses. `core` is the package of
+    the numpy that wrote it: loaders that keep a list of what they call know it under the name of their own numpy alone.
     """
 
     descr: str
     shape: tuple[int, ...]
     data: Any
     fortran: bool = False
+    core: str = field(default=NUMPY_2, compare=False)
 
     __hash__ = None  # type: ignore[assignment]  # like an array, and what a file puts in must not be hashed
 
@@ -44,7 +48,7 @@ class NumpyArray:
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumpyArray, (self.descr, self.shape, self.data, self.fortran)
+        return NumpyArray, (self.descr, self.shape, self.data, self.fortran, self.core)
 
     def to_numpy(self) -> npt.NDArray[Any]:
         """A read-only array over the bytes; plain element types only."""
@@ -66,13 +70,14 @@ class NumpyArray:
 @unchangeable
 @dataclass(frozen=True, slots=True)
 class NumpyScalar:
-    """A numpy scalar of a file."""
+    """A numpy scalar of a file; `core` as for an array."""
 
     descr: str
     data: bytes
+    core: str = field(default=NUMPY_2, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumpyScalar, (self.descr, self.data)
+        return NumpyScalar, (self.descr, self.data, self.core)
 
     def to_python(self) -> Any:
         """The plain Python value: bool, int, float, complex, str or bytes."""

@@ -195,12 +195,12 @@ class _Writer(Opcodes):
         self.out.append(b"t")
 
     # numpy --------------------------------------------------------------------------------------------------------
-    # Under the module's name of numpy 1, which numpy 2 still answers to for the sake of old pickles.
+    # Under the module's name that it had: both numpys answer to both, but not every loader that lists what it trusts.
 
     def save_array(self, value: NumpyArray) -> None:
         if self._known(value):
             return
-        self.save_global("numpy.core.multiarray", "_reconstruct")
+        self.save_global(f"{value.core}.multiarray", "_reconstruct")
         self._tuple((_ARRAY, (0,), b"b"))
         self.out.append(b"R")
         self._remember(value)
@@ -215,7 +215,7 @@ class _Writer(Opcodes):
     def save_scalar(self, value: NumpyScalar) -> None:
         if self._known(value):
             return
-        self.save_global("numpy.core.multiarray", "scalar")
+        self.save_global(f"{value.core}.multiarray", "scalar")
         self._save_numpy_descr(value.descr)
         self.save_bytes(value.data)
         self.out.append(b"\x86R")

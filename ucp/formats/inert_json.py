@@ -29,6 +29,7 @@ from ucp.files.inert import (
     is_class,
     new_class,
 )
+from ucp.files.inert_numpy import NUMPY_1, NUMPY_2
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import BY_NAME, DType
 
@@ -84,10 +85,10 @@ class Encoder:
         if isinstance(value, DType):
             return {"$dtype": value.name}
         if isinstance(value, NumpyArray):
-            spec = {"descr": value.descr, "shape": list(value.shape), "fortran": value.fortran}
+            spec = {"descr": value.descr, "shape": list(value.shape), "fortran": value.fortran, **_core(value)}
             return {"$array": {**spec, "data": self.encode(value.data, depth)}}
         if isinstance(value, NumpyScalar):
-            return {"$scalar": {"descr": value.descr, "data": base64.b64encode(value.data).decode()}}
+            return {"$scalar": {"descr": value.descr, "data": base64.b64encode(value.data).decode(), **_core(value)}}
         if isinstance(value, NumpyDType):
             return {"$npdtype": value.descr}
         if isinstance(value, StorageRef):
@@ -170,7 +171,22 @@ def _instance(node: dict[str, Any], tensors: Mapping[str, Atom]) -> Inert:
 
 def _array(node: dict[str, Any], tensors: Mapping[str, Atom]) -> NumpyArray:
     spec = node["$array"]
-    return NumpyArray(spec["descr"], tuple(spec["shape"]), decode(spec["data"], tensors), spec["fortran"])
+    data = decode(spec["data"], tensors)
+    return NumpyArray(spec["descr"], tuple(spec["shape"]), data, spec["fortran"], _written_by(spec))
+
+
+def _scalar(node: dict[str, Any], _: Mapping[str, Atom]) -> NumpyScalar:
+    spec = node["$scalar"]
+    return NumpyScalar(spec["descr"], base64.b64decode(spec["data"]), _written_by(spec))
+
+
+def _core(value: NumpyArray | NumpyScalar) -> dict[str, str]:
+    """Said only of what numpy 1 wrote."""
+    return {} if value.core == NUMPY_2 else {"core": value.core}
+
+
+def _written_by(spec: dict[str, Any]) -> str:
+    return NUMPY_1 if spec.get("core") == NUMPY_1 else NUMPY_2
 
 
 def _storage(node: dict[str, Any], _: Mapping[str, Atom]) -> StorageRef:
@@ -193,6 +209,6 @@ _DECODERS: Final[dict[str, Callable[[dict[str, Any], Mapping[str, Atom]], Any]]]
     "$npdtype": lambda node, _: NumpyDType(node["$npdtype"]),
     "$storage": _storage,
     "$array": _array,
-    "$scalar": lambda node, _: NumpyScalar(node["$scalar"]["descr"], base64.b64decode(node["$scalar"]["data"])),
+    "$scalar": _scalar,
     "$object": _instance,
 }

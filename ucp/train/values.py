@@ -110,7 +110,8 @@ def still(value: Any, path: str, keep_tensor: Callable[[str, Any], Atom]) -> Any
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return NumpyArray(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+        core = np.empty(0).__reduce__()[0].__module__.rpartition(".")[0]
+        return NumpyArray(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes(), core=core)
     if isinstance(value, argparse.Namespace):
         return bare_object("argparse", "Namespace", still(vars(value), path, keep_tensor))
     raise UsageError(
