@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -97,9 +98,10 @@ class Store(Listings):
     def upload(self, file: Path, key: str, streams: int = 1) -> Found:
         """Copy a local file to an object, a large one in parts, `streams` at once. Gives what the store says of it."""
         size = file.stat().st_size
-        how = {"chunksize": part_bytes(size)}
-        if hasattr(self.fs, "max_concurrency"):
-            how["max_concurrency"] = streams
+        how = {"chunksize": part_bytes(size), "max_concurrency": streams}
+        # What a store's own client does not name, it would hand on to whoever sends the request.
+        taken = signature(getattr(self.fs, "_put_file", self.fs.put_file)).parameters
+        how = {name: value for name, value in how.items() if name in taken}
 
         def request() -> Found:
             self.fs.put_file(str(file), key, **how)
