@@ -151,6 +151,15 @@ def test_a_run_of_a_hugging_face_trainer_becomes_megatrons(corpus: Path, tmp_pat
     assert [group.hyper["is_decoupled_lr"] for group in made.groups] == [False] * len(made.groups)
 
 
+def test_a_format_without_vocabularies_has_no_padding(corpus: Path, tmp_path: Path) -> None:
+    """All rows are real, and stay so where Megatron pads them."""
+    (tmp_path / "heads.json").write_text('{"num_attention_heads": 8, "num_query_groups": 4}')
+    given = corpus / "megatron/llama_tp2_pp2_torch"
+    ucp.convert(given, tmp_path / "dcp", to="dcp")
+    ucp.convert(tmp_path / "dcp", tmp_path / "back", to="torch-dist", tp=2, model_config=tmp_path / "heads.json")
+    assert ucp.diff(given, tmp_path / "back", extras=False).same
+
+
 def test_a_view_under_other_names(corpus: Path, tmp_path: Path) -> None:
     """Virtual atoms point at blocks of Megatron's files, transposed ones too."""
     given = corpus / "megatron/gpt_tp2_pp2_torchdist"

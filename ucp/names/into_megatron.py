@@ -19,6 +19,7 @@ from ucp.names.carried import COMMON, carried_note, whole_number
 from ucp.names.facts import Facts, facts_of, raw_arguments
 from ucp.records import replace
 
+_TABLE: Final = "embedding.word_embeddings.weight"
 _SCHEDULE: Final = (
     "max_lr",
     "min_lr",
@@ -61,9 +62,9 @@ def into_megatron(
         fields = arguments_for(facts, checkpoint.step, str(checkpoint.details.get("dtype") or _dtype(checkpoint)))
     fields.update(raw_arguments(model_config) if model_config is not None else {})
     fields.update(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp, world_size=mesh.world)
-    sizes = {p.rule.true_size for p in checkpoint.parameters.values() if p.rule.cut == "vocab"}
-    if len(sizes) == 1 and None not in sizes:
-        fields["true_vocab_size"] = sizes.pop()
+    vocabulary = _vocabulary(checkpoint)
+    if vocabulary is not None:
+        fields["true_vocab_size"] = vocabulary
     tree: dict[str, Any] = {
         "args": bare_object("argparse", "Namespace", fields),
         "checkpoint_version": 3.0,
@@ -107,7 +108,7 @@ def _counted(checkpoint: Checkpoint, facts: Facts) -> Facts:
     """The facts, with sizes that parameters show where nothing says them."""
     shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
     layers = {int(m[1]) for name in shapes if (m := re.match(r"decoder\.layers\.(\d+)\.", name))}
-    table = shapes.get("embedding.word_embeddings.weight")
+    table = shapes.get(_TABLE)
     second = next((shape for name, shape in shapes.items() if name.endswith("mlp.linear_fc2.weight")), None)
     seen = Facts(
         layers=max(layers) + 1 if layers else None,
@@ -117,6 +118,15 @@ def _counted(checkpoint: Checkpoint, facts: Facts) -> Facts:
         tied="output_layer.weight" not in shapes if table else None,
     )
     return facts.over(seen)
+
+
+def _vocabulary(checkpoint: Checkpoint) -> int | None:
+    """The size without padding: what the rules say, or all rows, where a format knows neither vocabulary nor padding."""
+    sizes = {p.rule.true_size for p in checkpoint.parameters.values() if p.rule.cut == "vocab"}
+    table = checkpoint.parameters.get(_TABLE)
+    if not sizes and table is not None:
+        return table.shape[0]
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
