@@ -121,7 +121,7 @@ def _counted(checkpoint: Checkpoint, facts: Facts) -> Facts:
 
 
 def _vocabulary(checkpoint: Checkpoint) -> int | None:
-    """The size without padding: what the rules say, or all rows, where a format knows neither vocabulary nor padding."""
+    """The size without padding: as rules say, or all rows where a format knows neither vocabulary nor padding."""
     sizes = {p.rule.true_size for p in checkpoint.parameters.values() if p.rule.cut == "vocab"}
     table = checkpoint.parameters.get(_TABLE)
     if not sizes and table is not None:
