@@ -131,6 +131,8 @@ def test_settings(source: Path, copy: Path) -> None:
     other.groups[0].hyper["lr"] = 0.5
     other.groups[0].hyper["betas"] = list(other.groups[0].hyper["betas"])  # a list is as good as a tuple
     other.groups[1].hyper["novelty"] = True
+    for checkpoint, parted in ((one, True), (other, False)):  # of the layout: experts on ranks of their own, or not
+        checkpoint.groups[0].hyper["is_expert_parallel"] = parted
     found = diff(one, other)
     assert [(s.key, s.b) for s in found.settings] == [("step", one.step + 1), ("lr", 0.5)]
     assert set(found.settings[1].names) == set(one.groups[0].names)

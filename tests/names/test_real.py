@@ -54,6 +54,7 @@ def test_moments_are_dealt_like_weights(corpus: Path) -> None:
         ("megatron/llama_tp1_pp1_torchdist", {"to": "deepspeed", "names": "hf", "tp": 4, "zero": 1}),
         ("megatron/gpt_tp1_pp1_torch", {"to": "deepspeed", "names": "hf", "tp": 2, "zero": 2, "dp": 3}),
         ("megatron/llama_tp2_pp2_torch", {"to": "deepspeed", "names": "megatron-deepspeed", "tp": 1, "zero": 1}),
+        ("megatron/moe_ep2_torchdist", {"to": "deepspeed", "names": "hf", "zero": 2}),  # experts are dense there
         ("megatron_deepspeed/mds_swiglu_tp2_pp2_z1_bf16", {"to": "torch-dist", "names": "megatron", "tp": 4, "pp": 1}),
         ("megatron_deepspeed/mds_gpt_dp2_z2_bf16", {"to": "megatron", "names": "megatron", "tp": 4, "dp": 1}),
     ],

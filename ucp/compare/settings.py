@@ -11,7 +11,8 @@ from ucp.formats.inert_json import Encoder
 from ucp.model.checkpoint import Checkpoint, Note, Parameter
 from ucp.records import dataclass
 
-_NO_SETTING = ("params", "param_names", "name")  # which parameters a group has, and what the source calls it
+# Which parameters a group has, what the source calls it, and whether its ranks hold experts of their own: the layout.
+_NO_SETTING = ("params", "param_names", "name", "is_expert_parallel")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ucp.formats.deepspeed.emit import flat, sliced, unsharded
 from ucp.formats.deepspeed.emit.modelfiles import ModelFiles
 from ucp.formats.deepspeed.emit.states import Scalars
 from ucp.formats.deepspeed.emit.world import World
+from ucp.formats.deepspeed.experts import local_experts
 from ucp.formats.outputs import carried_file
 from ucp.formats.registry import WriteOptions
 from ucp.formats.torchtrees import with_tensors
@@ -22,6 +23,7 @@ from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.dtypes import BFLOAT16
 from ucp.model.layout import Mesh
 from ucp.model.target import Digests, Literal, OutputFile, Target
+from ucp.records import replace
 
 
 class Writer:
@@ -153,8 +155,13 @@ def _with_tensors(tree: Any) -> Any:
 
 
 def target_mesh(source: Checkpoint, options: WriteOptions) -> Mesh:
-    """The mesh that the options ask for: theirs, else that of the checkpoint to be like, else the source's."""
+    """The mesh that the options ask for: theirs, else that of the checkpoint to be like, else the source's.
+
+    Experts that are no DeepSpeed experts (another framework's, under its own names or Hugging Face's) are dense here.
+    """
     base = options.like.mesh if options.like is not None else source.mesh
+    if not local_experts(source.parameters):
+        base = replace(base, ep=1)
 
     def choose(asked: int | None, kept: int) -> int:
         return kept if asked is None else asked
