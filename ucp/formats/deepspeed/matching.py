@@ -73,6 +73,17 @@ def match_by_shape(groups: Sequence[Sequence[Slot]], candidates: Sequence[Candid
     return deal(tests, [(candidate.name, candidate.shape) for candidate in candidates])
 
 
+def match_in_order(groups: Sequence[Sequence[Slot]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
+    """The module's names in its order, group after group, when the shapes of all of them fit; else None."""
+    slots = [slot for group in groups for slot in group]
+    if len(slots) != len(candidates):
+        return None
+    if not all(slot.fits(candidate.shape) for slot, candidate in zip(slots, candidates, strict=True)):
+        return None
+    names = iter([candidate.name for candidate in candidates])
+    return [[next(names) for _ in group] for group in groups]
+
+
 def find_copies(source: SourceFiles, candidates: Sequence[Candidate]) -> dict[str, str]:
     """Name → earlier name with the very same values (tied weights, saved twice). Constants do not count."""
     seen: dict[tuple[Shape, bytes], Candidate] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from ucp.files.inert import Inert, TensorRef
 from ucp.formats.deepspeed.holdings import Group, Holder, Holding
 from ucp.formats.deepspeed.hyper import group_hyper
-from ucp.formats.deepspeed.matching import Candidate, Slot, find_copies, match_by_shape, match_by_value
+from ucp.formats.deepspeed.matching import Candidate, Slot, find_copies, match_by_shape, match_by_value, match_in_order
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.scalars import is_scalar, stored_scalar
 from ucp.formats.deepspeed.shards import RankFile, describe, holds_tensor, tensor_of
@@ -138,6 +138,9 @@ def _read_by_parameter(
     if dealt is None:
         dealt = match_by_shape(slots, candidates[:count] if contiguous else candidates)
         how = "by shape, in the order of the module"
+    if dealt is None and all(len(group) == 1 for group in slots):
+        dealt = match_in_order(slots, candidates)
+        how = "as the module's in its order: there is a group for every one of them"
     for copy in tied:
         # A stage lists its copy of a tied weight first: tied modules are built before the layers.
         dealt = dealt or match_by_shape(slots, [copy, *candidates[: count - 1]])
@@ -155,7 +158,28 @@ def _read_by_parameter(
             if found.masters is not None:
                 held.add(MASTER, found.file.whole(reading.take(found.masters[g][position])))
             _add_states(reading, held, found.file, found.state.get(index))
+    _mark_frozen(reading, found, dealt)
     return dealt
+
+
+def _mark_frozen(reading: Reading, found: Unsharded, dealt: Sequence[Sequence[str]]) -> None:
+    """Parameters that an fp32 optimizer lists and has no state of, while it has of others, are frozen.
+
+    `Adam(model.parameters())` lists them all; before a step DeepSpeed gives every other one a gradient, if only zeros.
+    """
+    if found.masters is not None or not found.state:
+        return
+    numbers = [index for group in found.groups for index in _params(group)]
+    named = zip(numbers, (name for names in dealt for name in names), strict=True)
+    frozen = [name for index, name in named if index not in found.state]
+    for name in frozen:
+        reading.holdings.roles[name] = "frozen"
+    if frozen:
+        reading.note(
+            "frozen-inferred",
+            f"{found.file.name}: of the {len(numbers)} parameters that the optimizer lists {len(frozen)} have no state"
+            f" ({', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}); taken as frozen",
+        )
 
 
 def _slots(reading: Reading, found: Unsharded) -> list[list[Slot]]:

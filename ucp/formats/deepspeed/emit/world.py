@@ -62,22 +62,38 @@ class World:
         return [p for name, p in self.source.parameters.items() if pp in self.stages[name]]
 
     def groups(self, pp: int, tp: int, ep: int) -> list[LocalGroup]:
-        """The optimizer's groups on one rank; groups that have nothing on this stage are left out."""
+        """The optimizer's groups on one rank; groups that have nothing on this stage are left out.
+
+        A group without a trained parameter on any stage is one that DeepSpeed writes as well where it can run it.
+        """
         found: list[LocalGroup] = []
         for group in self.source.groups:
             members: list[Local] = []
             experts = False
             for name in self._in_order(group.names):
                 parameter = self.source.parameters.get(name)
-                if parameter is None or parameter.role != "trained" or pp not in self.stages[name]:
+                if parameter is None or not self._is_listed(parameter) or pp not in self.stages[name]:
                     continue
                 local = self.local_name(parameter, ep)
                 if local is not None:
                     experts = experts or parameter.expert is not None
                     members.append(self.slicer.local(parameter, tp, local))
-            if members:
+            if members or (self.mesh.zero in (0, 3) and not self._any_listed(group.names)):
                 found.append(LocalGroup(self._hyper(group.hyper, experts), tuple(members), experts))
         return found
+
+    def _any_listed(self, names: Sequence[str]) -> bool:
+        return any(p is not None and self._is_listed(p) for p in map(self.source.parameters.get, names))
+
+    def _is_listed(self, parameter: Parameter) -> bool:
+        """Does the optimizer file have a place for this parameter of a group?
+
+        ZeRO leaves frozen parameters and those without elements out of its buffers; without it, and without master
+        weights, the optimizer goes on listing what it was given.
+        """
+        if self.mesh.zero == 0:
+            return parameter.role == "trained" or (parameter.role == "frozen" and self.dtype == FLOAT32)
+        return parameter.role == "trained" and prod(parameter.shape) > 0
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
         """A group's names in the optimizer's own order: what round-robin dealing did to the source's is undone.

@@ -1,0 +1,108 @@
+"""What an optimizer lists but does not train: frozen parameters, parameters without elements, groups of nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ucp
+from tests.formats.deepspeed.made import (
+    GROUPS,
+    SHAPES,
+    STATES,
+    STEP,
+    even_optim,
+    model_state,
+    read,
+    save,
+    value,
+)
+
+MODEL = "mp_rank_00_model_states.pt"
+FP32 = {"zero_optimization": {"stage": 0}}
+
+
+def adam(groups: list[list[str]], stateless: tuple[str, ...] = ()) -> dict[str, Any]:
+    """torch's state dict of an optimizer over these groups."""
+    numbers = {name: i for i, name in enumerate(name for group in groups for name in group)}
+    return {
+        "state": {
+            number: {"step": torch.tensor(float(STEP)), **{kind: value(name, kind) for kind in STATES}}
+            for name, number in numbers.items()
+            if name not in stateless
+        },
+        "param_groups": [{"lr": 0.1 * g, "params": [numbers[n] for n in group]} for g, group in enumerate(groups, 1)],
+    }
+
+
+def zero_off(folder: Path, optimizer: dict[str, Any], **more: torch.Tensor) -> Path:
+    """An fp32 checkpoint with ZeRO off."""
+    module = OrderedDict((name, value(name, "master")) for name in SHAPES)
+    module.update(more)
+    return save(folder, {MODEL: model_state(module, optimizer=optimizer, param_shapes=None, ds_config=FP32)})
+
+
+def loaded(folder: Path, name: str) -> Any:
+    return torch.load(folder / "global_step7" / name, weights_only=False)
+
+
+def test_frozen_parameters_that_the_optimizer_was_given(tmp_path: Path) -> None:
+    """`Adam(model.parameters())`: ZeRO leaves the frozen ones out of its buffers, without it they stay listed."""
+    saved = zero_off(tmp_path / "c", adam([list(SHAPES)], stateless=("up.weight", "up.bias")))
+    checkpoint = read(saved)
+    roles = {name: parameter.role for name, parameter in checkpoint.parameters.items()}
+    assert roles == {name: "frozen" if name.startswith("up") else "trained" for name in SHAPES}
+    assert any(note.id == "frozen-inferred" and "up.bias" in note.text for note in checkpoint.notes)
+    assert ucp.verify(saved).ok
+
+    ucp.convert(saved, tmp_path / "sharded", to="deepspeed", zero=2, dp=3)
+    model = loaded(tmp_path / "sharded", MODEL)
+    assert [list(group) for group in model["param_shapes"]] == [["embed.weight", "down.weight", "norm.weight"]]
+    assert list(model["frozen_param_shapes"]) == ["up.weight", "up.bias"]
+
+    ucp.convert(saved, tmp_path / "off", to="deepspeed", dp=5)
+    optimizer = loaded(tmp_path / "off", MODEL)["optimizer"]
+    assert [group["params"] for group in optimizer["param_groups"]] == [[0, 1, 2, 3, 4]]
+    assert sorted(optimizer["state"]) == [0, 3, 4]
+
+
+def test_parameters_without_elements_have_no_place_in_flat_buffers(tmp_path: Path) -> None:
+    optimizer = adam([list(SHAPES)])
+    optimizer["state"][5] = {"step": torch.tensor(float(STEP)), **{kind: torch.zeros(0, 4) for kind in STATES}}
+    optimizer["param_groups"][0]["params"].append(5)
+    saved = zero_off(tmp_path / "c", optimizer, nothing=torch.zeros(0, 4))
+    ucp.convert(saved, tmp_path / "sharded", to="deepspeed", zero=1, dp=2)
+    model = loaded(tmp_path / "sharded", MODEL)
+    assert list(model["param_shapes"][0]) == list(SHAPES)
+    assert model["module"]["nothing"].shape == (0, 4)
+    optim = loaded(tmp_path / "sharded", "zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    assert optim["param_alignment_paddings"] == [[0] * len(SHAPES)]
+
+
+def test_a_group_for_every_parameter_is_in_the_order_of_the_module(tmp_path: Path) -> None:
+    optimizer = adam([[name] for name in SHAPES])
+    optimizer["state"][5] = {kind: torch.ones(4, 3) for kind in STATES}  # as up.weight: shapes alone leave a choice
+    optimizer["param_groups"].append({"lr": 0.6, "params": [5]})
+    checkpoint = read(zero_off(tmp_path / "c", optimizer, **{"twin.weight": torch.ones(4, 3)}))
+    assert [group.names for group in checkpoint.groups] == [[name] for name in (*SHAPES, "twin.weight")]
+    assert any(note.id == "names-inferred" and "a group for every one" in note.text for note in checkpoint.notes)
+
+
+def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:
+    """A group whose parameters are all frozen: ZeRO-3 writes it without members, and wants as many groups back."""
+    files: dict[str, Any] = {}
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": []}, {"lr": 0.3, "params": [1]}]
+    for rank in range(2):
+        empty = {name: torch.zeros(0, dtype=torch.bfloat16) for name in SHAPES}
+        files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = model_state(empty)
+        optim = even_optim(2, rank)
+        optim["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"] = groups
+        files[f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = optim
+    saved = save(tmp_path / "c", files)
+    assert [group.names for group in read(saved).groups] == [GROUPS[0], [], GROUPS[1]]
+    ucp.convert(saved, tmp_path / "new", to="deepspeed", dp=3)
+    optim = loaded(tmp_path / "new", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    assert optim["optimizer_state_dict"]["param_groups"] == groups
