@@ -40,15 +40,7 @@ class Happening(Progress):
 def main(what: str, src: str, dst: str) -> None:
     tunables.TOLD_BYTES = 1
     tunables.PART_BYTES = 4096
-    fork = os.fork
-
-    def counted() -> int:
-        pid = fork()
-        if pid:
-            WORKERS.append(pid)
-        return pid
-
-    os.fork = counted
+    count_forks()
     conversion = api.plan(src, dst)
     if what == "break a worker":
         worker.Worker.write = _divide  # type: ignore[method-assign]
@@ -60,6 +52,19 @@ def main(what: str, src: str, dst: str) -> None:
         tell("ended", type(error).__name__, str(error).replace("\n", " "))
     else:
         tell("forked", len(WORKERS))
+
+
+def count_forks() -> None:
+    """Remember the workers that are started from now on."""
+    fork = os.fork
+
+    def counted() -> int:
+        pid = fork()
+        if pid:
+            WORKERS.append(pid)
+        return pid
+
+    os.fork = counted
 
 
 def tell(*words: object) -> None:

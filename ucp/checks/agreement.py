@@ -40,6 +40,10 @@ class Bundle:
         return [*self.mains, *(lane for _, lane, _ in self.copies)]
 
     @property
+    def differences(self) -> list[Differences]:
+        return [*([] if self.rounding is None else [self.rounding]), *(found for _, _, found in self.copies)]
+
+    @property
     def check(self) -> str:
         return "master-matches-weight" if self.rounding is not None else "replicas"
 
@@ -56,6 +60,7 @@ def look(context: Context) -> Iterator[Finding | Task]:
     # The digests of atoms and stores go front to back: their files are not read by two threads at once.
     whole = context.checkpoint.format in ("atoms", "store") and not context.checkpoint.details.get("virtual")
     for bundle in bundles:
+        context.shared.extend(bundle.differences)
         if context.deep is not None:
             context.deep.elsewhere.update((lane.atom.name, lane.atom.kind) for lane in bundle.lanes)
         for nbytes, spaces in _portions(bundle, whole):

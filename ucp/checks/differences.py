@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Differences:
     shape: Shape
     count: int = 0
     first: int | None = None
+    _known: int = field(default=0, init=False, repr=False, compare=False)  # of the count, to the parent
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def compare(self, slab: Box, ours: RawArray, theirs: RawArray, whole: Shape, rounded: DType | None = None) -> None:
@@ -47,6 +48,18 @@ class Differences:
             if real.any():
                 flat = np.ravel_multi_index(tuple(i[real] for i in index), self.shape or (1,))
                 self._take(int(flat.size), int(flat.min()))
+
+    def begin(self) -> None:
+        """As `Shared.begin`."""
+        self._known = self.count
+
+    def told(self) -> Any:
+        """As `Shared.told`."""
+        return (self.count - self._known, self.first) if self.count > self._known else None
+
+    def hear(self, told: Any) -> None:
+        """As `Shared.hear`."""
+        self._take(*told)
 
     def _take(self, count: int, first: int) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import Any
 
 from ucp.checks.spans import Digest, Span
 from ucp.files.crc import crc32, crc32_combine
@@ -17,14 +18,16 @@ from ucp.files.crc import crc32, crc32_combine
 class Track:
     """How much of one span was read. CRCs of pieces are put together at the end; other digests go front to back."""
 
-    __slots__ = ("_at", "_digest", "_lock", "_pieces", "span")
+    __slots__ = ("_at", "_digest", "_found", "_known", "_lock", "_pieces", "span")
 
     def __init__(self, span: Span) -> None:
         self.span = span
         self._lock = threading.Lock()
         self._digest: Digest | None = span.digest() if span.digest is not None else None
         self._at = span.start
+        self._found: str | None = None  # a digest that was computed elsewhere
         self._pieces: list[tuple[int, int, int]] = []
+        self._known = 0  # pieces that the parent has
 
     @property
     def is_sequential(self) -> bool:
@@ -43,6 +46,29 @@ class Track:
         with self._lock:
             self._pieces.append((start, stop, crc))
 
+    def begin(self) -> None:
+        """In a fork: what was read up to now is known."""
+        self._known = self._at if self._digest is not None else len(self._pieces)
+
+    def told(self) -> Any:
+        """In a fork: pieces that were read since, or a digest; None for nothing.
+
+        A digest that goes front to back stays in its process. If it came to an end it is told; if not, and that is only
+        where reading failed, the parent knows nothing of it and reads from the front.
+        """
+        if self._digest is None:
+            return self._pieces[self._known :] or None
+        if self._at < self.span.stop or self._known == self._at:
+            return None
+        return self._digest.hexdigest()
+
+    def hear(self, told: Any) -> None:
+        """In the parent: what a fork has told."""
+        if isinstance(told, str):
+            self._found, self._at = told, self.span.stop
+        else:
+            self._pieces += [(start, stop, crc) for start, stop, crc in told]
+
     def rest(self) -> Iterator[tuple[int, int]]:
         """Ranges that nobody has read."""
         if self._digest is not None:
@@ -59,6 +85,8 @@ class Track:
 
     def found(self) -> str:
         """The checksum of the whole span, once all of it was read."""
+        if self._found is not None:
+            return self._found
         if self._digest is not None:
             return self._digest.hexdigest()
         crc = 0
@@ -83,11 +111,13 @@ class Ledger:
     """The tracks of all spans, by file. Spans of one file do not overlap and are added before anything is read."""
 
     def __init__(self) -> None:
+        self._all: list[Track] = []
         self._tracks: dict[str, list[Track]] = {}
         self._starts: dict[str, list[int]] = {}
 
     def add(self, span: Span) -> Track:
         track = Track(span)
+        self._all.append(track)
         self._tracks.setdefault(span.file, []).append(track)
         return track
 
@@ -96,6 +126,20 @@ class Ledger:
         for file, tracks in self._tracks.items():
             tracks.sort(key=lambda track: track.span.start)
             self._starts[file] = [track.span.start for track in tracks]
+
+    def begin(self) -> None:
+        """As `Shared.begin`."""
+        for track in self._all:
+            track.begin()
+
+    def told(self) -> Any:
+        """As `Shared.told`: tracks by number, and what became of each."""
+        return [(number, told) for number, track in enumerate(self._all) if (told := track.told()) is not None] or None
+
+    def hear(self, told: Any) -> None:
+        """As `Shared.hear`."""
+        for number, news in told:
+            self._all[number].hear(news)
 
     def within(self, file: str, start: int, stop: int) -> Iterator[Track]:
         """The tracks that share bytes with `[start, stop)`."""

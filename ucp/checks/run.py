@@ -22,7 +22,7 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from ucp.checks.deep import Deep
+    from ucp.checks.forked import Forking
 
 
 class Progress(Protocol):
@@ -54,11 +54,13 @@ def verify(
     jobs: int = 2,
     progress: Progress | None = None,
     policy: Policy | None = None,
+    processes: bool = False,
 ) -> Report:
     """Check a checkpoint, by path or already indexed. What is wrong with it is in the report, not raised.
 
     `level` is `quick` (the index alone), `default` (also copies, steps, masters) or `deep` (every byte once).
-    `policy` says what of it fails. Raises `UsageError` only: a request that cannot be carried out says nothing about
+    `policy` says what of it fails. With `processes` the reading is done by `jobs` forks of this process, where it has
+    no other threads. Raises `UsageError` only, and `StorageError` where a fork is killed: neither says anything about
     the checkpoint.
     """
     began = time.monotonic()
@@ -88,19 +90,29 @@ def verify(
     report.atoms = sum(len(parameter.atoms) for parameter in checkpoint.parameters.values())
     report.files = len(checkpoint.sizes)
     with ThreadFiles(checkpoint.root, jobs) as files:
-        context = Context(checkpoint, files, level, deep=_deep() if level is Level.DEEP else None)
+        context = _context(checkpoint, files, level)
         # Coverage looks at every fragment: what cannot be located then, no other check may touch. The scan comes last,
         # because it reads what the others leave.
         modules = sorted({check.module for check in checks if check.module}, key=_turn)
-        _carry_out(report, (item for module in modules for item in _look(module, context)), jobs, meter_to)
+        items = [item for module in modules for item in _look(module, context)]
+        _carry_out(report, items, jobs, meter_to, _forking(context) if processes else None)
     report.seconds = time.monotonic() - began
     return report
 
 
-def _deep() -> Deep:
+def _context(checkpoint: Checkpoint, files: SourceFiles, level: Level) -> Context:
+    if level is not Level.DEEP:
+        return Context(checkpoint, files, level)
     from ucp.checks.deep import Deep  # a quick look does without numpy
 
-    return Deep()
+    deep = Deep()
+    return Context(checkpoint, files, level, deep=deep, shared=[deep.ledger, deep.tallies])
+
+
+def _forking(context: Context) -> Forking | None:
+    from ucp.checks import forked
+
+    return forked.Forking(context.files, context.shared) if forked.is_possible(context.files) else None
 
 
 def _turn(module: str) -> tuple[int, str]:
@@ -122,7 +134,13 @@ def _look(module: str, context: Context) -> Iterator[Finding | Task]:
     return cast("Iterator[Finding | Task]", import_module(f"ucp.checks.{module}").look(context))
 
 
-def _carry_out(report: Report, items: Iterable[Finding | Task], jobs: int, progress: Progress) -> None:
+def _carry_out(
+    report: Report,
+    items: Iterable[Finding | Task],
+    jobs: int,
+    progress: Progress,
+    forking: Forking | None = None,
+) -> None:
     findings: list[Finding] = []
     tasks: list[Task] = []
     for item in items:
@@ -133,7 +151,7 @@ def _carry_out(report: Report, items: Iterable[Finding | Task], jobs: int, progr
     meter = Meter(progress.advance)
     progress.start(sum(task.nbytes for task in tasks))
     try:
-        findings += run_tasks(tasks, jobs, meter)
+        findings += run_tasks(tasks, jobs, meter, forking)
     finally:
         progress.finish()
     report.add(findings)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from ucp.checks.filemap import Held
 from ucp.checks.findings import Finding
 from ucp.checks.values import SECOND_MOMENTS, bits_of, negative, not_finite, quite_right, scannable
 from ucp.engine.casting import RawArray
-from ucp.records import dataclass
+from ucp.model.dtypes import BY_NAME
+from ucp.model.layout import Rank
+from ucp.records import as_dict, dataclass
 
 _WHAT: Final = {
     "finite": ("NaN or infinite", "training that goes on from here will not recover"),
@@ -22,6 +24,11 @@ _WHAT: Final = {
 class _Tally:
     count: int = 0
     first: int = 0  # byte of the file
+    known: int = 0  # of the count, to the parent
+
+    @property
+    def news(self) -> tuple[int, int]:
+        return self.count - self.known, self.first
 
 
 class Tallies:
@@ -58,6 +65,29 @@ class Tallies:
         if count:
             with self._lock:
                 _take(self._values.setdefault(key, _Tally()), count, first)
+
+    def begin(self) -> None:
+        """As `Shared.begin`."""
+        for tally in (*self._values.values(), *self._padding.values()):
+            tally.known = tally.count
+
+    def told(self) -> Any:
+        """As `Shared.told`: what was counted, by kind, and where the first of it is."""
+        values = [
+            (check, file, {**as_dict(held), "dtype": held.dtype.name}, *tally.news)
+            for (check, file, held), tally in self._values.items()
+        ]
+        padding = [(*key, *tally.news) for key, tally in self._padding.items()]
+        return {"values": values, "padding": padding} if values or padding else None
+
+    def hear(self, told: Any) -> None:
+        """As `Shared.hear`."""
+        for check, file, fields, count, first in told["values"]:
+            held = Held(**{**fields, "dtype": BY_NAME[fields["dtype"]], "rank": Rank(*fields["rank"])})
+            self._take((check, file, held), count, first)
+        for file, title, count, first in told["padding"]:
+            if count:
+                self.pad(file, title, count, first)
 
     def findings(self) -> Iterator[Finding]:
         """What is to be said when everything was looked at."""

@@ -1,4 +1,4 @@
-"""Work that reads bytes: tasks with their cost, and the threads that carry them out."""
+"""Work that reads bytes: tasks with their cost, and the threads or processes that carry them out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ucp import tunables
 from ucp.checks.findings import Finding, Level
@@ -17,6 +17,20 @@ from ucp.records import dataclass, field
 
 if TYPE_CHECKING:
     from ucp.checks.deep import Deep
+    from ucp.checks.forked import Forking
+
+
+class Shared(Protocol):
+    """What tasks fill together. Where they run in forks of this process each fork has a copy, so that they meet."""
+
+    def begin(self) -> None:
+        """In a fork: what is here now is known to the parent."""
+
+    def told(self) -> Any:
+        """In a fork: what was filled in since, as a JSON value; None for nothing."""
+
+    def hear(self, told: Any) -> None:
+        """In the parent: fill in what a fork has told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,7 @@ class Context:
     level: Level = Level.DEFAULT
     broken: set[tuple[str, str]] = field(default_factory=set)
     deep: Deep | None = None  # at that level
+    shared: list[Shared] = field(default_factory=list)  # all that tasks fill together
 
     def atoms(self) -> Iterator[Atom]:
         """Every atom whose fragments can be located."""
@@ -85,21 +100,28 @@ class Meter:
         self._stop.set()
 
 
-def run_tasks(tasks: Iterable[Task], jobs: int, meter: Meter) -> list[Finding]:
-    """Carry out all tasks, the longest first so that threads finish together. A failure to read becomes a finding."""
+def run_tasks(tasks: Iterable[Task], jobs: int, meter: Meter, forking: Forking | None = None) -> list[Finding]:
+    """Carry out all tasks, the longest first so that workers finish together. A failure to read becomes a finding.
+
+    Workers are threads, or with `forking` processes where there is enough to read.
+    """
     # Those of a part or more are all the same: neighbours in a file stay neighbours.
     ordered = sorted(tasks, key=lambda task: -min(task.nbytes, tunables.PART_BYTES))
     findings: list[Finding] = []
     for turn in sorted({task.turn for task in ordered}):
-        findings += _run([task for task in ordered if task.turn == turn], jobs, meter)
+        findings += _run([task for task in ordered if task.turn == turn], jobs, meter, forking)
     return findings
 
 
-def _run(tasks: Sequence[Task], jobs: int, meter: Meter) -> list[Finding]:
+def _run(tasks: Sequence[Task], jobs: int, meter: Meter, forking: Forking | None) -> list[Finding]:
+    if forking is not None and jobs > 1:
+        if sum(task.nbytes for task in tasks) > tunables.PART_BYTES:
+            return forking.run(tasks, jobs, meter)
+        jobs = 1  # a thread would cost more than it reads, and would be in the way of forks
     if jobs <= 1 or len(tasks) <= 1:
-        return [finding for task in tasks for finding in _carry_out(task, meter)]
+        return [finding for task in tasks for finding in carry_out(task, meter)]
     with ThreadPoolExecutor(min(jobs, len(tasks)), thread_name_prefix="ucp-check") as pool:
-        futures = [pool.submit(partial(_carry_out, task, meter)) for task in tasks]
+        futures = [pool.submit(partial(carry_out, task, meter)) for task in tasks]
         try:
             wait(futures, return_when="FIRST_EXCEPTION")
         finally:  # an interrupt of the waiting thread ends the workers too
@@ -113,7 +135,8 @@ def _run(tasks: Sequence[Task], jobs: int, meter: Meter) -> list[Finding]:
         return [finding for future in futures for finding in future.result()]
 
 
-def _carry_out(task: Task, meter: Meter) -> list[Finding]:
+def carry_out(task: Task, meter: Meter) -> list[Finding]:
+    """What a task finds; that it could not read is a finding too."""
     meter.check()
     try:
         return list(task.run(meter))

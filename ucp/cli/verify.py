@@ -43,7 +43,7 @@ FAIL_ON = ("error", "warning", "note", "never")
     type=click.Path(dir_okay=False, path_type=Path),
     help="Findings of this earlier report (JSON) do not count.",
 )
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Workers. [default: cores, at most 8]")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -94,7 +94,7 @@ def command(
         from ucp.cli.progress import Bar
 
         progress = Bar()
-    how: dict[str, Any] = {"jobs": jobs or default_jobs(), "progress": progress, "policy": policy}
+    how: dict[str, Any] = {"jobs": jobs or default_jobs(), "progress": progress, "policy": policy, "processes": True}
     if log is not None or step is not None or exact:
         from ucp.replay.checking import verify_at
 

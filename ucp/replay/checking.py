@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ def verify_at(
     jobs: int = 2,
     progress: Progress | None = None,
     policy: Policy | None = None,
+    processes: bool = False,
 ) -> Report:
     """Check the base as `verify` does, then the log, then what they make: its digests, and at the deepest level values.
 
@@ -53,7 +55,8 @@ def verify_at(
     depth = Level[level.upper()] if isinstance(level, str) and level.upper() in Level.__members__ else level
     with Log.open(as_path(log), "inspect", check="all" if depth is Level.DEEP else "tail") as opened:
         base = find_base(as_path(path), opened, wanted)
-        report = verify(base, level, options=options, jobs=jobs, progress=progress, policy=policy)
+        how: dict[str, Any] = {"jobs": jobs, "progress": progress, "policy": policy, "processes": processes}
+        report = verify(base, level, options=options, **how)
         report.checks = [*report.checks, "log", "replay"]
         report.add(_log(opened))
         if not any(finding.check == "readable" for finding in report.findings):

@@ -1,0 +1,69 @@
+"""Checks carried out by forked workers, with something that happens to them.
+
+`python -m tests.checks.forking WHAT SRC…`: a process of its own, because pytest's has threads. Prints a line of JSON
+for every report, or the workers and how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.engine.forking import WORKERS, Happening, count_forks, tell
+from ucp import tunables
+from ucp.checks import Finding, Report, forked, verify
+from ucp.checks.renderings import FORMATS, render
+from ucp.checks.tasks import Meter, Task, carry_out
+from ucp.errors import UcpError
+from ucp.files.local import SourceFiles
+
+PARENT = os.getpid()
+SIZES = {"SLAB_BYTES": 1024, "PART_BYTES": 4096, "TOLD_BYTES": 1}
+
+
+def main(what: str, *sources: str) -> None:
+    for name, size in SIZES.items():
+        setattr(tunables, name, size)
+    count_forks()
+    if what == "break a worker":
+        forked.carry_out = _divide
+    if what == "truncate a file":
+        SourceFiles.read_into = _after_truncation  # type: ignore[method-assign]
+    level, progress = ("default", None) if what == "default" else ("deep", Happening(what))
+    try:
+        for source in sources:
+            WORKERS.clear()
+            report = verify(source, level, jobs=3, progress=progress, processes=True)
+            tell("forked", len(WORKERS))
+            tell(json.dumps(said(report)))
+    except (UcpError, KeyboardInterrupt, RuntimeError) as error:
+        tell("ended", type(error).__name__, str(error).replace("\n", " "))
+
+
+def said(report: Report) -> dict[str, Any]:
+    """All that a report says, in every form. How long it took is nobody's business here."""
+    report.seconds = 0
+    return {"report": report.to_json(), **{form: render(report, form) for form in FORMATS}}
+
+
+def _divide(task: Task, meter: Meter) -> list[Finding]:
+    found = carry_out(task, meter)
+    assert 1 // 0
+    return found
+
+
+_read_into = SourceFiles.read_into
+
+
+def _after_truncation(self: SourceFiles, file: str, offset: int, target: memoryview) -> None:
+    path = Path(self.root / file)
+    if os.getpid() != PARENT and "optim_states" in file and offset < path.stat().st_size // 2:
+        os.truncate(path, path.stat().st_size // 2)
+    _read_into(self, file, offset, target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,111 @@
+"""Tasks carried out by workers that are processes (see ucp.engine.forks).
+
+Workers ask for tasks in the order in which threads would take them. What tasks fill together (checksums of pieces,
+counts) every worker fills for itself, and hands over when there is no more to do. Each turn has workers of its own,
+which know what those of the turns before have read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from ucp import tunables
+from ucp.checks.findings import Finding
+from ucp.checks.tasks import Meter, Shared, Task, carry_out
+from ucp.engine import forks
+from ucp.engine.forks import Channel, Fork, Forks, Told
+from ucp.files.local import SourceFiles
+from ucp.model.layout import Rank
+from ucp.records import as_dict, dataclass, field
+
+_MOST_TASKS: Final = 64  # at a time
+_NOTHING: Final = -1  # in the place of a batch: there is no more to do
+
+
+def is_possible(files: SourceFiles) -> bool:
+    """Connections to an object store are not for several processes."""
+    return forks.are_possible() and not files.is_remote
+
+
+@dataclass(frozen=True, slots=True)
+class Forking:
+    """Runs tasks in forks of this process. `shared` is all that tasks fill together, `files` what they read from."""
+
+    files: SourceFiles
+    shared: Sequence[Shared]
+
+    def run(self, tasks: Sequence[Task], jobs: int, meter: Meter) -> list[Finding]:
+        """Carry out tasks, all of one turn; findings in the order of the tasks."""
+        # A descriptor that workers inherit is one for all of them, also in what the kernel reads ahead.
+        self.files.close()
+        batches = list(_batches(tasks))
+        parent = _Parent(len(batches), self.shared)
+        with Forks(meter.read) as started:
+            for _ in range(min(jobs, len(batches))):
+                started.start(partial(_work, tasks, batches, self.shared))
+            started.serve(parent.hear)
+        return [finding for number in sorted(parent.findings) for finding in parent.findings[number]]
+
+
+@dataclass(slots=True)
+class _Parent:
+    """Hands out batches one after the other, and takes in what they led to."""
+
+    batches: int
+    shared: Sequence[Shared]
+    handed: int = 0
+    findings: dict[int, list[Finding]] = field(default_factory=dict)  # by the number of the task
+
+    def hear(self, fork: Fork, message: dict[str, Any]) -> None:
+        for number, told in message.get("found", ()):
+            self.findings[number] = list(map(_finding, told))
+        for number, told in message.get("shared", ()):
+            self.shared[number].hear(told)
+        if "next" in message:
+            fork.channel.send(self.handed if self.handed < self.batches else _NOTHING)
+            self.handed += 1
+
+
+def _batches(tasks: Sequence[Task]) -> Iterator[range]:
+    """Numbers of tasks that are handed out together: neighbours, and about as many as make a large one."""
+    first, nbytes = 0, 0
+    for number, task in enumerate(tasks):
+        if number > first and (nbytes + task.nbytes > tunables.PART_BYTES or number - first == _MOST_TASKS):
+            yield range(first, number)
+            first, nbytes = number, 0
+        nbytes += task.nbytes
+    if first < len(tasks):
+        yield range(first, len(tasks))
+
+
+def _work(
+    tasks: Sequence[Task], batches: Sequence[range], shared: Sequence[Shared], number: int, channel: Channel
+) -> None:
+    """What a worker does, until there are no more tasks."""
+    del number
+    told = Told(channel)
+    meter = Meter(told.progress)
+    for item in shared:
+        item.begin()
+    message: dict[str, Any] = {}
+    while True:
+        channel.send({**message, "next": True, "bytes": told.flush()})
+        (batch,) = channel.receive()  # a parent that is gone takes us along
+        if batch == _NOTHING:
+            break
+        found = {task: carry_out(tasks[task], meter) for task in batches[batch]}
+        message = {"found": [(task, list(map(as_dict, findings))) for task, findings in found.items() if findings]}
+    channel.send({"shared": [(at, told) for at, item in enumerate(shared) if (told := item.told()) is not None]})
+
+
+def _finding(told: dict[str, Any]) -> Finding:
+    rank, byte_range = told["rank"], told["byte_range"]
+    return Finding(
+        **{
+            **told,
+            "rank": None if rank is None else Rank(*rank),
+            "byte_range": None if byte_range is None else (byte_range[0], byte_range[1]),
+        }
+    )
