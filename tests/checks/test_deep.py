@@ -157,6 +157,13 @@ def test_padding_that_is_not_zero_is_found(root: Path) -> None:
     assert finding.severity == "warning"
 
 
+def test_states_that_are_never_zero_may_be_so_in_padding(root: Path) -> None:
+    """Adamax takes the largest gradient, and adds its eps even where there is none."""
+    exp_inf = torch.full((48,), 1e-8)
+    report = verify(save(root, {"exp_inf": exp_inf}).checkpoint, "deep")
+    assert "padding" not in {finding.check for finding in report.findings}
+
+
 def test_a_file_that_became_shorter_is_integrity(root: Path) -> None:
     saved = save(root, tensors())
     saved.path.write_bytes(saved.path.read_bytes()[:-40])

@@ -19,6 +19,7 @@ from ucp.checks.registry import BY_ID
 from ucp.checks.spans import Archive, Span, manifest_spans, torch_spans
 from ucp.checks.stores import store_spans
 from ucp.checks.tasks import Context, Meter, Task, failure
+from ucp.checks.values import NEVER_ZERO
 from ucp.checks.zipframes import frame_bytes, frame_defects
 from ucp.errors import IntegrityError, UcpError
 from ucp.files.local import SourceFiles
@@ -151,7 +152,8 @@ def _gaps(span: Span) -> list[tuple[int, int]]:
 
     (The padding of ZeRO-3's masters is whatever was in memory. A longer gap is something that the index left out.)
     """
-    if not span.padding or not span.held or any(held.kind in (WEIGHT, MASTER) for held in span.held):
+    passed = {WEIGHT, MASTER, *NEVER_ZERO}
+    if not span.padding or not span.held or any(held.kind in passed for held in span.held):
         return []
     longest = span.padding * span.held[0].dtype.itemsize
     gaps: list[tuple[int, int]] = []

@@ -19,7 +19,7 @@ from ucp.formats.deepspeed.emit.tensors import whole_tensor
 from ucp.formats.deepspeed.emit.world import World
 from ucp.formats.registry import WriteOptions
 from ucp.formats.torchtrees import with_tensors
-from ucp.model.checkpoint import WEIGHT, Checkpoint, Note, Parameter
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh
 from ucp.model.target import Digests, Literal, OutputFile, Target
@@ -49,6 +49,16 @@ class Writer:
                     "stage-3-groups",
                     "DeepSpeed's stage 3 gives every group the hyper-parameters of group 0 when it loads a universal"
                     " folder; what `--to deepspeed` writes does not suffer from that",
+                )
+            )
+        numbers = {k: p.name for p in source.parameters.values() for k, a in p.atoms.items() if _is_lone(p, k, a)}
+        if numbers:
+            listed = ", ".join(f"{kind} of {name}" for kind, name in sorted(numbers.items()))
+            self.notes.append(
+                Note(
+                    "universal-numbers",
+                    f"of an optimizer's numbers, DeepSpeed's stages 1 and 2 load no other than step from a universal"
+                    f" folder, and fail at {listed}; what `--to deepspeed` writes does not suffer from that",
                 )
             )
 
@@ -128,6 +138,11 @@ class Writer:
         tree["dp_world_size"] = self.source.mesh.dp
         tree["ds_config"] = self.world.carried.config
         return tree
+
+
+def _is_lone(parameter: Parameter, kind: str, atom: Atom) -> bool:
+    """Is it one number for the whole parameter (NAdam's `mu_product`), and not the step?"""
+    return kind not in (WEIGHT, MASTER, STEP) and not atom.shape and bool(parameter.shape)
 
 
 def _how_to_cut(parameter: Parameter) -> dict[str, Any]:
