@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 
 import ucp
-from tests.formats.deepspeed import made
+from tests.formats.deepspeed.made import flat_optim, model_state
+from tests.formats.deepspeed.made import save as save_step
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
 from ucp.formats.deepspeed import reader, universal
 from ucp.formats.deepspeed.universal_writer import Writer
@@ -353,12 +354,12 @@ def test_extras_hold_what_is_no_state(project: Path) -> None:
 
 def test_numbers_that_deepspeed_cannot_load_are_told(project: Path, tmp_path: Path) -> None:
     """NAdam keeps a 0-d `mu_product` beside its moments; DeepSpeed cuts everything but `step` into fragments."""
-    files: dict[str, Any] = {"mp_rank_00_model_states.pt": made.model_state(dp_world_size=1)}
-    optim = made.flat_optim(1, 0)
+    files: dict[str, Any] = {"mp_rank_00_model_states.pt": model_state(dp_world_size=1)}
+    optim = flat_optim(1, 0)
     for state in optim["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
         state["mu_product"] = torch.tensor(0.5)
     files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"] = optim
-    source = open_checkpoint(made.save(tmp_path / "c", files), ReadOptions())
+    source = open_checkpoint(save_step(tmp_path / "c", files), ReadOptions())
     (note,) = [note for note in Writer(source, WriteOptions()).notes if note.id == "universal-numbers"]
     assert "mu_product" in note.text
     plain = open_checkpoint(project / "fixtures" / "z1_bf16_dp2", ReadOptions())
