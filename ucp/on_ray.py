@@ -17,10 +17,11 @@ from typing import Any, Final
 
 from ucp import tunables
 from ucp.conversion import DEFAULT_MEMORY, Conversion
+from ucp.engine.begun import Begun, begun
 from ucp.engine.convert import Progress, fingerprint
-from ucp.engine.journal import BusyError, Record, is_held
-from ucp.engine.shares import Share, found_shares
-from ucp.engine.staging import busy, check_place, discard_half_done, staging_folder, was_published
+from ucp.engine.journal import BusyError
+from ucp.engine.shares import WHOLE, Share
+from ucp.engine.staging import was_published
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.files.paths import RemotePath, is_url
 from ucp.version import VERSION
@@ -49,35 +50,26 @@ def run_on_ray(
     """
     ray = _import_ray()
     path, target = conversion.path, conversion.target
-    if isinstance(path, RemotePath):
-        raise UsageError(
-            f"{path}: tasks of Ray write to a folder that all of them see",
-            hint="write parts with --part 1/N to --part N/N, and add them up with --finish",
-        )
     identity = fingerprint(target, conversion.source)
-    if resume and was_published(path, identity, durable=durable):
+    if resume and _was_published(conversion, identity, durable=durable):
         return
-    check_place(path)
-    if restart:
-        discard_half_done(path)
-    begun = found_shares(staging_folder(path))
-    if any(is_held(staging_folder(path) / share.journal) for share in begun):
-        raise busy(path)
-    if begun and parts is None:
-        parts = begun[0].count
+    place = begun(path, target, identity)
+    halves = place.shares(restart=restart)
+    if halves and parts is None:
+        parts = halves[0].count
     own = not ray.is_initialized()
     if own:
         _connect(ray, address)
     try:
         parts, jobs = dealt(_cpus(ray), parts, jobs, len(target.files))
         how = {"jobs": jobs, "memory": memory, "durable": durable}
-        work = ray.put((os.fspath(src), os.fspath(path), dict(options), how, identity, VERSION))
+        work = ray.put((str(src), str(path), dict(options), how, identity, VERSION))
         task = ray.remote(write_part)
         refs = {}
         for share in (Share(number, parts) for number in range(parts)):
             placed = task.options(num_cpus=jobs, scheduling_strategy="SPREAD", name=f"ucp {share}")
             refs[placed.remote(work, share.number, share.count)] = share
-        _Watch(ray, refs, path, identity, progress or Progress()).until_done(target.nbytes)
+        _Watch(ray, refs, place, progress or Progress()).until_done(target.nbytes)
     finally:
         if own:
             ray.shutdown()
@@ -129,11 +121,10 @@ def _run_when_free(conversion: Conversion, share: Share, how: Mapping[str, Any])
 class _Watch:
     """The driver's view of its tasks."""
 
-    def __init__(self, ray: Any, refs: Mapping[Any, Share], path: Path, identity: str, progress: Progress) -> None:
+    def __init__(self, ray: Any, refs: Mapping[Any, Share], place: Begun, progress: Progress) -> None:
         self._ray = ray
         self._refs = refs
-        self._folder = staging_folder(path)
-        self._identity = identity
+        self._place = place
         self._progress = progress
         self._seen = dict.fromkeys(refs.values(), 0)  # bytes that were passed on
 
@@ -171,19 +162,15 @@ class _Watch:
         except errors.RayError as error:
             raise StorageError(
                 f"{share}: Ray gave up on it: {str(error).strip().splitlines()[0]}",
-                hint=f"what was done is kept in {self._folder}: repeat the command to go on",
+                hint=f"what was done is kept in {self._place.where}: repeat the command to go on",
             ) from error
 
     def _look(self) -> None:
         """Pass on what the journals say is done."""
         for share, seen in self._seen.items():
-            try:
-                journal = self._folder / share.journal
-                nbytes = Record.parse(journal.read_bytes(), self._identity, journal).nbytes
-            except (OSError, UsageError):  # not begun yet
-                continue
-            self._progress.advance(max(0, nbytes - seen))
-            self._seen[share] = max(nbytes, seen)
+            nbytes = max(seen, self._place.nbytes(share))
+            self._progress.advance(nbytes - seen)
+            self._seen[share] = nbytes
 
     def _end(self, left: Sequence[Any]) -> None:
         """Interrupt tasks, and return when their processes have let go; those that do not are killed."""
@@ -191,6 +178,16 @@ class _Watch:
             for ref in left:
                 self._ray.cancel(ref, force=force)
             _, left = self._ray.wait(list(left), num_returns=len(left), timeout=10) if left else ([], [])
+
+
+def _was_published(conversion: Conversion, identity: str, *, durable: bool) -> bool:
+    """Whether an earlier run has made the whole target, and was killed before it had cleared up."""
+    path = conversion.path
+    if not isinstance(path, RemotePath):
+        return was_published(path, identity, durable=durable)
+    from ucp.engine.upload_folder import Upload
+
+    return Upload(path, conversion.target, identity, WHOLE).was_published()
 
 
 def dealt(cpus: Sequence[int], parts: int | None, jobs: int | None, most: int) -> tuple[int, int]:

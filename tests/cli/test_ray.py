@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.remote.conftest import s3_port as s3_port
 from tests.trees import contents
 from ucp.cli.main import run
 from ucp.engine.shares import Share
 from ucp.engine.staging import OUTPUT, staging_folder
 from ucp.errors import UsageError
+from ucp.files.paths import COMPLETE
 from ucp.on_ray import absolute, dealt, everywhere
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,7 +66,7 @@ class Cluster:
         code, said = self._answer()
         return code, said
 
-    def convert(self, out: Path) -> tuple[int, str]:
+    def convert(self, out: Path | str) -> tuple[int, str]:
         return self.run("convert", str(SOURCE), str(out), *LAYOUT, "--engine", "ray", "--parts", "2", "--jobs", "1")
 
     def close(self) -> None:
@@ -77,7 +79,19 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def s3(s3_port: int) -> Iterator[None]:
+    """An S3 server that this process and the cluster know of."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(s3: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    del s3
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     made = Cluster(tmp_path_factory.mktemp("cluster"))
@@ -149,6 +163,25 @@ def test_one_part_that_fails_ends_all_with_its_words(tmp_path: Path, cluster: Cl
     assert code == 0, said
     assert contents(out) == contents(whole)
     code, said = cluster.convert(out)
+    assert code == 2
+    assert "exists already" in said
+
+
+@pytest.mark.slow
+def test_into_an_object_store(cluster: Cluster, whole: Path) -> None:
+    import s3fs
+
+    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    fs.mkdir("ray")
+    # A part that was begun, by a run that did not end.
+    code, said = cluster.run("convert", str(SOURCE), "s3://ray/out", *LAYOUT, "--part", "1/2")
+    assert code == 0, said
+    code, said = cluster.convert("s3://ray/out")
+    assert code == 0, said
+    fs.invalidate_cache()
+    names = [name.removeprefix("ray/out/") for name in fs.find("ray/out")]
+    assert {name: fs.cat_file(f"ray/out/{name}") for name in names if name != COMPLETE} == contents(whole)
+    code, said = cluster.convert("s3://ray/out")
     assert code == 2
     assert "exists already" in said
 

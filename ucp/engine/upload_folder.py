@@ -33,9 +33,7 @@ class Upload:
     def begin(self, *, resume: bool, restart: bool) -> None:
         """Take the place; what is there already must be ours to go on with, or to throw away."""
         found = self._everything()
-        shares = found_shares(found)
-        if COMPLETE in found or (found and not shares):
-            raise UsageError(f"{self.path}: exists already", hint="choose another target, or remove it first")
+        shares = _shares(self.path, found)
         if shares and self.share.is_whole and not restart and (not resume or shares != [WHOLE]):
             on = "--resume" if shares == [WHOLE] else f"--part N/{shares[0].count} and --finish"
             raise UsageError(
@@ -48,7 +46,7 @@ class Upload:
                 hint="go on with it as it was begun, or remove that folder to begin again",
             )
         if restart and shares:
-            self._remove(found)
+            _remove(self.path, found)
         elif self.share in shares:
             self._take_up(found, self.share)
         self.notes.begin(self.fingerprint)
@@ -103,15 +101,15 @@ class Upload:
         for name, size in sizes.items():
             if name not in found or found[name].size != size:
                 raise StorageError(f"{self.path / name}: was written, but is not there as it was")
-        self._remove(found.keys() - ours - sizes.keys())
+        _remove(self.path, found.keys() - ours - sizes.keys())
         put_mark(self.path, self.fingerprint, sizes)
-        self._remove(ours)
+        _remove(self.path, ours)
 
     def was_published(self) -> bool:
         """Whether an earlier run has made the folder whole, and was killed before it had put its notes away."""
         if marked_by(self.path) != self.fingerprint:
             return False
-        self._remove(name for name in self._everything() if name.startswith(JOURNAL))
+        _remove(self.path, (name for name in self._everything() if name.startswith(JOURNAL)))
         return True
 
     def _everything(self) -> dict[str, Found]:
@@ -121,11 +119,30 @@ class Upload:
         """Remove what was begun, as far as the store lets us. A share leaves it to the others."""
         if self.share.is_whole:
             with suppress(StorageError):
-                self._remove(self._everything())
+                _remove(self.path, self._everything())
 
-    def _remove(self, names: Iterable[str]) -> None:
-        """Remove objects, notes last: what is left half-way is still known to be half-done."""
-        self.path.store.remove((self.path / name).key for name in sorted(names, key=_notes_last))
+
+def shares_in(path: RemotePath, *, restart: bool) -> list[Share]:
+    """Shares of a target that were begun there; with `restart` they are thrown away."""
+    found = path.store.everything(path.key)
+    shares = _shares(path, found)
+    if restart and shares:
+        _remove(path, found)
+        return []
+    return shares
+
+
+def _shares(path: RemotePath, found: dict[str, Found]) -> list[Share]:
+    """Shares that have notes among what was found; a folder that has something else is refused."""
+    shares = found_shares(found)
+    if COMPLETE in found or (found and not shares):
+        raise UsageError(f"{path}: exists already", hint="choose another target, or remove it first")
+    return shares
+
+
+def _remove(path: RemotePath, names: Iterable[str]) -> None:
+    """Remove objects, notes last: what is left half-way is still known to be half-done."""
+    path.store.remove((path / name).key for name in sorted(names, key=_notes_last))
 
 
 def _notes_last(name: str) -> tuple[bool, str]:
