@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -72,26 +74,77 @@ def merge(run: str, steps: Sequence[int], out: str, rounds: int = 1) -> dict[str
 
 
 def memory(run: str, jobs: int, out: str, step: int | None = None) -> dict[str, Any]:
-    """How much the resident set grows over what it is after a small merge, in bytes; seconds of the merge."""
+    """How much more memory a merge of the command has at its peak than a process after a small one, in bytes.
+
+    Of this process and its workers together; what they share counts once. Also of the largest worker.
+    """
+    _warm_up(run, out)
+    watch = subprocess.Popen(
+        [sys.executable, __file__, "watch", json.dumps({"pid": os.getpid()})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert watch.stdout is not None
+    watch.stdout.readline()  # it has seen what there is before
+    _merge(run, out, step, jobs)
+    told, _ = watch.communicate()  # its input ends
+    found: dict[str, Any] = json.loads(told)
+    return found
+
+
+def watch(pid: int) -> dict[str, Any]:
+    """Look at a process and its children, until our input ends."""
+    before = _anonymous(pid)
+    print("ready", flush=True)
+    peak, largest = before, 0
+    while not select.select([sys.stdin], [], [], 0.005)[0]:
+        with contextlib.suppress(OSError):
+            children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            sizes = [_anonymous(child) for child in children if child != os.getpid()]
+            peak = max(peak, _anonymous(pid) + sum(sizes))
+            largest = max([largest, *sizes])
+    return {"growth": peak - before, "largest": largest}
+
+
+def _anonymous(pid: int) -> int:
+    """Bytes of memory that lies in no file; of what processes share, this one's part. 0 where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+def speed(run: str, out: str, step: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a merge of the command by one worker and by two, in turns; the least of some rounds."""
+    _warm_up(run, out)
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for jobs, seconds in taken.items():
+            begin = time.perf_counter()
+            _merge(run, out, step, jobs)
+            seconds.append(time.perf_counter() - begin)
+    return {"seconds": [min(seconds) for seconds in taken.values()]}
+
+
+def _warm_up(run: str, out: str) -> None:
+    """Code and first use of everything."""
     import torch
 
     import ucp
 
     torch.set_num_threads(1)
     shutil.rmtree(out, ignore_errors=True)
-    ucp.convert(run, out, log=run, step=1, jobs=1, include=["small0"])  # code and first use of everything
+    ucp.convert(run, out, log=run, step=1, jobs=1, include=["small0"])
     shutil.rmtree(out)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    begin = time.perf_counter()
-    ucp.convert(run, out, log=run, step=step, jobs=jobs)
-    seconds = time.perf_counter() - begin
-    return {"growth": _status("VmHWM") - before, "seconds": seconds}
 
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+def _merge(run: str, out: str, step: int | None, jobs: int) -> None:
+    """As the command does."""
+    from ucp import api
+
+    api.plan(run, out, log=run, step=step).run(jobs=jobs, processes=True)
+    shutil.rmtree(out)
 
 
 def _one_core() -> None:
@@ -243,7 +296,7 @@ def both(run: str, tokens: int, pairs: int, block: int, threads: int) -> dict[st
     return {"without": seconds[0], "with": seconds[1], "params": sum(p.numel() for p in nets[0].parameters())}
 
 
-TASKS = {task.__name__: task for task in (make, merge, memory, train, deepspeed_save, both)}
+TASKS = {task.__name__: task for task in (make, merge, memory, watch, speed, train, deepspeed_save, both)}
 
 if __name__ == "__main__":
     result = TASKS[sys.argv[1]](**json.loads(sys.argv[2]))

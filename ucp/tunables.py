@@ -114,8 +114,11 @@ LOG_RESERVE_BYTES = 16 * MIB  # a segment file grows by this much at a time
 LOG_BATCH_BYTES = 8 * MIB  # written before the writer waits for the disk, …
 LOG_BATCH_SECONDS = 2.0  # … and how long a step may have to wait for that
 
-# Replayed states that are kept, so that all states of a stretch are taken from one replay.
+# Replayed states that are kept, over all worker processes, so that all states of a stretch are taken from one replay.
 REPLAY_CACHE_BYTES = 32 * MIB
+
+# A worker process takes about so many bytes of what is computed at a time: they may take as long as those of a part.
+COMPUTED_BATCH_BYTES = 16 * MIB
 
 # The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of
 # the newest frames is kept in the job for a shadow that comes back.

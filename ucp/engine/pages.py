@@ -7,7 +7,7 @@ gives in large pieces lies after the pages of a file. New pages cost as much as 
 from __future__ import annotations
 
 import threading
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 import numpy as np
 
@@ -26,5 +26,11 @@ def scratch(use: str, nbytes: int) -> RawArray:
     """Room for `nbytes` bytes with any values, good until this thread asks for the same use again."""
     block = _KEPT.blocks.get(use)
     if block is None or block.size < nbytes:
-        block = _KEPT.blocks[use] = np.frombuffer(mmap(-1, max(1, nbytes)), np.uint8)
+        block = _KEPT.blocks[use] = whole_pages(nbytes)
     return block[:nbytes]
+
+
+def whole_pages(nbytes: int) -> RawArray:
+    """At least `nbytes` zero bytes that begin a page. A fork has its own: no two processes write the same memory."""
+    size = -(-max(1, nbytes) // PAGESIZE) * PAGESIZE
+    return np.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)

@@ -96,6 +96,26 @@ def _stretch(files: Sequence[tuple[int, OutputFile]], atoms: Sequence[Sequence[_
         yield from parts[0] if len(parts) == 1 else merge(*parts, key=_first_element)
 
 
+def bundles(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Parts one after the other, those together that one worker should write because they are computed together."""
+    bundle: list[Part] = []
+    for part in parts:
+        if bundle and not _is_computed_with(part, bundle[0]):
+            yield bundle
+            bundle = []
+        bundle.append(part)
+    if bundle:
+        yield bundle
+
+
+def _is_computed_with(part: Part, other: Part) -> bool:
+    """Are both states of the same elements, of which computing one gives the other?"""
+    a, b = part.atom, other.atom
+    if a is None or b is None or not a.computed or not b.computed or a.name != b.name:
+        return False
+    return _first_element(part) == _first_element(other)
+
+
 def _first_element(part: Part) -> int:
     """Where a part begins in the flattened atom."""
     assert part.atom is not None

@@ -66,6 +66,10 @@ class Stream:
         return self.schema.stream
 
     @property
+    def is_remote(self) -> bool:
+        return self._files.is_remote
+
+    @property
     def steps(self) -> range:
         """The complete steps of this stream: every one of the range."""
         steps = self.scan.steps

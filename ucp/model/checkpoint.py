@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
@@ -144,6 +144,17 @@ class ComputedFiles(Protocol):
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of `file`, whose name begins with `COMPUTED`, from byte `offset` on."""
+
+
+@runtime_checkable
+class ForkableFiles(ComputedFiles, Protocol):
+    """Computed files that forks of this process can read as well, each for itself."""
+
+    def before_fork(self) -> bool:
+        """Load what every fork would load; say no where something is in use that two processes cannot share."""
+
+    def in_fork(self, workers: int) -> None:
+        """This process is one of so many forks: keep no more than its share, and compute in one thread."""
 
 
 @dataclass(slots=True)

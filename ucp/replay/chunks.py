@@ -24,7 +24,7 @@ from ucp.files.local import SourceFiles
 from ucp.log.codecs import bits_type
 from ucp.log.reader import Stream
 from ucp.log.schema import Block
-from ucp.model.checkpoint import COMPUTED, Atom, ComputedFiles
+from ucp.model.checkpoint import COMPUTED, Atom, ComputedFiles, ForkableFiles
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.records import dataclass, field
@@ -88,6 +88,7 @@ class ReplayedFiles:
         self._places = {f"{tensor.file}/{kind}": (tensor, kind) for tensor in tensors for kind in tensor.kinds}
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, int], Future[Chunk]] = OrderedDict()
+        self._kept_bytes = tunables.REPLAY_CACHE_BYTES  # at most, or four stretches
         self.replayed = 0  # elements times updates, for benchmarks
         weakref.finalize(self, base.close)
 
@@ -108,6 +109,27 @@ class ReplayedFiles:
             some = data[start : start + len(target) - done]
             target[done : done + len(some)] = some
             done += len(some)
+
+    def before_fork(self) -> bool:
+        """As `ForkableFiles.before_fork`: torch and operators are loaded once and not by every fork."""
+        tensors = [tensor for tensor, _ in self._places.values()]
+        if self._base.is_remote or any(tensor.stream.is_remote for tensor in tensors):
+            return False
+        import torch  # noqa: F401
+
+        for kernel in {tensor.kernel.id: tensor.kernel for tensor in tensors if tensor.kernel is not None}.values():
+            kernel.prepare()
+        return self.inner is None or (isinstance(self.inner, ForkableFiles) and self.inner.before_fork())
+
+    def in_fork(self, workers: int) -> None:
+        """As `ForkableFiles.in_fork`."""
+        import torch
+
+        # Also because the threads that torch computes in, where it has begun to, were not forked with us.
+        torch.set_num_threads(1)
+        self._kept_bytes = tunables.REPLAY_CACHE_BYTES // workers
+        if isinstance(self.inner, ForkableFiles):
+            self.inner.in_fork(workers)
 
     def _chunk(self, tensor: ReplayedTensor, number: int) -> Chunk:
         key = tensor.file, number
@@ -131,7 +153,7 @@ class ReplayedFiles:
 
     def _evict(self, tensor: ReplayedTensor) -> None:
         nbytes = sum(dtype.itemsize for dtype in tensor.kinds.values()) * min(tensor.chunk, tensor.numel)
-        room = max(4, tunables.REPLAY_CACHE_BYTES // max(1, nbytes))
+        room = max(4, self._kept_bytes // max(1, nbytes))
         for key in list(self._kept):
             if len(self._kept) <= room:
                 break

@@ -50,6 +50,7 @@ class Kernel:
     update: Callable[[Stretch, torch.Tensor, Hyper], None]
     counts: bool = True  # the optimizer keeps the number of its updates
     initial: Callable[[str, Hyper], float | None] = lambda _kind, _hyper: 0.0  # of a missing state; None: made later
+    prepare: Callable[[], object] = lambda: None  # loads what updates need, once in a process
 
 
 def _adam_kinds(hyper: Hyper) -> tuple[str, ...]:
@@ -232,6 +233,16 @@ def _cpu_lion(stretch: Stretch, grad: torch.Tensor, hyper: Hyper) -> None:
     cpu_lion(stretch, grad, hyper)
 
 
+def _two_moments(_hyper: Hyper) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq")
+
+
+def _load(name: str) -> None:
+    from ucp.replay.deepspeed_ops import load
+
+    load(name)
+
+
 def _learning_rate(hyper: Hyper) -> Any:
     """As the optimizer had it: torch computes with a tensor of one element in another precision than with a number."""
     kind = hyper.get("lr_kind", NUMBER)
@@ -288,8 +299,8 @@ KERNELS: Final[dict[str, Kernel]] = {
     for kernel in (
         *_torch_kernels(),
         Kernel("lion", _exp_avg, _lion, counts=False),
-        Kernel("deepspeed.cpu_adam", lambda _: ("exp_avg", "exp_avg_sq"), _cpu_adam),
-        Kernel("deepspeed.cpu_lion", lambda _: ("exp_avg", "exp_avg_sq"), _cpu_lion),
+        Kernel("deepspeed.cpu_adam", _two_moments, _cpu_adam, prepare=partial(_load, "adam")),
+        Kernel("deepspeed.cpu_lion", _two_moments, _cpu_lion, prepare=partial(_load, "lion")),
     )
 }
 

@@ -6,10 +6,9 @@ There is one piece for each use and thread, as large as the largest that was ask
 from __future__ import annotations
 
 import threading
-from mmap import PAGESIZE, mmap
 from typing import TYPE_CHECKING
 
-import numpy as np
+from ucp.engine.pages import whole_pages
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +41,7 @@ class Room:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.array = np.frombuffer(mmap(-1, -(-nbytes // PAGESIZE) * PAGESIZE or PAGESIZE), np.uint8)
+        self.array = whole_pages(nbytes)
         self._address = int(self.array.ctypes.data)
         self._views: dict[torch.dtype, torch.Tensor] = {}
 

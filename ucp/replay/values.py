@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ucp.log.kinds import BUFFER
 from ucp.log.reader import Span, StoredBlock
 from ucp.model.box import Shape
-from ucp.model.checkpoint import COMPUTED, WEIGHT, Atom, ComputedFiles, Fragment, Parameter
+from ucp.model.checkpoint import COMPUTED, WEIGHT, Atom, ComputedFiles, ForkableFiles, Fragment, Parameter
 from ucp.model.region import Region
 from ucp.records import replace
 from ucp.replay.stored import StoredStates
@@ -28,6 +28,15 @@ class LoggedFiles:
             self.inner.read_into(file, offset, target)
         else:
             target[:] = found.bits().tobytes()[offset : offset + len(target)]
+
+    def before_fork(self) -> bool:
+        """As `ForkableFiles.before_fork`. Values were read with the log."""
+        return isinstance(self.inner, ForkableFiles) and self.inner.before_fork()
+
+    def in_fork(self, workers: int) -> None:
+        """As `ForkableFiles.in_fork`."""
+        assert isinstance(self.inner, ForkableFiles)
+        self.inner.in_fork(workers)
 
 
 def logged_atom(name: str, kind: str, shape: Shape, value: StoredBlock, file: str) -> Atom:

@@ -1,0 +1,36 @@
+"""Memory that is kept for the next use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from mmap import PAGESIZE
+from pathlib import Path
+
+from ucp.engine.pages import scratch, whole_pages
+
+IN_A_FORK = """
+import os
+from ucp.engine.pages import scratch
+scratch("test", 8)[:] = 1
+pid = os.fork()
+if pid == 0:
+    scratch("test", 8)[:] = 2
+    os._exit(0)
+os.waitpid(pid, 0)
+print(*scratch("test", 8))
+"""
+
+
+def test_a_fork_has_memory_of_its_own(project: Path) -> None:
+    """Workers that are forked after their parent has used it must not read into each other's."""
+    done = subprocess.run([sys.executable, "-c", IN_A_FORK], cwd=project, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"] * 8
+
+
+def test_it_begins_a_page_and_is_kept() -> None:
+    block = scratch("test", 5000)
+    assert block.ctypes.data % PAGESIZE == 0
+    assert block.size == 5000
+    assert scratch("test", 100).ctypes.data == block.ctypes.data
+    assert whole_pages(0).size == PAGESIZE

@@ -1,0 +1,89 @@
+"""Merging in worker processes: the bytes of threads, and nothing is replayed twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import ucp
+from tests.replay.made import Run, assert_same, start, state_of
+from tests.trees import contents
+from ucp import tunables
+from ucp.engine import forked
+from ucp.files.local import SourceFiles
+from ucp.log.manifest import Parent
+
+BLOCK = 40_000
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "LOG_BLOCK_ELEMENTS", BLOCK)
+
+
+def merge(project: Path, run: Run, base: Path, dst: Path) -> subprocess.CompletedProcess[str]:
+    told = {"LOG_BLOCK_ELEMENTS": BLOCK, "REPLAY_CACHE_BYTES": 1, "COMPUTED_BATCH_BYTES": 1}
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.replay.forking"),
+            *map(str, (base, run.folder, run.step, dst)),
+            *(f"{name}={value}" for name, value in told.items()),
+        ],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def sync(run: Run) -> None:
+    for appender in run.appenders:
+        appender.sync()
+
+
+def replays(said: str) -> Counter[str]:
+    """How often each stretch was replayed; all of them in forks."""
+    words = [line.split() for line in said.splitlines() if line.startswith("replayed ")]
+    assert {where for _, where, _ in words} == {"fork"}
+    return Counter(what for _, _, what in words)
+
+
+def test_the_same_bytes_as_from_threads_and_nothing_is_replayed_twice(project: Path, tmp_path: Path) -> None:
+    """Blocks are so large that torch would update them in threads, of which the parent has some and no fork has any.
+
+    The layout changes on the way: computed files upon computed files, and every worker has its own of both.
+    """
+    run = start(tmp_path / "run", large=20_000)
+    base = run.save(0)
+    run.train(2)
+    sync(run)
+    run.epoch, run.streams = 1, 2
+    run.open_epoch(Parent(0, 2))
+    run.train(1)
+    sync(run)
+    done = merge(project, run, base, tmp_path / "forked")
+    found = replays(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert len(found) == 2 * sum(-(-p.numel() // BLOCK) for _, p in run.named()) == 2 * (6 + 2)
+    assert set(found.values()) == {1}
+    assert_same(state_of(ucp.open(tmp_path / "forked").index), run.history[3])
+    ucp.convert(base, tmp_path / "threads", log=run.folder, step=3, jobs=2)
+    assert contents(tmp_path / "forked") == contents(tmp_path / "threads")
+
+
+class Connected:
+    """Computed files that come over a connection."""
+
+    identity = "connected"
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        raise NotImplementedError
+
+
+def test_connections_are_not_shared(tmp_path: Path) -> None:
+    assert not forked.is_possible(SourceFiles(tmp_path, computed=Connected()))
