@@ -42,7 +42,7 @@ def test_an_unknown_tag_lists_the_known(tmp_path: Path) -> None:
     assert "global_step1, global_step2" in str(error.value)
 
 
-@pytest.mark.parametrize("tag", ["../outside", "..", "a/b"])
+@pytest.mark.parametrize("tag", ["../outside", "..", "a/../../b", "/a", "a//b", ""])
 def test_a_tag_cannot_leave_the_folder(tmp_path: Path, tag: str) -> None:
     step(tmp_path / "outside")
     with pytest.raises(UsageError, match="not the name of a folder"):
@@ -55,6 +55,18 @@ def test_latest_cannot_leave_the_folder(tmp_path: Path) -> None:
     step(inner / "global_step1")
     (inner / "latest").write_text("../outside")
     assert find(inner, None).step == inner / "global_step1"
+
+
+def test_a_tag_may_be_a_path(tmp_path: Path) -> None:
+    step(tmp_path / "epoch3" / "step100")
+    newer = step(tmp_path / "epoch3" / "step200")
+    (tmp_path / "latest").write_text("epoch3/step200")
+    place = find(tmp_path, None)
+    assert (place.root, place.step, place.prefix, place.tag) == (tmp_path, newer, "epoch3/step200/", "epoch3/step200")
+    assert find(tmp_path, "epoch3/step100").prefix == "epoch3/step100/"
+    with pytest.raises(UsageError, match=r"epoch9/step1") as error:
+        find(tmp_path, "epoch9/step1")
+    assert "epoch3/step100, epoch3/step200" in str(error.value)
 
 
 def test_latest_that_names_nothing(tmp_path: Path) -> None:

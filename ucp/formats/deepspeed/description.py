@@ -42,7 +42,7 @@ def details_of(reading: Reading, place: folder.Place, files: StepFiles, ranks: R
     config = model.get("ds_config")
     config = config if isinstance(config, dict) else {}
     facts: dict[str, Any] = {
-        "tag": place.step.name,
+        "tag": place.tag,
         "wrapper": _wrapper(place, model),
         "client": _client(model),
         "dtype": _dtype(config),

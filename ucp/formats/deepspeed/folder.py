@@ -26,7 +26,12 @@ class Place:
     @property
     def prefix(self) -> str:
         """What file names of the step folder need in front to be relative to `root`."""
-        return "" if self.step == self.root else f"{self.step.name}/"
+        return "" if self.step == self.root else f"{self.tag}/"
+
+    @property
+    def tag(self) -> str:
+        """The name under which DeepSpeed saved the step: mostly one folder, of some jobs a path below the root."""
+        return self.step.name if self.step == self.root else self.step.relative_to(self.root).as_posix()
 
 
 def recognises(path: Path) -> bool:
@@ -115,17 +120,21 @@ def _names_step(path: Path) -> str | None:
     if not latest.is_file() or latest.stat().st_size > 4096:
         return None
     text = latest.read_bytes().decode("utf-8", "replace").strip()
-    # A tag is one folder name. Anything else would leave the folder that the person gave.
-    return text if text and text not in (".", "..") and "/" not in text and "\0" not in text else None
+    return text if _stays_inside(text) else None
+
+
+def _stays_inside(tag: str) -> bool:
+    """Is it a folder name, or a path of such (`epoch3/step200`), that does not leave the folder that a person gave?"""
+    return "\0" not in tag and not any(part in ("", ".", "..") for part in tag.split("/"))
 
 
 def _tagged(path: Path, tag: str) -> Place:
-    if tag in (".", "..") or "/" in tag or "\0" in tag:
-        raise UsageError(f"--tag {tag!r} is not the name of a folder")
+    if not _stays_inside(tag):
+        raise UsageError(f"--tag {tag!r} is not the name of a folder in {path}")
     if is_step_or_missing(path / tag):
         return Place(path, path / tag)
     steps = _search(path)
-    same = [step for step in steps if step.name == tag]
+    same = [step for step in steps if step.name == tag or step.relative_to(path).as_posix() == tag]
     if not same:
         known = ", ".join(str(step.relative_to(path)) for step in steps) or "none"
         raise UsageError(f"{path}: no checkpoint with the tag {tag!r}", hint=f"checkpoints here: {known}")
