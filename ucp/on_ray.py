@@ -20,8 +20,8 @@ from ucp.conversion import DEFAULT_MEMORY, Conversion
 from ucp.engine.begun import Begun, begun
 from ucp.engine.convert import Progress, fingerprint
 from ucp.engine.journal import BusyError
+from ucp.engine.publishing import was_published
 from ucp.engine.shares import WHOLE, Share
-from ucp.engine.staging import was_published
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.files.paths import RemotePath, is_url
 from ucp.version import VERSION

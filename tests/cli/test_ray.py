@@ -19,8 +19,8 @@ import ucp
 from tests.remote.conftest import s3_port as s3_port
 from tests.trees import contents
 from ucp.cli.main import run
+from ucp.engine.place import OUTPUT, staging_folder
 from ucp.engine.shares import Share
-from ucp.engine.staging import OUTPUT, staging_folder
 from ucp.errors import UsageError
 from ucp.files.paths import COMPLETE
 from ucp.on_ray import absolute, dealt, everywhere

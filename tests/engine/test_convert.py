@@ -17,7 +17,7 @@ from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values
 from tests.trees import contents
 from ucp import tunables
 from ucp.engine.convert import Progress, RunOptions, run
-from ucp.engine.staging import staging_folder
+from ucp.engine.place import staging_folder
 from ucp.engine.worker import Budget
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.model.checkpoint import Atom, Checkpoint, Parameter

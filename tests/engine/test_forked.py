@@ -15,7 +15,7 @@ import pytest
 import ucp
 from tests.trees import contents
 from ucp.engine import forked
-from ucp.engine.staging import staging_folder
+from ucp.engine.place import staging_folder
 from ucp.files.local import SourceFiles
 
 FIXTURE = "z1_bf16_dp2"

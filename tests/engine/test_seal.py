@@ -24,9 +24,9 @@ from tests.files.likeness import differences
 from ucp import tunables
 from ucp.engine import plan, staging
 from ucp.engine.convert import Progress, fingerprint, run
+from ucp.engine.place import staging_folder
 from ucp.engine.plan import parts
 from ucp.engine.sealing import sealing_parts
-from ucp.engine.staging import staging_folder
 from ucp.engine.worker import Written
 from ucp.errors import UsageError
 from ucp.files.inert import Inert, InertOrderedDict, StorageRef, TensorRef

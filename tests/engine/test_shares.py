@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import ucp
 from tests.trees import contents
+from ucp.engine.place import staging_folder
 from ucp.engine.shares import Share, found_shares
-from ucp.engine.staging import staging_folder
 from ucp.errors import StorageError, UsageError
 from ucp.model.target import OutputFile, Target
 

@@ -160,7 +160,7 @@ def command(
     """
     from ucp.cli.launchers import launched_share
     from ucp.cli.progress import Bar
-    from ucp.engine.staging import staging_folder
+    from ucp.engine.place import staging_folder
 
     launched = None if part is not None or finish else launched_share()
     _check_engine(engine, part is not None or finish, launched, ray_address is not None or parts is not None)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ucp.engine.journal import Record, is_held
+from ucp.engine.place import busy, check_place, discard_half_done, staging_folder
 from ucp.engine.shares import Share, found_shares
-from ucp.engine.staging import busy, check_place, discard_half_done, staging_folder
 from ucp.errors import UsageError
 from ucp.files.paths import RemotePath
 from ucp.model.target import Target

@@ -10,9 +10,10 @@ import xxhash
 
 from ucp import tunables
 from ucp.engine.plan import VERSION, stretches
+from ucp.engine.publishing import gather, publish, was_published
 from ucp.engine.sealing import sealing_parts
 from ucp.engine.shares import WHOLE, Share
-from ucp.engine.staging import Staging, gather, publish, was_published
+from ucp.engine.staging import Staging
 from ucp.engine.stream import stream
 from ucp.engine.worker import Budget
 from ucp.errors import StorageError

@@ -9,29 +9,22 @@ Several processes may share the work: each has a journal of its own and writes w
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
 
 import xxhash
 
 from ucp import tunables
-from ucp.engine.journal import BusyError, Journal, Record, is_held
+from ucp.engine.journal import Journal, is_held
+from ucp.engine.place import OUTPUT, busy, check_place, discard_half_done, staging_folder
 from ucp.engine.plan import Extent, Part
+from ucp.engine.publishing import digests_of, publish
 from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
-from ucp.files.local import make_file, sync, write_all
+from ucp.files.local import make_file, sync
 from ucp.model.target import Digests, OutputFile, Target
-
-OUTPUT: Final = "output"
-
-
-def staging_folder(target: Path) -> Path:
-    """Where the unfinished form of `target` lives."""
-    return target.parent / f".{target.name}.ucp-partial"
 
 
 class Staging:
@@ -174,119 +167,6 @@ class Staging:
             self._journal = None
 
 
-def busy(path: Path, share: Share = WHOLE) -> BusyError:
-    """What is said where another process writes `path`, or this share of it."""
-    whose = "" if share.is_whole else f"{share}: "
-    return BusyError(f"{path}: {whose}another process is writing it now", hint="wait for it, or choose another target")
-
-
-def discard_half_done(path: Path) -> None:
-    """Remove what an earlier run has left of `path`, in one piece or in parts; refused while a process is at it."""
-    folder = staging_folder(path)
-    if not folder.exists():
-        return
-    if any(is_held(folder / share.journal) for share in found_shares(folder)):
-        raise busy(path)
-    held = Journal(folder / WHOLE.journal, busy(path))  # so that nobody begins while it goes
-    shutil.rmtree(folder, ignore_errors=True)
-    held.close()
-
-
-def check_place(path: Path) -> None:
-    """Refuse a target that is there already, or that has no folder to be in."""
-    if not path.parent.is_dir():
-        raise StorageError(f"{path.parent}: no such folder", hint="make it first, or choose another target")
-    if os.path.lexists(path):
-        raise UsageError(f"{path}: exists already", hint="choose another target, or remove it first")
-
-
-def gather(path: Path, target: Target, fingerprint: str) -> Digests:
-    """What the shares of a conversion have written together; refused where something is missing."""
-    check_place(path)
-    folder = staging_folder(path)
-    shares = found_shares(folder)
-    if not shares:
-        raise UsageError(
-            f"{folder}: no part of this target is here", hint="write the parts first, with --part 1/N to --part N/N"
-        )
-    count = shares[0].count
-    written: dict[tuple[int, int, int], Written] = {}  # what was written again is in a journal twice
-    lacking: list[str] = []
-    for share in (Share(number, count) for number in range(count)):
-        journal = folder / share.journal
-        try:
-            record = Record.parse(journal.read_bytes(), fingerprint, journal)
-        except FileNotFoundError:
-            lacking.append(f"{share} was not begun")
-            continue
-        if not record.done:
-            lacking.append(f"{share} " + ("is at work" if is_held(journal) else "did not end"))
-        written.update(((w.file, w.offset, w.nbytes), w) for part in record.parts for w in part)
-    if lacking:
-        raise UsageError(
-            f"{path}: {'; '.join(lacking)}", hint="run these parts (again: what they have done is kept), then --finish"
-        )
-    digests = digests_of(target, written.values())
-    for file, ranges in zip(target.files, digests, strict=True):
-        if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (folder / OUTPUT / file.path).is_file():
-            raise StorageError(
-                f"{folder / OUTPUT / file.path}: not all of it was written",
-                hint="do all machines see the same folder? Remove it and run the parts again",
-            )
-    return digests
-
-
-def digests_of(target: Target, written: Iterable[Written]) -> Digests:
-    """For each file of the target, what was written: `(offset, nbytes, digest)` in order of offset."""
-    table: list[list[tuple[int, int, str]]] = [[] for _ in target.files]
-    for w in written:
-        table[w.file].append((w.offset, w.nbytes, w.digest))
-    for entries in table:
-        entries.sort()
-    return table
-
-
-def publish(path: Path, target: Target, last: OutputFile | None, *, durable: bool) -> None:
-    """Write `last` (the manifest) into the staging folder of `path`, then let the output appear under its name."""
-    folder = staging_folder(path)
-    output = folder / OUTPUT
-    try:
-        if last is not None:
-            _write_whole(output / last.path, b"".join(literal.data for literal in last.literals))
-        _remove_strays(output, {file.path for file in (*target.files, *(() if last is None else (last,)))})
-        if durable:
-            _sync_tree(output)
-        os.rename(output, path)
-        if durable:
-            sync(path.parent)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be published: {error.strerror}") from error
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def was_published(path: Path, fingerprint: str, *, durable: bool) -> bool:
-    """Whether an earlier run let the output appear, and was killed before it had put its things away. Does that now."""
-    folder = staging_folder(path)
-    if not path.is_dir() or not folder.is_dir() or (folder / OUTPUT).exists():
-        return False
-    for share in (WHOLE, *found_shares(folder)):
-        journal = folder / share.journal
-        if journal.exists() and (is_held(journal) or not Record.belongs(journal.read_bytes(), fingerprint)):
-            return False
-    if durable:
-        sync(path.parent)
-    shutil.rmtree(folder, ignore_errors=True)
-    return True
-
-
-def _remove_strays(output: Path, known: Container[str]) -> None:
-    """Remove files that are no part of the output: a run that was killed while it threw them away left them."""
-    for base, _, names in os.walk(output):
-        for name in names:
-            if (path := Path(base) / name).relative_to(output).as_posix() not in known:
-                path.unlink()
-
-
 def digest_range(path: Path, offset: int, nbytes: int) -> str | None:
     """XXH3-128 (hex) of a byte range; None where the file is shorter or not there."""
     digest = xxhash.xxh3_128()
@@ -314,19 +194,3 @@ def _check_space(folder: Path, needed: int) -> None:
             f"{folder}: {needed:,} bytes are needed and {free:,} are free",
             hint="free some space, choose a target on another file system, or use --link, which copies nothing",
         )
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        write_all(fd, 0, data)
-    finally:
-        os.close(fd)
-
-
-def _sync_tree(folder: Path) -> None:
-    for base, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(base) / name)
-        sync(Path(base))

@@ -14,8 +14,8 @@ from pathlib import Path
 from ucp import tunables
 from ucp.engine.convert import Progress
 from ucp.engine.journal import Record, is_held
+from ucp.engine.place import staging_folder
 from ucp.engine.shares import Share
-from ucp.engine.staging import staging_folder
 from ucp.errors import StorageError, UcpError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from ucp.engine.publishing import digests_of
 from ucp.engine.shares import WHOLE, Share
-from ucp.engine.staging import digests_of
 from ucp.engine.upload_notes import Notes, Uploaded, found_shares, marked_by, put_mark, read_notes
 from ucp.errors import StorageError, UsageError
 from ucp.files.paths import COMPLETE, JOURNAL, RemotePath

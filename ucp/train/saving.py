@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ucp.engine.staging import OUTPUT, Staging, staging_folder
+from ucp.engine.place import OUTPUT, staging_folder
+from ucp.engine.staging import Staging
 from ucp.engine.worker import Written
 from ucp.errors import StorageError
 from ucp.files.local import write_all
