@@ -84,6 +84,27 @@ def test_stacks_are_taken_apart(tmp_path: Path, master: str) -> None:
     check(ucp.open(save(tmp_path, model_and_states(master), common(arguments(1, 1)))))
 
 
+@pytest.mark.parametrize("said", [{"is_decoupled_lr": True}, {"is_decoupled_lr": False, "default_config": False}])
+def test_a_learning_rate_of_their_own(tmp_path: Path, said: dict[str, Any]) -> None:
+    """Of the embedding and the output layer; releases since 0.16 do not say `is_decoupled_lr` of that group."""
+    tree = common(arguments(1, 1, decoupled_lr=0.2))
+    groups = tree["optimizer"]["optimizer"]["param_groups"]
+    groups.insert(1, {**groups[0], "lr": 0.2, **said})
+    found = ucp.open(save(tmp_path, model_and_states("param"), tree)).index
+    assert [len(group.names) for group in found.groups] == [8, 2, 3]
+    assert found.groups[1].names == ["embedding.word_embeddings.weight", "output_layer.weight"]
+    assert found.notes == []
+
+
+def test_parameters_of_no_group_keep_one(tmp_path: Path) -> None:
+    """Without, a target for another framework would be without their states."""
+    tree = common(arguments(1, 1))
+    tree["optimizer"]["optimizer"]["param_groups"].pop()
+    found = ucp.open(save(tmp_path, model_and_states("param"), tree)).index
+    assert [len(group.names) for group in found.groups] == [13]
+    assert [note.id for note in found.notes] == ["group-guessed"]
+
+
 def test_gate_and_projection_under_keys_of_their_own(tmp_path: Path) -> None:
     state = model_and_states("param")
     for key in [key for key in state if ".linear_fc1." in key and "layer_norm" not in key]:

@@ -13,7 +13,7 @@ from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.files.inert import TensorRef
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.holdings import Group, number_of
-from ucp.formats.megatron.names import is_expert
+from ucp.formats.megatron.names import EMBEDDING, OUTPUT, is_expert
 from ucp.formats.megatron.rankfile import Entry, RankFile
 from ucp.model.checkpoint import MASTER, STEP
 from ucp.model.dtypes import FLOAT32
@@ -21,6 +21,7 @@ from ucp.model.dtypes import FLOAT32
 _PARAMS: Final = "params"
 _MASTERS: Final = "fp32_from_fp16_params"
 _RESTORE: Final = "restore the files of one save; or drop the optimizer with --only weights"
+_NORMS_OF_HEADS: Final = ("q_layernorm.", "k_layernorm.")
 
 Flags = tuple[bool, bool, bool]  # of an expert-parallel, of a decayed, of a group with a learning rate of its own
 
@@ -87,8 +88,9 @@ class GroupMatcher:
 def flags_of(name: str, dimensions: int, arguments: Arguments) -> Flags:
     """What the group of a parameter says of itself."""
     apart = arguments.ep > 1 or arguments.etp != arguments.tp
-    decayed = dimensions > 1 and not name.endswith(".bias")
-    own_rate = arguments.fields.get("decoupled_lr") is not None and name.startswith(("embedding.", "output_layer."))
+    of_heads = arguments.flag("apply_wd_to_qk_layernorm") and any(norm in name for norm in _NORMS_OF_HEADS)
+    decayed = (dimensions > 1 and not name.endswith(".bias")) or of_heads
+    own_rate = arguments.fields.get("decoupled_lr") is not None and name in (EMBEDDING, OUTPUT)
     return is_expert(name) and apart, decayed, own_rate
 
 
@@ -97,7 +99,7 @@ def said_of(group: Mapping[str, Any]) -> Flags:
     return (
         group.get("is_expert_parallel") is True,
         group.get("wd_mult", 1.0) != 0.0,
-        group.get("is_decoupled_lr") is True,
+        group.get("is_decoupled_lr") is True or group.get("default_config") is False,  # the second since 0.16
     )
 
 

@@ -11,12 +11,11 @@ from ucp.files.inert import TensorRef
 from ucp.formats.megatron.arguments import Arguments, arguments_of
 from ucp.formats.megatron.carried import carried_tree, strip_optimizer
 from ucp.formats.megatron.folder import COMMON
-from ucp.formats.megatron.fragments import LazyFragments
 from ucp.formats.megatron.holdings import Scalar, number_of
 from ucp.formats.megatron.local_module import Whole
 from ucp.formats.megatron.names import EMBEDDING, OUTPUT, expert_of, is_buffer
 from ucp.formats.megatron.order import order_key
-from ucp.formats.megatron.plain_optimizer import flags_of, groups_of, hyper_of, optimizers_of, said_of
+from ucp.formats.megatron.plain_optimizer import Flags, flags_of, groups_of, hyper_of, optimizers_of, said_of
 from ucp.formats.megatron.rankfile import RankFile
 from ucp.formats.megatron.sharded import Pieces, Sharded, Unstacked
 from ucp.formats.megatron.sharded_buffers import Buckets, is_state
@@ -24,6 +23,7 @@ from ucp.formats.megatron.shifted_state import treat_shifts
 from ucp.formats.megatron.splits import ORIGIN, rule_of
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Note, Parameter, ParamGroup
+from ucp.model.lazy import LazyFragments
 from ucp.model.layout import Rank
 from ucp.model.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
 
@@ -111,16 +111,31 @@ class ShardedReader:
         return list(by_chain.values())
 
     def _groups(self, left: list[Parameter]) -> Iterator[ParamGroup]:
+        dealt: list[tuple[Flags, Mapping[str, Any], Scalar | None, list[Parameter]]] = []
         for optimizer in self._optimizers():
             step = _common_step(self.common, optimizer)
             for group in groups_of(optimizer):
                 wanted = said_of(group)
-                mine = [p for p in left if flags_of(p.name, len(p.shape), self.arguments) == wanted]
+                mine = [p for p in left if self._flags(p) == wanted]
                 taken = {p.name for p in mine}
                 left = [p for p in left if p.name not in taken]
                 counted = group.get(STEP)
-                put_steps(mine, number_of(COMMON, counted) if isinstance(counted, (int, float)) else step)
-                yield ParamGroup(hyper_of(group), [p.name for p in mine])
+                step_here = number_of(COMMON, counted) if isinstance(counted, (int, float)) else step
+                dealt.append((wanted, group, step_here, mine))
+        lost = [p for p in left if dealt and any(kind not in (WEIGHT, MASTER) for kind in p.atoms)]
+        for parameter in lost:
+            flags = self._flags(parameter)
+            most_alike = max(dealt, key=lambda one: sum(a == b for a, b in zip(one[0], flags, strict=True)))
+            most_alike[3].append(parameter)
+        if lost:
+            shown = ", ".join(p.name for p in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+            self.notes.append(Note("group-guessed", f"no group of the optimizer is that of {shown}: put in the likest"))
+        for _, group, step, mine in dealt:
+            put_steps(mine, step)
+            yield ParamGroup(hyper_of(group), [p.name for p in mine])
+
+    def _flags(self, parameter: Parameter) -> Flags:
+        return flags_of(parameter.name, len(parameter.shape), self.arguments)
 
     def trees(self) -> dict[str, Any]:
         """What is no parameter state: the common part and the sharded objects."""
