@@ -18,6 +18,7 @@ from safetensors import safe_open
 import ucp
 from tests.formats.deepspeed.made import flat_optim, model_state
 from tests.formats.deepspeed.made import save as save_step
+from tests.formats.deepspeed.test_writer import likeness
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
 from ucp.formats.deepspeed import reader, universal
 from ucp.formats.deepspeed.universal_writer import Writer
@@ -364,3 +365,21 @@ def test_numbers_that_deepspeed_cannot_load_are_told(project: Path, tmp_path: Pa
     assert "mu_product" in note.text
     plain = open_checkpoint(project / "fixtures" / "z1_bf16_dp2", ReadOptions())
     assert all(note.id != "universal-numbers" for note in Writer(plain, WriteOptions()).notes)
+
+
+@pytest.mark.parametrize("fixture", ["z1_bf16_dp2", "z1_fp16_dp2", "pp2_z1_bf16_tied_dp2"])
+def test_what_comes_of_a_universal_folder_is_what_comes_of_its_source(
+    project: Path, tmp_path: Path, fixture: str
+) -> None:
+    """The dtype of the module, its buffers, and the layer files of a pipeline."""
+    source = project / "fixtures" / fixture
+    ucp.convert(source, tmp_path / "universal", to="deepspeed-universal")
+    assert ucp.diff(source, tmp_path / "universal").same
+    for start, name in ((source, "direct"), (tmp_path / "universal", "through")):
+        ucp.convert(start, tmp_path / name, to="deepspeed", dp=3, pp=1, zero=1)
+    names = {path.relative_to(tmp_path / "direct") for path in (tmp_path / "direct").rglob("*") if path.is_file()}
+    assert names == {p.relative_to(tmp_path / "through") for p in (tmp_path / "through").rglob("*") if p.is_file()}
+    for name in names - {Path("latest")}:
+        direct, through = (torch.load(tmp_path / way / name, weights_only=False) for way in ("direct", "through"))
+        direct.get("ds_config", {}).pop("checkpoint", None)
+        assert likeness(direct, through) == [], name

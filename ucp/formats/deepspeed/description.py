@@ -60,6 +60,23 @@ def details_of(reading: Reading, place: folder.Place, files: StepFiles, ranks: R
     return {key: value for key, value in facts.items() if value not in (None, {}, "")}
 
 
+def universal_details(reading: Reading, file: RankFile) -> dict[str, Any]:
+    """Facts about a universal folder, from a model file of the checkpoint that it was made from.
+
+    How gradients were dealt out is not among them: the folder keeps nothing in that order.
+    """
+    model = file.mapping()
+    config = model.get("ds_config")
+    facts = {
+        "universal": True,
+        "client": _client(model),
+        "dtype": _dtype(config) if isinstance(config, dict) else None,
+        "universal_checkpoint_version": _info_version(model),
+        "pipeline": reading.pipeline,
+    }
+    return {key: value for key, value in facts.items() if value not in (None, {})}
+
+
 def _wrapper(place: folder.Place, model: Any) -> str | None:
     if isinstance(model.get("pytorch-lightning_version"), str):
         return "Lightning"

@@ -45,6 +45,10 @@ def read_layers(reading: Reading, layers: Mapping[tuple[int, int], str], stages:
         "tied": {key: layer for layer, key in sorted(keys_of.items(), reverse=True) if key is not None},
         "model_axis": any(has_model_axis(name) for name in layers.values()),
     }
+    first = set(reading.pipeline["tied"].values())
+    again = {str(layer): key for layer, key in sorted(keys_of.items()) if key is not None and layer not in first}
+    if again:
+        reading.pipeline["again"] = again
 
 
 def _read_layer(

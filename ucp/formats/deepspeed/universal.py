@@ -17,12 +17,13 @@ from ucp.files.inert import TensorRef
 from ucp.files.local import SourceFiles
 from ucp.files.paths import files_below, scan
 from ucp.formats.deepspeed.assemble import assemble, merge_groups
-from ucp.formats.deepspeed.description import framework_of, step_of
+from ucp.formats.deepspeed.description import framework_of, step_of, universal_details
 from ucp.formats.deepspeed.extras import TreeCarrier
 from ucp.formats.deepspeed.fragments import scalar_fragments
 from ucp.formats.deepspeed.grid import Grid, check_same_save, find_grid
 from ucp.formats.deepspeed.holdings import Holder, Holdings
 from ucp.formats.deepspeed.names import StepFiles, model_name, sharded_model_name, sort_names
+from ucp.formats.deepspeed.pipeline import StageNames, read_layers
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.rulings import rule_all
@@ -69,6 +70,8 @@ class _Universal:
         folders = state_folders(self.root, STATES)
         first = models[0][0]
         shared = {alias: owner for members in models for alias, owner in shared_of(members[0]).items()}
+        if names.layers:
+            read_layers(self.reading, names.layers, {0: StageNames(_trained(models), _buffers(models))})
         for index, members in enumerate(models):
             self._read_model(Holder(index // grid.tp, index % grid.tp), members, folders, shared, grid)
         self._put_in_order(models)
@@ -97,14 +100,15 @@ class _Universal:
             extras=Extras(self._trees(models, optimizer)),
             notes=self.reading.notes,
             sizes=_sizes(self.root),
-            details={"universal": True},
+            details=universal_details(self.reading, first),
         )
 
     def _model_names(self) -> StepFiles:
         with scan(self.root) as entries:
             found = sort_names([entry.name for entry in entries if entry.is_file()])
         if found.model:  # a folder made for both families has both kinds; the plain ones hold the weights
-            return StepFiles(model=found.model, other=found.other)
+            whole = len(found.model) == 1 and all(tp == 0 for _, tp in found.layers)
+            return StepFiles(model=found.model, layers=found.layers if whole else {}, other=found.other)
         if found.sharded_model:
             return StepFiles(sharded_model=found.sharded_model, other=found.other)
         raise NotUnderstoodError(
@@ -161,12 +165,12 @@ class _Universal:
             self.reading.holdings.put(name, holder, shape, "trained", file.name)
 
     def _put_in_order(self, models: Sequence[Sequence[RankFile]]) -> None:
-        """Aliases out; and layer by layer where a pipeline kept no module, whose layer files are not copied."""
+        """Aliases out; and layer by layer for a pipeline, whose layer files DeepSpeed does not copy."""
         holdings = self.reading.holdings
         holdings.roles = {name: role for name, role in holdings.roles.items() if name not in holdings.aliases}
-        if any(module_of(members[0]) for members in models):
+        if self.reading.pipeline or any(module_of(members[0]) for members in models):
             return
-        lost = sorted({name for members in models for name in buffers_of(members[0])})
+        lost = sorted(_buffers(models))
         holdings.roles = dict(sorted(holdings.roles.items(), key=lambda item: _layer(item[0])))
         self.reading.note(
             "universal-no-module",
@@ -264,6 +268,14 @@ class _Universal:
             if tree is not None:
                 trees[file.name] = tree
         return trees
+
+
+def _trained(models: Sequence[Sequence[RankFile]]) -> dict[str, Shape]:
+    return {name: shape for members in models for group in _shapes(members[0]) for name, shape in group.items()}
+
+
+def _buffers(models: Sequence[Sequence[RankFile]]) -> set[str]:
+    return {name for members in models for name in buffers_of(members[0])}
 
 
 def _shapes(file: RankFile) -> list[dict[str, Shape]]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from ucp.files.inert import Inert
 from ucp.files.pickle_writer import bare_object
 from ucp.formats.deepspeed.names import sort_names
+from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
 
@@ -39,6 +40,7 @@ class Carried:
                 self._models[mp] = trees[name]
         optims = {key: trees[name] for key, name in files.optim.items()}
         self._optim: Mapping[str, Any] = next((optims[key] for key in sorted(optims)), {})
+        self._universal = trees.get(PurePosixPath(OPTIMIZER_STATE).name)
 
     def model(self, mp: int, world: int) -> dict[str, Any]:
         """A model file's carried keys for rank `mp`: of the same rank where the world is the same, else of rank 0."""
@@ -48,8 +50,11 @@ class Carried:
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """The carried part of the first optimizer file's `optimizer_state_dict`; of ZeRO off, of `optimizer`."""
-        inner = self._optim.get("optimizer_state_dict")
+        """The carried part of the first optimizer file's `optimizer_state_dict`; of ZeRO off, of `optimizer`.
+
+        Of a universal folder it is what lies beside its states.
+        """
+        inner = self._optim.get("optimizer_state_dict", self._universal)
         if isinstance(inner, dict):
             return inner
         unsharded = next(iter(self._models.values()), {}).get("optimizer")

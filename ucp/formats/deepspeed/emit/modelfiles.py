@@ -156,9 +156,8 @@ class ModelFiles:
             found = layer_name(parameter.name)
             if found is None:
                 raise UsageError(f"parameter {parameter.name}: a pipelined model's names carry a layer number")
-            layer = found.layer if found.tied is None else pipeline.tied[found.tied]
-            assert layer is not None
-            layers.setdefault(layer, []).append((found.local, parameter))
+            for layer in [found.layer] if found.layer is not None else pipeline.layers_of(found.tied or ""):
+                layers.setdefault(layer, []).append((found.local, parameter))
         like = (
             "layer_00-model_00-model_states.pt"
             if pipeline.model_axis or world.mesh.tp > 1

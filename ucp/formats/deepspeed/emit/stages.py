@@ -39,6 +39,11 @@ class Pipeline:
     layers: tuple[int, ...]
     tied: dict[str, int]
     model_axis: bool  # file names carry `-model_TT`
+    again: dict[int, str]  # further layers that have a file of a tied module, and its key
+
+    def layers_of(self, key: str) -> list[int]:
+        """The layers that have a file of a tied module."""
+        return [self.tied[key], *(layer for layer, other in self.again.items() if other == key)]
 
     @staticmethod
     def of(source: Checkpoint) -> Pipeline | None:
@@ -46,7 +51,8 @@ class Pipeline:
         facts = source.details.get("pipeline")
         if not isinstance(facts, dict):
             return None
-        return Pipeline(tuple(facts["layers"]), dict(facts["tied"]), bool(facts["model_axis"]))
+        again = {int(layer): key for layer, key in facts.get("again", {}).items()}
+        return Pipeline(tuple(facts["layers"]), dict(facts["tied"]), bool(facts["model_axis"]), again)
 
 
 def place(
@@ -86,9 +92,10 @@ def place(
         if found.layer is not None:
             placed[name] = (stage_of[found.layer],)
         else:
-            # A tied module is called again at the end of the model: that is what it is tied for.
             assert found.tied is not None
-            placed[name] = tuple(sorted({stage_of[pipeline.tied[found.tied]], pp - 1}))
+            uses = pipeline.layers_of(found.tied)
+            # A use that calls a function of the module has no file. It is at the end of the model: a head.
+            placed[name] = tuple(sorted({*(stage_of[layer] for layer in uses), *((pp - 1,) if len(uses) == 1 else ())}))
     return placed
 
 
@@ -97,7 +104,8 @@ def _balanced_starts(source: Checkpoint, pipeline: Pipeline, pp: int) -> list[in
     if len(pipeline.layers) < pp:
         raise UsageError(f"pp={pp} stages are more than the {len(pipeline.layers)} layers of the model")
     count = max(pipeline.layers) + 1
-    weights = [0] * (count + len(pipeline.tied))
+    heads = [key for key in pipeline.tied if len(pipeline.layers_of(key)) == 1]  # uses without a file, at the end
+    weights = [0] * (count + len(heads))
     for name, parameter in source.parameters.items():
         found = layer_name(name)
         if found is None or parameter.role != "trained":
@@ -105,8 +113,9 @@ def _balanced_starts(source: Checkpoint, pipeline: Pipeline, pp: int) -> list[in
         if found.layer is not None:
             weights[found.layer] += parameter.numel
         elif found.tied is not None:
-            weights[pipeline.tied[found.tied]] += parameter.numel
-            weights[count + list(pipeline.tied).index(found.tied)] += parameter.numel
+            uses = pipeline.layers_of(found.tied)
+            for layer in uses if len(uses) > 1 else (*uses, count + heads.index(found.tied)):
+                weights[layer] += parameter.numel
     return balanced(weights, pp)
 
 
