@@ -152,8 +152,9 @@ def _walk(
     limit = max(1, block_bytes() // max(lane.atom.dtype.itemsize for lane in bundle.lanes))
     limit = min(limit, max(stop - start for _, start, stop in spaces))
     reader = _Reader(files, deep, bundle.parameter.role, meter)
-    blocks = [Block(limit * lane.atom.dtype.itemsize) for lane in bundle.mains]
-    others = [Block(limit * lane.atom.dtype.itemsize) for lane in bundle.mains] if bundle.copies else []
+    sizes = [limit * lane.atom.dtype.itemsize for lane in bundle.mains]
+    blocks = [Block(f"main {number}", size) for number, size in enumerate(sizes)]
+    others = [Block(f"copy {number}", size) for number, size in enumerate(sizes)] if bundle.copies else []
     rounding = Rounding(bundle.mains[1].atom.dtype, bundle.mains[0].atom.dtype, limit) if bundle.rounding else None
     lanes = bundle.lanes
     for boxes, first, last in spaces:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from ucp import tunables
 from ucp.engine.casting import RawArray
+from ucp.engine.pages import scratch
 
 # On some machines the kernel's copy takes four times as long where the target lies 1 to 31 bytes behind the source,
 # modulo the page size, and that is where large blocks of the allocator lie when the source is aligned. Equal is fast.
@@ -20,17 +19,19 @@ def block_bytes() -> int:
 
 
 class Block:
-    """A reused buffer of `nbytes` bytes. What `place` gives is overwritten by what is placed next."""
+    """A buffer of `nbytes` bytes. What `place` gives is overwritten by what is placed next.
 
-    __slots__ = ("_base", "_raw")
+    A thread's blocks of one `use` are the same memory: new pages for every task cost a third of what is read into them.
+    """
 
-    def __init__(self, nbytes: int) -> None:
-        self._raw = np.empty(nbytes + _LINE, np.uint8)
-        self._base = self._raw.ctypes.data
+    __slots__ = ("_raw",)
+
+    def __init__(self, use: str, nbytes: int) -> None:
+        self._raw = scratch(f"checks: {use}", nbytes + _LINE)
 
     def place(self, offset: int, nbytes: int) -> RawArray:
         """Room for `nbytes` bytes that lie at byte `offset` of a file."""
-        shift = (offset - self._base) % _LINE
+        shift = offset % _LINE
         placed: RawArray = self._raw[shift : shift + nbytes]
         return placed
 
@@ -38,4 +39,4 @@ class Block:
 def aligned(data: RawArray, itemsize: int) -> RawArray:
     """Bytes as whole elements only, at an address that numpy can view them at: a copy where they are not."""
     data = data[: len(data) // itemsize * itemsize]
-    return data if data.ctypes.data % itemsize == 0 else data.copy()
+    return data if data.view(f"u{min(itemsize, 8)}").flags.aligned else data.copy()

@@ -9,6 +9,7 @@ import numpy as np
 
 from ucp.checks.values import is_nan, scannable
 from ucp.engine.casting import RawArray, cast
+from ucp.engine.pages import scratch
 from ucp.model.box import Box, Shape, flat_index
 from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
 from ucp.records import dataclass, field
@@ -100,8 +101,8 @@ class Rounding:
         self._screens = (master, weight) == (FLOAT32, BFLOAT16)
         if self._screens:
             self._step = min(limit, _IN_CACHE)
-            self._wide = np.empty(self._step, np.uint32)
-            self._far = np.empty(self._step, np.bool_)
+            self._wide = scratch("rounding: bits", 4 * self._step).view(np.uint32)
+            self._far = scratch("rounding: far", self._step).view(np.bool_)
 
     def wrong(self, precise: RawArray, saved: RawArray, finite: bool) -> RawArray:
         """Positions of raw masters that do not round to the saved raw weights; `finite`: no master is NaN or infinite.
