@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 import ucp
-from tests.formats.deepspeed.made import flat_optim, model_state
+from tests.formats.deepspeed.made import flat_optim, model_state, save_flat
 from tests.formats.deepspeed.made import save as save_step
 from tests.formats.deepspeed.test_writer import likeness
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
@@ -383,3 +383,13 @@ def test_what_comes_of_a_universal_folder_is_what_comes_of_its_source(
         direct, through = (torch.load(tmp_path / way / name, weights_only=False) for way in ("direct", "through"))
         direct.get("ds_config", {}).pop("checkpoint", None)
         assert likeness(direct, through) == [], name
+
+
+def test_a_tag_that_is_a_path_becomes_one_folder(tmp_path: Path) -> None:
+    saved = save_flat(tmp_path / "c")
+    (saved / "epoch3").mkdir()
+    (saved / "global_step7").rename(saved / "epoch3" / "step7")
+    (saved / "latest").write_text("epoch3/step7")
+    ucp.convert(saved, tmp_path / "u", to="deepspeed-universal")
+    assert (tmp_path / "u" / "latest_universal").read_text() == "epoch3_step7_universal"
+    assert ucp.diff(saved, tmp_path / "u").same

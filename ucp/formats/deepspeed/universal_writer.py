@@ -42,7 +42,8 @@ class Writer:
         self._options = WriteOptions(dtype=options.dtype)
         self.world = World(source, Mesh(zero=1), self._options)
         tag = source.details.get("tag")
-        self.folder = f"{tag if isinstance(tag, str) else f'global_step{source.step or 0}'}_universal"
+        named = tag.replace("/", "_") if isinstance(tag, str) else f"global_step{source.step or 0}"
+        self.folder = f"{named}_universal"
         if len(source.groups) > 1:
             self.notes.append(
                 Note(

@@ -98,7 +98,7 @@ class Writer:
         for dp in range(self.mesh.dp):
             ep = dp % self.mesh.ep
             groups = by_ep[ep]
-            index = [dp // self.mesh.ep if group.group.experts else dp for group in groups]
+            index = [dp // group.group.ep for group in groups]
             tree = flat.optimizer_tree(self.world, groups, states[ep], index)
             yield self._optim_name(dp, mp), self._optim_file(tree)
 

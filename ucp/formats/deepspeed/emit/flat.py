@@ -38,7 +38,7 @@ def flat_groups(world: World, pp: int, tp: int, ep: int) -> list[FlatGroup]:
     """The flat buffers of one model-parallel rank (for experts: of one expert-parallel rank)."""
     found: list[FlatGroup] = []
     for group in world.groups(pp, tp, ep):
-        ranks = world.mesh.dp // world.mesh.ep if group.experts else world.mesh.dp
+        ranks = world.mesh.dp // group.ep
         members = group.members
         if world.settings.zero_option("round_robin_gradients", False) and not is_bf16_optimizer(world):
             members = tuple(members[i] for i in round_robin(len(members), ranks))

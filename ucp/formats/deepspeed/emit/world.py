@@ -24,7 +24,7 @@ class LocalGroup:
 
     hyper: dict[str, Any]
     members: tuple[Local, ...]
-    experts: bool  # sharded over the expert-data-parallel ranks only
+    ep: int = 1  # experts: over so many ranks they are dealt out, and each share is cut over the ranks that have it
 
 
 class World:
@@ -43,7 +43,9 @@ class World:
         # DeepSpeed runs no PipelineModule with ZeRO 2 and 3: there the layers are a plain module's.
         self.pipeline = Pipeline.of(source) if mesh.zero < 2 else None
         self.stages = place(source, mesh.pp, options.first_layers, options.like)
-        self._per_rank = {layer: _share(count, mesh.ep, layer) for layer, count in self._expert_counts().items()}
+        self._degrees = self._expert_degrees()
+        counts = self._expert_counts()
+        self._per_rank = {layer: _share(count, self._degrees[layer], layer) for layer, count in counts.items()}
         self._weights: dict[str, Atom] = {}
         self._masters: dict[str, Atom] = {}
         self._states: dict[tuple[str, str], Atom | None] = {}
@@ -52,6 +54,19 @@ class World:
 
     def _expert_counts(self) -> dict[str, int]:
         return local_experts(name for name, p in self.source.parameters.items() if p.expert is not None)
+
+    def _expert_degrees(self) -> dict[str, int]:
+        """MoE layer → its expert-parallel degree: layers may differ in it, and their groups are named after it.
+
+        The mesh says the largest. Layers with a smaller one keep theirs.
+        """
+        known: dict[str, int] = {}
+        for group in self.source.groups:
+            for split in filter(None, map(split_name, group.names)):
+                known[split[0]] = _named_degree(group.hyper) or self.source.mesh.ep
+        largest = max(known.values(), default=1)
+        degrees = {layer: self.mesh.ep if k == largest else min(k, self.mesh.ep) for layer, k in known.items()}
+        return {layer: degrees.get(layer, self.mesh.ep) for layer in self._expert_counts()}
 
     @property
     def has_experts(self) -> bool:
@@ -67,20 +82,36 @@ class World:
         A group without a trained parameter on any stage is one that DeepSpeed writes as well where it can run it.
         """
         found: list[LocalGroup] = []
+        was: list[int | None] = []
         for group in self.source.groups:
             members: list[Local] = []
-            experts = False
+            degree = 0
             for name in self._in_order(group.names):
                 parameter = self.source.parameters.get(name)
                 if parameter is None or not self._is_listed(parameter) or pp not in self.stages[name]:
                     continue
                 local = self.local_name(parameter, ep)
                 if local is not None:
-                    experts = experts or parameter.expert is not None
+                    split = split_name(name)
+                    degree = degree or (self._degrees[split[0]] if split is not None else 0)
                     members.append(self.slicer.local(parameter, tp, local))
             if members or (self.mesh.zero in (0, 3) and not self._any_listed(group.names)):
-                found.append(LocalGroup(self._hyper(group.hyper, experts), tuple(members), experts))
-        return found
+                found.append(LocalGroup(_hyper(group.hyper, degree), tuple(members), degree or 1))
+                was.append(_named_degree(group.hyper))
+        return self._merged(found, was)
+
+    def _merged(self, groups: list[LocalGroup], was: Sequence[int | None]) -> list[LocalGroup]:
+        """Groups of experts that differed in the degree that they are named after (`was`), and do no more, are one."""
+        order = {name: number for number, name in enumerate(self.source.parameters)} if len(set(was)) > 2 else {}
+        merged: dict[int, LocalGroup] = {}
+        for number, group in enumerate(groups):
+            same = next((at for at, other in merged.items() if other.hyper == group.hyper), None) if order else None
+            if same is None or was[number] is None or was[same] in (None, was[number]):
+                merged[number] = group
+            else:
+                members = sorted((*merged[same].members, *group.members), key=lambda m: order[m.parameter.name])
+                merged[same] = LocalGroup(group.hyper, tuple(members), group.ep)
+        return list(merged.values())
 
     def _any_listed(self, names: Sequence[str]) -> bool:
         return any(p is not None and self._is_listed(p) for p in map(self.source.parameters.get, names))
@@ -113,12 +144,6 @@ class World:
             restored[position] = name
         return restored
 
-    def _hyper(self, hyper: dict[str, Any], experts: bool) -> dict[str, Any]:
-        hyper = {key: value for key, value in hyper.items() if key != "params"}
-        if experts and isinstance(hyper.get("name"), str) and hyper["name"].startswith("ep_size_"):
-            hyper["name"] = f"ep_size_{self.mesh.ep}"
-        return hyper
-
     def local_name(self, parameter: Parameter, ep: int) -> str | None:
         """The parameter's name in the files of expert-parallel rank `ep`; None where it lives on another one."""
         split = split_name(parameter.name)
@@ -126,7 +151,7 @@ class World:
             return parameter.name
         layer, number, rest = split
         per = self._per_rank[layer]
-        if number // per != ep:
+        if number // per != ep % self._degrees[layer]:
             return None
         return f"{layer}{number % per}{rest}"
 
@@ -181,6 +206,19 @@ class World:
 def round_robin(count: int, ranks: int) -> list[int]:
     """Positions in the order in which DeepSpeed deals parameters out to ranks: 0, R, 2R, …, 1, R + 1, …"""
     return [i for first in range(min(ranks, count)) for i in range(first, count, ranks)]
+
+
+def _named_degree(hyper: dict[str, Any]) -> int | None:
+    """The expert-parallel degree after which DeepSpeed names a group of experts."""
+    name = hyper.get("name")
+    number = name.removeprefix("ep_size_") if isinstance(name, str) and name.startswith("ep_size_") else ""
+    return int(number) if number.isascii() and number.isdigit() and int(number) > 0 else None
+
+
+def _hyper(hyper: dict[str, Any], degree: int) -> dict[str, Any]:
+    """A group's hyper-parameters; `degree` is that of its experts, 0 where it has none."""
+    hyper = {key: value for key, value in hyper.items() if key != "params"}
+    return {**hyper, "name": f"ep_size_{degree}"} if degree and _named_degree(hyper) else hyper
 
 
 def _is_float(atom: Atom) -> bool:

@@ -1,0 +1,76 @@
+"""Mixture of experts whose layers have expert-parallel degrees of their own: a group of the optimizer for each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ucp
+from tests.formats.deepspeed.made import model_state, read, save
+
+WIDE = "a.deepspeed_moe.experts.deepspeed_experts"  # ep 2
+NARROW = "b.deepspeed_moe.experts.deepspeed_experts"  # ep 1
+NAMES = ("dense.weight", f"{WIDE}.0.up", f"{WIDE}.1.up", f"{NARROW}.0.up", f"{NARROW}.1.up")
+
+
+def value(name: str) -> torch.Tensor:
+    return torch.arange(4, dtype=torch.float32) + 10 * NAMES.index(name)
+
+
+def saved(folder: Path) -> Path:
+    """Two ranks, ZeRO-1, masters alone. Both have the narrow experts; each has one of the wide ones."""
+    local = [["dense.weight"], [f"{NARROW}.0.up", f"{NARROW}.1.up"], [f"{WIDE}.0.up"]]
+    groups = [
+        {"lr": 0.1, "name": "all", "params": [0]},
+        {"lr": 0.1, "name": "ep_size_1", "moe": True, "params": [1]},
+        {"lr": 0.1, "name": "ep_size_2", "moe": True, "params": [2]},
+    ]
+    shapes = [OrderedDict((name, (4,)) for name in group) for group in local]
+    module = OrderedDict({"dense.weight": value("dense.weight").bfloat16()})
+    files: dict[str, Any] = {
+        "mp_rank_00_model_states.pt": model_state(module, param_shapes=shapes, num_experts=[2, 2]),
+    }
+    for rank in range(2):
+        flat = [value("dense.weight").chunk(2)[rank], value(f"{NARROW}.{rank}.up"), value(f"{WIDE}.{rank}.up")]
+        optim = {
+            "zero_stage": 1,
+            "base_optimizer_state": {"state": {}, "param_groups": groups},
+            "single_partition_of_fp32_groups": [part.clone() for part in flat],
+            "group_paddings": [0, 0, 0],
+            "partition_count": [2, 2, 1],
+            "ds_version": "0.0.1",
+        }
+        files[f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer_state_dict": optim}
+    for layer, prefix in enumerate((WIDE, NARROW)):
+        for expert in range(2):
+            name = f"{prefix}.{expert}.up"
+            files[f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"] = {name: value(name).bfloat16()}
+    return save(folder, files)
+
+
+@pytest.mark.parametrize(
+    "options, partitions, named",
+    [
+        ({"dp": 4}, [4, 4, 2], ["all", "ep_size_1", "ep_size_2"]),
+        ({"dp": 3, "ep": 1}, [3, 3], ["all", "ep_size_1"]),
+    ],
+)
+def test_layers_keep_a_degree_that_is_smaller_and_share_a_group_where_it_is_the_same(
+    tmp_path: Path, options: dict[str, int], partitions: list[int], named: list[str]
+) -> None:
+    source = saved(tmp_path / "c")
+    assert read(source).mesh.ep == 2
+    assert ucp.verify(source).ok
+    ucp.convert(source, tmp_path / "new", to="deepspeed", **options)
+    assert ucp.diff(source, tmp_path / "new").same
+    again = ucp.open(tmp_path / "new")
+    for name in NAMES:
+        assert torch.equal(again[name].read("master", as_torch=True), value(name)), name
+    path = tmp_path / "new/global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    optim = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    assert optim["partition_count"] == partitions
+    assert [group["name"] for group in optim["base_optimizer_state"]["param_groups"]] == named
