@@ -10,6 +10,7 @@ import torch
 
 import ucp
 import ucp.api
+from tests.formats.dcp.saving import save
 from ucp.errors import UsageError
 from ucp.files.torchzip import TorchFile
 from ucp.formats.deepspeed.emit.stages import balanced
@@ -235,3 +236,20 @@ def test_rules_are_written_down(project: Path, tmp_path: Path) -> None:
         for kind in view.kinds:
             old, new = view.read(kind, as_torch=True), after[name].read(kind, as_torch=True)
             assert torch.equal(bits(new), bits(old)), (name, kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_parameter_without_dimensions(tmp_path: Path, zero: int) -> None:
+    """Its moments have no dimensions either, as a step has none; they lie in the flat group like all others."""
+    model = torch.nn.ParameterDict({"a": torch.tensor(2.0), "b": torch.arange(6.0).reshape(2, 3)})
+    optimizer = torch.optim.NAdam(model.parameters())
+    (model["a"] * model["b"]).sum().backward()
+    optimizer.step()
+    names = list(model)
+    states = {names[number]: state for number, state in optimizer.state_dict()["state"].items()}
+    groups = [{**group, "params": names} for group in optimizer.state_dict()["param_groups"]]
+    saved = {"model": model.state_dict(), "optim": {"state": states, "param_groups": groups}}
+    ucp.convert(save(saved, tmp_path / "dcp"), tmp_path / "out", to="deepspeed", zero=zero, dp=2)
+    assert ucp.diff(tmp_path / "dcp", tmp_path / "out", extras=False).same
+    kinds = set(ucp.open(tmp_path / "out")["a"].kinds)
+    assert {"exp_avg", "exp_avg_sq", "mu_product", "step"} <= kinds

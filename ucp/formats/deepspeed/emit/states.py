@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.files.torchzip_writer import NewTensor
 from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.tensors import whole_tensor
-from ucp.model.checkpoint import MASTER, WEIGHT, Atom
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Parameter
 from ucp.model.dtypes import DType
 from ucp.records import dataclass
 
+_COUNTERS: Final = (STEP, "mu_product", "mu", "eta")  # of torch's optimizers
 _FORMATS = {"int64": "<q", "float32": "<f", "float64": "<d", "int32": "<i"}
+
+
+def is_scalar(parameter: Parameter, kind: str, atom: Atom) -> bool:
+    """Is this state one value for all of the parameter? Where that has no dimensions, only the name tells."""
+    return not atom.shape and (bool(parameter.shape) or kind in _COUNTERS)
 
 
 def element_kinds(members: Iterable[Local], without: Container[str] = ()) -> dict[str, DType]:
@@ -26,7 +32,7 @@ def element_kinds(members: Iterable[Local], without: Container[str] = ()) -> dic
     kinds: dict[str, DType] = {}
     for member in members:
         for kind, atom in member.parameter.atoms.items():
-            if kind in (WEIGHT, MASTER) or (not atom.shape and member.parameter.shape) or kind in without:
+            if kind in (WEIGHT, MASTER) or is_scalar(member.parameter, kind, atom) or kind in without:
                 continue
             if atom.shape != member.parameter.shape:
                 raise InconsistentError(
@@ -63,7 +69,7 @@ class Scalars:
         found: dict[str, tuple[str, bytes, Atom]] = {}
         for member in members:
             for kind, atom in member.parameter.atoms.items():
-                if atom.shape or (not member.parameter.shape and kind in (WEIGHT, MASTER)):
+                if not is_scalar(member.parameter, kind, atom):
                     continue
                 data = self._bytes(atom)
                 first = found.setdefault(kind, (member.parameter.name, data, atom))
