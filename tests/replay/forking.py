@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 from ucp import api, tunables
-from ucp.replay.chunks import ReplayedFiles, ReplayedTensor
+from ucp.replay.chunks import ReplayedTensor
+from ucp.replay.computed import ReplayedFiles
 
 
 def main(src: str, log: str, step: str, dst: str, *settings: str) -> None:

@@ -25,7 +25,7 @@ from ucp.log.codecs import apply_difference, difference
 from ucp.log.manifest import Parent
 from ucp.log.reader import Log
 from ucp.model.checkpoint import Checkpoint
-from ucp.replay.chunks import ReplayedFiles
+from ucp.replay.computed import ReplayedFiles
 from ucp.replay.derive import at_step
 from ucp.replay.stored import fold
 

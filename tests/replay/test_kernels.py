@@ -14,8 +14,10 @@ import torch
 
 from tests.replay.lean import lean_builds
 from tests.replay.lion import Lion
-from ucp.replay import kernels
-from ucp.replay.kernels import CUT, KERNELS, Stretch, consumed
+from ucp.replay import adam
+from ucp.replay.gradients import consumed
+from ucp.replay.kernels import KERNELS
+from ucp.replay.stretch import CUT, Stretch
 
 STEPS = 60
 SKIPPED = {7, 31}
@@ -205,10 +207,10 @@ def test_adam_is_replayed_with_or_without_memory_of_its_own(
     """The operations one by one where they are those of the installed torch, else torch's own function."""
     cases = {**CASES, "adam-decay": ("torch.adam.single", lambda g: torch.optim.Adam(g, foreach=False))}
     kernel_id, make = cases[case]
-    assert kernels._torch_takes_the_same_steps(kernel_id == "torch.adamw.single"), "the fast way is never taken"
+    assert adam._torch_takes_the_same_steps(kernel_id == "torch.adamw.single"), "the fast way is never taken"
     taken = []
-    monkeypatch.setattr(kernels, "_torch_takes_the_same_steps", lambda _: known)
-    monkeypatch.setattr(kernels, "_plain_adam", spy(kernels._plain_adam, taken))
+    monkeypatch.setattr(adam, "_torch_takes_the_same_steps", lambda _: known)
+    monkeypatch.setattr(adam, "_plain_adam", spy(adam._plain_adam, taken))
     optimizer, begin, log = train(make)
     check(kernel_id, optimizer, begin, log, CUT)
     assert bool(taken) is known

@@ -39,10 +39,12 @@ class FrameRef:
 
     file: Path
     header: FrameHeader
+    name: str  # of the file, without its folder
+    payload_offset: int
 
-    @property
-    def payload_offset(self) -> int:
-        return self.header.offset + FRAME_BYTES
+    @staticmethod
+    def of(file: Path, header: FrameHeader) -> FrameRef:
+        return FrameRef(file, header, file.name, header.offset + FRAME_BYTES)
 
     def read(self) -> bytes:
         """The payload of a frame."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ucp.errors import IntegrityError, UsageError
 from ucp.files.local import SourceFiles
 from ucp.log.codecs import DTYPES, Bits, Bytes, decode, to_float32
-from ucp.log.frames import FRAME_BYTES, BadBytesError, FrameType, checksum
+from ucp.log.frames import BadBytesError, FrameType, checksum
 from ucp.log.payloads import ENTRY, TABLE_HEAD, Digest, StepRecord, Table, table_bytes, unpack_digests, unpack_json
 from ucp.log.schema import StreamSchema
 from ucp.log.walk import Defect, FrameRef, LoggedStep, StreamScan
@@ -176,13 +176,13 @@ class Stream:
         if offset + length > ref.header.length or dtype is None:
             raise self._damaged(ref, f"block {block} does not lie in its frame")
         data = np.empty(length, np.uint8) if room is None or len(room) < length else room[:length]
-        self._files.read_into(ref.file.name, ref.payload_offset + offset, data.data)
+        self._files.read_into(ref.name, ref.payload_offset + offset, data.data)
         if checksum(data.data) != expected:
             raise self._damaged(ref, f"the checksum of block {block} is wrong")
         return StoredBlock(block, state, encoding, dtype, count, data)
 
     def _bytes(self, ref: FrameRef, offset: int, size: int) -> bytes:
-        return self._files.read(ref.file.name, ref.header.offset + FRAME_BYTES + offset, size)
+        return self._files.read(ref.name, ref.payload_offset + offset, size)
 
     def _damaged(self, ref: FrameRef, reason: str) -> IntegrityError:
         return IntegrityError(

@@ -93,7 +93,7 @@ def _frames(scan: StreamScan, epoch: int, schema: StreamSchema) -> Iterator[Fram
                 last_step = header.step
                 segment.first_step = header.step if segment.first_step is None else segment.first_step
                 segment.last_step = header.step
-                yield FrameRef(segment.path, header)
+                yield FrameRef.of(segment.path, header)
 
 
 def _read_headers(scan: StreamScan, epoch: int, schema: StreamSchema) -> None:

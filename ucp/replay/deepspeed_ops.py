@@ -12,7 +12,7 @@ from ucp.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from ucp.replay.kernels import Hyper, Stretch
+    from ucp.replay.stretch import Hyper, Stretch
 
 _NUMBERS = itertools.count(1 << 20)  # of optimizers; a job in this process counts from 0
 _LOCK = threading.Lock()

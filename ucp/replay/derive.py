@@ -17,7 +17,8 @@ from ucp.model.checkpoint import Checkpoint, Note
 from ucp.records import dataclass, field, replace
 from ucp.replay.aftermath import advance
 from ucp.replay.building import Builder
-from ucp.replay.chunks import ReplayedFiles, ReplayedTensor
+from ucp.replay.chunks import ReplayedTensor
+from ucp.replay.computed import ReplayedFiles
 from ucp.replay.exactness import ABOUT_BUFFERS, EVERY, Approximate, doubts, find_kernel
 from ucp.replay.values import LoggedFiles, with_buffers
 

@@ -66,6 +66,19 @@ class Gradients:
         return stored
 
 
+def consumed(reduced: torch.Tensor, factor: float | None, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient that the kernel saw, from the one that was logged: one multiplication in float32 by float32(factor).
+
+    A factor of None means that the logged gradient is the one that the kernel saw. Where `reduced` is float32 it is
+    multiplied in place.
+    """
+    if factor is None:
+        return reduced if reduced.dtype is dtype else reduced.to(dtype)
+    import torch
+
+    return reduced.to(torch.float32).mul_(torch.tensor(factor, dtype=torch.float32)).to(dtype)
+
+
 def _elements(stored: StoredBlock, room: Room) -> torch.Tensor:
     """A block's elements in their own type, or in bfloat16 where that holds them."""
     dtype = BFLOAT16 if stored.encoding == _NARROWED else stored.dtype

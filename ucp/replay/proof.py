@@ -12,8 +12,8 @@ from ucp.records import dataclass, field
 from ucp.replay.chunks import Replay, ReplayedTensor, memory_of
 from ucp.replay.derive import Derived
 from ucp.replay.exactness import Approximate
-from ucp.replay.kernels import PARAM
 from ucp.replay.stored import PARAM_NAMES
+from ucp.replay.stretch import PARAM
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ There is one piece for each use and thread, as large as the largest that was ask
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ucp.engine.pages import whole_pages
 
@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 
+_VIEWS: Final = 64  # that are kept: making one takes longer than looking it up
+
+
 class _Held(threading.local):
     def __init__(self) -> None:
         self.pieces: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.views: dict[tuple[str, torch.dtype, int], torch.Tensor] = {}  # of their first elements
         self.room: Room | None = None
 
 
@@ -25,12 +29,19 @@ _HELD = _Held()
 
 def scratch(use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor of `numel` elements with any values, good until the same thread asks for the same use and type."""
+    view = _HELD.views.get((use, dtype, numel))
+    if view is not None:
+        return view
     held = _HELD.pieces.get((use, dtype))
     if held is None or held.numel() < numel:
         import torch
 
         held = _HELD.pieces[use, dtype] = torch.empty(numel, dtype=dtype)
-    return held if held.numel() == numel else held[:numel]
+        _HELD.views.clear()  # they would keep what was there before
+    elif len(_HELD.views) >= _VIEWS:
+        _HELD.views.clear()
+    view = _HELD.views[use, dtype, numel] = held[:numel]
+    return view
 
 
 class Room:
@@ -43,16 +54,18 @@ class Room:
     def __init__(self, nbytes: int) -> None:
         self.array = whole_pages(nbytes)
         self._address = int(self.array.ctypes.data)
-        self._views: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first elements. It is the caller's to change until the room is asked for again."""
-        view = self._views.get(dtype)
+        view = self._views.get((dtype, numel))
         if view is None:
             import torch
 
-            view = self._views[dtype] = torch.from_numpy(self.array).view(dtype)
-        return view[:numel]
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            view = self._views[dtype, numel] = torch.from_numpy(self.array).view(dtype)[:numel]
+        return view
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Are these the first elements?"""

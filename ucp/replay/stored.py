@@ -13,7 +13,7 @@ from ucp.log.walk import FrameRef
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
 from ucp.records import dataclass
-from ucp.replay.kernels import PARAM
+from ucp.replay.stretch import PARAM
 
 # Names under which a log may keep the tensor that the optimizer updates.
 PARAM_NAMES = frozenset({PARAM, "master", "weight"})

@@ -10,7 +10,7 @@ from typing import Any
 from ucp.log.payloads import GroupScalars, LrKind
 from ucp.log.reader import Span, Stream
 from ucp.records import dataclass
-from ucp.replay.kernels import NUMBER, Hyper
+from ucp.replay.stretch import NUMBER, Hyper
 
 _LR_KINDS = {LrKind.FLOAT: NUMBER, LrKind.TENSOR32: "float32", LrKind.TENSOR64: "float64"}
 
@@ -19,7 +19,7 @@ _LR_KINDS = {LrKind.FLOAT: NUMBER, LrKind.TENSOR32: "float32", LrKind.TENSOR64: 
 class Update:
     """One call of the optimizer: in this step of the log, with these hyper-parameters.
 
-    The kernel was given the logged gradient times `scale` (see `kernels.consumed`), or the gradient itself.
+    The kernel was given the logged gradient times `scale` (see `gradients.consumed`), or the gradient itself.
     """
 
     step: int
