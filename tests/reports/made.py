@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from ucp.formats.deepspeed.fragments import LazyFragments
+from ucp.formats.deepspeed.fragments import RankFragments
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.model.dtypes import BFLOAT16, FLOAT32
@@ -28,7 +28,7 @@ def zero3(layers: int, dp: int) -> Checkpoint:
     """Every parameter cut over all ranks: as many fragments as there are parameters times ranks times states."""
     files = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": 1 for rank in range(dp)}
 
-    def fragments(shape: tuple[int, int], at: int) -> LazyFragments:
+    def fragments(shape: tuple[int, int], at: int) -> RankFragments:
         whole = Region.all_of(shape)
         share = -(-prod(shape) // dp)
 
@@ -36,7 +36,7 @@ def zero3(layers: int, dp: int) -> Checkpoint:
             for rank, file in enumerate(files):
                 yield Fragment(whole.cut(rank * share, (rank + 1) * share), file, at, FLOAT32, Rank(dp=rank))
 
-        return LazyFragments(make, dp)
+        return RankFragments(make, dp)
 
     parameters = {}
     for number, (name, shape) in enumerate(shapes(layers)):

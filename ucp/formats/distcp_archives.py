@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, overload
+from typing import Any, Final
 
 from ucp.errors import IntegrityError
 from ucp.files.inert import TensorRef
@@ -16,6 +16,7 @@ from ucp.formats.tensors_in_trees import replace_leaves
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.layout import Rank
+from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
 
 _SMALL: Final = 4096  # bytes of an object's archive that are worth remembering
@@ -33,9 +34,15 @@ class Archives:
         self.root = root
         self._known: dict[int, tuple[bytes, int, TensorRef]] = {}  # by length: its start, where the data is, the tensor
 
-    def fragments(self, entry: TensorEntry, chunks: Sequence[tuple[Box, Item]]) -> ChunkFragments:
+    def fragments(self, entry: TensorEntry, chunks: Sequence[tuple[Box, Item]]) -> LazyFragments:
         """Chunks of an entry as fragments."""
-        return ChunkFragments(self, entry, chunks)
+
+        def make() -> Iterator[Fragment]:
+            with SourceFiles(self.root) as files:
+                for box, item in chunks:
+                    yield self.locate(entry, box, item, files)
+
+        return LazyFragments(make, len(chunks))
 
     def atom(self, entry: TensorEntry, name: str, kind: str) -> Atom:
         """The whole tensor of an entry."""
@@ -78,39 +85,6 @@ class Archives:
         if inside <= _LONGEST_HEAD and found.offset == 0:
             self._known[length] = (files.read(item.file, item.start, inside), inside, found)
         return inside, found
-
-
-class ChunkFragments(Sequence[Fragment]):
-    """The fragments of a tensor. Archives are opened when a fragment is looked at: an index never needs them all."""
-
-    __slots__ = ("_archives", "_chunks", "_entry", "_held")
-
-    def __init__(self, archives: Archives, entry: TensorEntry, chunks: Sequence[tuple[Box, Item]]) -> None:
-        self._archives = archives
-        self._entry = entry
-        self._chunks = chunks
-        self._held: tuple[Fragment, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return iter(self._all())
-
-    @overload
-    def __getitem__(self, index: int) -> Fragment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
-
-    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
-        return self._all()[index]
-
-    def _all(self) -> tuple[Fragment, ...]:
-        if self._held is None:
-            with SourceFiles(self._archives.root) as files:
-                self._held = tuple(self._archives.locate(self._entry, box, item, files) for box, item in self._chunks)
-        return self._held
 
 
 class Objects:

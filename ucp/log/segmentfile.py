@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from ucp.errors import StorageError
-from ucp.files.local import read_at
-from ucp.files.paths import RemotePath
+from ucp.files.opened import OpenedFile
 from ucp.log.codecs import DTYPES
 from ucp.log.frames import (
     FRAME_BYTES,
@@ -22,46 +18,15 @@ from ucp.log.frames import (
 )
 from ucp.log.payloads import TABLE_HEAD, Table, table_bytes, unpack_table
 
-if TYPE_CHECKING:
-    from ucp.files.remote_reading import IndexFile
-
 CHUNK: Final = 1 << 20
 
 
-class SegmentFile:
-    """A file open for positional reads."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._remote: IndexFile | None = None
-        self._fd = -1
-        try:
-            if isinstance(path, RemotePath):
-                self._remote = path.indexed()
-            else:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        self.size = os.fstat(self._fd).st_size if self._remote is None else self._remote.size
-
-    def __enter__(self) -> SegmentFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._remote is None:
-            os.close(self._fd)
+class SegmentFile(OpenedFile):
+    """A segment open for positional reads."""
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes, or fewer where the file ends."""
-        if self._remote is not None:
-            return self._remote.read_at_most(offset, size)
-        try:
-            data = read_at(self._fd, offset, size)
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot read bytes at {offset}: {error.strerror}") from error
+        data = self.read_at_most(offset, size)
         if len(data) < size and offset + size <= self.size:
             raise BadBytesError(f"the file ends at byte {offset + len(data)}")
         return data

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.errors import UsageError
 from ucp.files.inert import Inert
+from ucp.files.jsonfile import read_json
 from ucp.model.checkpoint import Checkpoint
 from ucp.records import as_dict, dataclass, replace
 
@@ -114,7 +114,7 @@ def raw_arguments(path: Path) -> dict[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    values = _json(path)
+    values = read_json(path, _LARGEST)
     if not isinstance(values, dict):
         raise UsageError(f"{path}: holds no JSON object")
     return values
@@ -132,7 +132,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     file = checkpoint.extras.files.get(CONFIG)
     if file is None:
         return None
-    config = _json(checkpoint.root / file)
+    config = read_json(checkpoint.root / file, _LARGEST)
     return config if isinstance(config, dict) else None
 
 
@@ -142,17 +142,3 @@ def arguments_in(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         args = tree.get("args") if isinstance(tree, dict) else None
         if isinstance(args, Inert) and isinstance(args.state, dict) and "num_attention_heads" in args.state:
             yield args.state
-
-
-def _json(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > _LARGEST:
-        raise UsageError(f"{path}: larger than {_LARGEST} bytes, which no configuration is")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: is no JSON: {error}") from None

@@ -29,7 +29,7 @@ from tests.formats.deepspeed.made import (
     value,
 )
 from ucp.errors import InconsistentError, NotUnderstoodError
-from ucp.formats.deepspeed.fragments import LazyFragments
+from ucp.formats.deepspeed.fragments import RankFragments
 from ucp.model.checkpoint import Checkpoint
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -416,7 +416,7 @@ def test_ranks_that_share_a_pickle_read_their_own_tensors(tmp_path: Path) -> Non
 def test_fragments_are_made_when_asked_for(tmp_path: Path) -> None:
     checkpoint = read(save_even(tmp_path / "c", 2))
     fragments = checkpoint.parameters["embed.weight"].atoms["master"].fragments
-    assert isinstance(fragments, LazyFragments)
+    assert isinstance(fragments, RankFragments)
     assert len(fragments) == len(list(fragments)) == 2
     assert fragments[-1] == list(fragments)[-1]
     assert fragments[0:2] == tuple(fragments)

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from ucp.errors import IntegrityError
 from ucp.files.local import SourceFiles
 from ucp.formats.dcp.keys import PARAMS, OptimizerKeys
 from ucp.formats.distcp_archives import Archives, Objects
 from ucp.formats.distcp_index import Entry, ObjectEntry, TensorEntry
-from ucp.model.dtypes import DType
+from ucp.model.numbers import scalar_value
 from ucp.records import dataclass, field
-
-_FORMATS: Final = {
-    "float64": "<d",
-    "float32": "<f",
-    "float16": "<e",
-    "int64": "<q",
-    "int32": "<i",
-    "int16": "<h",
-    "int8": "<b",
-    "uint8": "<B",
-    "bool": "<?",
-}
 
 
 @dataclass(slots=True)
@@ -61,18 +48,7 @@ class Values:
         if box.numel != 1:
             return None
         fragment = self.archives.locate(entry, box, item, self.files)
-        return unpack_number(self.files.read(item.file, fragment.offset, entry.dtype.itemsize), entry.dtype)
-
-
-def unpack_number(data: bytes, dtype: DType) -> float | int | bool | None:
-    """The number that these bytes are, or None for a type that has no plain number here."""
-    if dtype.name == "bfloat16":
-        return float(struct.unpack("<f", b"\0\0" + data)[0])
-    form = _FORMATS.get(dtype.name)
-    if form is None:
-        return None
-    value: float | int | bool = struct.unpack(form, data)[0]
-    return value
+        return scalar_value(self.files.read(item.file, fragment.offset, entry.dtype.itemsize), entry.dtype)
 
 
 def read_groups(optimizer: OptimizerKeys, values: Values) -> list[Group]:

@@ -11,11 +11,12 @@ from ucp.formats.deepspeed.holdings import Group, Holder, Holding, Holdings
 from ucp.formats.deepspeed.matching import looks_equal
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.rulings import Ruling
-from ucp.formats.deepspeed.scalars import scalar_bytes, scalar_value
+from ucp.formats.deepspeed.scalars import scalar_bytes
 from ucp.formats.deepspeed.stored import Stored
 from ucp.model.box import Box, Shape, intersect
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Fragment, Parameter, ParamGroup
 from ucp.model.layout import Rank
+from ucp.model.numbers import scalar_value
 from ucp.model.rules import Rule, SlicePiece, logical_shape, slice_pieces, whole_shape
 
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 from ucp.errors import NotUnderstoodError, UnsafeError
 from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, TensorRef, is_class
 from ucp.files.paths import scan
-from ucp.formats.deepspeed.fragments import LazyFragments
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile
 from ucp.model.checkpoint import Atom, Fragment
+from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
 from ucp.tunables import MIB
 

@@ -11,15 +11,16 @@ from ucp.formats.deepspeed.stored import EvenSlices, FlatSlice, Run, Stored
 from ucp.model.box import Shape, strides_of
 from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.layout import Rank
+from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
 from ucp.model.rules import SlicePiece
 from ucp.records import dataclass
 
 
-class LazyFragments(Sequence[Fragment]):
-    """Fragments that are made when they are looked at: of a thousand ranks there are millions."""
+class RankFragments(LazyFragments):
+    """Fragments of many ranks, which are not kept: of a thousand ranks there are millions."""
 
-    __slots__ = ("_count", "_held", "_make", "_parts")
+    __slots__ = ("_parts",)
 
     def __init__(
         self,
@@ -27,10 +28,8 @@ class LazyFragments(Sequence[Fragment]):
         count: int | None,
         parts: Sequence[tuple[Slice, Stored]] | None = None,
     ) -> None:
-        self._make = make
-        self._count = count
+        super().__init__(make, count)
         self._parts = parts
-        self._held: tuple[Fragment, ...] | None = None
 
     def outline(self, located: set[int]) -> Iterator[Fragment] | None:
         """What the fragments amount to before ZeRO cuts them: one a holder, without a place. None where they are few.
@@ -41,13 +40,8 @@ class LazyFragments(Sequence[Fragment]):
             return None
         return _outline(self._parts, located)
 
-    def __len__(self) -> int:
-        if self._count is None:
-            self._count = len(self._all())
-        return self._count
-
     def __iter__(self) -> Iterator[Fragment]:
-        return iter(self._held) if self._held is not None else self._make()
+        return iter(self._held if self._held is not None else self._make())
 
     @overload
     def __getitem__(self, index: int) -> Fragment: ...
@@ -61,11 +55,6 @@ class LazyFragments(Sequence[Fragment]):
                 return first
         return self._all()[index]
 
-    def _all(self) -> tuple[Fragment, ...]:
-        if self._held is None:
-            self._held = tuple(self._make())
-        return self._held
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -76,11 +65,11 @@ class Slice:
     rank: Rank  # dp is filled in run by run
 
 
-def fragments_of(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> LazyFragments:
+def fragments_of(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> RankFragments:
     """The fragments of several holders' slices, holder by holder."""
     plain = all(_is_plain(part) and getattr(stored, "strides", None) is None for part, stored in parts)
     count = sum(stored.count for _, stored in parts) if plain else None
-    return LazyFragments(lambda: _make(kind, parts), count, parts if plain else None)
+    return RankFragments(lambda: _make(kind, parts), count, parts if plain else None)
 
 
 def _outline(parts: Sequence[tuple[Slice, Stored]], located: set[int]) -> Iterator[Fragment]:
@@ -98,7 +87,7 @@ def _outline(parts: Sequence[tuple[Slice, Stored]], located: set[int]) -> Iterat
         yield Fragment(region.cut(0, held), "", 0, stored.dtype, part.rank)
 
 
-def scalar_fragments(rank: Rank, stored: Stored) -> LazyFragments:
+def scalar_fragments(rank: Rank, stored: Stored) -> RankFragments:
     """A one-element state."""
     region = Region.all_of(())
 
@@ -106,7 +95,7 @@ def scalar_fragments(rank: Rank, stored: Stored) -> LazyFragments:
         for run in stored.runs():
             yield Fragment(region, run.file, run.offset, stored.dtype, _rank(rank, run), None, run.inline)
 
-    return LazyFragments(make, 1)
+    return RankFragments(make, 1)
 
 
 def _is_plain(part: Slice) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 from ucp.files.inert import NumpyScalar, TensorRef
 from ucp.formats.deepspeed.reading import Reading
-from ucp.formats.deepspeed.scalars import scalar_bytes, scalar_value
+from ucp.formats.deepspeed.scalars import scalar_bytes
 from ucp.formats.deepspeed.shards import RankFile
+from ucp.model.numbers import scalar_value
 
 
 def group_hyper(reading: Reading, file: RankFile, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from typing import Any
 
 from ucp.files.inert import NumpyScalar, TensorRef
 from ucp.files.local import SourceFiles
 from ucp.formats.deepspeed.shards import RankFile
 from ucp.formats.deepspeed.stored import Number, Stored
-from ucp.model.dtypes import BOOL, FLOAT64, INT64, DType
-
-_FORMATS: Final = {
-    "float64": "<d",
-    "float32": "<f",
-    "float16": "<e",
-    "int64": "<q",
-    "int32": "<i",
-    "int16": "<h",
-    "int8": "<b",
-    "uint8": "<B",
-    "bool": "<?",
-}
+from ucp.model.dtypes import BOOL, FLOAT64, INT64
 
 
 def is_scalar(value: object) -> bool:
@@ -53,14 +41,3 @@ def scalar_bytes(stored: Stored, source: SourceFiles) -> bytes:
             return run.inline
         return source.read(run.file, run.offset, stored.dtype.itemsize)
     return b""
-
-
-def scalar_value(data: bytes, dtype: DType) -> float | int | bool | None:
-    """The number that these bytes are, or None for a dtype that has no plain number here."""
-    if dtype.name == "bfloat16":
-        return float(struct.unpack("<f", b"\0\0" + data)[0])
-    form = _FORMATS.get(dtype.name)
-    if form is None:
-        return None
-    value: float | int | bool = struct.unpack(form, data)[0]
-    return value

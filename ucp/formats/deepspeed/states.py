@@ -11,11 +11,12 @@ from typing import Any
 
 from ucp.files.inert import Inert, TensorRef
 from ucp.formats.deepspeed.reading import Reading
-from ucp.formats.deepspeed.scalars import is_scalar, scalar_bytes, scalar_value, stored_scalar
+from ucp.formats.deepspeed.scalars import is_scalar, scalar_bytes, stored_scalar
 from ucp.formats.deepspeed.shards import RankFile, describe, holds_tensor
 from ucp.formats.deepspeed.stored import Spot, Stored
 from ucp.model.checkpoint import MASTER, WEIGHT
 from ucp.model.dtypes import DType
+from ucp.model.numbers import scalar_value
 from ucp.records import dataclass, field
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UsageError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
 from ucp.files.inert import TensorRef
+from ucp.files.jsonfile import read_json
 from ucp.files.safetensors import read_safetensors
 from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions
@@ -115,7 +115,7 @@ def _files(root: Path) -> list[str]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    content = _json(path)
+    content = read_json(path, _LARGEST_INDEX, _RESTORE)
     found = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise IntegrityError(f"{path}: has no weight_map", hint=_RESTORE)
@@ -193,7 +193,7 @@ def _copy(tensor: _Stored) -> Fragment:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    content = _json(path) if path.is_file() else {}
+    content = read_json(path, _LARGEST_INDEX, _RESTORE) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 
 
@@ -214,17 +214,3 @@ def _details(config: Mapping[str, Any], stored: Mapping[str, _Stored]) -> dict[s
 
 def _is_pickle(name: str) -> bool:
     return name.endswith((".bin", ".pt", ".pth", ".pkl", ".safetensors", ".msgpack", ".h5"))
-
-
-def _json(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_INDEX + 1)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > _LARGEST_INDEX:
-        raise IntegrityError(f"{path}: larger than {_LARGEST_INDEX} bytes, which no such file is")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: is no JSON: {error}", hint=_RESTORE) from None

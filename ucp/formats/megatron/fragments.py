@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Protocol, overload
+from typing import Protocol
 
 from ucp.files.inert import TensorRef
 from ucp.files.torchzip import TorchFile
@@ -12,40 +12,10 @@ from ucp.model.box import Box, Shape, intersect, interval_boxes, strides_of
 from ucp.model.checkpoint import Fragment
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
+from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
 from ucp.model.rules import SlicePiece
 from ucp.records import dataclass
-
-
-class LazyFragments(Sequence[Fragment]):
-    """Fragments that are made when they are looked at: where a tensor's bytes start is read from the archive."""
-
-    __slots__ = ("_count", "_held", "_make")
-
-    def __init__(self, make: Callable[[], Iterator[Fragment]], count: int | None = None) -> None:
-        self._make = make
-        self._count = count
-        self._held: tuple[Fragment, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self._all()) if self._count is None else self._count
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return iter(self._all())
-
-    @overload
-    def __getitem__(self, index: int) -> Fragment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
-
-    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
-        return self._all()[index]
-
-    def _all(self) -> tuple[Fragment, ...]:
-        if self._held is None:
-            self._held = tuple(self._make())
-        return self._held
 
 
 class Spot(Protocol):

@@ -23,8 +23,8 @@ from ucp.formats.megatron.shifted_state import treat_shifts
 from ucp.formats.megatron.splits import ORIGIN, rule_of
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Note, Parameter, ParamGroup
-from ucp.model.lazy import LazyFragments
 from ucp.model.layout import Rank
+from ucp.model.lazy import LazyFragments
 from ucp.model.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
 
 _OPTIMIZER: Final = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1$")
