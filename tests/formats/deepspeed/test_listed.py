@@ -15,11 +15,14 @@ from tests.formats.deepspeed.made import (
     STATES,
     STEP,
     even_optim,
+    flat_optim,
     model_state,
     read,
     save,
     value,
 )
+from ucp.formats.deepspeed.writer import Writer
+from ucp.formats.registry import WriteOptions
 
 MODEL = "mp_rank_00_model_states.pt"
 FP32 = {"zero_optimization": {"stage": 0}}
@@ -106,3 +109,26 @@ def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:
     ucp.convert(saved, tmp_path / "new", to="deepspeed", dp=3)
     optim = loaded(tmp_path / "new", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
     assert optim["optimizer_state_dict"]["param_groups"] == groups
+
+
+def test_groups_without_hyper_parameters_are_told(tmp_path: Path) -> None:
+    """Elastic checkpoints keep none, and torch's optimizers fail without: what the configuration says is taken."""
+    config = {
+        "zero_optimization": {"stage": 1, "elastic_checkpoint": True},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.25, "betas": [0.8, 0.9], "torch_adam": True}},
+    }
+    for given, expected in ((config, {"lr": 0.25, "betas": [0.8, 0.9]}), ({**config, "optimizer": None}, {})):
+        files: dict[str, Any] = {MODEL: model_state(ds_config=given)}
+        for rank in range(2):
+            optim = flat_optim(2, rank)
+            state = optim["optimizer_state_dict"]["base_optimizer_state"]["state"]
+            optim["optimizer_state_dict"]["base_optimizer_state"] = [state[g] for g in range(len(GROUPS))]
+            files[f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = optim
+        saved = save(tmp_path / f"c{len(expected)}", files)
+        (note,) = [note for note in Writer(read(saved), WriteOptions(dp=3)).notes if note.id == "no-hyper-parameters"]
+        assert ("configuration" in note.text) == bool(expected)
+        ucp.convert(saved, tmp_path / f"new{len(expected)}", to="deepspeed", dp=3)
+        optim = loaded(tmp_path / f"new{len(expected)}", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
+        groups = optim["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+        assert groups == [{**expected, "params": [g]} for g in range(len(GROUPS))]

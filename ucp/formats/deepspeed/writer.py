@@ -50,6 +50,13 @@ class Writer:
             if self.source.groups and "lr_scheduler" not in self.world.carried.model(0, 1):
                 text = "where the source keeps the state of an LR scheduler is not known: load the target with"
                 self.notes.append(Note("no-scheduler", f"{text} load_lr_scheduler_states=False, and set yours"))
+            if self.source.groups and not any(group.hyper for group in self.source.groups):
+                text = "the source has no hyper-parameters (elastic checkpoints keep none)"
+                told = (
+                    "those of the configuration were taken" if self.world.carried.configured_hyper else "none written"
+                )
+                how = "after load_checkpoint, put yours back into engine.optimizer.param_groups before the first step"
+                self.notes.append(Note("no-hyper-parameters", f"{text}; {told}: {how}"))
             return
         if self.mesh.zero == 3:
             raise UsageError(

@@ -24,6 +24,8 @@ _COMPUTED: Final = (
     "frozen_param_fragments",
 )
 
+_CHOICES: Final = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # which class it is, not what its groups have
+
 _SCALERS: Final = "deepspeed.runtime.fp16.loss_scaler"
 
 
@@ -64,6 +66,13 @@ class Carried:
     def config(self) -> dict[str, Any]:
         config = next(iter(self._models.values()), {}).get("ds_config") or self._optim.get("ds_config")
         return dict(config) if isinstance(config, dict) else {}
+
+    @property
+    def configured_hyper(self) -> dict[str, Any]:
+        """Hyper-parameters that the configuration gives the optimizer, for groups that came without (elastic)."""
+        section = self.config.get("optimizer")
+        given = section.get("params") if isinstance(section, dict) else None
+        return {k: v for k, v in given.items() if k not in _CHOICES} if isinstance(given, dict) else {}
 
     @property
     def version(self) -> str:

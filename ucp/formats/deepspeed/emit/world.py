@@ -96,7 +96,8 @@ class World:
                     degree = degree or (self._degrees[split[0]] if split is not None else 0)
                     members.append(self.slicer.local(parameter, tp, local))
             if members or (self.mesh.zero in (0, 3) and not self._any_listed(group.names)):
-                found.append(LocalGroup(_hyper(group.hyper, degree), tuple(members), degree or 1))
+                hyper = _hyper(group.hyper or self.carried.configured_hyper, degree)
+                found.append(LocalGroup(hyper, tuple(members), degree or 1))
                 was.append(_named_degree(group.hyper))
         return self._merged(found, was)
 
