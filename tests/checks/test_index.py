@@ -78,6 +78,14 @@ def test_a_missing_state_is_named(checkpoint: Checkpoint) -> None:
     assert (finding.severity, finding.parameter, finding.kind) == ("error", "norm.weight", "exp_avg")
 
 
+def test_states_of_vectors_and_of_matrices(checkpoint: Checkpoint) -> None:
+    """Adafactor keeps a variance of the one, rows and columns of it of the other: neither lacks anything."""
+    for parameter in checkpoint.parameters.values():
+        second = parameter.atoms.pop("exp_avg_sq")
+        parameter.atoms["variance" if len(parameter.shape) < 2 else "row_var"] = second
+    assert verify(checkpoint, "quick").findings == []
+
+
 def test_without_zero_a_missing_state_is_a_warning(checkpoint: Checkpoint) -> None:
     del checkpoint.parameters["norm.weight"].atoms["exp_avg"]
     report = verify(replace(checkpoint, mesh=replace(checkpoint.mesh, zero=0)), "quick")

@@ -38,12 +38,17 @@ def _optimizer_kinds(parameter: Parameter) -> list[str]:
 
 
 def _states(siblings: Sequence[Parameter], severity: Severity) -> Iterator[Finding]:
-    """Without ZeRO an optimizer keeps no state of a parameter that never got a gradient: then it is only a warning."""
+    """Without ZeRO an optimizer keeps no state of a parameter that never got a gradient: then it is only a warning.
+
+    Optimizers that treat vectors and matrices differently (Adafactor) have states for each that the other has not.
+    """
     common = Counter(kind for parameter in siblings for kind in parameter.atoms)
+    held = Counter(frozenset(parameter.atoms) for parameter in siblings)
     for parameter in siblings:
-        missing = [kind for kind in common if kind not in parameter.atoms]
-        if not missing:
+        fuller = max((kinds for kinds in held if kinds > parameter.atoms.keys()), key=held.__getitem__, default=None)
+        if fuller is None:
             continue
+        missing = [kind for kind in common if kind in fuller and kind not in parameter.atoms]
         owner = next(p for p in siblings if missing[0] in p.atoms)
         yield Finding(
             "states",

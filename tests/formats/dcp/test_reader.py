@@ -250,7 +250,8 @@ def test_the_newest_finished_step_of_a_run(tmp_path: Path) -> None:
 def test_files_beside_the_data_are_carried(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "saved")
     (tmp_path / "saved" / "config.json").write_text("{}")
+    (tmp_path / "saved" / "__8_0.distcp").touch()  # of a rank whose tensors others wrote
     (tmp_path / "saved" / "__9_0.distcp").write_bytes(b"of another save")
     index = index_of(tmp_path / "saved")
     assert index.extras.files == {"config.json": "config.json"}
-    assert next(note.text for note in index.notes if note.id == "left-behind").endswith("__9_0.distcp")
+    assert next(note.text for note in index.notes if note.id == "left-behind").endswith(": __9_0.distcp")

@@ -83,6 +83,8 @@ def neighbours(place: Place, used: set[str]) -> tuple[dict[str, int], list[str]]
             if not path.is_file() or name in used or path.name.startswith(".") or path.name.endswith(".metadata"):
                 continue
             size = path.stat().st_size
+            if path.suffix == ".distcp" and size == 0:
+                continue  # of a rank that had nothing to write
             if path.suffix == ".distcp" or path.name.endswith(_WEIGHT_COPIES) or size > _LARGEST_NEIGHBOUR:
                 skipped.append(name)
             else:
