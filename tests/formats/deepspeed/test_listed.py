@@ -19,6 +19,7 @@ from tests.formats.deepspeed.made import (
     model_state,
     read,
     save,
+    save_flat,
     value,
 )
 from ucp.formats.deepspeed.writer import Writer
@@ -132,3 +133,14 @@ def test_groups_without_hyper_parameters_are_told(tmp_path: Path) -> None:
         optim = loaded(tmp_path / f"new{len(expected)}", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
         groups = optim["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
         assert groups == [{**expected, "params": [g]} for g in range(len(GROUPS))]
+
+
+def test_client_tensors_of_a_form_that_is_not_read_are_left_out(tmp_path: Path) -> None:
+    """A conjugate view is memory and a rule: what cannot be carried is told, and the rest goes on."""
+    client = {"view": torch.ones(3, dtype=torch.complex64).conj(), "list": [torch.ones(2).untyped_storage(), 5]}
+    saved = save_flat(tmp_path / "c", client=client)
+    left = [note.text for note in read(saved).notes if note.id == "extra-unreadable"]
+    assert len(left) == 2
+    assert any("client/view" in text for text in left)
+    ucp.convert(saved, tmp_path / "new", to="deepspeed", dp=3)
+    assert loaded(tmp_path / "new", MODEL)["client"] == {"list": [None, 5]}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError, UnsafeError
-from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, TensorRef, is_class
+from ucp.files.inert import Inert, InertDefaultDict, InertOrderedDict, Size, StorageRef, TensorRef, is_class
 from ucp.files.paths import scan
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile
@@ -48,6 +48,11 @@ class _Dropped:
 _DROP: Final = _Dropped()
 
 
+def _is_odd_tensor(value: Inert) -> bool:
+    """A conjugate or negative view, a quantized tensor: what torch makes of memory by a rule that is not read."""
+    return any(isinstance(arg, StorageRef) for arg in value.args)
+
+
 class TreeCarrier:
     """Turns the tree of one file into what extras carry: without the tensors that became atoms, others as atoms."""
 
@@ -82,6 +87,9 @@ class TreeCarrier:
             return value
         if isinstance(value, TensorRef):
             return _DROP if self._reading.is_taken(value) else self._atom(value, path)
+        if isinstance(value, StorageRef) or (isinstance(value, Inert) and _is_odd_tensor(value)):
+            self._reading.note("extra-unreadable", f"{path}: a tensor whose bytes are not its values; left out")
+            return _DROP
         if (
             is_class(value)
             or not isinstance(value, (dict, list, tuple, set, frozenset, Inert))
