@@ -38,7 +38,7 @@ def element_kinds(members: Iterable[Local], without: Container[str] = ()) -> dic
                 raise InconsistentError(
                     f"parameter {member.parameter.name}: '{kind}' has shape {list(atom.shape)}, which cannot be cut"
                     f" like the parameter's {list(member.parameter.shape)}",
-                    hint="leave the optimizer out with --only weights",
+                    hint="only --zero 0 with --tp 1 keeps such a state: it is written whole there",
                 )
             kinds.setdefault(kind, atom.dtype)
     return kinds
