@@ -22,6 +22,7 @@ from tests.formats.deepspeed.made import (
     save_flat,
     value,
 )
+from tests.formats.deepspeed.test_writer import likeness
 from ucp.formats.deepspeed.writer import Writer
 from ucp.formats.registry import WriteOptions
 
@@ -144,3 +145,18 @@ def test_client_tensors_of_a_form_that_is_not_read_are_left_out(tmp_path: Path) 
     assert any("client/view" in text for text in left)
     ucp.convert(saved, tmp_path / "new", to="deepspeed", dp=3)
     assert loaded(tmp_path / "new", MODEL)["client"] == {"list": [None, 5]}
+
+
+def test_an_optimizer_that_nobody_can_name_goes_on_where_nothing_but_the_ranks_change(tmp_path: Path) -> None:
+    optimizer = adam([["norm.weight", "embed.weight"], ["up.bias", "down.weight", "up.weight"]])  # in no order
+    twin = {"twin.weight": torch.ones(4, 3)}
+    saved = zero_off(tmp_path / "c", optimizer, **twin)
+    assert {note.id for note in read(saved).notes} >= {"optimizer-unnamed"}
+    ucp.convert(saved, tmp_path / "atoms")
+    for source in (saved, tmp_path / "atoms"):
+        new = tmp_path / f"new of {source.name}"
+        ucp.convert(source, new, to="deepspeed", zero=0, dp=6)
+        assert likeness(optimizer, loaded(new, MODEL)["optimizer"]) == []
+    assert not Writer(read(saved), WriteOptions(zero=0)).notes
+    (note,) = Writer(read(saved), WriteOptions(zero=1)).notes
+    assert "nobody can tell" in note.text

@@ -63,7 +63,11 @@ class Writer:
                 "the source has no optimizer, and DeepSpeed keeps the weights of ZeRO-3 in the optimizer's files",
                 hint="use --zero 0, 1 or 2 and load with load_module_only=True; or --to safetensors",
             )
+        if self.mesh.zero == 0 and self._unnamed(names.model_name(0)) is not None:
+            return
         text = "the source has no optimizer state: load the target with load_module_only=True"
+        if any(note.id == "optimizer-unnamed" for note in self.source.notes):
+            text = "nobody can tell whose states the source's optimizer has: load the target with load_module_only=True"
         self.notes.append(Note("no-optimizer", text))
 
     def target(self) -> Target:
@@ -125,14 +129,23 @@ class Writer:
 
     def _unsharded(self, pp: int, tp: int, scalars: Scalars) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
+        name = names.model_name(mp)
         if not self.world.has_experts:
-            tree = unsharded.optimizer_tree(self.world, self.world.groups(pp, tp, 0), scalars)
-            yield names.model_name(mp), self.models.model_tree(pp, tp, 0, None, tree)
+            tree = self._unnamed(name) or unsharded.optimizer_tree(self.world, self.world.groups(pp, tp, 0), scalars)
+            yield name, self.models.model_tree(pp, tp, 0, None, tree)
             return
-        yield names.model_name(mp), self.models.model_tree(pp, tp, 0, None, None)
+        yield name, self.models.model_tree(pp, tp, 0, None, None)
         for ep in range(self.mesh.ep):
-            tree = unsharded.optimizer_tree(self.world, self.world.groups(pp, tp, ep), scalars)
-            yield f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt", {"optimizer": tree}
+            name = f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
+            tree = self._unnamed(name) or unsharded.optimizer_tree(self.world, self.world.groups(pp, tp, ep), scalars)
+            yield name, {"optimizer": tree}
+
+    def _unnamed(self, file: str) -> dict[str, Any] | None:
+        """The optimizer of a source whose states nobody could name, where the target's rank wants it as it is."""
+        source, mesh = self.source.mesh, self.mesh
+        same = (source.zero, source.tp, source.pp, source.ep) == (mesh.zero, mesh.tp, mesh.pp, mesh.ep)
+        kept = self.world.carried.unnamed_optimizer(file) if same and not self.world.recast else None
+        return dict(kept) if kept is not None else None
 
     def _optim_name(self, dp: int, mp: int) -> str:
         prefix = "bf16_" if self.world.dtype == BFLOAT16 else ""

@@ -35,6 +35,7 @@ class Carried:
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
         trees = {PurePosixPath(file).name: tree for file, tree in source.extras.trees.items()}
+        self._trees = trees
         files = sort_names(list(trees))
         self._models: dict[int, Mapping[str, Any]] = {mp: trees[name] for mp, name in files.model.items()}
         for (dp, mp), name in files.sharded_model.items():
@@ -49,6 +50,14 @@ class Carried:
         same = world == self.source.mesh.tp * self.source.mesh.pp
         tree = self._models.get(mp if same else 0) or next(iter(self._models.values()), {})
         return {key: value for key, value in tree.items() if key not in _COMPUTED}
+
+    def unnamed_optimizer(self, file: str) -> Mapping[str, Any] | None:
+        """The optimizer's whole state dict in a file of ZeRO off, where nobody could tell whose states it has."""
+        told = (note.text for note in self.source.notes if note.id == "optimizer-unnamed")
+        if not any(PurePosixPath(text.partition(":")[0]).name == file for text in told):
+            return None
+        found = self._trees.get(file, {}).get("optimizer")
+        return found if isinstance(found, dict) else None
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
