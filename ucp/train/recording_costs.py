@@ -7,7 +7,7 @@ from typing import Any
 
 from ucp.log.measured import REPLAY_SECONDS
 from ucp.log.tuning import Choice, Costs, Tuner
-from ucp.log.writer import WriterStats
+from ucp.log.writer_stats import WriterStats
 from ucp.records import dataclass, field
 from ucp.train.talk import gather
 
