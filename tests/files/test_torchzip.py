@@ -449,3 +449,16 @@ def test_flipped_bytes_give_errors_of_ours_only(data: st.DataObject, real_file: 
     except UcpError as error:
         said = error.what
     assert str(path) in said
+
+
+def test_a_number_comes_along_with_the_headers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    shared = torch.arange(4, dtype=torch.float32)
+    saved = {"big": torch.zeros(5000), "step": torch.tensor(7.0), "third": shared[3:], "two": torch.ones(2)}
+    torch.save(saved, tmp_path / "file.pt")
+    file = TorchFile(tmp_path / "file.pt")
+    tree = file.tree
+    assert file.number(tree["step"]) == saved["step"].numpy().tobytes()
+    assert file.number(tree["third"]) == shared[3:].numpy().tobytes()
+    assert file.number(tree["two"]) is None, "not one number"
+    assert file.number(tree["big"]) is None

@@ -39,6 +39,9 @@ _RESAVE: Final = (
     "re-save it with torch 1.6 or newer, on a machine where you trust the file: "
     "torch.save(torch.load(path, weights_only=False), new_path)"
 )
+_TINY: Final = 64  # bytes of a storage with a number or a few
+_TINY_SPAN: Final = 512  # after a header: alignment, a tiny storage, its descriptor
+_GAP: Final = 4096  # to read it is cheaper than to begin anew behind it
 # The first pickle of the old format is the number 0x1950a86a20f9469cfc6c.
 _LEGACY_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -53,6 +56,7 @@ class TorchFile:
         self.path = path
         self._where = str(path)
         self._payloads: dict[str, int] = {}
+        self._tiny: dict[str, bytes] = {}
         with _open(path) as opened:
             self.size = opened.size
             stop = opened.size if stop is None else stop
@@ -116,6 +120,15 @@ class TorchFile:
             )
         return start + ref.offset * ref.dtype.itemsize
 
+    def number(self, ref: TensorRef) -> bytes | None:
+        """The bytes of a one-element tensor, where they came along with the headers."""
+        at = self.position(ref)
+        data = self._tiny.get(f"{self._prefix}/data/{ref.storage.key}")
+        if data is None or ref.numel != 1:
+            return None
+        skip = at - self._payloads[f"{self._prefix}/data/{ref.storage.key}"]
+        return data[skip : skip + ref.dtype.itemsize]
+
     def _damaged(self, what: str) -> IntegrityError:
         return IntegrityError(f"{self.path}: {what}", hint=COPY_AGAIN)
 
@@ -155,11 +168,20 @@ class TorchFile:
         return data
 
     def _locate_all(self) -> None:
-        """Read every local header while the file is open once."""
+        """Read every local header while the file is open once, and the data of tiny entries that come along."""
         with _open(self.path) as opened:
-            opened.expect(_headers(self.entries.values()))
-            for entry in self.entries.values():
-                self._payloads[entry.name] = locate_payload(opened.read, entry, self._where)
+            spans = list(_spans(self.entries.values()))
+            opened.expect((start, stop - start) for start, stop, _ in spans)
+            for start, stop, entries in spans:
+                data = opened.read(start, stop - start)
+
+                def read(offset: int, size: int, data: bytes = data, start: int = start) -> bytes:
+                    return data[offset - start : offset - start + size]
+
+                for entry in entries:
+                    at = self._payloads[entry.name] = locate_payload(read, entry, self._where)
+                    if entry.size <= _TINY and at + entry.size <= stop:
+                        self._tiny[entry.name] = read(at, entry.size)
 
 
 def _check_is_zip(read: Read, start: int, stop: int, where: str) -> None:
@@ -182,9 +204,27 @@ def _check_is_zip(read: Read, start: int, stop: int, where: str) -> None:
     raise NotUnderstoodError(f"{where}: is not a file of torch.save (it does not start like a zip archive)")
 
 
-def _headers(entries: Iterable[ZipEntry]) -> Iterator[tuple[int, int]]:
-    """Where local headers lie: `(offset, length)` of each."""
-    return ((entry.header_offset, LOCAL_HEADER_BYTES + len(entry.raw_name)) for entry in entries)
+def _spans(entries: Iterable[ZipEntry]) -> Iterator[tuple[int, int, list[ZipEntry]]]:
+    """Ranges `[start, stop)` of the file that hold the local headers of some entries, and all of tiny entries."""
+    start = stop = 0
+    held: list[ZipEntry] = []
+    for entry in sorted(entries, key=_header_offset):
+        end = entry.header_offset + LOCAL_HEADER_BYTES + len(entry.raw_name)
+        if entry.size <= _TINY:
+            end = max(end, min(entry.end, end + _TINY_SPAN))
+        if held and entry.header_offset - stop <= _GAP:
+            held.append(entry)
+        else:
+            if held:
+                yield start, stop, held
+            start, held = entry.header_offset, [entry]
+        stop = end
+    if held:
+        yield start, stop, held
+
+
+def _header_offset(entry: ZipEntry) -> int:
+    return entry.header_offset
 
 
 def _open(path: Path) -> _Opened | IndexFile:

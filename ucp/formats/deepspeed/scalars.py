@@ -8,7 +8,7 @@ from typing import Any
 from ucp.files.inert import NumpyScalar, TensorRef
 from ucp.files.local import SourceFiles
 from ucp.formats.deepspeed.shards import RankFile
-from ucp.formats.deepspeed.stored import Number, Stored
+from ucp.formats.deepspeed.stored import Number, Stored, WholeTensor
 from ucp.model.dtypes import BOOL, FLOAT64, INT64
 
 
@@ -36,6 +36,9 @@ def stored_scalar(file: RankFile, value: Any, dp: int) -> Stored | None:
 
 def scalar_bytes(stored: Stored, source: SourceFiles) -> bytes:
     """The bytes of a one-element state; reads a few bytes where the file keeps a tensor."""
+    known = stored.spot.number() if isinstance(stored, WholeTensor) and stored.count else None
+    if known is not None:
+        return known
     for run in stored.runs():
         if run.inline is not None:
             return run.inline

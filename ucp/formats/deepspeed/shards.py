@@ -33,9 +33,16 @@ class RankFile:
 
     def position(self, ref: TensorRef) -> int:
         """Byte of the file where a tensor's first element lies."""
+        return self._index().position(ref)
+
+    def number(self, ref: TensorRef) -> bytes | None:
+        """The bytes of a one-element tensor, where they came along with the index."""
+        return self._index().number(ref)
+
+    def _index(self) -> TorchFile:
         if self._archive is None:
             self._archive = TorchFile(self._path)
-        return self._archive.position(ref)
+        return self._archive
 
     def spot(self, ref: TensorRef, dp: int = 0) -> Spot:
         """Where a tensor of this file lies."""

@@ -48,6 +48,9 @@ class Archive(Protocol):
     def position(self, ref: TensorRef) -> int:
         """Byte of the file where the first element of `ref` lies."""
 
+    def number(self, ref: TensorRef) -> bytes | None:
+        """The bytes of a one-element tensor, where they are known already."""
+
 
 class Spot:
     """A tensor of a file. Its byte offset is looked up when it is first needed (that costs a read of the zip entry)."""
@@ -70,6 +73,10 @@ class Spot:
             assert self.ref is not None
             self._offset = self._archive.position(self.ref)
         return self._offset
+
+    def number(self) -> bytes | None:
+        """The bytes of a one-element tensor, where they are known without reading the file again."""
+        return None if self._archive is None or self.ref is None else self._archive.number(self.ref)
 
 
 @dataclass(frozen=True, slots=True)
