@@ -198,6 +198,33 @@ def test_a_router_that_megatron_has_not_is_said(tmp_path: Path, changes: dict[st
     assert [said in note.text for note in notes if note.id == "unlike"] == [True]
 
 
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 2.0}}, "high_freq_factor 2.0"),
+        ({"attention_bias": True}, "the output of its attention has a bias, and its MLP has none"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 2}, "see 2 tokens alone"),
+    ],
+)
+def test_what_megatrons_arguments_cannot_say_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), {**LLAMA, **changes})
+    notes = plan(folder, tmp_path / "core", to="torch-dist", names="megatron").writer.source.notes
+    assert [said in note.text for note in notes if note.id == "unlike"] == [True]
+
+
+def test_biases_of_attention_alone_come_back_as_llama(tmp_path: Path) -> None:
+    """Not as Qwen2, which has no bias of attention's output, and would leave it out."""
+    shapes = llama_shapes()
+    for name in [name for name in shapes if ".self_attn." in name]:
+        shapes[name.replace(".weight", ".bias")] = shapes[name][:1]
+    folder = write_weights(tmp_path / "hf", numbers(shapes), {**LLAMA, "attention_bias": True})
+    ucp.convert(folder, tmp_path / "core", to="torch-dist", names="megatron")
+    ucp.convert(tmp_path / "core", tmp_path / "back", to="safetensors", names="hf")
+    assert ucp.diff(folder, tmp_path / "back").same
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert (config["model_type"], config["attention_bias"], config["mlp_bias"]) == ("llama", True, False)
+
+
 def test_a_router_that_hugging_face_has_not_is_refused(corpus: Path, tmp_path: Path) -> None:
     source = corpus / "megatron/moe_ep1_torch"
     (tmp_path / "job.json").write_text(json.dumps({"num_experts": 4, "moe_router_pre_softmax": True}))

@@ -114,15 +114,16 @@ def test_models_without_a_table_are_refused(corpus: Path) -> None:
     assert isinstance(ucp.open(corpus / "megatron/mla_tp1_torch", names="megatron").index, Checkpoint)
 
 
+WINDOWED = facts_of_config({**LLAMA, "model_type": "mistral", "sliding_window": 3})
 FACTS = facts_of_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}})
 
 
 @pytest.mark.parametrize(
     "facts",
-    [FACTS, facts_of_config(MIXTRAL), facts_of_config({**LLAMA, "model_type": "qwen2"}), facts_of_config({
+    [FACTS, facts_of_config(MIXTRAL), facts_of_config({**LLAMA, "model_type": "qwen2"}), WINDOWED, facts_of_config({
         "model_type": "gpt2", "n_head": 4, "n_embd": 12, "n_layer": 2, "n_positions": 6, "vocab_size": 7
     })],
-    ids=["llama", "mixtral", "qwen2", "gpt2"],
+    ids=["llama", "mixtral", "qwen2", "mistral", "gpt2"],
 )  # fmt: skip
 def test_facts_survive_arguments_and_configurations(facts: Facts) -> None:
     args = arguments_for(facts, 3, "bfloat16")

@@ -50,6 +50,7 @@ def facts_of_arguments(args: Mapping[str, Any]) -> Facts:
         qkv_bias=True if biased else qkv_bias,
         qk_norm=_flag(args, "qk_layernorm"),
         norm_less_one=any(_flag(args, key) for key in _LESS_ONE) if args.keys() & set(_LESS_ONE) else None,
+        window=_window(args),
         unlike=_unlike(args),
         **of_experts,
         **latent.facts_of_arguments(args),
@@ -77,6 +78,7 @@ def arguments_for(facts: Facts, step: int | None, dtype: str) -> dict[str, Any]:
         "rotary_interleaved": False,
         "use_rope_scaling": facts.rotary_scaling is not None,
         "rope_scaling_factor": facts.rotary_scaling or 8.0,
+        "window_size": (facts.window - 1, 0) if facts.window else None,
         "normalization": facts.norm or "LayerNorm",
         "norm_epsilon": facts.epsilon,
         "layernorm_epsilon": facts.epsilon,
@@ -182,7 +184,17 @@ def _activation(args: Mapping[str, Any], gated: str | None) -> str | None:
     return "gelu_new" if args.get("openai_gelu") is True else "gelu"
 
 
+def _window(args: Mapping[str, Any]) -> int | None:
+    """How many tokens a token sees, of Megatron's numbers of those before it and behind it."""
+    sizes = args.get("window_size")
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or type(sizes[0]) is not int:
+        return None
+    return sizes[0] + 1 if sizes[0] >= 0 else None
+
+
 def _unlike(args: Mapping[str, Any]) -> str | None:
+    if _window(args) is not None and args.get("window_attn_skip_freq"):
+        return "some of its layers see all tokens, others a window (--window-attn-skip-freq)"
     if args.get("rotary_interleaved") is True:
         return "its rotary positions turn neighbouring elements (--rotary-interleaved)"
     percent = args.get("rotary_percent")

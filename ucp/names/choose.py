@@ -16,6 +16,13 @@ from ucp.names.matching import Match, match, refuse
 from ucp.names.tables import Table, load_packaged, load_table, packaged_tables, table_names
 from ucp.records import replace
 
+# What has a bias of q, k, v and of the output of attention, and else none: Qwen2 has the first three alone.
+_ATTENTION_BIASED: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": True,
+    "mlp_bias": False,
+}
 TARGETS: Final = (HF, MEGATRON, MEGATRON_DEEPSPEED)
 _ATTRIBUTE: Final = "model."  # under which a LightningModule keeps the model
 _WRAPPERS: Final = ("_forward_module.", "module.", _ATTRIBUTE)
@@ -172,6 +179,8 @@ def _for_hugging_face(checkpoint: Checkpoint, facts: Facts) -> Checkpoint:
         if config is None:
             notes.append(Note("no-config", f"no config.json is made for these weights: {why}"))
         else:
+            if any(name.endswith(".self_attn.o_proj.bias") for name in checkpoint.parameters):
+                config |= _ATTENTION_BIASED if config["model_type"] == "qwen2" else {}
             extras = replace(extras, trees={**extras.trees, CONFIG: config})
     for parameter in checkpoint.parameters.values():
         parameter.stages = (0,)

@@ -13,6 +13,9 @@ from ucp.records import replace
 
 _BIASED: Final = ("qwen2",)  # q, k and v have one, nothing else has
 _NORMED: Final = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_WINDOWED: Final = ("mistral", "mixtral")  # every layer sees the window alone
+# Of Llama 3.1's rotary positions, beside the factor. Megatron has no settings for these.
+_STRETCH: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _GPT2: Final = "gpt2"
 _GEMMA: Final = "gemma"
 _AFTER: Final = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
@@ -34,6 +37,9 @@ def facts_of_config(config: Mapping[str, Any]) -> Facts:
     latent_facts = latent.facts_of_config(config, rope)
     known = ("default", "llama3", "yarn") if latent_facts["latent"] else ("default", "llama3")
     stretched = None if scaled in known else f"its rotary positions are scaled ({scaled})"
+    if scaled == "llama3" and any(rope.get(key, value) != value for key, value in _STRETCH.items()):
+        numbers = ", ".join(f"{key} {rope.get(key, value)}" for key, value in _STRETCH.items())
+        stretched = f"its rotary positions are scaled by other numbers than Llama 3.1's ({numbers})"
     made = Facts(
         layers=number_in(config, "num_hidden_layers"),
         hidden=hidden,
@@ -55,12 +61,33 @@ def facts_of_config(config: Mapping[str, Any]) -> Facts:
         qk_norm=kind in _NORMED,
         norm_less_one=kind == _GEMMA,
         scaled_embedding=True if kind == _GEMMA else None,  # Megatron's arguments do not say it
-        unlike=stretched,
+        window=_window(config) if kind in _WINDOWED else None,
+        unlike=stretched or _unlike(config),
         unmapped=_unmapped(config),
         **experts.facts_of_config(config),
         **latent_facts,
     )
     return replace(made, unlike=made.unlike or experts.unlike_in_megatron(made))
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """The length of the window of attention, where a sequence can be longer."""
+    length = number_in(config, "sliding_window")
+    longest = number_in(config, "max_position_embeddings")
+    if length is None or config.get("use_sliding_window") is False:
+        return None
+    return length if longest is None or length < longest else None
+
+
+def _unlike(config: Mapping[str, Any]) -> str | None:
+    attention, mlp = config.get("attention_bias") is True, config.get("mlp_bias") is True
+    if attention != mlp:
+        has, lacks = ("attention", "MLP") if attention else ("MLP", "attention")
+        return f"the output of its {has} has a bias, and its {lacks} has none"
+    window = _window(config)
+    if window is not None and config.get("model_type") not in _WINDOWED:
+        return f"some of its layers see {window} tokens alone (sliding_window)"
+    return None
 
 
 def _activation(config: Mapping[str, Any]) -> str | None:
@@ -124,9 +151,7 @@ def config_for(facts: Facts, vocabulary: int | None) -> tuple[dict[str, Any] | N
         rope |= {
             "rope_type": "llama3",
             "factor": facts.rotary_scaling,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
+            **_STRETCH,
         }
     if facts.yarn is not None:
         rope |= {"rope_type": "yarn", **dict(facts.yarn)}

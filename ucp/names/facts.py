@@ -53,6 +53,7 @@ class Facts:
     rotary: bool | None = None  # else: learned positions
     rotary_base: float | None = None
     rotary_scaling: float | None = None  # Llama 3.1's factor, where there is one
+    window: int | None = None  # how many tokens a token sees, itself included; None: all before it
     norm: str | None = None  # LayerNorm or RMSNorm
     epsilon: float | None = None
     bias: bool | None = None  # of every linear layer

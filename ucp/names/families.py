@@ -9,6 +9,7 @@ from ucp.names.facts import Facts
 
 NAMES: Final = {
     "llama": "Llama",
+    "mistral": "Mistral",
     "gemma": "Gemma",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
@@ -44,6 +45,8 @@ def unlike_in_hugging_face(facts: Facts) -> str | None:
 
 def family_of(facts: Facts) -> Choice:
     """The family of a decoder with rotary positions, gated MLPs and RMSNorm."""
+    if facts.window and (facts.bias or facts.qkv_bias or facts.qk_norm or facts.latent or facts.norm_less_one):
+        return None, "of the families with a window of attention, Mistral and Mixtral, none has biases or other norms"
     if facts.norm_less_one or facts.scaled_embedding:
         whole = facts.norm_less_one and facts.scaled_embedding and not (facts.experts or facts.latent or facts.qk_norm)
         return ("gemma", None) if whole else (None, "only Gemma has norms less one, with embeddings that are scaled")
@@ -57,13 +60,15 @@ def family_of(facts: Facts) -> Choice:
         return "qwen3", None
     if facts.qkv_bias and not facts.bias:
         return "qwen2", None
-    return "llama", None
+    return "mistral" if facts.window else "llama", None
 
 
 def _with_experts(facts: Facts) -> Choice:
     if facts.bias:
         return None, "no known family of experts has biases everywhere"
     if facts.shared_ffn:
+        if facts.window:
+            return None, "of the families with shared experts none has a window of attention"
         whole = facts.shared_gate and not facts.qk_norm
         return ("qwen2_moe", None) if whole else (None, "shared experts are weighed in Qwen2-MoE, which has no q norm")
     if facts.qk_norm:
@@ -95,9 +100,11 @@ def own_settings(family: str, facts: Facts) -> dict[str, Any]:
         return {"attention_bias": bool(facts.qkv_bias), "mlp_bias": bool(facts.bias)}
     if family in ("gemma", "qwen3"):
         return {"attention_bias": bool(facts.qkv_bias)}
+    if family == "mistral":
+        return {"sliding_window": facts.window}
     if family == "mixtral":
         used = facts.experts_per_token or 2
-        return {"num_local_experts": facts.experts, "num_experts_per_tok": used, "sliding_window": None}
+        return {"num_local_experts": facts.experts, "num_experts_per_tok": used, "sliding_window": facts.window}
     if family in ("qwen2_moe", "qwen3_moe"):
         alone = [i for i, here in enumerate(facts.moe_layers or ()) if not here]
         made = {"num_experts": facts.experts, "norm_topk_prob": bool(facts.router_sums), "mlp_only_layers": alone}
