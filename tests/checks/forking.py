@@ -17,6 +17,7 @@ from ucp import tunables
 from ucp.checks import Finding, Report, forked, verify
 from ucp.checks.renderings import FORMATS, render
 from ucp.checks.tasks import Meter, Task, carry_out
+from ucp.cli.main import run
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
 
@@ -28,6 +29,11 @@ def main(what: str, *sources: str) -> None:
     for name, size in SIZES.items():
         setattr(tunables, name, size)
     count_forks()
+    if what == "command":
+        for source in sources:
+            run(["verify", source, "--deep", "--jobs", "2"])
+        tell("forked", len(WORKERS))
+        return
     if what == "break a worker":
         forked.carry_out = _divide
     if what == "truncate a file":

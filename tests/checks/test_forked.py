@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,28 @@ def test_the_corpus_is_told_of_as_by_threads(project: Path, corpus: Path) -> Non
     assert len(told) == len(sources) > 4, text
     for source, by_forks in zip(sources, told, strict=True):
         assert by_forks == said(verify(source, "deep", jobs=1)), source.name
+
+
+def test_the_command_forks(project: Path) -> None:
+    text = run("command", [project / "fixtures" / FIXTURE], project)
+    assert "forked 2" in text
+    assert "checks (deep)" in text
+
+
+@pytest.mark.usefixtures("small")
+def test_a_process_with_threads_does_not(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(os, "fork", refuse)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert verify(project / "fixtures" / FIXTURE, "deep", jobs=2, processes=True).ok
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -120,6 +119,8 @@ def _run(tasks: Sequence[Task], jobs: int, meter: Meter, forking: Forking | None
         jobs = 1  # a thread would cost more than it reads, and would be in the way of forks
     if jobs <= 1 or len(tasks) <= 1:
         return [finding for task in tasks for finding in carry_out(task, meter)]
+    from concurrent.futures import ThreadPoolExecutor, wait  # takes long to import
+
     with ThreadPoolExecutor(min(jobs, len(tasks)), thread_name_prefix="ucp-check") as pool:
         futures = [pool.submit(partial(carry_out, task, meter)) for task in tasks]
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +80,8 @@ def command(
     Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Unless --fail-on says otherwise, warnings and notes
     do not change it.
     """
+    # numpy's algebra has no part in this: its threads would take a while to start, and again to stop before a fork.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ucp.checks import Level, make_policy, verify
     from ucp.checks.renderings import render
 
@@ -90,7 +94,7 @@ def command(
     policy = make_policy(fail_on, allow, baseline)
     options = api.read_options(tag, rules, preset)
     progress = None
-    if not quick:  # which has nothing to wait for, and so should not wait for the modules of the bar either
+    if not quick and sys.stderr.isatty():  # else there is no one to see the bar, and its modules need not be loaded
         from ucp.cli.progress import Bar
 
         progress = Bar()

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable
 from select import POLLIN, poll
@@ -167,6 +166,8 @@ def _live(number: int, channel: Channel, work: Callable[[int, Channel], None]) -
 def _described(error: BaseException) -> dict[str, Any]:
     if isinstance(error, UcpError):
         return {"kind": type(error).__name__, "what": error.what, "hint": error.hint}
+    import traceback  # seldom of use
+
     return {"kind": "", "what": traceback.format_exc(), "hint": None}
 
 
