@@ -100,9 +100,11 @@ def _copies(parameter: Parameter, severity: Severity) -> Iterator[Finding]:
     for kind, count in counts.items():
         if count < counts[most] and parameter.role == "trained":
             fuller, held = parameter.atoms[most], parameter.atoms[kind]
-            having = {cover[0].rank for cover in (held.fragments, *held.replicas) if len(cover)}
+            having = {fragment.rank for cover in (held.fragments, *held.replicas) for fragment in cover}
             lacking = [cover[0] for cover in (fuller.fragments, *fuller.replicas) if cover[0].rank not in having]
-            where = f", but not on {place(lacking[0])}" if lacking else ""
+            if not lacking:  # ranks that have a part of one state, and all of another (Muon's momentum)
+                continue
+            where = f", but not on {place(lacking[0])}"
             yield Finding(
                 "states",
                 severity,

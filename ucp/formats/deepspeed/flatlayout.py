@@ -49,6 +49,19 @@ class FlatLayout:
             start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
             yield entry.name, start - low, stop - start
 
+    def whole(self, index: int) -> int:
+        """Elements of all parameters that have some in partition `index`."""
+        return sum(self.entries[number].numel for number in self.meeting(index * self.per, (index + 1) * self.per))
+
+    def whole_places(self, entry: Entry) -> Iterator[tuple[int, int]]:
+        """(partition, where the parameter begins) for buffers that hold whole parameters, as `whole` counts them."""
+        if not entry.numel:
+            return
+        for index in range(entry.begin // self.per, (entry.begin + entry.numel - 1) // self.per + 1):
+            first = next(self.meeting(index * self.per, (index + 1) * self.per))
+            before = self.entries[first : self.entries.index(entry)]
+            yield index, sum(other.numel for other in before)
+
     def meeting(self, low: int, high: int) -> Iterator[int]:
         """Numbers of the entries that have elements in `[low, high)`, in order."""
         at = _first_reaching(self.entries, low)

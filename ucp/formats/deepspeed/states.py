@@ -29,13 +29,19 @@ class Member:
     state: Mapping[Any, Any]
     lengths: tuple[int, ...]
     swapped: Callable[[TensorRef, str], Spot | None] | None = None  # finds a tensor that was swapped out of the file
+    whole: int | None = None  # elements of all parameters that have some in this share, where such states are known
 
 
 @dataclass(slots=True)
 class FlatStates:
-    """The states of a flat group: kind → (dtype, one spot a member), and kind → the number."""
+    """The states of a flat group: kind → (dtype, one spot a member), and kind → the number.
+
+    Of `whole` ones a member has its parameters to their ends, where a share of the buffer would cut the outer two
+    (Muon's momentum: orthogonalizing takes whole matrices).
+    """
 
     flat: dict[str, tuple[DType, list[Spot]]] = field(default_factory=dict)
+    whole: dict[str, tuple[DType, list[Spot]]] = field(default_factory=dict)
     numbers: dict[str, Stored] = field(default_factory=dict)
 
 
@@ -67,6 +73,12 @@ def sort_states(reading: Reading, group: str, members: Sequence[Member]) -> Flat
 def _sort_one(reading: Reading, group: str, key: Any, members: Sequence[Member], found: FlatStates) -> None:
     first = members[0].state[key]
     spots = [_flat_spot(member, key) for member in members]
+    if not all(spots) and all(_is_whole(member, key) for member in members):
+        dtypes = {member.state[key].dtype for member in members}
+        if len(dtypes) == 1:
+            taken = [member.file.spot(reading.take(member.state[key]), member.dp) for member in members]
+            found.whole[kind_of(key)] = (dtypes.pop(), taken)
+            return
     if _is_flat(spots) and not (is_scalar(first) and str(key) == "step"):
         dtypes = {member.state[key].dtype for member in members if isinstance(member.state[key], TensorRef)}
         for member, spot in zip(members, spots, strict=True):
@@ -93,6 +105,11 @@ def _sort_one(reading: Reading, group: str, key: Any, members: Sequence[Member],
         )
     elif holds_tensor(first):
         reading.unplaced_states.setdefault(kind_of(key), f"{_shape_text(first)} in {members[0].file.name}")
+
+
+def _is_whole(member: Member, key: Any) -> bool:
+    ref = member.state[key]
+    return isinstance(ref, TensorRef) and ref.shape == (member.whole,) and ref.is_contiguous
 
 
 def _is_flat(spots: Sequence[Spot | None]) -> bool:

@@ -154,7 +154,7 @@ def _read_group(
     if layout is None:
         return []
     members = [
-        Member(partition.file, partition.dp, partition.state(g), layout.lengths(index))
+        Member(partition.file, partition.dp, partition.state(g), layout.lengths(index), None, layout.whole(index))
         for index, partition in enumerate(partitions)
     ]
     states = sort_states(reading, where, members)
@@ -171,6 +171,9 @@ def _read_group(
             held.add(kind, FlatSlice(spots, dtype, layout.per, entry.begin, entry.numel))
         for kind, number_stored in states.numbers.items():
             held.add(kind, number_stored, ())
+        for kind, (dtype, spots) in states.whole.items():
+            for index, begin in layout.whole_places(entry):
+                held.add(kind, FlatSlice([spots[index]], dtype, layout.whole(index), begin, entry.numel))
     for index, partition in enumerate(partitions):
         _compare_mappings(reading, layout, index, partition, g)
     return names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -85,9 +85,13 @@ def optimizer_tree(
     masters: list[NewTensor] = []
     for g, flat in enumerate(groups):
         kinds = states[g].kinds.items()
-        entries = states[g].entries(
-            {kind: _partition(flat, index[g], world.state_of(kind), dtype) for kind, dtype in kinds}
-        )
+        shares = {
+            kind: _whole(flat, index[g], world.state_of(kind), dtype)
+            if not bf16 and is_kept_whole(flat.group.hyper, kind)
+            else _partition(flat, index[g], world.state_of(kind), dtype)
+            for kind, dtype in kinds
+        }
+        entries = states[g].entries({kind: share for kind, share in shares.items() if share is not None})
         if entries:
             state[g] = entries
         master_dtype = world.master(flat.members[0].parameter).dtype
@@ -134,6 +138,18 @@ def _partition(
         yield Zeros(high - at)
 
     return flat_tensor(dtype, list(segments()))
+
+
+def is_kept_whole(hyper: Mapping[str, Any], kind: str) -> bool:
+    """Muon's momentum: ranks keep that of every matrix of which they have an element, to its ends."""
+    return hyper.get("use_muon") is True and kind == "momentum_buffer"
+
+
+def _whole(flat: FlatGroup, index: int, atom_of: Callable[[Local], Atom | None], dtype: DType) -> NewTensor | None:
+    """One state of all members that have elements in partition `index`, whole and end to end; None where none has."""
+    per = flat.layout.per
+    members = [flat.members[number] for number in flat.layout.meeting(index * per, (index + 1) * per)]
+    return flat_tensor(dtype, [segment(atom_of(m), m.region) for m in members]) if members else None
 
 
 def _group_padding(flat: FlatGroup, index: int, bf16: bool) -> int:
