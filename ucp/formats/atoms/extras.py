@@ -24,8 +24,11 @@ CARRIED: Final = "extras/files"
 def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
     """The output files that hold a checkpoint's extras."""
     encoder = Encoder()
-    trees = {file: encoder.encode(tree) for file, tree in source.extras.trees.items()}
-    data = lines_of(_share(trees))
+    encoded: dict[int, Any] = {}  # ranks may have one tree together
+    for tree in source.extras.trees.values():
+        if id(tree) not in encoded:
+            encoded[id(tree)] = encoder.encode(tree)
+    data = lines_of(_share({file: encoded[id(tree)] for file, tree in source.extras.trees.items()}))
     yield OutputFile(TREES, len(data), (Literal(0, data),))
     if encoder.tensors:
         yield safetensors_file(TENSORS, list(encoder.tensors.items()), {})

@@ -70,17 +70,8 @@ class TreeCarrier:
 
     def carry(self) -> Any:
         """The tree, or None when nothing of it is left."""
-        tree = self._file.tree
-        if isinstance(tree, dict):
-            tree = self._without_layout(tree)
-            inner = tree.get("optimizer_state_dict")
-            if isinstance(inner, dict):
-                tree["optimizer_state_dict"] = self._without_layout(inner)
-        carried = self._walk(tree, self._label, 0)
+        carried = self._walk(without_layout(self._file.tree), self._label, 0)
         return None if carried is _DROP else carried
-
-    def _without_layout(self, tree: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {key: value for key, value in tree.items() if key not in _LAYOUT_KEYS}
 
     def _walk(self, value: Any, path: str, depth: int) -> Any:
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -165,6 +156,21 @@ class TreeCarrier:
             name = f"{path}#{number}"
         self._names.add(name)
         return name
+
+
+def without_layout(tree: Any) -> Any:
+    """A tree without the tables of the source's layout."""
+    if not isinstance(tree, dict):
+        return tree
+    kept = _without_tables(tree)
+    inner = kept.get("optimizer_state_dict")
+    if isinstance(inner, dict):
+        kept["optimizer_state_dict"] = _without_tables(inner)
+    return kept
+
+
+def _without_tables(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in tree.items() if key not in _LAYOUT_KEYS}
 
 
 def extra_atom(file: RankFile, ref: TensorRef, name: str) -> Atom:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,10 @@ from ucp.errors import StorageError
 from ucp.files.local import SourceFiles
 from ucp.files.paths import scan
 from ucp.formats.deepspeed import folder
+from ucp.formats.deepspeed.alike import Alike
 from ucp.formats.deepspeed.assemble import assemble, merge_groups, ordered
 from ucp.formats.deepspeed.description import details_of, framework_of, step_of
-from ucp.formats.deepspeed.extras import TreeCarrier, carry_neighbours, carry_unknown
+from ucp.formats.deepspeed.extras import TreeCarrier, carry_neighbours, carry_unknown, without_layout
 from ucp.formats.deepspeed.grid import Grid, check_same_save, find_grid
 from ucp.formats.deepspeed.holdings import Holder, Holdings
 from ucp.formats.deepspeed.missing import note_missing
@@ -29,6 +31,7 @@ from ucp.model.checkpoint import Checkpoint, Extras, Note
 from ucp.model.layout import Mesh
 
 _RESTORE = "restore the files of one save; nothing was written"
+_COMPARED_TREES = 4  # with which what a file carries is compared: of the first rank, the last one, each kind of file
 
 
 def recognises(path: Path) -> bool:
@@ -156,16 +159,18 @@ def _extras(reading: Reading, place: folder.Place, files: StepFiles) -> Extras:
         *files.experts.values(),
         *files.expert_optim.values(),
     ]
-    shared: dict[int, Any] = {}  # id of a tree that several files have → what is carried of it
+    before: deque[tuple[Any, Any]] = deque(maxlen=_COMPARED_TREES)  # trees, and what is carried of them
     for name in names:
         file = reading.files.open(reading.prefix + name)
-        if id(file.tree) not in shared:
+        bare = without_layout(file.tree)
+        known = next((entry for entry in before if Alike(reading.is_taken).are(bare, entry[0])), None)
+        if known is not None:
+            tree = known[1]
+        else:
             carrier = TreeCarrier(reading, file, name)
             tree = carrier.carry()
             if not carrier.made_atoms:
-                shared[id(file.tree)] = tree
-        else:
-            tree = shared[id(file.tree)]
+                before.appendleft((bare, tree))
         if tree is not None:
             extras.trees[name] = tree
     if folder.wrapper_of(place.root) is not None and place.root != place.step:
