@@ -76,7 +76,7 @@ def merge(run: str, steps: Sequence[int], out: str, rounds: int = 1) -> dict[str
 def memory(run: str, jobs: int, out: str, step: int | None = None) -> dict[str, Any]:
     """How much more memory a merge of the command has at its peak than a process after a small one, in bytes.
 
-    Of this process and its workers together; what they share counts once. Also of the largest worker.
+    Of this process, and what workers have for themselves. Also of the largest worker alone.
     """
     _warm_up(run, out)
     watch = subprocess.Popen(
@@ -94,25 +94,25 @@ def memory(run: str, jobs: int, out: str, step: int | None = None) -> dict[str, 
 
 def watch(pid: int) -> dict[str, Any]:
     """Look at a process and its children, until our input ends."""
-    before = _anonymous(pid)
+    before = _memory(pid, "Anonymous:")
     print("ready", flush=True)
     peak, largest = before, 0
     while not select.select([sys.stdin], [], [], 0.005)[0]:
         with contextlib.suppress(OSError):
             children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-            sizes = [_anonymous(child) for child in children if child != os.getpid()]
-            peak = max(peak, _anonymous(pid) + sum(sizes))
+            sizes = [_memory(child, "Private_Dirty:") for child in children if child != os.getpid()]
+            peak = max(peak, _memory(pid, "Anonymous:") + sum(sizes))
             largest = max([largest, *sizes])
     return {"growth": peak - before, "largest": largest}
 
 
-def _anonymous(pid: int) -> int:
-    """Bytes of memory that lies in no file; of what processes share, this one's part. 0 where it is gone."""
+def _memory(pid: int, key: str) -> int:
+    """Bytes of a process that Linux counts so; 0 where it is gone."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def speed(run: str, out: str, step: int, rounds: int) -> dict[str, Any]:
