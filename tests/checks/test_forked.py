@@ -33,6 +33,7 @@ def run(what: str, sources: list[Path], project: Path) -> str:
         text=True,
         check=False,
         timeout=300,
+        start_new_session=True,  # a group of its own, which may be interrupted
     )
     return done.stdout + done.stderr
 
@@ -149,6 +150,11 @@ def test_what_ends_a_worker_ends_all(project: Path, what: str, told: str) -> Non
     assert told in text
     assert ("ZeroDivisionError" in text) == (what == "break a worker")
     wait_until_gone(workers(text))
+
+
+def test_an_interrupt_is_the_parents_affair(project: Path) -> None:
+    (told,) = by_processes("interrupt a worker", [project / "fixtures" / FIXTURE], project)
+    assert told["report"]["ok"]
 
 
 def test_workers_end_with_their_parent(project: Path) -> None:

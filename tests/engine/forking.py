@@ -30,10 +30,13 @@ class Happening(Progress):
         tell("workers", *WORKERS)
         if self.what == "kill a worker":
             os.kill(WORKERS[0], signal.SIGKILL)
+        elif self.what == "interrupt a worker":
+            os.kill(WORKERS[0], signal.SIGINT)
         elif self.what == "kill all":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.what == "interrupt":
-            raise KeyboardInterrupt
+            os.killpg(os.getpgrp(), signal.SIGINT)  # as a terminal does
+            signal.sigtimedwait([], 60)  # which does not last so long
         self.what = ""
 
 

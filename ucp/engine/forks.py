@@ -89,12 +89,17 @@ class Forks:
         """One more worker, which does nothing but `work` with its number and its end of the socket."""
         near, far = socket.socketpair()
         number = len(self._forks)
-        pid = _fork()
-        if pid == 0:
-            near.close()
-            _live(number, Channel(far), work)
-        far.close()
-        self._forks[near.fileno()] = Fork(pid, number, Channel(near))
+        # Ctrl-C goes to all processes of a terminal. Only the parent hears it, and not before it knows its worker.
+        heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            pid = _fork()
+            if pid == 0:
+                near.close()
+                _live(number, Channel(far), work)
+            far.close()
+            self._forks[near.fileno()] = Fork(pid, number, Channel(near))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
     def serve(self, hear: Callable[[Fork, dict[str, Any]], None]) -> None:
         """Hear every message until all workers have left. The first failure of any is raised."""
@@ -153,7 +158,6 @@ def _fork() -> int:
 def _live(number: int, channel: Channel, work: Callable[[int, Channel], None]) -> NoReturn:
     """The whole life of a worker. Nothing of the parent's is flushed, closed or cleaned up here."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
         die_with_parent()
         work(number, channel)
         channel.send({"left": number})
