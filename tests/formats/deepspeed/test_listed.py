@@ -113,26 +113,45 @@ def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:
     assert optim["optimizer_state_dict"]["param_groups"] == groups
 
 
-def test_groups_without_hyper_parameters_are_told(tmp_path: Path) -> None:
-    """Elastic checkpoints keep none, and torch's optimizers fail without: what the configuration says is taken."""
-    config = {
-        "zero_optimization": {"stage": 1, "elastic_checkpoint": True},
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"lr": 0.25, "betas": [0.8, 0.9], "torch_adam": True}},
-    }
-    for given, expected in ((config, {"lr": 0.25, "betas": [0.8, 0.9]}), ({**config, "optimizer": None}, {})):
-        files: dict[str, Any] = {MODEL: model_state(ds_config=given)}
-        for rank in range(2):
-            optim = flat_optim(2, rank)
-            state = optim["optimizer_state_dict"]["base_optimizer_state"]["state"]
-            optim["optimizer_state_dict"]["base_optimizer_state"] = [state[g] for g in range(len(GROUPS))]
-            files[f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = optim
-        saved = save(tmp_path / f"c{len(expected)}", files)
-        (note,) = [note for note in Writer(read(saved), WriteOptions(dp=3)).notes if note.id == "no-hyper-parameters"]
+def elastic(folder: Path, config: dict[str, Any]) -> Path:
+    """A list of states in place of torch's state dict: no hyper-parameters."""
+    zero = {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}, "bf16": {"enabled": True}}
+    files: dict[str, Any] = {MODEL: model_state(ds_config={**zero, **config})}
+    for rank in range(2):
+        optim = flat_optim(2, rank)
+        state = optim["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        optim["optimizer_state_dict"]["base_optimizer_state"] = [state[g] for g in range(len(GROUPS))]
+        files[f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = optim
+    return save(folder, files)
+
+
+def test_a_job_keeps_its_hyper_parameters_where_the_source_has_none(tmp_path: Path) -> None:
+    """In the elastic form DeepSpeed touches no group. It pads by what the file says, and so pads the step: by none."""
+    saved = elastic(tmp_path / "c", {})
+    assert any("keeps its own" in note.text for note in Writer(read(saved), WriteOptions(dp=3)).notes)
+    ucp.convert(saved, tmp_path / "new", to="deepspeed", dp=3)
+    assert ucp.verify(tmp_path / "new", level="deep").ok
+    assert ucp.diff(saved, tmp_path / "new").same
+    for rank in range(3):
+        optim = loaded(tmp_path / "new", f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        assert (optim["group_paddings"], optim["base_optimizer_state_step"]) == ([0, 0], STEP)
+        for g, state in enumerate(optim["base_optimizer_state"]):
+            master = optim["single_partition_of_fp32_groups"][g]
+            assert {kind: tensor.shape for kind, tensor in state.items() if kind != "step"} == dict.fromkeys(
+                STATES, master.shape
+            )
+
+
+def test_hyper_parameters_that_are_needed_and_lost_are_told(tmp_path: Path) -> None:
+    """ZeRO-3 has no such form, and torch's optimizers fail without: what the configuration says is taken."""
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.25, "betas": [0.8, 0.9], "torch_adam": True}}}
+    for given, expected in ((config, {"lr": 0.25, "betas": [0.8, 0.9]}), ({}, {})):
+        saved = elastic(tmp_path / f"c{len(expected)}", given)
+        (note,) = [n for n in Writer(read(saved), WriteOptions(zero=3)).notes if n.id == "no-hyper-parameters"]
         assert ("configuration" in note.text) == bool(expected)
-        ucp.convert(saved, tmp_path / f"new{len(expected)}", to="deepspeed", dp=3)
-        optim = loaded(tmp_path / f"new{len(expected)}", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
-        groups = optim["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+        ucp.convert(saved, tmp_path / f"new{len(expected)}", to="deepspeed", zero=3)
+        optim = loaded(tmp_path / f"new{len(expected)}", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+        groups = optim["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
         assert groups == [{**expected, "params": [g]} for g in range(len(GROUPS))]
 
 

@@ -52,11 +52,7 @@ class Writer:
                 self.notes.append(Note("no-scheduler", f"{text} load_lr_scheduler_states=False, and set yours"))
             if self.source.groups and not any(group.hyper for group in self.source.groups):
                 text = "the source has no hyper-parameters (elastic checkpoints keep none)"
-                told = (
-                    "those of the configuration were taken" if self.world.carried.configured_hyper else "none written"
-                )
-                how = "after load_checkpoint, put yours back into engine.optimizer.param_groups before the first step"
-                self.notes.append(Note("no-hyper-parameters", f"{text}; {told}: {how}"))
+                self.notes.append(Note("no-hyper-parameters", f"{text}; {self._hyper_parameters()}"))
             return
         if self.mesh.zero == 3:
             raise UsageError(
@@ -69,6 +65,13 @@ class Writer:
         if any(note.id == "optimizer-unnamed" for note in self.source.notes):
             text = "nobody can tell whose states the source's optimizer has: load the target with load_module_only=True"
         self.notes.append(Note("no-optimizer", text))
+
+    def _hyper_parameters(self) -> str:
+        """Where a target's job gets them from when the source has none."""
+        if self.mesh.zero in (1, 2) and flat.is_elastic(self.world):
+            return "the job that loads the target keeps its own, its learning rate as well"
+        taken = "those of the configuration were taken" if self.world.carried.configured_hyper else "none written"
+        return f"{taken}: after load_checkpoint, put yours into engine.optimizer.param_groups before the first step"
 
     def target(self) -> Target:
         """Every file of the checkpoint; DeepSpeed has no manifest."""

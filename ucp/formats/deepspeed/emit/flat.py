@@ -60,6 +60,15 @@ def is_bf16_optimizer(world: World) -> bool:
     return world.mesh.zero == 1 and accumulates and not world.settings.zero_option("offload_optimizer", None)
 
 
+def is_elastic(world: World) -> bool:
+    """Write states without groups, so that the job keeps its own hyper-parameters: the source has none to give.
+
+    DeepSpeed adds what `group_paddings` says to every state that it loads in this form, to the step as well. So the
+    padding stays in the files, and is not counted.
+    """
+    return not is_bf16_optimizer(world) and not any(group.hyper for group in world.source.groups)
+
+
 def _paddings(world: World, members: Sequence[Local]) -> tuple[int, ...]:
     """Alignment zeros after each parameter but the last (`zero_optimization.parameter_alignment`)."""
     if not world.settings.zero_option("parameter_alignment", False) or is_bf16_optimizer(world):
@@ -95,12 +104,14 @@ def optimizer_tree(
         if entries:
             state[g] = entries
         master_dtype = world.master(flat.members[0].parameter).dtype
-        length = None if bf16 else flat.layout.per - flat.layout.padding(index[g])
+        length = None if bf16 or is_elastic(world) else flat.layout.per - flat.layout.padding(index[g])
         masters.append(_partition(flat, index[g], lambda member: world.master(member.parameter), master_dtype, length))
-    base = {
+    base: Any = {
         "state": state,
         "param_groups": [{**flat.group.hyper, "params": [g]} for g, flat in enumerate(groups)],
     }
+    if is_elastic(world):
+        base = [state.get(g, {}) for g in range(len(groups))]
     tree: dict[str, Any] = {}
     if not bf16:
         tree["loss_scaler"] = carried.loss_scaler
@@ -108,10 +119,13 @@ def optimizer_tree(
         tree["overflow"] = carried.optimizer.get("overflow", False)
     tree["clip_grad"] = carried.clip_grad
     tree["base_optimizer_state"] = base
+    if is_elastic(world):
+        tree["base_optimizer_state_step"] = world.source.step or 0
     tree["single_partition_of_fp32_groups"] = masters
     if not bf16:
         tree["zero_stage"] = zero_stage(world.mesh.zero)
-    tree["group_paddings"] = [_group_padding(flat, i, bf16) for flat, i in zip(groups, index, strict=True)]
+    paddings = [_group_padding(flat, i, bf16) for flat, i in zip(groups, index, strict=True)]
+    tree["group_paddings"] = [0] * len(groups) if is_elastic(world) else paddings
     if not bf16:
         tree["param_alignment_paddings"] = [list(flat.paddings) for flat in groups]
     tree["partition_count"] = [flat.layout.ranks for flat in groups]
