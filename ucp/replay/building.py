@@ -40,6 +40,7 @@ class Builder:
         self._files = SourceFiles(base.root, computed=base.computed)
         self._own_steps = steps
         self._origins: dict[int, Origin] = {}
+        self._counts_some = any(STEP in parameter.atoms for parameter in base.parameters.values())
         self.stored: dict[int, StoredStates] = {}  # by stream, once `tensors` was called
         self.logged: dict[str, StoredBlock] = {}  # computed files that are in the log as they are
 
@@ -56,8 +57,9 @@ class Builder:
             for index, schema in enumerate(stream.schema.tensors):
                 blocks = stream.schema.blocks_of(index)
                 updates = timelines.of_tensor(index)
-                origins = {block.parameter: self._origin(block.parameter, updates) for block in blocks}
-                if self.kernel is None and not stored:
+                group = timelines.of_group(schema.group)
+                origins = {block.parameter: self._origin(block.parameter, updates, group) for block in blocks}
+                if self.kernel is None and not stored and span.first <= span.last:
                     raise self._no_kernel()
                 dtype = BY_NAME[schema.dtype]
                 self._check(origins.values(), dtype, updates, stream.number)
@@ -112,7 +114,8 @@ class Builder:
             )
         return found
 
-    def _origin(self, number: int, updates: Sequence[Update]) -> Origin:
+    def _origin(self, number: int, updates: Sequence[Update], group: Sequence[Update]) -> Origin:
+        """A parameter in the base; `updates` are those of its tensor, `group` those of any tensor of its group."""
         if number not in self._origins:
             parameter = self._parameter(self.manifest.parameters[number])
             atoms = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER, STEP)}
@@ -124,6 +127,9 @@ class Builder:
                 )
             step = self._own_steps.get(parameter.name, self._step)
             counter = self._counter(parameter)
+            began = next((update.before for update in group if update.step > step), -1)
+            if counter is None and not atoms and (began <= 0 or self._counts_some):
+                counter = 0  # it had no gradient yet: the count of a step is the most of its group's
             if counter is None:
                 after = next((update.before for update in updates if update.step > step), -1)
                 counter = max(after, 0)
@@ -177,6 +183,13 @@ class Builder:
             logged = {
                 kind: found for block in blocks[:1] for kind, found in stored.kinds(block.id, self.span.last).items()
             }
+            if not logged:  # no step has told of any: those of the base, but for what has a shape of its own
+                logged = {
+                    kind: atom.dtype
+                    for origin in origins
+                    for kind, atom in origin.atoms.items()
+                    if atom.shape == origin.atoms[PARAM].shape
+                }
             return {PARAM: dtype, **{kind: found for kind, found in logged.items() if kind != PARAM}}
         hyper = updates[0].hyper if updates else self.manifest.groups[group].hyper
         kinds = self.kernel.kinds(hyper) if updates else tuple(held)

@@ -39,6 +39,7 @@ class Taker:
         self.slot: Slot | None = None
         self.taken: set[int] = set()  # tensors of this step
         self.scalars: dict[int, GroupScalars] = {}
+        self._most: dict[int, int] = {}  # group → the most updates that it was ever found to have counted
         self.scale: np.float32 | None = None
         self.failure: UcpError | None = None
         self.seconds = 0.0  # spent in hooks
@@ -108,9 +109,20 @@ class Taker:
         """Note the scalars of a group as they are when the optimizer is called."""
         if number in self.scalars:
             return
-        with_gradient = next((p for p in group["params"] if p.grad is not None), None)
-        step = -1 if with_gradient is None else own_step(optimizer, with_gradient)
-        self.scalars[number] = scalars(number, group, step)
+        self.scalars[number] = scalars(number, group, self._counted(optimizer, group, number))
+
+    def _counted(self, optimizer: Any, group: dict[str, Any], number: int) -> int:
+        """Updates that the optimizer has counted, the most of all tensors that it will update now; -1: it counts none.
+
+        A tensor that had no gradient for a while counts less than others.
+        """
+        counts = (own_step(optimizer, p) for p in group["params"] if p.grad is not None)
+        step = next(counts, -1)
+        most = self._most.get(number)
+        if step >= 0 and (most is None or step <= most):  # no tensor can have more than one more than ever before
+            step = max([step, *counts])
+        self._most[number] = max(step, -1 if most is None else most)
+        return step
 
     def check(self, number: int, consumed: torch.Tensor) -> None:
         """Compare what was taken with what the optimizer is given: a sample, or now and then all of it."""
