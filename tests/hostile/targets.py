@@ -151,15 +151,17 @@ def _shadow_frames(data: bytes, folder: Path) -> None:
     from ucp.shadow.intake import ArrivedStep, GapError, Intake
     from ucp.shadow.portions import Portion
     from ucp.shadow.server import frames_of
+    from ucp.shadow.tables import Tables
     from ucp.shadow.wire import RefusedError, receive
 
     del folder
-    schema = made_manifest().streams[0]
+    manifest = made_manifest()
     for portion in (None, Portion((0, 10), (0, 40))):
-        tape, intake = _Tape(sealed_segment(data)), Intake(0, schema, portion=portion)
+        tables = Tables(manifest.streams[0], manifest.state_kinds, portion)
+        tape, intake = _Tape(sealed_segment(data)), Intake(0, tables)
         try:
             segment = SegmentHeader.unpack(bytes(receive(tape, SEGMENT_BYTES)))
-            for frame in frames_of(tape, segment, schema, portion):
+            for frame in frames_of(tape, segment, tables):
                 intake.offer(frame)
                 while intake.ready:
                     arrived = intake.pop()

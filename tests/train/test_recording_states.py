@@ -159,8 +159,6 @@ def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
         merged(tmp_path / "b", 2)
     with pytest.raises(UsageError, match="gradients, state or auto"):
         Job(tmp_path / "c", optimizers()["rmsprop"], what="everything")
-    with pytest.raises(UsageError, match="a shadow replays gradients"):
-        Job(tmp_path / "d", optimizers()["rmsprop"], to="shadow://localhost:1")
 
 
 def test_a_log_of_states_without_steps_can_be_opened(tmp_path: Path) -> None:

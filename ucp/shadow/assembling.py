@@ -1,22 +1,24 @@
-"""A held state as a checkpoint like any other: the base's index, with every trained state in the shadow's memory.
+"""A held state as a checkpoint like any other: the base's index, with every state and buffer in the shadow's memory.
 
 What a shadow tells of its state is JSON, so that the checkpoint can be put together in another process as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ucp.errors import NotUnderstoodError
+from ucp.log.kinds import BUFFER
 from ucp.log.manifest import Manifest
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import Epoch, Span, Stream
 from ucp.log.schema import StreamSchema
 from ucp.log.walk import LoggedStep, StreamScan
-from ucp.model.checkpoint import COMPUTED, Checkpoint, ComputedFiles, Note
+from ucp.model.checkpoint import COMPUTED, WEIGHT, Atom, Checkpoint, ComputedFiles, Fragment, Note, Parameter
 from ucp.model.dtypes import BY_NAME
+from ucp.model.region import Region
 from ucp.records import replace
 from ucp.replay.aftermath import advance
 from ucp.replay.building import Builder
@@ -24,9 +26,10 @@ from ucp.replay.chunks import ReplayedTensor
 from ucp.replay.derive import Derived, labelled
 from ucp.replay.exactness import ABOUT_BUFFERS, Approximate, find_kernel
 from ucp.replay.timeline import Update
-from ucp.shadow.state import HeldState, Place, Snapshot
+from ucp.shadow.snapshot import OWN, Place, Snapshot
+from ucp.shadow.state import HeldState
 
-FORMAT = 2
+FORMAT = 3
 
 
 def tell(state: HeldState, base: Path, log: Path | None) -> dict[str, Any]:
@@ -42,6 +45,12 @@ def tell(state: HeldState, base: Path, log: Path | None) -> dict[str, Any]:
         "log": None if log is None else str(log.resolve()),
         "share": [state.share.number, state.share.count],
         "tensors": [[t.stream.number, t.index, t.counter, t.kinds, *t.held] for t in state.tensors],
+        "own": [
+            [t.stream.number, t.index, kind, list(v.shape), str(v.dtype), None if v.shape else v.data.hex()]
+            for t in state.tensors
+            for kind, v in t.own.items()
+        ],
+        "buffers": [[stream, number, str(value.dtype)] for (stream, number), value in state.buffers.items()],
         "recent": [[step, record.pack().hex()] for step, record in state.recent],
         "aux": state.aux,
         "labels": [label.to_json() for label in labels],
@@ -91,15 +100,48 @@ def assemble(base: Checkpoint, told: Mapping[str, Any], files: ComputedFiles) ->
     known = {(int(s), int(t)): (int(counter), kinds) for s, t, counter, kinds, *_ in told["tensors"]}
     tensors = [_as_told(tensor, step, *known[tensor.stream.number, tensor.index]) for tensor in builder.tensors()]
     parameters = builder.parameters(tensors)
+    _put_own(parameters, tensors, told["own"])
+    _put_buffers(parameters, manifest, told["buffers"])
     notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(ABOUT_BUFFERS))]
-    if manifest.buffers:
-        notes.append(Note("buffers", "buffers are those of the base: a shadow does not follow them"))
-    after = replace(base, parameters=parameters, step=step, notes=notes, computed=files)
+    after = replace(base, parameters=parameters, step=step, steps={}, notes=notes, computed=files)
     if records:
         after = advance(after, Span(epoch, min(records), step))
     labels = [Approximate(int(one["step"]), str(one["parameter"]), str(one["reason"])) for one in told["labels"]]
     after.details = {**after.details, "replay": {"base_step": base.step, "step": step, "log": told["log"]}}
     return labelled(Derived(after, labels, proven=told["proven_step"]))
+
+
+def _put_own(parameters: dict[str, Parameter], tensors: Sequence[ReplayedTensor], told: Sequence[Any]) -> None:
+    """States with shapes of their own: those of the first optimizer tensor that has something of a parameter."""
+    first: dict[str, tuple[int, int]] = {}
+    for tensor in tensors:
+        for block in tensor.blocks:
+            first.setdefault(tensor.origins[block.parameter].name, (tensor.stream.number, tensor.index))
+    own: dict[tuple[int, int], list[Any]] = {}
+    for stream, index, *rest in told:
+        own.setdefault((int(stream), int(index)), []).append(rest)
+    for name, place in first.items():
+        held = parameters[name]
+        atoms = dict(held.atoms)
+        for kind, shape, dtype, inline in own.get(place, ()):
+            file, whole = f"{file_name(*place)}/{OWN}{kind}", Region.all_of(tuple(map(int, shape)))
+            data = None if inline is None else bytes.fromhex(inline)
+            fragment = Fragment(whole, file if data is None else "", 0, BY_NAME[dtype], inline=data)
+            atoms[kind] = Atom(name, kind, tuple(shape), BY_NAME[dtype], (fragment,), computed=data is None)
+        parameters[name] = replace(held, atoms=atoms)
+
+
+def _put_buffers(parameters: dict[str, Parameter], manifest: Manifest, told: Sequence[Any]) -> None:
+    """Buffers as they are after the step."""
+    for stream, number, dtype in told:
+        name = manifest.buffers[manifest.stream(stream).buffers[number].parameter].name
+        held = parameters.get(name)
+        atom = None if held is None else held.atoms.get(WEIGHT)
+        if held is None or atom is None:
+            continue  # left out of the base
+        fragment = Fragment(Region.all_of(atom.shape), f"{file_name(stream, number)}/{BUFFER}", 0, BY_NAME[dtype])
+        now = replace(atom, fragments=(fragment,), replicas=(), combine="copy", computed=True)
+        parameters[name] = replace(held, atoms={**held.atoms, WEIGHT: now})
 
 
 def _as_told(tensor: ReplayedTensor, step: int, counter: int, kinds: Mapping[str, str]) -> ReplayedTensor:

@@ -17,6 +17,7 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.bases import list_bases
 from ucp.log.frames import BadBytesError
 from ucp.model.checkpoint import Checkpoint, ComputedFiles
+from ucp.records import replace
 from ucp.shadow.addresses import Address, parse_address, parse_addresses
 from ucp.shadow.assembling import assemble, identity_of, place_of
 from ucp.shadow.connecting import connect
@@ -36,8 +37,8 @@ def open_shadow(
 ) -> Checkpoint:
     """The checkpoint of the newest complete step that a shadow holds, or several that hold a share each.
 
-    The shadows go on; this stays as it is. What is not trained (buffers, extras) is read from a shadow's base, which
-    must be readable here.
+    The shadows go on; this stays as it is. What no step changes (frozen parameters, extras) is read from a
+    shadow's base, which must be readable here.
     """
     shadows: list[Questions] = []
     try:
@@ -46,7 +47,7 @@ def open_shadow(
         with _understood(address):
             told = _told(shadows)
             path = _base(told[0])
-        base = open_checkpoint(path, options or ReadOptions())
+        base = open_checkpoint(path, replace(options or ReadOptions(), spread=True))
         with _understood(address):
             files: list[ComputedFiles] = []
             for shadow, one_told in zip(shadows, told, strict=True):
@@ -94,7 +95,8 @@ def _base(told: dict[str, Any]) -> Path:
         if bases:
             return bases[-1].path
     raise UsageError(
-        f"{named}: the shadow's base is not here, and what is not trained (buffers, extras) stands only there",
+        f"{named}: the shadow's base is not here, and what no step changes (frozen parameters, extras) stands only"
+        " there",
         hint="convert on a machine that sees the shadow's files",
     )
 

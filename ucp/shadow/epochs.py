@@ -11,6 +11,7 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.bases import ATOMS, BASE
 from ucp.log.manifest import MANIFEST, Manifest
 from ucp.log.reader import EPOCH
+from ucp.records import replace
 from ucp.shadow.assembling import HeldFiles, assemble, tell
 from ucp.shadow.loading import Beginning, from_checkpoint, from_log
 from ucp.shadow.portions import WHOLE
@@ -53,7 +54,7 @@ def from_held(state: HeldState, base: Path, manifest: Manifest, options: ReadOpt
         return _in_the_same_layout(state, base, manifest)
     snapshot = state.snapshot(lambda: tell(state, base, None))
     try:
-        held = assemble(open_checkpoint(base, options), snapshot.told, HeldFiles(snapshot))
+        held = assemble(open_checkpoint(base, replace(options, spread=True)), snapshot.told, HeldFiles(snapshot))
         beginning = from_checkpoint(held, manifest, state.labels)
     finally:
         snapshot.close()
@@ -70,7 +71,9 @@ def _in_the_same_layout(state: HeldState, base: Path, manifest: Manifest) -> Beg
     for tensor in state.tensors:
         for replay in tensor.replays:
             replay.stretch.resumed_at = replay.stretch.step
-    again = HeldState(manifest, state.step, state.tensors, state.labels, state.recent, state.aux, state.share)
+    again = HeldState(
+        *(manifest, state.step, state.tensors, state.labels, state.recent, state.aux, state.share, state.buffers)
+    )
     return Beginning(again, base, {schema.stream: None for schema in manifest.streams})
 
 

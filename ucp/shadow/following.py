@@ -16,6 +16,7 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.frames import BadBytesError
 from ucp.log.manifest import Manifest, read_manifest
 from ucp.log.reader import epoch_folder
+from ucp.records import replace
 from ucp.shadow.assembling import tell
 from ucp.shadow.epochs import epochs_of, from_held, from_told, goes_on_from, newest_of, root_of
 from ucp.shadow.intake import ArrivedDigests, Frame, GapError
@@ -23,7 +24,7 @@ from ucp.shadow.lanes import Following, cannot_catch_up
 from ucp.shadow.loading import Beginning, from_log
 from ucp.shadow.pins import Pin
 from ucp.shadow.portions import WHOLE, Portion
-from ucp.shadow.state import Snapshot
+from ucp.shadow.snapshot import Snapshot
 
 LIVE, STALE, LOADING = "live", "stale", "loading"
 
@@ -71,7 +72,10 @@ class Shadow:
             with self._changed:
                 self._begin(from_log(self.base, self.log, self._options, self.share), self.log)
         elif self.base is not None:
-            open_checkpoint(self.base, self._options)  # to say now, and not with the first step, that it is none
+            spread = self.log is not None  # which will bring its parts to one step
+            open_checkpoint(
+                self.base, replace(self._options, spread=spread)
+            )  # to say now, and not with the first step, that it is none
         elif self.log is None and not self._waits:
             raise UsageError("a shadow needs something to begin with", hint="name a base, or a log with its bases")
         for work, name in ((self._apply_all, "ucp-shadow-apply"), (self._read_log, "ucp-shadow-log")):
@@ -134,8 +138,11 @@ class Shadow:
                 if oldest > 0 and self.log is None and not (run is not None and epochs_of(run)):
                     raise cannot_catch_up(0, oldest)  # and it would be in vain to begin with the base
                 following = self._follow(manifest, run)
+            following.run = run
+            following.find_log()
+            following.learn_kinds(manifest)
             lane = following.lanes.get(stream)
-            if lane is None or lane.intake.schema.hash() != manifest.stream(stream).hash():
+            if lane is None or lane.intake.tables.schema.hash() != manifest.stream(stream).hash():
                 raise UsageError(f"stream {stream} is not what the other ranks say it is")
             wanted = lane.intake.expected or 0
             if wanted < oldest and lane.tail is None:
@@ -143,7 +150,7 @@ class Shadow:
                 self._changed.notify_all()
                 raise cannot_catch_up(wanted, oldest)
             lane.feeds += 1
-            return following.number, lane.intake.expected, lane.intake.portion
+            return following.number, lane.intake.expected, lane.intake.tables.portion
 
     def leave(self, number: int, stream: int) -> None:
         """A feed of a stream is over."""
@@ -230,6 +237,10 @@ class Shadow:
             except (UcpError, BadBytesError) as error:
                 following.is_broken = True
                 self._give_up(f"step {following.state.step + 1}: {error}")
+            except BaseException as error:
+                following.is_broken = True
+                self._give_up(f"step {following.state.step + 1}: {error!r}")
+                raise  # nobody expects this: whoever runs the shadow should see where it comes from
             following.applied_at = time.time()
             with self._changed:
                 self._changed.notify_all()
@@ -272,7 +283,10 @@ class Shadow:
 
     def _look_for_epoch(self) -> bool:
         """Go on with an epoch of the log that is newer than the one that is followed."""
-        log = self.log if self._following is None else self._following.log
+        with self._changed:
+            if self._following is not None:
+                self._following.find_log()
+            log = self.log if self._following is None else self._following.log
         epochs = [] if log is None else epochs_of(log)
         if log is None or not epochs:
             return False
@@ -280,6 +294,8 @@ class Shadow:
         with self._changed:
             following = self._following
             if following is not None and newest <= following.state.manifest.epoch:
+                if following.lacks_kinds and newest == following.state.manifest.epoch:
+                    following.learn_kinds(read_manifest(epoch_folder(root_of(log), newest)))
                 return False
             if following is not None and any(lane.feeds for lane in following.lanes.values()):
                 return False  # the feeds tell when they go over to it

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 from ucp import tunables
 from ucp.engine.shares import Share
 from ucp.errors import InconsistentError, UcpError, UsageError
+from ucp.log.kinds import BUFFER
 from ucp.log.manifest import Manifest
 from ucp.model.checkpoint import ComputedFiles
 from ucp.model.dtypes import BY_NAME
 from ucp.shadow.addresses import Address
 from ucp.shadow.assembling import identity_of, place_of
+from ucp.shadow.snapshot import OWN, Place
 
 
 class Asked(Protocol):
@@ -109,6 +111,8 @@ def merge(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         **first,
         "tensors": [[*place, *found] for place, found in sorted(tensors.items())],
+        "own": list({tuple(each[:3]): each for one in told for each in one["own"]}.values()),
+        "buffers": list({tuple(each[:2]): each for one in told for each in one["buffers"]}.values()),
         "labels": [label for number, label in enumerate(labels) if label not in labels[:number]],
         "proven_step": proven.pop() if len(proven) == 1 else None,
     }
@@ -121,7 +125,10 @@ class GatheredFiles:
         self.identity = identity_of(told[0])
         self._held: dict[tuple[int, int], list[tuple[int, int, ComputedFiles]]] = {}
         self._sizes: dict[tuple[int, int, str], int] = {}
+        self._whole: dict[Place, ComputedFiles] = {}  # small things, which every share holds
         for one, its in zip(told, files, strict=True):
+            self._whole.update({(stream, tensor, OWN + kind): its for stream, tensor, kind, *_ in one["own"]})
+            self._whole.update({(stream, number, BUFFER): its for stream, number, *_ in one["buffers"]})
             for stream, tensor, _, kinds, start, stop in one["tensors"]:
                 self._held.setdefault((stream, tensor), []).append((start, stop, its))
                 self._sizes.update({(stream, tensor, kind): BY_NAME[dtype].itemsize for kind, dtype in kinds.items()})
@@ -129,6 +136,9 @@ class GatheredFiles:
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         """As `ComputedFiles.read_into`."""
         place = place_of(file)
+        if place in self._whole:
+            self._whole[place].read_into(file, offset, target)
+            return
         size = self._sizes[place]
         for start, stop, its in self._held[place[:2]]:
             low, high = max(start * size, offset), min(stop * size, offset + len(target))

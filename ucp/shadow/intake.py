@@ -6,26 +6,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ucp import tunables
-from ucp.log.codecs import DTYPES, Bytes
-from ucp.log.frames import FRAME_BYTES, TABLE_TYPES, BadBytesError, FrameHeader, FrameType, checksum, padded
-from ucp.log.payloads import (
-    TABLE_HEAD,
-    Commit,
-    Digest,
-    StepRecord,
-    data_start,
-    table_bytes,
-    unpack_digests,
-    unpack_json,
-    unpack_table,
-)
+from ucp.log.frames import FRAME_BYTES, TABLE_TYPES, BadBytesError, FrameHeader, FrameType, checksum
+from ucp.log.payloads import Commit, Digest, StepRecord, unpack_digests, unpack_json
 from ucp.log.reader import StoredBlock
-from ucp.log.schema import StreamSchema
-from ucp.records import dataclass, field, replace
-from ucp.shadow.portions import Portion
+from ucp.records import dataclass, field
+from ucp.shadow.tables import Blocks, Tables
+
+Key = tuple[int, int]  # block, state
 
 
 class GapError(Exception):
@@ -43,7 +31,31 @@ class Frame:
 
     header: FrameHeader
     payload: memoryview
-    blocks: Mapping[int, StoredBlock] | None = None
+    blocks: Blocks | None = None
+
+
+@dataclass(slots=True)
+class Values:
+    """States and buffers after a step: as they are, or as differences to what they were after an earlier one."""
+
+    full: dict[Key, StoredBlock] = field(default_factory=dict)
+    differences: dict[Key, tuple[StoredBlock, int]] = field(default_factory=dict)  # with the step that they are to
+
+    def add(self, frame: FrameType, blocks: Blocks) -> None:
+        for block in blocks.found:
+            key = block.block, block.state
+            if key in self.full or key in self.differences:
+                raise BadBytesError(f"block {block.block} is there twice in a step")
+            if frame is FrameType.FULL:
+                self.full[key] = block
+            else:
+                self.differences[key] = block, blocks.base_step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as they came."""
+        held = (*self.full.values(), *(block for block, _ in self.differences.values()))
+        return sum(block.data.nbytes for block in held)
 
 
 @dataclass(slots=True)
@@ -55,6 +67,7 @@ class ArrivedStep:
     blocks: Mapping[int, StoredBlock]  # gradients, by block
     aux: Any  # JSON values, or None
     nbytes: int
+    values: Values = field(default_factory=Values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +80,10 @@ class ArrivedDigests:
     nbytes: int = 0
 
 
-def payload_limit(kind: FrameType, schema: StreamSchema) -> int:
+def payload_limit(kind: FrameType, tables: Tables) -> int:
     """The most bytes that a payload of this kind can have in a stream: what claims more is not read."""
     if kind in TABLE_TYPES:
-        widest = 8  # bytes of an element
-        kinds = 1 if kind is FrameType.GRAD else 8  # states of a block in one frame
-        data = sum(padded(block.count * widest) for block in schema.blocks)
-        return kinds * (data_start(len(schema.blocks)) + data)
+        return tables.limit(kind)
     if kind is FrameType.STEP:
         return tunables.SHADOW_STEP_BYTES
     return tunables.SHADOW_NOTE_BYTES
@@ -82,16 +92,10 @@ def payload_limit(kind: FrameType, schema: StreamSchema) -> int:
 class Intake:
     """One stream. `offer` frames in order; complete steps come out of `ready`. Not thread-safe."""
 
-    def __init__(
-        self, epoch: int, schema: StreamSchema, expected: int | None = None, portion: Portion | None = None
-    ) -> None:
-        """`expected` is the number of the next frame; None takes the first that comes, if it begins a step.
-
-        Of gradients only those in the `portion` are kept.
-        """
+    def __init__(self, epoch: int, tables: Tables, expected: int | None = None) -> None:
+        """`expected` is the number of the next frame; None takes the first that comes, if it begins a step."""
         self.epoch = epoch
-        self.schema = schema
-        self.portion = portion
+        self.tables = tables
         self.expected = expected
         self.ready: deque[ArrivedStep | ArrivedDigests] = deque()
         self.pending_bytes = 0  # of steps in `ready`, and of the one that is coming
@@ -102,7 +106,7 @@ class Intake:
     def offer(self, frame: Frame) -> bool:
         """Take a frame; False for one that was taken before. `GapError` where frames are missing before it."""
         header = frame.header
-        if (header.epoch, header.stream) != (self.epoch, self.schema.stream):
+        if (header.epoch, header.stream) != (self.epoch, self.tables.schema.stream):
             raise BadBytesError(f"a frame of epoch {header.epoch}, stream {header.stream}")
         if self.expected is not None:
             if header.lsn < self.expected:
@@ -139,8 +143,10 @@ class Intake:
         elif header.step != opened.step:
             raise BadBytesError(f"a frame of step {header.step} inside step {opened.step}")
         elif header.type is FrameType.GRAD:
-            opened.blocks.update(self._blocks(frame))
+            opened.blocks.update({block.block: block for block in self._blocks(frame).found})
             opened.grads.append((header.length, header.checksum))
+        elif header.type in (FrameType.FULL, FrameType.DIFF):
+            opened.values.add(header.type, self._blocks(frame))
         elif header.type is FrameType.AUX:
             check_small(frame)
             opened.aux = unpack_json(bytes(frame.payload))
@@ -148,19 +154,16 @@ class Intake:
             check_small(frame)
             if Commit.unpack(bytes(frame.payload)) != Commit.of(opened.grads, opened.lsn):
                 raise BadBytesError(f"the commit of step {opened.step} does not agree with its frames")
-            size = FRAME_BYTES + sum(block.data.nbytes for block in opened.blocks.values())
-            self._add(ArrivedStep(opened.step, opened.record, opened.blocks, opened.aux, size))
+            size = FRAME_BYTES + sum(block.data.nbytes for block in opened.blocks.values()) + opened.values.nbytes
+            self._add(ArrivedStep(opened.step, opened.record, opened.blocks, opened.aux, size, opened.values))
             self._opened = None
             self.committed = header.step
 
-    def _blocks(self, frame: Frame) -> Mapping[int, StoredBlock]:
+    def _blocks(self, frame: Frame) -> Blocks:
         if frame.blocks is not None:
             return frame.blocks
-        if self.portion is None:
-            return blocks_of(frame, self.schema)
-        found = blocks_of(frame, self.schema, self.portion)
-        # Copied, so that the rest of the frame can go.
-        return {number: replace(block, data=block.data.copy()) for number, block in found.items()}
+        found = self.tables.read(frame.header, frame.payload)
+        return found if self.tables.portion is None else found.copied()
 
     def _add(self, item: ArrivedStep | ArrivedDigests) -> None:
         self.ready.append(item)
@@ -176,14 +179,15 @@ class _Opened:
     record: StepRecord
     blocks: dict[int, StoredBlock] = field(default_factory=dict)
     grads: list[tuple[int, int]] = field(default_factory=list)
+    values: Values = field(default_factory=Values)
     aux: Any = None
 
 
-def check(frame: Frame, schema: StreamSchema) -> None:
+def check(frame: Frame, tables: Tables) -> None:
     """Are all bytes of a frame there and right? `BadBytesError` where not."""
-    if frame.header.type is FrameType.GRAD:
-        blocks_of(frame, schema)
-    elif frame.header.type not in TABLE_TYPES:
+    if frame.header.type in TABLE_TYPES:
+        tables.read(frame.header, frame.payload)
+    else:
         check_small(frame)
 
 
@@ -191,40 +195,3 @@ def check_small(frame: Frame) -> None:
     """The checksum of a frame that is no table."""
     if checksum(frame.payload) != frame.header.checksum:
         raise BadBytesError("the checksum of a payload is wrong")
-
-
-def blocks_of(frame: Frame, schema: StreamSchema, portion: Portion | None = None) -> dict[int, StoredBlock]:
-    """The blocks of a GRAD frame (in a portion), each checked: its place, its size in the schema, its checksum."""
-    payload, header = frame.payload, frame.header
-    if len(payload) < TABLE_HEAD.size:
-        raise BadBytesError("a table of blocks ends early")
-    count = TABLE_HEAD.unpack_from(payload)[0]
-    size = table_bytes(count)
-    if count > len(schema.blocks) or size > len(payload):
-        raise BadBytesError("a table of blocks is longer than its frame, or than the stream has blocks")
-    if checksum(payload[:size]) != header.checksum:
-        raise BadBytesError("the checksum of a table of blocks is wrong")
-    table, _ = unpack_table(payload[:size], header.length)
-    found: dict[int, StoredBlock] = {}
-    for entry in table:
-        offset, length = int(entry["offset"]), int(entry["length"])
-        block = stored_block(entry, np.frombuffer(payload, np.uint8, length, offset), schema, portion)
-        if block is None:
-            continue
-        if block.block in found:
-            raise BadBytesError(f"block {block.block} is there twice")
-        found[block.block] = block
-    return found
-
-
-def stored_block(entry: Any, data: Bytes, schema: StreamSchema, portion: Portion | None = None) -> StoredBlock | None:
-    """A block from its entry in a table and its bytes; None where it is not in the portion."""
-    block, elements = int(entry["block"]), int(entry["count"])
-    if block >= len(schema.blocks) or elements != schema.blocks[block].count:
-        raise BadBytesError(f"block {block} of {elements} elements is none of the stream")
-    if portion is not None and not portion.has(schema.blocks[block]):
-        return None
-    if checksum(data.data) != int(entry["checksum"]):
-        raise BadBytesError(f"the checksum of block {block} is wrong")
-    dtype = DTYPES[int(entry["dtype"])]
-    return StoredBlock(block, int(entry["state"]), int(entry["encoding"]), dtype, elements, data)

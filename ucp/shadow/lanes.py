@@ -11,14 +11,18 @@ from typing import Any
 from ucp import tunables
 from ucp.errors import UsageError
 from ucp.log.frames import BadBytesError
+from ucp.log.kinds import FIRST_KINDS
+from ucp.log.manifest import Manifest, read_manifest
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.records import dataclass, field
-from ucp.shadow.epochs import root_of
+from ucp.shadow.epochs import epochs_of, root_of
 from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Frame, Intake
 from ucp.shadow.loading import Beginning
 from ucp.shadow.portions import portions
 from ucp.shadow.state import HeldState
+from ucp.shadow.tables import Tables
 from ucp.shadow.tail import Tail
+from ucp.shadow.values import holds_states
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class Following:
     base: Path
     lanes: dict[int, Lane]
     log: Path | None
+    run: Path | None = None  # as the job names it: its log may not be there yet
     goal: int = -1  # a share applies its steps up to this one at once
     is_broken: bool = False  # a step could not be applied: none can be any more
     pins: int = 0  # who wants that no step is applied beyond the goal, …
@@ -54,14 +59,44 @@ class Following:
         lanes = {}
         for schema in manifest.streams:
             portion = None if share.is_whole else mine[schema.stream]
-            lane = Lane(Intake(manifest.epoch, schema, beginning.positions.get(schema.stream), portion))
-            if log is not None:
-                folder = stream_folder(epoch_folder(root_of(log), manifest.epoch), schema.stream)
-                lane.tail = Tail(folder, manifest.epoch, schema)
+            tables = Tables(schema, manifest.state_kinds, portion)
+            lane = Lane(Intake(manifest.epoch, tables, beginning.positions.get(schema.stream)))
             if lane.intake.expected is None:
                 lane.intake.expected = 0
             lanes[schema.stream] = lane
-        return Following(number, beginning.state, beginning.base, lanes, log)
+        made = Following(number, beginning.state, beginning.base, lanes, None)
+        if log is not None:
+            made.follow_log(log)
+        return made
+
+    def follow_log(self, log: Path) -> None:
+        """Read from a log what nothing else brings."""
+        self.log = log
+        epoch = self.state.manifest.epoch
+        for stream, lane in self.lanes.items():
+            folder = stream_folder(epoch_folder(root_of(log), epoch), stream)
+            lane.tail = Tail(folder, epoch, lane.intake.tables)
+
+    def find_log(self) -> None:
+        """Begin to follow the job's log where it has come to be since: one of states appears with the first step."""
+        manifest = self.state.manifest
+        if self.log is not None or self.run is None or manifest.epoch not in epochs_of(self.run):
+            return
+        if read_manifest(epoch_folder(root_of(self.run), manifest.epoch)).run == manifest.run:
+            self.follow_log(self.run)
+
+    @property
+    def lacks_kinds(self) -> bool:
+        """Is this a log of states whose names are not known yet? The optimizer makes them in its first step."""
+        manifest = self.state.manifest
+        return holds_states(manifest) and len(manifest.state_kinds) <= len(FIRST_KINDS)
+
+    def learn_kinds(self, told: Manifest) -> None:
+        """Take the names of states from what is told of the same epoch later, where they are not known."""
+        if self.lacks_kinds and len(told.state_kinds) > len(FIRST_KINDS):
+            self.state.manifest.state_kinds = told.state_kinds
+            for lane in self.lanes.values():
+                lane.intake.tables.learn(told.state_kinds)
 
     @property
     def complete_step(self) -> int:

@@ -16,14 +16,16 @@ from ucp.log.manifest import Manifest
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import Epoch, Log, Span, Stream
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import dataclass
+from ucp.records import dataclass, replace
 from ucp.replay.building import Builder
 from ucp.replay.chunks import ReplayedTensor
 from ucp.replay.derive import derive
 from ucp.replay.exactness import EVERY, Approximate, doubts, find_kernel
 from ucp.replay.opening import find_base
+from ucp.shadow.held import ArrivedStream, HeldTensor
 from ucp.shadow.portions import WHOLE, portions
-from ucp.shadow.state import ArrivedStream, HeldState, HeldTensor
+from ucp.shadow.state import HeldState
+from ucp.shadow.values import check_shapes, holds_states, load_values
 
 
 @dataclass(slots=True)
@@ -41,22 +43,20 @@ def from_log(base: Path | None, log: Path, options: ReadOptions, share: Share = 
         newest = opened.epochs[-1]
         last = newest.recoverable_step
         start = find_base(opened.run_folder if base is None else base, opened, last)
-        derived = derive(open_checkpoint(start, options), opened, last)
+        derived = derive(open_checkpoint(start, replace(options, spread=True)), opened, last)
         spans = _spans(opened, last)
         check_size(newest.manifest)
         checkpoint = derived.checkpoint
+        # Where the newest epoch has nothing after its beginning, or the base is of the very last step, nothing is
+        # replayed in it.
         inside = bool(derived.tensors) and bool(spans) and spans[-1].epoch is newest
-        if inside:
-            tensors = derived.tensors
-            files = SourceFiles(checkpoint.root, computed=getattr(checkpoint.computed, "inner", None))
-        else:  # the newest epoch has nothing after its beginning, or the base is of the very last step
-            tensors = _tensors(checkpoint, newest, last)
-            files = SourceFiles(checkpoint.root, computed=checkpoint.computed)
-        with files:
+        tensors = derived.tensors if inside else _tensors(checkpoint, newest, last)
+        with SourceFiles(checkpoint.root, computed=checkpoint.computed) as files:
             held = _held(tensors, newest.manifest, newest.folder, files, share, fresh=not newest.steps)
+            buffers = load_values(checkpoint, newest.manifest, held, files)
         recent, aux = _recent(spans[-1]) if spans else ([], None)
         labels = derived.labels or _labels(newest.manifest, last + 1)
-        state = HeldState(newest.manifest, last, held, labels, recent, aux, share)
+        state = HeldState(newest.manifest, last, held, labels, recent, aux, share, buffers)
         positions = {number: _position(stream, last) for number, stream in newest.streams.items()}
         return Beginning(state, start, positions)
 
@@ -85,8 +85,9 @@ def from_checkpoint(
     tensors = _tensors(base, epoch, manifest.start)
     with SourceFiles(base.root, computed=base.computed) as files:
         held = _held(tensors, manifest, folder, files, share, fresh=True)
+        buffers = load_values(base, manifest, held, files)
     all_labels = [*labels, *_labels(manifest, manifest.start + 1)]
-    state = HeldState(manifest, manifest.start, held, all_labels, share=share)
+    state = HeldState(manifest, manifest.start, held, all_labels, share=share, buffers=buffers)
     return Beginning(state, base.root, {schema.stream: None for schema in manifest.streams})
 
 
@@ -116,10 +117,11 @@ def _held(
     """The tensors that a share has something of, with that loaded."""
     streams = {schema.stream: ArrivedStream(folder, schema) for schema in manifest.streams}
     for tensor in tensors:
-        if tensor.kernel is None:
+        if tensor.kernel is None and not holds_states(manifest):
             raise UsageError(
-                f"the optimizer {manifest.optimizer} ({manifest.kernel.id}) cannot be replayed, so it has no shadow",
-                hint="save checkpoints of this job instead",
+                f"the optimizer {manifest.optimizer} ({manifest.kernel.id}) cannot be replayed, and the job records"
+                " gradients",
+                hint='ucp.record(…, what="state") records what a shadow of it needs',
             )
     mine = portions(manifest, share)
     held = []
@@ -131,7 +133,9 @@ def _held(
 
 
 def _labels(manifest: Manifest, step: int) -> list[Approximate]:
-    _, doubt = find_kernel(manifest.kernel)
+    kernel, doubt = find_kernel(manifest.kernel)
+    if kernel is None:  # nothing is computed that could differ
+        return []
     return [Approximate(step, EVERY, reason) for reason in (*doubts(manifest), *([doubt] if doubt else []))]
 
 
@@ -158,6 +162,7 @@ def _recent(span: Span) -> tuple[list[tuple[int, StepRecord]], Any]:
 def check_size(manifest: Manifest) -> None:
     """A manifest must not ask for more memory than its parameters have elements, and some padding."""
     room = tunables.SHADOW_PADDING_ELEMENTS
+    check_shapes(manifest)
     for schema in manifest.streams:
         covered = [0] * len(schema.tensors)
         elements = [0] * len(manifest.parameters)

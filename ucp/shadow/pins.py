@@ -11,7 +11,7 @@ from ucp import tunables
 from ucp.errors import UsageError
 from ucp.shadow.assembling import tell
 from ucp.shadow.lanes import Following
-from ucp.shadow.state import Snapshot
+from ucp.shadow.snapshot import Snapshot
 
 
 class Pin:

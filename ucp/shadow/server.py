@@ -13,15 +13,14 @@ from ucp import tunables
 from ucp.errors import StorageError, UcpError
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
 from ucp.log.manifest import Manifest
-from ucp.log.schema import StreamSchema
 from ucp.shadow.addresses import Address
 from ucp.shadow.connecting import is_local, let_in, listen
 from ucp.shadow.following import Shadow
 from ucp.shadow.intake import Frame, payload_limit
 from ucp.shadow.pins import Pin
-from ucp.shadow.portions import Portion
 from ucp.shadow.ring import offer_ring
-from ucp.shadow.state import Snapshot
+from ucp.shadow.snapshot import Snapshot
+from ucp.shadow.tables import Tables
 from ucp.shadow.thinning import THIN, receive_thin
 from ucp.shadow.wire import Channel, RefusedError, receive, receive_json, send, send_json, welcome
 
@@ -129,7 +128,7 @@ class Door:
             segment = SegmentHeader.unpack(bytes(receive(channel, SEGMENT_BYTES)))
             if (segment.epoch, segment.stream, segment.schema_hash) != (manifest.epoch, stream, schema.hash()):
                 raise RefusedError("frames of another stream than was told")
-            for frame in frames_of(channel, segment, schema, portion):
+            for frame in frames_of(channel, segment, Tables(schema, manifest.state_kinds, portion)):
                 self._shadow.put(number, stream, frame, self._closing.is_set)
         except UcpError as error:  # stale, or another epoch: the job will ask again
             self._note(f"stream {stream}: {error.what}")
@@ -217,17 +216,17 @@ def _dictionary(value: Any) -> dict[str, Any]:
     return value
 
 
-def frames_of(sock: Channel, segment: SegmentHeader, schema: StreamSchema, portion: Portion | None) -> Iterator[Frame]:
-    """The frames that come, up to the first that is none; of gradients those in the `portion`, where one is wanted."""
+def frames_of(sock: Channel, segment: SegmentHeader, tables: Tables) -> Iterator[Frame]:
+    """The frames that come, up to the first that is none; of tables what is wanted of them."""
     at = SEGMENT_BYTES
     while True:
         header = FrameHeader.unpack(bytes(receive(sock, FRAME_BYTES)), segment.salt)
-        if header.offset != at or header.length > payload_limit(header.type, schema):
+        if header.offset != at or header.length > payload_limit(header.type, tables):
             raise RefusedError(f"a frame of {header.length} bytes at {header.offset}")
         if header.flags & THIN:
-            if portion is None:
+            if tables.portion is None:
                 raise RefusedError("a frame that is not whole, where all of it is wanted")
-            yield receive_thin(sock, header, schema, portion)
+            yield receive_thin(sock, header, tables)
         else:
             yield Frame(header, receive(sock, padded(header.length))[: header.length])
         at = header.end

@@ -27,6 +27,7 @@ from ucp.shadow.connecting import connect, is_local
 from ucp.shadow.gloo import GlooChannel
 from ucp.shadow.portions import Portion
 from ucp.shadow.ring import take_ring
+from ucp.shadow.tables import Tables
 from ucp.shadow.thinning import thin, thinned
 from ucp.shadow.wire import Buffer, Channel, RefusedError, receive_json, send, send_json
 
@@ -53,8 +54,8 @@ class ShadowSink:
         """Connect, and be let in; `UcpError` where that fails. `wait` is how many seconds `offer` may wait for room."""
         self.address = address
         self.stats = SinkStats()
-        self._schema = manifest.stream(stream)
-        self._hello = {
+        self._tables = Tables(manifest.stream(stream), manifest.state_kinds)  # with what the shadow wants of them
+        self._hello: dict[str, Any] = {
             "ask": "feed",
             "manifest": manifest.to_json(),
             "stream": stream,
@@ -72,7 +73,7 @@ class ShadowSink:
         self._closing = False
         self._opened: Channel | None = None  # what the thread may be waiting for
         self._channel: Channel | None = None
-        self._portion: Portion | None = None  # what the shadow wants of the gradients; None: everything
+        self._is_new = False  # what is told of the job: the connection there is was made before
         self._at = 0
         self._salt = 0
         self.error: str | None = None  # why the shadow is not reached now
@@ -102,6 +103,13 @@ class ShadowSink:
             self._kept_bytes += len(payload)
             self._unsent_bytes += len(payload)
             self._changed.notify_all()
+
+    def tell_kinds(self, kinds: Sequence[str]) -> None:
+        """The names of the optimizer's states are known now: the shadow is told before a frame has any of them."""
+        with self._changed:
+            self._hello = {**self._hello, "manifest": {**self._hello["manifest"], "state_kinds": list(kinds)}}
+            self._tables.learn(kinds)
+            self._is_new = True
 
     def _is_full(self, size: int) -> bool:
         """Would one more frame push out one that was not sent?"""
@@ -153,6 +161,9 @@ class ShadowSink:
                     if isinstance(self._channel, GlooChannel):
                         self._channel.beat()
                     continue
+                if self._is_new and self._channel is not None:
+                    self._channel.close()
+                    self._channel = None
                 if self._channel is None:
                     self._connect()
                     continue  # the shadow may want another frame
@@ -178,16 +189,17 @@ class ShadowSink:
         try:
             with self._changed:
                 oldest = self._kept[0][0].lsn if self._kept else self._coming
-            send_json(sock, {**self._hello, "oldest": oldest})
+                hello, self._is_new = self._hello, False
+            send_json(sock, {**hello, "oldest": oldest})
             sock.settimeout(None)  # it may have a base to load first; the system says when it is gone
             told: Any = receive_json(sock, tunables.SHADOW_QUESTION_BYTES)
             if not isinstance(told, dict) or "error" in told:
                 raise UcpError(f"{self.address}: {told['error']}", hint=told.get("hint"))
             wanted = None if told.get("next") is None else int(told["next"])
             channel = take_ring(sock, int(told["ring"])) if is_local(sock) else sock
-            self._portion = None if told.get("wants") is None else Portion.from_json(told["wants"])
+            portion = None if told.get("wants") is None else Portion.from_json(told["wants"])
             self._salt = secrets.randbits(64)
-            schema = self._schema
+            schema = self._tables.schema
             segment = SegmentHeader(
                 self._epoch, schema.stream, max(wanted or 0, 0), self._salt, schema.hash(), time.time_ns()
             )
@@ -201,6 +213,7 @@ class ShadowSink:
             raise
         self._at = SEGMENT_BYTES
         with self._changed:
+            self._tables.portion = portion
             self._next = wanted
             unsent = (len(payload) for header, payload in self._kept if header.lsn >= (self._next or 0))
             self._unsent_bytes = sum(unsent)
@@ -215,7 +228,7 @@ class ShadowSink:
     def _send(self, header: FrameHeader, payload: bytearray) -> None:
         assert self._channel is not None
         placed = replace(header, offset=self._at)
-        some = None if self._portion is None else thin(header, payload, self._schema, self._portion)
+        some = None if self._tables.portion is None else thin(header, payload, self._tables)
         if some is None:
             tail = _ZEROS[: padded(len(payload)) - len(payload)]
             parts: list[Buffer] = [placed.pack(self._salt), payload, tail]
@@ -253,6 +266,11 @@ class Sinks:
         payload = bytearray(b"".join(parts))
         for sink in self._sinks:
             sink.offer(header, payload)
+
+    def tell_kinds(self, kinds: Sequence[str]) -> None:
+        """Tell every shadow the names of the optimizer's states, in the order in which frames number them."""
+        for sink in self._sinks:
+            sink.tell_kinds(kinds)
 
     def told(self) -> dict[str, Any]:
         """What all sinks have done, as JSON values: sums, the first error, and where there are several, each."""

@@ -8,20 +8,20 @@ from pathlib import Path
 
 from ucp.errors import StorageError
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, BadBytesError, FrameHeader, SegmentHeader, padded
-from ucp.log.schema import StreamSchema
 from ucp.log.walk import Segment, list_segments
 from ucp.shadow.intake import Frame, GapError, check, payload_limit
+from ucp.shadow.tables import Tables
 
 
 class Tail:
     """Where reading a stream's files has come to. What is not whole yet is read again the next time."""
 
-    def __init__(self, folder: Path, epoch: int, schema: StreamSchema) -> None:
+    def __init__(self, folder: Path, epoch: int, tables: Tables) -> None:
         self.folder = folder
         self.epoch = epoch
-        self.schema = schema
+        self.tables = tables
         self.waits_for = ""  # why the last `poll` ended where it did
-        self._hash = schema.hash()
+        self._hash = tables.schema.hash()
         self._segment: Segment | None = None
         self._header: SegmentHeader | None = None
         self._offset = 0
@@ -81,7 +81,7 @@ class Tail:
         except BadBytesError as error:
             self.waits_for = f"{segment.path}: {error}"
             return False
-        if (header.epoch, header.stream, header.schema_hash) != (self.epoch, self.schema.stream, self._hash):
+        if (header.epoch, header.stream, header.schema_hash) != (self.epoch, self.tables.schema.stream, self._hash):
             raise StorageError(f"{segment.path}: is of another stream than the manifest's")
         self._segment, self._header = segment, header
         self._offset, self._lsn = SEGMENT_BYTES, header.first_lsn
@@ -103,13 +103,13 @@ class Tail:
             header = FrameHeader.unpack(os.pread(fd, FRAME_BYTES, self._offset), self._header.salt)
             if (header.offset, header.lsn) != (self._offset, self._lsn):
                 raise BadBytesError(f"frame {header.lsn} where frame {self._lsn} should be")
-            if header.length > payload_limit(header.type, self.schema):
+            if header.length > payload_limit(header.type, self.tables):
                 raise BadBytesError(f"a frame of {header.length} bytes")
             payload = _read(fd, padded(header.length), header.offset + FRAME_BYTES)
             if payload[header.length :].tobytes().strip(b"\0"):
                 raise BadBytesError("the bytes after a payload are not zero")
             frame = Frame(header, payload[: header.length])
-            check(frame, self.schema)
+            check(frame, self.tables)
         except BadBytesError as error:
             self.waits_for = f"{self._segment.path}, byte {self._offset}: {error}"
             return None

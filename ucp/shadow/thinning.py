@@ -1,34 +1,32 @@
-"""Frames of gradients of which only some blocks are sent: the whole table, and of the blocks those that are wanted.
+"""Frames of which only some blocks are sent: the whole table, and of the blocks those that are wanted.
 
 Header, table and all checksums are the log's own, so that such a frame stands for the same frame of the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from ucp.log.frames import BadBytesError, FrameHeader, FrameType, checksum
-from ucp.log.payloads import TABLE_HEAD, Table, table_bytes, unpack_table
-from ucp.log.schema import StreamSchema
+from ucp.log.frames import TABLE_TYPES, FrameHeader
+from ucp.log.payloads import TABLE_HEAD
 from ucp.records import replace
-from ucp.shadow.intake import Frame, stored_block
-from ucp.shadow.portions import Portion
+from ucp.shadow.intake import Frame
+from ucp.shadow.tables import Blocks, Tables
 from ucp.shadow.wire import Buffer, Channel, receive
 
 THIN: Final = 128  # frame flag, on the wire only: blocks are left out
 
 
-def thin(header: FrameHeader, payload: bytearray, schema: StreamSchema, portion: Portion) -> list[Buffer] | None:
-    """What is sent of the payload of a GRAD frame; None where it is sent whole."""
-    if header.type is not FrameType.GRAD:
+def thin(header: FrameHeader, payload: bytearray, tables: Tables) -> list[Buffer] | None:
+    """What is sent of the payload of a table; None where a frame is sent whole."""
+    if header.type not in TABLE_TYPES:
         return None
     view = memoryview(payload)
-    size = table_bytes(TABLE_HEAD.unpack_from(payload)[0])
-    table, _ = unpack_table(view[:size], header.length)
-    places = ((int(entry["offset"]), int(entry["length"])) for entry in _wanted(table, schema, portion))
+    size = tables.size_of_table(header, payload)
+    table, _ = tables.table(header, view[:size])
+    places = ((int(entry["offset"]), int(entry["length"])) for entry in tables.wanted(header.type, table))
     return [view[:size], *(view[at : at + length] for at, length in places if length)]
 
 
@@ -37,30 +35,13 @@ def thinned(header: FrameHeader) -> FrameHeader:
     return replace(header, flags=header.flags | THIN)
 
 
-def receive_thin(sock: Channel, header: FrameHeader, schema: StreamSchema, portion: Portion) -> Frame:
-    """A GRAD frame without the blocks that are not wanted; those that came are checked."""
+def receive_thin(sock: Channel, header: FrameHeader, tables: Tables) -> Frame:
+    """A table without the blocks that are not wanted; those that came are checked."""
     head = receive(sock, TABLE_HEAD.size)
-    count = TABLE_HEAD.unpack_from(head)[0]
-    size = table_bytes(count)
-    if header.type is not FrameType.GRAD or count > len(schema.blocks) or size > header.length:
-        raise BadBytesError("a table of blocks is longer than its frame, or than the stream has blocks")
-    data = b"".join((head, receive(sock, size - len(head))))
-    if checksum(data) != header.checksum:
-        raise BadBytesError("the checksum of a table of blocks is wrong")
-    table, _ = unpack_table(data, header.length)
-    blocks = {}
-    for entry in _wanted(table, schema, portion):
-        stored = stored_block(entry, np.frombuffer(receive(sock, int(entry["length"])), np.uint8), schema)
-        assert stored is not None
-        blocks[stored.block] = stored
-    return Frame(header, memoryview(b""), blocks)
-
-
-def _wanted(table: Table, schema: StreamSchema, portion: Portion) -> Iterator[Any]:
-    """The entries of blocks that are in a portion."""
-    for entry in table:
-        number = int(entry["block"])
-        if number >= len(schema.blocks):
-            raise BadBytesError(f"block {number} is none of the stream")
-        if portion.has(schema.blocks[number]):
-            yield entry
+    size = tables.size_of_table(header, head)
+    table, base_step = tables.table(header, b"".join((head, receive(sock, size - len(head)))))
+    found = []
+    for entry in tables.wanted(header.type, table):
+        data = np.frombuffer(receive(sock, int(entry["length"])), np.uint8)
+        found.append(tables.block(header.type, entry, data))
+    return Frame(header, memoryview(b""), Blocks(tuple(found), base_step))

@@ -68,7 +68,7 @@ class Recorder:
         gradients = start.what == "gradients"
         self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, gradients=gradients, **writer)
         self._taker = Taker(self._writer, self._schema, self._keys, start.groups, gradients=gradients)
-        self._values = Values(start, model, self._writer)
+        self._values = Values(start, model, self._writer, self._sink)
         if gradients:
             self._early = hang_in(self._job, self._taker, self._stage, self._hooks, model=model, early=early)
         else:

@@ -93,8 +93,6 @@ def record(
         compressed=checked(compressed),
         to=to,
     )
-    if start.what == "state" and to is not None:
-        raise UsageError("a shadow replays gradients, and this is a log of states", hint="leave to= out")
     sink = None if to is None else reach_shadow(to, shadow_wait, start.manifest, run, world()[0])
     recorder = Recorder(run, on_error, aux, sink)
     writer = {"compress": compress, "sparse": compressed is not None, "slots": slots, "batch_steps": batch_steps}

@@ -7,6 +7,7 @@ from typing import Any
 from ucp.log.values import Value
 from ucp.log.writer import Writer
 from ucp.records import replace
+from ucp.shadow.sink import Sinks
 from ucp.train.recording_buffers import BufferWatch
 from ucp.train.recording_start import Start, write_kinds
 from ucp.train.recording_states import StateTaker
@@ -17,8 +18,10 @@ _BEGINNING = -1  # number of a slot that the ring does not have
 class Values:
     """States (of a log of states) and buffers of one rank, step by step."""
 
-    def __init__(self, start: Start, model: Any, writer: Writer) -> None:
+    def __init__(self, start: Start, model: Any, writer: Writer, sink: Sinks | None = None) -> None:
+        """A `sink` is told the names of the states before it gets any."""
         self._start = start
+        self._sink = sink
         self._writer = writer
         module = model if start.job.engine is None else start.job.engine.module
         self._buffers = BufferWatch(start.job, module, start.agreed.mine, start.agreed.held)
@@ -49,6 +52,8 @@ class Values:
 
     def _agree(self, states: StateTaker) -> None:
         numbers = write_kinds(self._start, sorted({*self._names, *states.kinds()}))
+        if self._sink is not None:
+            self._sink.tell_kinds(sorted(numbers, key=lambda name: numbers[name]))
         first = [replace(value, state=numbers[self._names[value.state]]) for value in self._first]
         self._writer.begin_with(self._start.step, first)
         self._first, states.numbers = [], numbers
