@@ -21,6 +21,7 @@ from ucp.model.layout import Rank
 from ucp.records import as_dict, dataclass, field
 
 _MOST_TASKS: Final = 64  # at a time
+_SHARES: Final = 16  # of a worker, at least
 _NOTHING: Final = -1  # in the place of a batch: there is no more to do
 
 
@@ -40,7 +41,9 @@ class Forking:
         """Carry out tasks, all of one turn; findings in the order of the tasks."""
         # A descriptor that workers inherit is one for all of them, also in what the kernel reads ahead.
         self.files.close()
-        batches = list(_batches(tasks))
+        # Towards the end workers are to wait for each other only briefly.
+        limit = min(tunables.PART_BYTES, sum(task.nbytes for task in tasks) // (_SHARES * jobs))
+        batches = list(_batches(tasks, limit))
         parent = _Parent(len(batches), self.shared)
         with Forks(meter.read) as started:
             for _ in range(min(jobs, len(batches))):
@@ -68,11 +71,11 @@ class _Parent:
             self.handed += 1
 
 
-def _batches(tasks: Sequence[Task]) -> Iterator[range]:
-    """Numbers of tasks that are handed out together: neighbours, and about as many as make a large one."""
+def _batches(tasks: Sequence[Task], limit: int) -> Iterator[range]:
+    """Numbers of tasks that are handed out together: neighbours, of at most `limit` bytes where they are several."""
     first, nbytes = 0, 0
     for number, task in enumerate(tasks):
-        if number > first and (nbytes + task.nbytes > tunables.PART_BYTES or number - first == _MOST_TASKS):
+        if number > first and (nbytes + task.nbytes > limit or number - first == _MOST_TASKS):
             yield range(first, number)
             first, nbytes = number, 0
         nbytes += task.nbytes
