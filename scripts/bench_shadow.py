@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
 """What it costs a job to keep its state elsewhere, and what a failure costs it then.
 
-    .venv/bin/python scripts/bench_shadow.py                      # less than five minutes on an idle machine
+    .venv/bin/python scripts/bench_shadow.py                      # less than six minutes on an idle machine
     .venv/bin/python scripts/bench_shadow.py --json result.json
-    .venv/bin/python scripts/bench_shadow.py --width 256 --layers 4 --tokens 64 --rounds 2        # half a minute
+    .venv/bin/python scripts/bench_shadow.py --width 128 --tokens 64 --steps 5 --seconds 40       # to try it out
 
-Blocks of steps of one torch job in turns, so that whatever else the machine does hits all ways alike: without anything,
-with a gradient log, with log and shadow (a process of its own), with snapshots after every step and after every few, as
-folders and in a store, and with what others do: `torch.save` (training stands still), CheckFreq's two phases (the copy
-overlaps a forward and backward pass, the write what follows), DeepSpeed's `save_checkpoint` of an engine. All of them
-are durable when they count. Figures are ratios to the blocks without anything of the same round: median and the 90 %
-interval of it. From the cost of one checkpoint follows how often it may be taken for 5 %, and from that how many steps
-a failure costs on average; the snapshots of that frequency are then measured, too.
+Training has one thread, pinned to one core; a second core is free for what keeps its state: the shadow, and in every
+row alike the threads of the trainer's process that write or send (`--background trainer` leaves those on the
+trainer's core). With `--both-cores` training takes all there are, and nothing is free.
+
+Blocks of steps of one torch job in turns, in an order that changes, so that whatever else the machine does hits all
+ways alike: without anything, with a gradient log, with log and shadow (a process of its own), with snapshots after
+every step and after every few, as folders and in a store, and with what others do: `torch.save` (training stands
+still), CheckFreq's two phases (the copy overlaps a forward and backward pass, the write what follows), DeepSpeed's
+`save_checkpoint` of an engine. All of them are durable when they count. Figures are ratios to the block without
+anything of the same round: median and the 90 % interval of it (bootstrap). From the cost of one checkpoint follows
+how often it may be taken for 5 %, and from that how many steps a failure costs on average; the snapshots of that
+frequency are then measured, too. On a machine that was busy before, nothing counts as measured.
 """
 
 from __future__ import annotations
@@ -33,39 +38,13 @@ from typing import Any
 
 import bench_shadow_parts as parts
 import torch
+from bench_shadow_cores import Cores
+from bench_shadow_published import CLAIMS, LIGHTCHECK, show_beside
 
 IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
 SHADOW_MOST = 1.03  # what a shadow may cost where a core is free for it
 MOST = 1.05  # what checkpoints may cost: how often can they be taken then?
-LAST_ROUND = 170.0  # seconds after which no round is begun
-
-# What others say of their systems, on their machines: figures of the papers' abstracts, not measured here.
-PUBLISHED = [
-    {
-        "system": "LightCheck (ICCD 2023)",
-        "how": "layer by layer, asynchronous, persistent memory; six models",
-        "says": "more than 10 × the checkpoint frequency of the state of the art, at lower overhead",
-        "source": "https://computer.org/csdl/proceedings-article/iccd/2023/429100a150/1T97sVabP6o",
-    },
-    {
-        "system": "CheckFreq (FAST 2021)",
-        "how": "two phases, tuned frequency; several models and GPUs",
-        "says": "overhead within 3.5 %",
-        "source": "https://www.microsoft.com/en-us/research/publication/checkfreq-frequent-fine-grained-dnn-checkpointing/",
-    },
-    {
-        "system": "Checkmate (2025)",
-        "how": "shadow cluster, every iteration",
-        "says": "5 to 34.5 × the frequency of others, 80 to 97.1 % less repeated work a failure",
-        "source": "https://www.emergentmind.com/papers/2507.13522",
-    },
-    {
-        "system": "Checkflow (CAL 2025)",
-        "how": "snapshot, then offload; every iteration",
-        "says": "minimal or no slowdown where the link suffices",
-        "source": "https://doi.org/10.1109/LCA.2025.3596616",
-    },
-]
+SHARES = (0.6, 0.95)  # of the time: after the first part no round of all rows is begun, after the second none at all
 
 
 @dataclass(frozen=True)
@@ -106,23 +85,35 @@ def interval(ratios: Sequence[float], share: float = 0.9, draws: int = 4000) -> 
     return medians[int(cut * draws)], medians[int((1 - cut) * draws) - 1]
 
 
-def measure(jobs: dict[bool, parts.Job], rows: Sequence[Variant], steps: int, rounds: int, until: float) -> Any:
+def measure(
+    jobs: dict[bool, parts.Job], rows: Sequence[Variant], steps: int, rounds: int, until: float, cores: Cores
+) -> Any:
     """Blocks of all rows in turns, in an order that changes: name → list of blocks."""
     taken: dict[str, list[parts.Kept]] = {row.name: [] for row in rows}
     chance = random.Random(1)
+    took = 0.0  # seconds of the round before
     for number in range(rounds):
-        if number > 1 and time.monotonic() > until:
+        if number > 0 and time.monotonic() + took > until:
             break
+        began = time.monotonic()
         for row in chance.sample(list(rows), len(rows)):
             with tempfile.TemporaryDirectory() as folder:
-                kept = parts.block(jobs[row.engine], steps, row.way, row.every, Path(folder))
+                kept = parts.block(jobs[row.engine], steps, row.way, row.every, Path(folder), cores)
             taken[row.name].append(kept)
+        took = time.monotonic() - began
     return taken
 
 
-def row_of(row: Variant, blocks: Sequence[parts.Kept], plain: Sequence[parts.Kept], steps: int) -> dict[str, Any]:
-    """Figures of a row: paired with the blocks of the same rounds without anything."""
-    ratios = [mine.seconds / other.seconds for mine, other in zip(blocks, plain, strict=True)]
+def ratios_of(blocks: Sequence[parts.Kept], plain: Sequence[parts.Kept]) -> list[float]:
+    """Blocks of a row against the blocks of the same rounds without anything."""
+    return [mine.seconds / other.seconds for mine, other in zip(blocks, plain, strict=True)]
+
+
+def row_of(
+    row: Variant, blocks: Sequence[parts.Kept], plain: Sequence[parts.Kept], steps: int, more: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Figures of a row; `more` are ratios of other blocks, of another length."""
+    ratios = [*ratios_of(blocks, plain), *more]
     low, high = interval(ratios)
     saves = sum(kept.saves for kept in blocks)
     step = statistics.median(kept.seconds for kept in plain) / steps
@@ -133,6 +124,7 @@ def row_of(row: Variant, blocks: Sequence[parts.Kept], plain: Sequence[parts.Kep
         "interval": [low, high],
         "seconds_a_step": statistics.median(kept.seconds for kept in blocks) / steps,
         "saves": saves,
+        "rounds": len(ratios),
     }
     if saves and row.way not in ("nothing", "log", "log and shadow"):
         a_save = max(0.0, (ratio - 1) * step * steps * len(blocks) / saves)
@@ -155,12 +147,13 @@ def main() -> None:
     told = arguments()
     load = os.getloadavg()[0]
     began = time.monotonic()
+    cores = Cores(both=told.both_cores, background=told.background)
     size = (told.width, told.layers, told.tokens)
     jobs: dict[bool, parts.Job] = {False: parts.Job(*size)}
     if not told.no_deepspeed:
         jobs[True] = parts.EngineJob(*size)
     rows = variants(told.every, True in jobs)
-    taken = measure(jobs, rows, told.steps, told.rounds, began + LAST_ROUND)
+    taken = measure(jobs, rows, told.steps, told.rounds, began + SHARES[0] * told.seconds, cores)
     results = {
         row.name: row_of(row, taken[row.name], taken["DeepSpeed: nothing" if row.engine else "nothing"], told.steps)
         for row in rows
@@ -168,12 +161,17 @@ def main() -> None:
     often = min(results["snapshots, every step"]["every_for_5_percent"], 5 * told.steps)
     best = Variant("snapshots, as often as 5 % allow", "snapshots", often)
     steps = max(told.steps, 2 * often)
-    again = measure(jobs, [rows[0], best], steps, told.rounds, began + 1.3 * LAST_ROUND)
+    followed = next(row for row in rows if row.way == "log and shadow")
+    again = measure(jobs, [rows[0], followed, best], steps, told.rounds, began + SHARES[1] * told.seconds, cores)
     results[best.name] = row_of(best, again[best.name], again["nothing"], steps)
+    more = ratios_of(again[followed.name], again["nothing"])
+    results[followed.name] = row_of(followed, taken[followed.name], taken["nothing"], told.steps, more)
     lags = [lag for kept in taken["log and shadow"] for lag in kept.lags]
     result = {
-        "machine": {"cpus": os.cpu_count(), "cpu": platform.machine(), "torch": torch.__version__},
+        "machine": {"cpus": os.cpu_count(), "cpu": processor(), "torch": torch.__version__},
+        "cores": cores.told(),
         "parameters": sum(p.numel() for p in jobs[False].net.parameters()),
+        "state_bytes": 12 * sum(p.numel() for p in jobs[False].net.parameters()),  # weights and two moments
         "tokens": told.tokens,
         "threads": torch.get_num_threads(),
         "load_before": load,
@@ -182,11 +180,18 @@ def main() -> None:
         "rows": results,
         "shadow": {"lag_mean": statistics.fmean(lags or [0]), "lag_most": max(lags, default=0)},
         "repeated_work": repeated(results, statistics.fmean(lags or [0])),
-        "published": PUBLISHED,
+        "published": [LIGHTCHECK, *CLAIMS],
     }
     show(result)
     if told.json is not None:
         told.json.write_text(json.dumps({**result, "given": {k: str(v) for k, v in vars(told).items()}}, indent=1))
+
+
+def processor() -> str:
+    """The name of the processor, as the system tells it."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def repeated(results: dict[str, Any], lag: float) -> dict[str, Any]:
@@ -199,7 +204,9 @@ def repeated(results: dict[str, Any], lag: float) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{result['parameters']:,} parameters, {result['tokens']} tokens a step, {result['threads']} threads")
+    print(f"{result['parameters']:,} parameters, {result['tokens']} tokens a step; {result['cores']}")
+    rounds = {name: row["rounds"] for name, row in result["rows"].items()}
+    print(f"{min(rounds.values())} to {max(rounds.values())} rounds, {result['seconds']:.0f} s")
     print(f"{'':42}{'× nothing':>10}  {'90 % interval':>15}  {'ms a save':>9}  {'for 5 %: every':>14}  {'lost':>6}")
     for name, row in result["rows"].items():
         low, high = row["interval"]
@@ -220,26 +227,27 @@ def show(result: dict[str, Any]) -> None:
     )
     for name, work in result["repeated_work"].items():
         print(f"  {100 * work['less_with_shadow']:5.1f} % less repeated work than {work['steps']:.1f} steps ({name})")
-    print("what others published, on other machines:")
-    for each in result["published"]:
-        print(f"  {each['system']}: {each['how']}: {each['says']}\n    {each['source']}")
+    show_beside(result)
     if not result["idle"]:
         print(f"not measured: the machine was busy before (load {result['load_before']:.1f}); times tell little")
 
 
 def judge(what: str, value: float, limit: float, idle: bool) -> None:
-    mark = ("ok" if value <= limit else "MISS") if idle else "?"
-    print(f"{mark:5}{what}: at most {value:.3f} × nothing (target ≤ {limit:g})")
+    mark = ("ok" if value <= limit else "MISS") if idle else "not measured"
+    print(f"{mark:5} {what}: at most {value:.3f} × nothing (target ≤ {limit:g})")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--both-cores", action="store_true", help="train on all cores: none is free")
+    parser.add_argument("--background", choices=["free", "trainer"], default="free", help="core of threads that write")
+    parser.add_argument("--seconds", type=float, default=330.0, help="that all of it may take")
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=10, help="in a block")
+    parser.add_argument("--steps", type=int, default=8, help="in a block")
     parser.add_argument("--every", type=int, default=5, help="steps between snapshots in one of the rows")
-    parser.add_argument("--rounds", type=int, default=7, help="at most; none is begun after 170 seconds")
+    parser.add_argument("--rounds", type=int, default=15, help="at most, as far as the time reaches")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave out the rows of an engine")
     parser.add_argument("--json", type=Path, metavar="FILE")
     told = parser.parse_args()

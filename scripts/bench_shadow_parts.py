@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_shadow_cores import Cores
 
 import ucp
 from ucp.shadow.client import status
@@ -124,14 +125,15 @@ def save_durably(state: Any, path: Path) -> None:
 
 
 @contextmanager
-def shadow() -> Iterator[str]:
-    """A running shadow; gives its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ucp", "shadow", "--listen", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+def shadow(cores: Cores) -> Iterator[str]:
+    """A running shadow, on the free core; gives its address."""
+    with cores.on_the_free_one():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ucp", "shadow", "--listen", "127.0.0.1:0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
     assert process.stdout is not None
     try:
         yield process.stdout.readline().strip()
@@ -146,16 +148,20 @@ class Kept:
     """What one block of steps told."""
 
     seconds: float = 0.0  # of all its steps
+    asking: float = 0.0  # seconds that the measurement itself spent in between
     saves: int = 0
     latency: float = 0.0  # seconds from a save's step until it is durable, on average
     hook_cpu: float = 0.0  # CPU seconds of the trainer's thread inside hooks
     lags: list[int] = field(default_factory=list)
+    url: str | None = None  # of the shadow, where there is one
 
 
-def block(job: Job, steps: int, way: str, every: int, folder: Path) -> Kept:
+def block(job: Job, steps: int, way: str, every: int, folder: Path, cores: Cores) -> Kept:
     """Time `steps` steps while the state is kept in a certain `way`, after every so many steps."""
     kept = Kept()
     with ExitStack() as stack:
+        if way == "log and shadow":
+            kept.url = stack.enter_context(shadow(cores))
         after, finish = WAYS[way](job, every, folder, kept, stack)
         job.step()  # the first pays for what is made once, and is not counted
         after(0)
@@ -163,7 +169,7 @@ def block(job: Job, steps: int, way: str, every: int, folder: Path) -> Kept:
         for number in range(1, steps + 1):
             job.step()
             after(number)
-        kept.seconds = time.perf_counter() - began
+        kept.seconds = time.perf_counter() - began - kept.asking
         finish()
     return kept
 
@@ -177,24 +183,17 @@ def nothing(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) ->
     return lambda _: None, lambda: None
 
 
-def log_alone(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) -> tuple[After, Callable[[], None]]:
-    del every  # a log has every step
-    return _log(job, folder, kept, stack, None)
-
-
-def log_and_shadow(
-    job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack
-) -> tuple[After, Callable[[], None]]:
+def log(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) -> tuple[After, Callable[[], None]]:
+    """A log has every step; the shadow that is there gets it as well."""
     del every
-    return _log(job, folder, kept, stack, stack.enter_context(shadow()))
-
-
-def _log(job: Job, folder: Path, kept: Kept, stack: ExitStack, url: str | None) -> tuple[After, Callable[[], None]]:
+    url = kept.url
     recorder = stack.enter_context(ucp.record(*job.args, folder / "run", to=url))
 
     def after(number: int) -> None:
         if number and url is not None and number % 5 == 0:
+            began = time.perf_counter()
             kept.lags.append(int(status(url)["lag_steps"]))
+            kept.asking += time.perf_counter() - began
         kept.saves += 1
 
     def finish() -> None:
@@ -277,8 +276,8 @@ def two_phase(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) 
 
 WAYS: dict[str, Way] = {
     "nothing": nothing,
-    "log": log_alone,
-    "log and shadow": log_and_shadow,
+    "log": log,
+    "log and shadow": log,
     "snapshots": snapshots,
     "snapshots into a store": snapshots_in_store,
     "two-phase": two_phase,
