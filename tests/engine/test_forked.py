@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +18,9 @@ import pytest
 import ucp
 from tests.trees import contents
 from ucp.engine import forked
+from ucp.engine.forks import Channel, Fork, Forks
 from ucp.engine.place import staging_folder
+from ucp.errors import StorageError
 from ucp.files.local import SourceFiles
 
 FIXTURE = "z1_bf16_dp2"
@@ -88,6 +93,24 @@ def test_a_bug_shows_where_it_is(project: Path, tmp_path: Path) -> None:
     assert "ZeroDivisionError" in done.stdout
     assert "forking.py" in done.stdout
     assert not staging_folder(tmp_path / "out").exists()
+
+
+def test_a_machine_that_allows_no_more_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(StorageError, match="worker process 1 cannot be started"), Forks(lambda _: None) as forks:
+        forks.start(lambda *_: None)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_worker_that_is_killed_when_it_has_asked_is_lost() -> None:
+    near, far = socket.socketpair()
+    with near:
+        far.close()
+        with pytest.raises(StorageError, match="a worker process"):
+            Fork(1, 0, Channel(near)).answer([1, 2, 3])
 
 
 def test_threads_are_not_forked(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class _Parent:
         for number, told in message.get("shared", ()):
             self.shared[number].hear(told)
         if "next" in message:
-            fork.channel.send(self.handed if self.handed < self.batches else _NOTHING)
+            fork.answer(self.handed if self.handed < self.batches else _NOTHING)
             self.handed += 1
 
 

@@ -69,7 +69,7 @@ class _Parent:
         stretch = next((n for n in order if n not in self.ended), _NOTHING)
         first = self.taken.get(stretch, 0)
         self.taken[stretch] = first + count
-        fork.channel.send([stretch, first, count])
+        fork.answer([stretch, first, count])
 
 
 def _work(stretches: Sequence[Iterable[Part]], work: Work, number: int, channel: Channel) -> None:

@@ -65,6 +65,16 @@ class Fork:
     channel: Channel
     left: bool = False
 
+    def answer(self, message: Any) -> None:
+        """Send a worker what it waits for."""
+        try:
+            self.channel.send(message)
+        except ConnectionError:  # it was killed after it had asked
+            raise self.lost() from None
+
+    def lost(self) -> UcpError:
+        return StorageError(f"a worker process ({self.pid}) is gone: it was killed, or the machine is out of memory")
+
 
 class Forks:
     """The workers of one piece of work, seen from their parent. As a context: none of them outlives it."""
@@ -98,6 +108,13 @@ class Forks:
                 _live(number, Channel(far), work)
             far.close()
             self._forks[near.fileno()] = Fork(pid, number, Channel(near))
+        except OSError as error:
+            near.close()
+            far.close()
+            raise StorageError(
+                f"worker process {number + 1} cannot be started: {error.strerror}",
+                hint="the machine allows no more processes or is out of memory; --jobs 1 needs none",
+            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
@@ -111,7 +128,7 @@ class Forks:
                 fork = self._forks[fd]
                 messages = fork.channel.receive()
                 if not messages:
-                    raise _lost(fork)
+                    raise fork.lost()
                 for message in messages:
                     if "failed" in message:
                         raise _failure(message["failed"])
@@ -180,7 +197,3 @@ def _failure(told: dict[str, Any]) -> BaseException:
     if isinstance(kind, type) and issubclass(kind, UcpError):
         return kind(told["what"], hint=told["hint"])
     return RuntimeError(f"in a worker process:\n{told['what']}")
-
-
-def _lost(fork: Fork) -> UcpError:
-    return StorageError(f"a worker process ({fork.pid}) is gone: it was killed, or the machine is out of memory")
