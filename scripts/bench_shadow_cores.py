@@ -63,4 +63,4 @@ class Cores:
             os.sched_setaffinity(0, {free})
             run(thread)
 
-        threading.Thread.run = run_there  # type: ignore[method-assign]
+        threading.Thread.run = run_there  # type: ignore[method-assign, assignment]

@@ -34,7 +34,7 @@ def test_every_step_of_a_job_over_gloo(tmp_path: Path, pairs: list[Pair]) -> Non
     pairs.append(Pair(address=HERE))
     door = Door(pairs[0].shadow, Address("127.0.0.1", 0))
     job = Job(tmp_path / "run", to=pairs[0].url)
-    for lane in pairs[0].shadow._following.lanes.values():  # type: ignore[union-attr]
+    for lane in pairs[0].shadow.course.following.lanes.values():  # type: ignore[union-attr]
         lane.tail = None
     for step in range(1, 6):
         job.train()

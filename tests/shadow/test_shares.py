@@ -49,7 +49,7 @@ def test_every_step_from_all_shares(tmp_path: Path, pairs: list[Pair], count: in
     job = Job(tmp_path / "run", to=[pair.url for pair in pairs[:count]])
     other = Job(tmp_path / "other", to=whole.url)
     for pair in pairs[:count]:
-        for lane in pair.shadow._following.lanes.values():  # type: ignore[union-attr]
+        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
             lane.tail = None
     for step in range(1, 6):
         job.train()
@@ -82,7 +82,7 @@ def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> No
     pairs += shares(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     for pair in pairs:
-        for lane in pair.shadow._following.lanes.values():  # type: ignore[union-attr]
+        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
             lane.tail = None
     job.train(3)
     for pair in pairs:
@@ -93,7 +93,7 @@ def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> No
     job.train(4)
     job.recorder.flush()
     wait_for(pairs[0].shadow, 7)
-    pairs[1].shadow._give_up("cut off")  # what it has kept back it still gives
+    pairs[1].shadow.course.give_up("cut off")  # what it has kept back it still gives
     opened = ucp.open(urls(pairs))
     assert opened.index.step == 3
     assert_same(state_of(opened.index), job.history[3])
@@ -109,7 +109,7 @@ def test_shares_that_cannot_be_brought_together(
     pairs += shares(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     for pair in pairs:
-        for lane in pair.shadow._following.lanes.values():  # type: ignore[union-attr]
+        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
             lane.tail = None
     sinks = job.recorder._sink
     assert sinks is not None

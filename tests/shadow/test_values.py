@@ -83,9 +83,9 @@ def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def without_log(shadow: Shadow) -> None:
     """What comes must come over the wire."""
-    assert shadow._following is not None
-    shadow._following.run = None
-    for lane in shadow._following.lanes.values():
+    assert shadow.course.following is not None
+    shadow.course.following.run = None
+    for lane in shadow.course.following.lanes.values():
         lane.tail = None
 
 
@@ -204,7 +204,7 @@ def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: li
     """The shadow was told of the job before its optimizer had made its states, and hears of them from the log alone."""
     pairs.append(Pair())
     job = Job(tmp_path, makers()["adafactor"], model=Normed(), to=pairs[0].url)
-    following = pairs[0].shadow._following
+    following = pairs[0].shadow.course.following
     assert following is not None
     assert following.lacks_kinds
     sinks = job.recorder._sink
@@ -275,7 +275,7 @@ def test_a_difference_that_does_not_lead_on_is_not_applied(tmp_path: Path, pairs
     job = Job(tmp_path, makers()["rmsprop"], model=Normed(), to=pairs[0].url)
     job.train(3)
     wait_for(pairs[0].shadow, 3)
-    following = pairs[0].shadow._following
+    following = pairs[0].shadow.course.following
     assert following is not None
     following.state.tensors[0].set_at = 4  # as if something had been taken that the job does not know of
     kept = held(pairs[0].shadow)

@@ -32,7 +32,7 @@ def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url)
     shadow = pairs[0].shadow
-    for lane in shadow._following.lanes.values():  # type: ignore[union-attr]
+    for lane in shadow.course.following.lanes.values():  # type: ignore[union-attr]
         lane.tail = None
     for step in range(1, 21):
         job.train()
@@ -141,7 +141,7 @@ def test_a_shadow_that_is_too_slow_reads_the_log(
     job = Job(tmp_path / "run", width=4096, to=pairs[0].url, shadow_wait=wait)
     job.train(1)
     wait_for(shadow, 1)
-    with shadow._following.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
+    with shadow.course.following.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
         begin = time.monotonic()
         while not job.shadow_stats()["dropped"]:
             job.train(5)
@@ -311,7 +311,7 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
     job = Job(tmp_path / "run", to=pairs[0].url)
     job.train(1)
     wait_for(pairs[0].shadow, 1)
-    manifest = pairs[0].shadow._following.state.manifest  # type: ignore[union-attr]
+    manifest = pairs[0].shadow.course.following.state.manifest  # type: ignore[union-attr]
     good = FrameHeader(FrameType.GRAD, 0, 0, manifest.epoch, 99, 2, 64, 0, SEGMENT_BYTES)
     payload = bytes(64)
     for header in (
