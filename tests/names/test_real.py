@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import ucp
+from tests.formats.dcp.saving import save
 from tests.names.made import LLAMA, MIXTRAL, llama_shapes, mixtral_shapes, numbers, write_weights
+from ucp.api import plan
 from ucp.errors import InconsistentError, UsageError
 from ucp.model.checkpoint import Checkpoint
 from ucp.names.arguments import arguments_for, facts_of_arguments, in_core_words, in_deepspeed_words
@@ -160,6 +163,29 @@ def test_a_format_without_vocabularies_has_no_padding(corpus: Path, tmp_path: Pa
     ucp.convert(given, tmp_path / "dcp", to="dcp")
     ucp.convert(tmp_path / "dcp", tmp_path / "back", to="torch-dist", tp=2, model_config=tmp_path / "heads.json")
     assert ucp.diff(given, tmp_path / "back", extras=False).same
+
+
+def optimizer_state(names: list[str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    return {name: {"exp_avg": torch.ones(shapes[name]), "step": torch.tensor(3.0)} for name in names}
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_one_group_is_dealt_as_megatrons_jobs_deal_theirs(tmp_path: Path, decay: float) -> None:
+    """A job finds its groups by what they say: without one for vectors it would not load."""
+    shapes = llama_shapes()
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    weights = {name: torch.from_numpy(value.astype("float32")) for name, value in numbers(shapes).items()}
+    group = {"lr": 0.1, "weight_decay": decay, "params": list(shapes)}
+    state = {"model": weights, "optim": {"state": optimizer_state(list(shapes), shapes), "param_groups": [group]}}
+    given = save(state, tmp_path / "dcp")
+    said: dict[str, Any] = {"names": "megatron", "model_config": tmp_path / "config.json"}
+    ucp.convert(given, tmp_path / "out", to="torch-dist", **said)
+    matrices, vectors = ucp.open(tmp_path / "out").index.groups
+    assert [(g.hyper["wd_mult"], g.hyper["weight_decay"]) for g in (matrices, vectors)] == [(1.0, decay), (0.0, 0.0)]
+    assert all("norm" in name for name in vectors.names)
+    assert not any("norm" in name for name in matrices.names)
+    notes = plan(given, tmp_path / "again", to="megatron", **said).writer.source.notes
+    assert any(note.id == "groups-dealt" for note in notes) == bool(decay)
 
 
 def test_a_view_under_other_names(corpus: Path, tmp_path: Path) -> None:

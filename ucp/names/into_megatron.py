@@ -17,6 +17,7 @@ from ucp.model.region import Region
 from ucp.names.arguments import arguments_for, in_core_words
 from ucp.names.carried import COMMON, carried_note, whole_number
 from ucp.names.facts import Facts, facts_of, raw_arguments
+from ucp.names.megatron_groups import megatron_groups
 from ucp.records import replace
 
 _TABLE: Final = "embedding.word_embeddings.weight"
@@ -86,13 +87,11 @@ def into_megatron(
         if isinstance(held.get("rng_state"), list)
     }
     extras = Extras({COMMON: tree, **({"objects": random} if random else {})}, dict(checkpoint.extras.files))
-    groups = [
-        ParamGroup(_megatron_hyper(group.hyper, tree.get("opt_param_scheduler")), group.names)
-        for group in checkpoint.groups
-    ]
+    groups, of_groups, dealt = megatron_groups(checkpoint, tree.get("opt_param_scheduler"))
+    fields.update(of_groups)
     details = {**checkpoint.details, "dtype": checkpoint.details.get("dtype") or _dtype(checkpoint)}
     details.pop("pipeline", None)
-    notes = [*checkpoint.notes, carried_note(checkpoint, "Megatron", has_schedule, bool(random))]
+    notes = [*checkpoint.notes, *dealt, carried_note(checkpoint, "Megatron", has_schedule, bool(random))]
     unlike = facts.unlike
     if unlike is None and facts.scaled_embedding:
         unlike = "its embeddings are multiplied by the root of the hidden size"
@@ -155,21 +154,6 @@ def _counted_schedule(groups: Sequence[ParamGroup], model: Mapping[str, Any]) ->
         "wd_incr_style": "constant",
         "wd_incr_steps": 0,
     }
-
-
-def _megatron_hyper(hyper: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A group's settings with those that megatron-core tells groups apart by."""
-    decays = bool(hyper.get("weight_decay"))
-    made: dict[str, Any] = {
-        "wd_mult": 1.0 if decays else 0.0,
-        "lr_mult": 1.0,
-        "is_expert_parallel": False,
-        "is_decoupled_lr": False,
-        "default_config": True,
-    }
-    if schedule is not None:
-        made |= {key: schedule[key] for key in ("max_lr", "min_lr") if key in schedule}
-    return {**made, **{key: value for key, value in hyper.items() if key not in ("name", "params")}}
 
 
 def _megatron_scaler(checkpoint: Checkpoint) -> dict[str, Any] | None:
