@@ -178,9 +178,11 @@ def test_gemma_keeps_its_norms_less_one(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back/config.json").read_text())["model_type"] == "gemma"
 
 
-def test_norms_behind_attention_are_refused(tmp_path: Path) -> None:
-    config = {**GEMMA, "model_type": "gemma2"}
-    folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), config)
+@pytest.mark.parametrize("kind, norms", [("gemma2", []), ("gemma2", ["post_feedforward"]), ("olmo2", ["post_mlp"])])
+def test_norms_behind_attention_are_refused(tmp_path: Path, kind: str, norms: list[str]) -> None:
+    """With the reason, and not with names that no table has."""
+    more = {f"model.layers.{n}.{norm}_layernorm.weight": (HIDDEN,) for n in range(LAYERS) for norm in norms}
+    folder = write_weights(tmp_path / "hf", numbers({**llama_shapes(), **more}), {**GEMMA, "model_type": kind})
     with pytest.raises(UsageError, match="norms behind attention and MLP, which megatron-core's have not"):
         ucp.open(folder, names="megatron")
 

@@ -36,15 +36,25 @@ def with_names(checkpoint: Checkpoint, names: str | Path, model_config: Path | N
     """
     facts = facts_of(checkpoint, model_config)
     checkpoint = found = _unwrapped(checkpoint)
-    way = _way(checkpoint, str(names), facts)
-    if way and facts.unmapped is not None and str(names) in (*TARGETS, *table_names()):
-        raise UsageError(
-            f"no table of ucp's is for such a model: {facts.unmapped}",
-            hint="write a table of your own and give it with --names FILE",
-        )
+    of_ours = str(names) in (*TARGETS, *table_names())
+    try:
+        way = _way(checkpoint, str(names), facts)
+    except UsageError:
+        if of_ours and facts.unmapped is not None:  # which is why names were not found
+            raise _no_table(facts.unmapped) from None
+        raise
+    if way and of_ours and facts.unmapped is not None:
+        raise _no_table(facts.unmapped)
     for step in way:
         found = mapped(found, match(step.table, step.side, found.parameters, facts))
     return _fitted(found, facts) if found is not checkpoint else checkpoint
+
+
+def _no_table(why: str) -> UsageError:
+    return UsageError(
+        f"no table of ucp's is for such a model: {why}",
+        hint="write a table of your own and give it with --names FILE",
+    )
 
 
 def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:

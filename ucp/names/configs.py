@@ -18,7 +18,7 @@ _WINDOWED: Final = ("mistral", "mixtral")  # every layer sees the window alone
 _STRETCH: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _GPT2: Final = "gpt2"
 _GEMMA: Final = "gemma"
-_AFTER: Final = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
+_AFTER: Final = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "olmo2")
 
 
 def facts_of_config(config: Mapping[str, Any]) -> Facts:
