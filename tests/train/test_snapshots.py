@@ -15,7 +15,7 @@ import pytest
 import ucp
 from ucp import tunables
 from ucp.errors import UsageError
-from ucp.train import snapshots as taking
+from ucp.train import snapshot_taking as taking
 from ucp.train.snapshot_copying import Copier, Item, Throttle
 from ucp.train.snapshot_plan import Costs, Tensor, make_schedule
 from ucp.train.snapshot_saving import lay_out
@@ -110,7 +110,7 @@ def test_snapshots_of_random_schedules_are_saves(
     with ucp.snapshot(net, optimizer, path, keep=None, busy="wait", durable=False) as snapshots:
         for step in range(1, steps + 1):
             monkeypatch.setattr(tunables, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 256, 1000, 1 << 20]))
-            snapshots._throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
+            snapshots.taking.throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
             train(net, optimizer, step, chance.choice([0, 0, 0.001, 0.004]))
             if chance.random() < 0.8:
                 snapshots.take()
@@ -160,13 +160,13 @@ def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(net, optimizer, tmp_path / "run", every=1) as snapshots:
         train(net, optimizer, 1)
-        assert snapshots._thread is not None
-        original = snapshots._thread.join
+        assert snapshots.taking.thread is not None
+        original = snapshots.taking.thread.join
         gate = threading.Event()
         slow = threading.Thread(target=gate.wait)
         slow.start()
         original()
-        snapshots._thread = slow  # as if it were still at it
+        snapshots.taking.thread = slow  # as if it were still at it
         for step in range(2, 5):
             train(net, optimizer, step)
         assert (snapshots.taken, snapshots.skipped) == (1, 3)
@@ -197,13 +197,13 @@ def test_copies_rest_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: 
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(net, optimizer, tmp_path / "run", avoid_backward=True) as snapshots:
         train(net, optimizer, 1)
-        assert len(snapshots._measured.blocked) == 1  # from the end of the forward pass to that of the step
-        gate = snapshots._throttle = Gate()
+        assert len(snapshots.taking.measured.blocked) == 1  # from the end of the forward pass to that of the step
+        gate = snapshots.taking.throttle = Gate()
         snapshots.take()
         wanted = held(net, optimizer)
         assert gate.reached.wait(120)  # one chunk was copied
         loss = net(torch.randn(8, 12))
-        copier = snapshots._round.parts[-1][1]
+        copier = snapshots.taking.round.parts[-1][1]
         before = [item.at for item in copier.items]
         gate.opened.set()
         for _ in range(3):
@@ -224,12 +224,12 @@ def test_training_waits_for_a_late_copy(tmp_path: Path, monkeypatch: pytest.Monk
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     with ucp.snapshot(net, optimizer, tmp_path / "run") as snapshots:
         train(net, optimizer, 1)
-        gate = snapshots._throttle = Gate()
+        gate = snapshots.taking.throttle = Gate()
         snapshots.take()
         wanted = held(net, optimizer)
         assert gate.reached.wait(120)
         train(net, optimizer, 2)
-        copier = snapshots._round.parts[-1][1]
+        copier = snapshots.taking.round.parts[-1][1]
         frozen = 50 * 4  # is never updated, so nobody waits for it
         late = sum(item.nbytes for item in copier.items) - frozen - 64
         assert copier.trainer_bytes == late
@@ -274,16 +274,16 @@ def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.Monkey
         train(net, optimizer, 1)
         assert taken() == 1
         train(net, optimizer, 2)
-        sight = snapshots._sight
+        sight = snapshots.taking.sight
         assert taken() == 1
-        assert snapshots._sight is sight
+        assert snapshots.taking.sight is sight
         optimizer.load_state_dict(optimizer.state_dict())  # the same states in other memory
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         net.rest.weight.data = net.rest.weight.data.clone()
         train(net, optimizer, 3)
         assert taken() == 1
-        assert snapshots._sight is not sight
+        assert snapshots.taking.sight is not sight
         net.extra = nn.Parameter(torch.zeros(3), requires_grad=False)
         assert taken() == 2
         net.first.weight.data = net.first.weight.data.t().contiguous().t()  # not row-major: collected every time

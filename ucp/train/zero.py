@@ -10,10 +10,10 @@ from typing import Any
 
 from ucp import tunables
 from ucp.errors import UsageError
-from ucp.formats.deepspeed.experts import expert_number, global_name, local_experts
 from ucp.model.box import whole
 from ucp.model.layout import Mesh, Rank
 from ucp.model.region import Region
+from ucp.train.engine_place import data_parallel, expert_names, model_parallel
 from ucp.train.live import Held, LiveJob, Share, Stepped
 from ucp.train.modules import add_buffers, add_resting, aliases_of, named_parameters, names_of, shapes_of
 
@@ -28,15 +28,15 @@ def describe_engine(engine: Any) -> LiveJob:
     module, optimizer = engine.module, engine.optimizer
     kind = type(optimizer).__name__
     stage = int(engine.zero_optimization_stage())
-    tp, tp_rank, pp, pp_rank = _model_parallel(engine)
-    dp, dp_rank = _data_parallel(engine)
+    tp, tp_rank, pp, pp_rank = model_parallel(engine)
+    dp, dp_rank = data_parallel(engine)
     job = LiveJob(
         f"DeepSpeed engine, ZeRO-{stage}, {kind}",
         Mesh(tp, pp, dp, 1, stage),
         Rank(pp_rank, tp_rank, dp_rank),
         shapes=shapes_of(module),
         aliases=aliases_of(module),
-        logical=_expert_names(module),
+        logical=expert_names(module),
         attributes=dict(named_parameters(module)),
         engine=engine,
     )
@@ -270,47 +270,3 @@ _CLASSES: dict[str, Callable[[LiveJob, Any], None]] = {
     "FP16_Optimizer": _fused,
     "FP16_UnfusedOptimizer": _unfused,
 }
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Where this rank stands
-
-
-def _model_parallel(engine: Any) -> tuple[int, int, int, int]:
-    """(tp, tp rank, pp, pp rank)."""
-    mpu = engine.mpu
-    if mpu is None:
-        return 1, 0, 1, 0
-    pp, pp_rank = _ask(mpu, "pipe_parallel"), _ask(mpu, "pipe_parallel", "rank")
-    for axis in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
-        if hasattr(mpu, f"get_{axis}_world_size"):
-            return _ask(mpu, axis), _ask(mpu, axis, "rank"), pp, pp_rank
-    return 1, 0, pp, pp_rank
-
-
-def _ask(mpu: Any, axis: str, what: str = "world_size") -> int:
-    found = getattr(mpu, f"get_{axis}_{what}", None)
-    return int(found()) if found is not None else (0 if what == "rank" else 1)
-
-
-def _data_parallel(engine: Any) -> tuple[int, int]:
-    """(ranks that share one model-parallel slice, this rank's place): ZeRO cuts over sequence parallelism as well."""
-    import torch.distributed as dist
-
-    group = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
-    return dist.get_world_size(group=group), dist.get_rank(group=group)
-
-
-def _expert_names(module: Any) -> dict[str, str]:
-    """Names of DeepSpeed's experts as checkpoints have them: with the expert's number over all ranks."""
-    found = {name: p.group_name for name, p in named_parameters(module) if hasattr(p, "group_name")}
-    counts = local_experts(found)
-    if not counts:
-        return {}
-    from deepspeed.utils import groups
-
-    return {
-        name: global_name(name, groups._get_expert_parallel_rank(group), counts)
-        for name, group in found.items()
-        if expert_number(name) is not None
-    }
