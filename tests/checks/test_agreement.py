@@ -165,7 +165,7 @@ def test_a_ledger_adds_up_whatever_was_read_first(data: bytes, reads: list[tuple
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 64, 4100])
 def test_a_block_lies_as_its_bytes_do_in_the_file(offset: int) -> None:
-    block = Block("test", 100)
+    block = Block(0, 100)
     for _ in range(2):
         placed = block.place(offset, 100)
         assert placed.size == 100

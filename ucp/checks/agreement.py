@@ -153,8 +153,8 @@ def _walk(
     limit = min(limit, max(stop - start for _, start, stop in spaces))
     reader = _Reader(files, deep, bundle.parameter.role, meter)
     sizes = [limit * lane.atom.dtype.itemsize for lane in bundle.mains]
-    blocks = [Block(f"main {number}", size) for number, size in enumerate(sizes)]
-    others = [Block(f"copy {number}", size) for number, size in enumerate(sizes)] if bundle.copies else []
+    blocks = [Block(number, size) for number, size in enumerate(sizes)]
+    others = [Block(number, size) for number, size in enumerate(sizes, len(sizes))] if bundle.copies else []
     rounding = Rounding(bundle.mains[1].atom.dtype, bundle.mains[0].atom.dtype, limit) if bundle.rounding else None
     lanes = bundle.lanes
     for boxes, first, last in spaces:

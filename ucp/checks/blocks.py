@@ -21,13 +21,13 @@ def block_bytes() -> int:
 class Block:
     """A buffer of `nbytes` bytes. What `place` gives is overwritten by what is placed next.
 
-    A thread's blocks of one `use` are the same memory: new pages for every task cost a third of what is read into them.
+    A thread's blocks of one number are the same memory, from task to task: whoever needs several numbers them.
     """
 
     __slots__ = ("_raw",)
 
-    def __init__(self, use: str, nbytes: int) -> None:
-        self._raw = scratch(f"checks: {use}", nbytes + _LINE)
+    def __init__(self, number: int, nbytes: int) -> None:
+        self._raw = scratch(f"checks: block {number}", nbytes + _LINE)
 
     def place(self, offset: int, nbytes: int) -> RawArray:
         """Room for `nbytes` bytes that lie at byte `offset` of a file."""

@@ -125,7 +125,7 @@ def _complete(files: SourceFiles, deep: Deep, track: Track, meter: Meter) -> Ite
 def _read(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, notebook: Notebook, meter: Meter) -> None:
     """Bytes `[start, stop)` of a span, block by block; nothing in it is cut through by `start`."""
     size = min(max(block_bytes() // _ALIGN, 1) * _ALIGN, stop - start)
-    block = Block("scan", size)
+    block = Block(1, size)  # where masters are read into, which are as long
     gaps = _gaps(span)
     starts = [held.start for held in span.held]
     longest = max((held.stop - held.start for held in span.held), default=0)
