@@ -80,7 +80,7 @@ def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, tran
         for name in one:
             assert sorted(one[name].kinds) == sorted(two[name].kinds)
             for kind in one[name].kinds:
-                ours, its = (np.asarray(each[name].read(kind)).view(np.uint32) for each in (one, two))
+                ours, its = (np.asarray(each[name].read(kind)).reshape(-1).view(np.uint8) for each in (one, two))
                 assert np.array_equal(ours, its), (step, name, kind)
 
 

@@ -53,7 +53,8 @@ def followed(
 def distributed(out: Path, rank: int, *, steps: int, to: str, ask: str) -> dict[str, Any]:
     """The same with a torch module under DDP, saved with `ucp.save`. The shadow is converted at `ask`."""
     torch.manual_seed(3)
-    net = torch.nn.Sequential(torch.nn.Linear(17, 31), torch.nn.Tanh(), torch.nn.Linear(31, 5))
+    parts = [torch.nn.Linear(17, 31), torch.nn.BatchNorm1d(31), torch.nn.Tanh(), torch.nn.Linear(31, 5)]
+    net = torch.nn.Sequential(*parts)
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

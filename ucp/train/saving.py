@@ -165,10 +165,7 @@ class Saver:
         """The files of the target, made empty, and every rank's share of them. On rank 0."""
         self.writer = Writer(source, WriteOptions())
         self.target = self.writer.target()
-        offers: dict[tuple[str, str], list[Offer]] = {}
-        for rank, told in enumerate(gathered):
-            for number, (name, kind, _, _, region) in enumerate(told.pieces):
-                offers.setdefault((name, kind), []).append(Offer(rank, number, region))
+        offers = offers_of(gathered)
         for name, tensor in tensors.items():  # tensors inside the extras: rank 0 has them
             shape = tuple(tensor.shape)
             flat = tensor.detach().cpu().contiguous().view(-1)
@@ -258,3 +255,15 @@ def group_hyper(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {str(key): value.item() if hasattr(value, "item") else value for key, value in group.items() if key != "params"}
         for group in groups
     ]
+
+
+def offers_of(gathered: Sequence[Gathered]) -> dict[tuple[str, str], list[Offer]]:
+    """Which ranks hold what of each atom. Ranks may have different values in a buffer: the first rank's count."""
+    offers: dict[tuple[str, str], list[Offer]] = {}
+    buffers = {note.name for told in gathered for note in told.notes if note.role == "buffer"}
+    for rank, told in enumerate(gathered):
+        for number, (name, kind, _, _, region) in enumerate(told.pieces):
+            held = offers.setdefault((name, kind), [])
+            if name not in buffers or all(other.region != region for other in held):
+                held.append(Offer(rank, number, region))
+    return offers

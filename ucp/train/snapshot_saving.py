@@ -18,7 +18,7 @@ from ucp.records import replace
 from ucp.train.live import LiveJob, dtype_of
 from ucp.train.pieces import Piece
 from ucp.train.saved_index import Gathered, build_index
-from ucp.train.saving import Saver
+from ucp.train.saving import Saver, offers_of
 from ucp.train.shared_write import Offer, Shares
 from ucp.train.snapshot_layout import Blueprint, Layout, Sight, load_of
 from ucp.train.talk import agree, from_first, gather, to_first
@@ -68,15 +68,6 @@ class SnapshotSaver(Saver):
             self.pieces.append(Piece(name, "extra", shape, dtype_of(flat), Region.all_of(shape), flat))
             offers[name] = Offer(0, len(self.pieces) - 1, Region.all_of(shape))
         return offers
-
-
-def offers_of(gathered: Sequence[Gathered]) -> dict[tuple[str, str], list[Offer]]:
-    """Which ranks hold what of each atom."""
-    offers: dict[tuple[str, str], list[Offer]] = {}
-    for rank, told in enumerate(gathered):
-        for number, (name, kind, _, _, region) in enumerate(told.pieces):
-            offers.setdefault((name, kind), []).append(Offer(rank, number, region))
-    return offers
 
 
 def lay_out(saver: SnapshotSaver, sight: Sight, state: dict[str, Any], *, spreads: bool) -> Layout:

@@ -13,8 +13,9 @@ from ucp.records import replace
 from ucp.store.layout import Entry, Schema
 from ucp.store.writer import Store
 from ucp.train.saved_index import Gathered
+from ucp.train.saving import offers_of
 from ucp.train.shared_write import Shares, write_task
-from ucp.train.snapshot_saving import SnapshotSaver, offers_of
+from ucp.train.snapshot_saving import SnapshotSaver
 from ucp.train.talk import agree, gather, world
 
 SUFFIX: Final = ".ucpstore"
