@@ -63,6 +63,9 @@ def _no_garbage() -> Iterator[None]:
         yield
     finally:
         if collecting:
+            if gc.get_freeze_count() == 0:  # nobody else has put something aside
+                gc.freeze()
+                gc.unfreeze()  # all is old now, and not looked at at once
             gc.enable()
 
 
