@@ -7,11 +7,12 @@ fragments with new regions, so whatever has the parameter's shape (weight, maste
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import overload
+from functools import partial
 
 from ucp.errors import InconsistentError
 from ucp.model.box import Box, Shape, intersect, strides_of, whole
 from ucp.model.checkpoint import Atom, Fragment
+from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
 from ucp.records import dataclass, replace
 
@@ -58,39 +59,14 @@ def tiled_atom(name: str, tiles: Sequence[Tile], shape: Shape, sources: Mapping[
         covers += [[atom.replicas[i] for atom in used] for i in range(depth.pop())]
     else:
         covers += [[copy if atom is owner else () for atom in used] for owner in used for copy in owner.replicas]
-    made = [_Joined(tiles, dict(zip(dict.fromkeys(t.name for t in tiles), cover, strict=True))) for cover in covers]
+    names = list(dict.fromkeys(tile.name for tile in tiles))
+    made = [LazyFragments(partial(_joined_tiles, tiles, dict(zip(names, cover, strict=True)))) for cover in covers]
     return replace(first, name=name, shape=shape, fragments=made[0], replicas=tuple(made[1:]))
 
 
-class _Joined(Sequence[Fragment]):
-    """The fragments that tiles make of other fragments, when they are looked at: of many ranks there are millions."""
-
-    __slots__ = ("_cover", "_held", "_tiles")
-
-    def __init__(self, tiles: Sequence[Tile], cover: Mapping[str, Sequence[Fragment]]) -> None:
-        self._tiles = tiles
-        self._cover = cover
-        self._held: tuple[Fragment, ...] | None = None
-
-    def _all(self) -> tuple[Fragment, ...]:
-        if self._held is None:
-            self._held = _joined(piece for tile in self._tiles for piece in _retiled(self._cover[tile.name], tile))
-        return self._held
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return iter(self._all())
-
-    @overload
-    def __getitem__(self, index: int) -> Fragment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
-
-    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
-        return self._all()[index]
+def _joined_tiles(tiles: Sequence[Tile], cover: Mapping[str, Sequence[Fragment]]) -> tuple[Fragment, ...]:
+    """The fragments that tiles make of other fragments, by the name of what these are of."""
+    return _joined(piece for tile in tiles for piece in _retiled(cover[tile.name], tile))
 
 
 def _retiled(fragments: Iterable[Fragment], tile: Tile) -> Iterator[Fragment]:
