@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,6 +32,8 @@ KINDS: Final = {
     "kill": (*WRITES, *OTHERS),  # before the call
     "torn": WRITES,  # SIGKILL after half of it
     "power": (*WRITES, *OTHERS),  # SIGKILL, and what no fsync has written down is gone
+    "late": SYNCS,  # the disk takes its time
+    "lost": SYNCS,  # it says that it has the bytes, has not, and loses its power at the next call
 }
 
 REAL: Final = {name: getattr(os, name) for name in CALLS}
@@ -46,6 +49,7 @@ class Injector:
     calls: list[tuple[str, str]] = field(default_factory=list)  # (function, where it was called from)
     lost: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # path → ranges that are not on the disk
     paths: dict[int, str] = field(default_factory=dict)
+    doomed: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def install(self) -> None:
@@ -61,6 +65,9 @@ class Injector:
                 self.calls.append((name, _site()))
                 if number == self.at and self.kind is not None:
                     return self._fault(name, args, options)
+                if self.doomed and name in (*WRITES, *OTHERS):
+                    self._lose()
+                    os.kill(os.getpid(), signal.SIGKILL)
                 # That the disk has it is noted below, and costs nothing here.
                 result = None if name in SYNCS else real(*args, **options)
                 self._remember(name, args, result)
@@ -71,6 +78,12 @@ class Injector:
     def _fault(self, name: str, args: Any, options: Any) -> Any:
         if self.kind == "short":
             return REAL[name](*_half(name, args), **options)
+        if self.kind == "late":
+            time.sleep(0.05)
+            return self._remember(name, args, None)
+        if self.kind == "lost":
+            self.doomed = True
+            return None
         if self.kind == "torn":
             REAL[name](*_half(name, args), **options)
         if self.kind == "power":

@@ -104,7 +104,7 @@ class Sweep:
             said = [line for line in ended.said.splitlines() if not line.startswith("note: ")]
             if ended.code and not (said and said[0].startswith("ucp: ") and len(said) <= 2):
                 yield "its message is none"
-        elif ended.code:
+        elif ended.code and not (kind == "lost" and ended.code == KILLED):
             yield f"ended with {ended.code}"
         if (place / "out").exists() and contents(place / "out") != self.expected:
             yield "the output is there and not whole"

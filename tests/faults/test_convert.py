@@ -52,6 +52,7 @@ def sweep(
         pytest.param(ATOMS, 0, ["EIO", "ENOSPC"], id="atoms, refused"),
         pytest.param(ATOMS, 0, ["kill", "torn"], id="atoms, killed"),
         pytest.param(ATOMS, 0, ["power"], id="atoms, without power"),
+        pytest.param(ATOMS, 0, ["late", "lost"], id="atoms, on a disk that is late or lies"),
         pytest.param(RESHARD, 0, ["always short", "torn"], id="reshard"),
         pytest.param(PARTS, 1, ["ENOSPC", "torn"], id="a part"),
         pytest.param(PARTS, 2, ["EIO", "kill"], id="the last act of parts"),
