@@ -98,13 +98,20 @@ def decode(encoding: int, data: Bytes, dtype: DType, count: int) -> Bits:
     raise BadBytesError(f"unknown encoding {encoding} of {dtype}")
 
 
-def stored_bytes(encoding: int, dtype: DType, count: int) -> int | None:
-    """How many bytes a block takes, where that does not depend on its values."""
-    if encoding == Encoding.RAW:
-        return count * dtype.itemsize
-    if encoding == Encoding.NARROWED:
-        return count * 2
-    return 0 if encoding in (Encoding.ZERO, Encoding.UNCHANGED) else None
+def _bytes_per_element() -> npt.NDArray[np.int64]:
+    sizes = np.full((256, 256), UNKNOWN, np.int64)
+    for code, dtype in DTYPES.items():
+        sizes[: max(Encoding) + 1, code] = VARIES
+        sizes[Encoding.RAW, code] = dtype.itemsize
+        sizes[Encoding.NARROWED, code] = 2
+        sizes[[Encoding.ZERO, Encoding.UNCHANGED], code] = 0
+    return sizes
+
+
+# By the bytes of encoding and dtype: how many bytes an element takes, where that does not depend on the values.
+UNKNOWN: Final = -2  # no such encoding or dtype
+VARIES: Final = -1
+BYTES_PER_ELEMENT: Final = _bytes_per_element()
 
 
 def to_float32(bits: Bits, dtype: DType) -> npt.NDArray[np.float32]:

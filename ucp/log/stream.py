@@ -25,6 +25,9 @@ Row = tuple[int, ...]
 _ROW: Final = struct.Struct("<IBBHIIQQQ")
 assert _ROW.size == ENTRY.itemsize
 
+_ROWS_AT_ONCE: Final = 16  # that are read: a replay goes through all steps for one block, then for the next
+_KEPT_READS: Final = 4096  # of so many rows each
+
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
@@ -60,6 +63,7 @@ class Stream:
         self.scan = scan
         self._files = SourceFiles(folder)
         self._hints: dict[int, tuple[int, int]] = {}  # block → (GRAD frame, entry) where it was last
+        self._rows: dict[tuple[int, int], bytes] = {}  # of a frame's table, by frame and its first row
 
     @property
     def number(self) -> int:
@@ -165,10 +169,18 @@ class Stream:
 
     def _row(self, ref: FrameRef, number: int) -> Row | None:
         """One entry of a table: its place in the file does not change from step to step."""
-        end = table_bytes(number + 1)
-        if end > ref.header.length:
+        if table_bytes(number + 1) > ref.header.length:
             return None
-        return _ROW.unpack(self._bytes(ref, end - _ROW.size, _ROW.size))
+        inside = number % _ROWS_AT_ONCE
+        key = ref.header.lsn, number - inside
+        rows = self._rows.get(key)
+        if rows is None:
+            if len(self._rows) >= _KEPT_READS:
+                self._rows.clear()
+            offset = table_bytes(number - inside)
+            size = min(_ROWS_AT_ONCE * _ROW.size, ref.header.length - offset)
+            rows = self._rows[key] = self._bytes(ref, offset, size)
+        return _ROW.unpack_from(rows, inside * _ROW.size)
 
     def _read(self, ref: FrameRef, row: Row, room: Bytes | None = None) -> StoredBlock:
         block, encoding, code, state, count, _, offset, length, expected = row
