@@ -23,8 +23,8 @@ RESERVED_FILE_BYTES = 1 * MIB
 SHORT_RUN_BYTES = 256
 
 # Runs of a tensor-parallel slice of at least this length go one by one from their file to their place; shorter ones are
-# read side by side and put in their places together.
-LONG_RUN_BYTES = 1 * KIB
+# read side by side and put in their places together, by numpy, which takes a worker a tenth of a second to import.
+LONG_RUN_BYTES = 512
 
 # Of transposed matrices, strips of columns are read ahead: at most about so many bytes a thread.
 STRIPS_BYTES = 16 * MIB
