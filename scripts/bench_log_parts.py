@@ -88,6 +88,7 @@ def memory(run: str, jobs: int, out: str, step: int | None = None) -> dict[str, 
     watch.stdout.readline()  # it has seen what there is before
     _merge(run, out, step, jobs)
     told, _ = watch.communicate()  # its input ends
+    shutil.rmtree(out)
     found: dict[str, Any] = json.loads(told)
     return found
 
@@ -124,6 +125,7 @@ def speed(run: str, out: str, step: int, rounds: int) -> dict[str, Any]:
             begin = time.perf_counter()
             _merge(run, out, step, jobs)
             seconds.append(time.perf_counter() - begin)
+            shutil.rmtree(out)
     return {"seconds": [min(seconds) for seconds in taken.values()]}
 
 
@@ -144,7 +146,6 @@ def _merge(run: str, out: str, step: int | None, jobs: int) -> None:
     from ucp import api
 
     api.plan(run, out, log=run, step=step).run(jobs=jobs, processes=True)
-    shutil.rmtree(out)
 
 
 def _one_core() -> None:

@@ -150,20 +150,25 @@ class Replay:
         atom = self.tensor.origins[block.parameter].atoms.get(kind)
         low, high = max(block.offset, self.start), min(block.offset + block.count, self.stop)
         inside = slice(low - block.offset, high - block.offset)
-        values: RawArray | None = None
-        if atom is not None and (chain is None or chain.full is None):
-            region = block.region if chain is not None else block.region.cut(inside.start, inside.stop)
-            values = np.empty(region.numel, raw_dtype(atom.dtype))
-            RegionReader(self.base, atom).read(region, values)
+        target = self._target(kind, dtype, made=chain is not None or atom is not None)
+        if target is None:
+            return
+        place = target[low - self.start : high - self.start]
         if chain is not None:
-            bits = None if values is None else values.view(bits_type(dtype))
-            if bits is None and chain.full is None:
-                bits = np.zeros(block.count, bits_type(dtype))
-            values = self.tensor.stored.follow(chain, bits)[inside]
-        target = self._target(kind, dtype, made=values is not None)
-        if target is not None and values is not None:
-            raw = np.ascontiguousarray(values).view(np.uint8)
-            target[low - self.start : high - self.start] = as_torch(raw, dtype)
+            raw = np.ascontiguousarray(self._stored(block, dtype, atom, chain)[inside]).view(np.uint8)
+            place.copy_(as_torch(raw, dtype))
+        elif atom is not None and len(place):
+            values = np.frombuffer(memory_of(place), raw_dtype(atom.dtype))
+            RegionReader(self.base, atom).read(block.region.cut(inside.start, inside.stop), values)
+
+    def _stored(self, block: Block, dtype: DType, atom: Atom | None, chain: Chain) -> RawArray:
+        """A state of a block where a chain of stored values leads to; it may begin with what the base has."""
+        if chain.full is not None:
+            return self.tensor.stored.follow(chain, None)
+        bits = np.zeros(block.count, bits_type(dtype))
+        if atom is not None:
+            RegionReader(self.base, atom).read(block.region, bits.view(raw_dtype(atom.dtype)))
+        return self.tensor.stored.follow(chain, bits)
 
     def _target(self, kind: str, dtype: DType, *, made: bool) -> torch.Tensor | None:
         """The tensor of a state, made where it should exist."""
