@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure logs and merging: replay, memory, volume and the cost of recording, each beside what it is compared with.
 
-    .venv/bin/python scripts/bench_log.py                        # takes eight minutes and 5 GB of disk
+    .venv/bin/python scripts/bench_log.py                        # takes ten minutes and 5 GB of disk
     .venv/bin/python scripts/bench_log.py --json result.json
     .venv/bin/python scripts/bench_log.py --params 2e6 --steps 10 --tokens 512 --pairs 2           # a minute
 
@@ -212,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=16e6, help="parameters of the runs that are merged")
     parser.add_argument("--steps", type=int, default=50, help="steps of the runs that are merged")
-    parser.add_argument("--rounds", type=int, default=8, help="merges of each run, of which the fastest counts")
+    parser.add_argument("--rounds", type=int, default=24, help="merges of each run, of which the fastest counts")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048], help="tokens of a training step")
     parser.add_argument("--train-steps", type=int, help="training steps that are measured [default: by their tokens]")
     parser.add_argument("--pairs", type=int, default=48, help="of blocks of three steps with and without a recorder")

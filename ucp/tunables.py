@@ -11,9 +11,9 @@ GIB: Final = 1024 * MIB
 # A slab should stay in the CPU's cache between read, scatter, checksum and write.
 SLAB_BYTES = 1 * MIB
 
-# Most bytes of one write. Linux gives larger ones larger pages of cache, which take a virtual machine that has returned
-# its free memory to the host several times as long to get; smaller ones cost system calls.
-WRITE_BYTES = 128 * KIB
+# Most bytes of one write. Linux gives larger ones larger pages of cache: those of two megabytes take a virtual machine
+# that has returned its free memory to the host several times as long to get; smaller ones cost system calls.
+WRITE_BYTES = 1 * MIB
 
 # Files of at least this size get their blocks before they are written.
 RESERVED_FILE_BYTES = 1 * MIB
