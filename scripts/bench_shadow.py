@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What it costs a job to keep its state elsewhere, and what a failure costs it then.
 
-    .venv/bin/python scripts/bench_shadow.py                      # less than six minutes on an idle machine
+    .venv/bin/python scripts/bench_shadow.py                      # less than nine minutes on an idle machine
     .venv/bin/python scripts/bench_shadow.py --json result.json
     .venv/bin/python scripts/bench_shadow.py --width 128 --tokens 64 --steps 5 --seconds 40       # to try it out
 

@@ -26,6 +26,9 @@ SHORT_RUN_BYTES = 256
 # read side by side and put in their places together, by numpy, which takes a worker a tenth of a second to import.
 LONG_RUN_BYTES = 512
 
+# Views of a worker's block of memory that are kept from slab to slab; each takes 200 bytes.
+KEPT_VIEWS = 16 * KIB
+
 # Of transposed matrices, strips of columns are read ahead: at most about so many bytes a thread.
 STRIPS_BYTES = 16 * MIB
 

@@ -17,6 +17,7 @@ from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values
 from tests.trees import contents
 from ucp import tunables
 from ucp.engine.convert import Progress, RunOptions, run
+from ucp.engine.flat import Views
 from ucp.engine.place import staging_folder
 from ucp.engine.worker import Budget
 from ucp.errors import IntegrityError, StorageError, UsageError
@@ -24,6 +25,7 @@ from ucp.model.checkpoint import Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh
 from ucp.model.rules import Rule
+from ucp.model.stripes import Runs
 from ucp.model.target import Digests, Hole, Literal, OutputFile, Target
 
 
@@ -60,6 +62,7 @@ def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
         patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 128)))
         patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 512)))
         patch.setattr(tunables, "LONG_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1024])))
+        patch.setattr(tunables, "KEPT_VIEWS", data.draw(st.sampled_from([1, 8, 1024])))
         patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
         folder = Path(name)
         atom = write_shards(folder, values, dtype, source)
@@ -81,6 +84,29 @@ def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
                 assert digest == xxhash.xxh3_128_hexdigest(written[offset : offset + nbytes])
                 position += nbytes
             assert position == len(written)
+
+
+def test_slabs_of_a_sliced_tensor_are_cut_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SLAB_BYTES", 1000), ("LONG_RUN_BYTES", 1)):
+        monkeypatch.setattr(tunables, name, value)
+    asked: list[Runs] = []
+    monkeypatch.setattr(Views, "of", lambda views, runs, of=Views.of: asked.append(runs) or of(views, runs))
+    values = values_of((199, 24), FLOAT32)  # 96 bytes a row, 10 rows a slab, and 9 that are left
+    atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, ()))
+    wanted = Cut(Rule("split", dim=1), 4, ())
+    run(
+        one_file_a_rank(atom, wanted),
+        checkpoint(tmp_path, [atom]),
+        tmp_path / "out",
+        options(),
+        nothing_last,
+        Progress(),
+    )
+    for number, region in enumerate(regions(wanted, atom.shape)):
+        written = (tmp_path / "out" / f"{number}/shard").read_bytes()
+        assert written.endswith(pick(values, region).tobytes())
+    assert len(asked) == 20 * (2 + 4)
+    assert len(set(asked)) == 2 * (2 + 4), "two heights of slabs, two sources, four targets"
 
 
 @pytest.fixture

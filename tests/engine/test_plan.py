@@ -91,7 +91,8 @@ def wanted_of(part: Part) -> Iterator[Box]:
     for extent in part.extents:
         if isinstance(extent.place, Stripe):
             (first,), (count,) = part.block
-            yield from (Box((a,), (b - a,)) for a, b in extent.place.within(first, first + count))
+            runs = extent.place.within(first, first + count)
+            yield from (Box((first + a,), (b - a,)) for a, b in runs.intervals())
         elif extent.place is not None:
             yield extent.place
 

@@ -43,10 +43,10 @@ def test_targets_are_filled_one_after_the_other_however_little_comes_at_a_time(
     out = bytearray(2 * 4900)
     views = [memoryview(out)[at : at + size] for at, size in zip(range(0, 2 * 4900, 4), [2] * 2450, strict=True)]
     with SourceFiles(tmp_path) as files:
-        files.scatter("file", 100, views)  # more than the system takes in one call
+        files.scatter("file", 100, views, sum(map(len, views)))  # more than the system takes in one call
         assert b"".join(views) == data[100:]
         with pytest.raises(IntegrityError, match="file: ends at byte 5000"):
-            files.scatter("file", 101, views)
+            files.scatter("file", 101, views, sum(map(len, views)))
 
 
 def test_a_large_file_gets_its_blocks_at_once(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def test_runs_between_two_positions(data: st.DataObject) -> None:
     stripe = Stripe(data.draw(st.integers(0, 5)), run, run + data.draw(st.integers(0, 4)), count, 0)
     low, high = sorted((data.draw(st.integers(0, 50)), data.draw(st.integers(0, 50))))
     wanted = [position for position in positions(stripe) if low <= position < high]
-    assert [position for a, b in stripe.within(low, high) for position in range(a, b)] == wanted
+    runs = stripe.within(low, high)
+    assert [low + position for a, b in runs.intervals() for position in range(a, b)] == wanted
+    assert runs.numel == len(wanted)
     assert stripe.before(high) == sum(position < high for position in positions(stripe))
 
 

@@ -18,7 +18,7 @@ from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.coverage import coverage
 from ucp.model.dtypes import DType
 from ucp.model.region import Piece, Region
-from ucp.model.stripes import Stripe, stripes
+from ucp.model.stripes import Runs, Stripe, stripes
 
 
 def is_flat(pieces: Iterable[Piece], shape: Shape) -> bool:
@@ -71,6 +71,30 @@ def stored_stripes(atom: Atom) -> list[tuple[Stripe, Fragment]] | None:
     return held
 
 
+class Views:
+    """Runs of bytes of one block of memory.
+
+    They are kept: slabs of a tensor are mostly cut alike, and to make the views takes as long as to move their bytes.
+    """
+
+    def __init__(self, block: memoryview) -> None:
+        self.block = block
+        self._kept: dict[Runs, list[memoryview]] = {}
+        self._count = 0
+
+    def of(self, runs: Runs) -> list[memoryview]:
+        """A view of each run."""
+        found = self._kept.get(runs)
+        if found is None:
+            if self._count >= tunables.KEPT_VIEWS:
+                self._kept.clear()
+                self._count = 0
+            block = self.block
+            found = self._kept[runs] = [block[first:last] for first, last in runs.intervals()]
+            self._count += len(found)
+        return found
+
+
 class StraightReader:
     """Reads byte ranges of an atom that is stored as it is, in stripes. Safe to share between threads."""
 
@@ -85,14 +109,12 @@ class StraightReader:
         self._starts = [stripe.first for stripe, _ in self._held]
         self._ends = list(accumulate((stripe.stop for stripe, _ in self._held), max))
 
-    def read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the atom's bytes from byte `start` on."""
-        stop = start + len(out)
+    def read(self, start: int, stop: int, out: Views) -> None:
+        """Put the atom's bytes `[start, stop)` where the block begins."""
         for stripe, file in self._held[bisect_right(self._ends, start) : bisect_left(self._starts, stop)]:
             runs = stripe.within(start, stop)
-            if runs:
-                targets = [out[first - start : last - start] for first, last in runs]
-                self._files.scatter(file, stripe.offset + stripe.before(start), targets)
+            if runs.times:
+                self._files.scatter(file, stripe.offset + stripe.before(start), out.of(runs), runs.numel)
 
 
 def _check_cover(atom: Atom, held: Sequence[Stripe]) -> None:

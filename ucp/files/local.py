@@ -50,15 +50,17 @@ class SourceFiles:
         else:
             self._read(file, offset, [target], len(target))
 
-    def scatter(self, file: str, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill one target after the other from `file`, beginning at byte `offset`."""
+    def scatter(self, file: str, offset: int, targets: Sequence[memoryview], nbytes: int) -> None:
+        """Fill one target after the other, `nbytes` bytes in all, from `file`, beginning at byte `offset`."""
         if len(targets) == 1:
             self.read_into(file, offset, targets[0])
         elif self._remote is not None or (self.computed is not None and file.startswith(COMPUTED)):
-            data, at = memoryview(self.read(file, offset, sum(map(len, targets)))), 0
+            data, at = memoryview(self.read(file, offset, nbytes)), 0
             for target in targets:
                 target[:] = data[at : at + len(target)]
                 at += len(target)
+        elif len(targets) <= _VECTORS:
+            self._read(file, offset, targets, nbytes)
         else:
             for first in range(0, len(targets), _VECTORS):
                 some = targets[first : first + _VECTORS]

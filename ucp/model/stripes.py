@@ -10,6 +10,34 @@ from ucp.model.box import Box, Shape, flat_index, interval_boxes, is_contiguous_
 from ucp.model.region import Region
 
 
+class Runs(NamedTuple):
+    """`times` runs of `run` elements, at equal distances: what an interval of a tensor has of a stripe. Positions are
+    counted from where the interval begins. Its ends may cut the first and the last run."""
+
+    first: int  # where the first one would begin if it were whole: maybe before the interval
+    run: int
+    step: int
+    times: int
+    head: int  # elements that the first one lacks
+    tail: int  # elements that the last one lacks
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return self.times * self.run - self.head - self.tail
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """First position, and one past the last, of each."""
+        if not self.times:
+            return []
+        first, run, step = self.first, self.run, self.step
+        last = first + (self.times - 1) * step
+        if self.times == 1:
+            return [(first + self.head, first + run - self.tail)]
+        between = [(at, at + run) for at in range(first + step, last, step)]
+        return [(first + self.head, first + run), *between, (last, last + run - self.tail)]
+
+
 class Stripe(NamedTuple):
     """`times` runs of `run` elements: the first begins at position `first` of the flattened tensor, each next one
     `step` positions further on. Where they are held they lie end to end, from `offset` on."""
@@ -36,18 +64,15 @@ class Stripe(NamedTuple):
         runs, inside = divmod(position - self.first, self.step)
         return runs * self.run + min(inside, self.run) if runs < self.times else self.times * self.run
 
-    def within(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Its runs between two positions of the tensor, cut there: first position, one past the last."""
+    def within(self, low: int, high: int) -> Runs:
+        """Its runs between two positions of the tensor, counted from the first of those."""
         begin, end = self.before(low), self.before(high)
         if begin == end:
-            return []
-        (first_run, head), (last_run, tail) = divmod(begin, self.run), divmod(end - 1, self.run)
-        first, last = self.first + first_run * self.step, self.first + last_run * self.step
-        if first == last:
-            return [(first + head, last + tail + 1)]
-        run, step = self.run, self.step
-        between = [(at, at + run) for at in range(first + step, last, step)]
-        return [(first + head, first + run), *between, (last, last + tail + 1)]
+            return Runs(0, self.run, self.step, 0, 0, 0)
+        number, head = divmod(begin, self.run)
+        after = -(-end // self.run)
+        first = self.first + number * self.step - low
+        return Runs(first, self.run, self.step, after - number, head, after * self.run - end)
 
 
 def stripes(region: Region, shape: Shape, *, padded: bool = False) -> list[Stripe] | None:
