@@ -170,7 +170,14 @@ def plan(
         only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
     selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
     indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
-    source = _crossed(_renamed(select(indexed, selection), names, model_config), to, model_config)
+    selected = select(indexed, selection)
+    if indexed.parameters and not selected.parameters:
+        raise UsageError(
+            f"{src}: of {len(indexed.parameters)} parameters none is left"
+            + (", for the source has no optimizer state" if only == "optimizer" and not (include or exclude) else ""),
+            hint="take less away with --only, --include and --exclude",
+        )
+    source = _crossed(_renamed(selected, names, model_config), to, model_config)
     options = WriteOptions(
         link=link,
         tp=tp,

@@ -187,6 +187,39 @@ def test_a_truncated_file_is_integrity(copy, cut: int) -> None:
     assert path.name in report.findings[0].message
 
 
+def test_only_files_of_the_checkpoint_that_is_meant_are_diagnosed(copy, tmp_path: Path) -> None:
+    """Neither other steps of a save folder, nor the neighbours of a path that does not exist or is no checkpoint."""
+    folder = copy("z1_bf16_dp2")
+    shutil.copytree(folder / STEP, folder / "global_step1")
+    for step in (STEP, "global_step1"):
+        path = folder / step / "mp_rank_00_model_states.pt"
+        os.truncate(path, path.stat().st_size - 1)
+    report = verify(folder, "deep")
+    assert [finding.check for finding in report.findings] == ["readable"]
+    assert STEP in report.findings[0].message
+    ranks = (folder / STEP).glob("bf16_zero_*")
+    assert report.bytes_read == sum(path.stat().st_size for path in ranks)
+    for path in (folder / "nowhere", folder / "latest", folder.parent / "nowhere"):
+        report = verify(path, "deep")
+        assert [finding.check for finding in report.findings] == ["readable"]
+        assert report.bytes_read == 0
+    (tmp_path / "plain").mkdir()
+    shutil.copy(folder / STEP / "mp_rank_00_model_states.pt", tmp_path / "plain/weights.pt")
+    assert verify(tmp_path / "plain", "deep").bytes_read == 0
+
+
+def test_a_path_that_nothing_is_told_of_is_an_io_error(copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copy("z1_bf16_dp2") / STEP
+
+    def refused(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    report = verify(folder)
+    assert report.exit_code == 5
+    assert [finding.message for finding in report.findings] == [f"{folder}: cannot be read: Permission denied"]
+
+
 def test_a_damaged_pickle_is_blamed_on_its_bytes(copy) -> None:
     """Whatever a flipped bit turns the pickle into, the CRC says that it is damage."""
     folder = copy("z1_bf16_dp2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checks.made import flip
 from tests.checks.test_index import only
@@ -191,3 +193,26 @@ def test_a_flipped_bit_of_any_archive_of_a_file_is_found(tmp_path: Path) -> None
         saved.path.write_bytes(data + data)
         flip(saved.path, archive * len(data) + saved.offset("master"))
         assert only(verify(saved.checkpoint, "deep"), "zip-crc").file == FILE
+
+
+def test_numbers_of_files_without_checksums_are_looked_at(root: Path) -> None:
+    """A Hugging Face folder records none. Its tensors may lie at any byte, and blocks must not cut their elements."""
+    held = {"odd": torch.ones(3, dtype=torch.uint8), "a": torch.ones(40), "b": torch.ones(9, dtype=torch.float64)}
+    save_file(held, root / "model.safetensors")
+    report = verify(root, "deep")
+    assert (report.findings, report.bytes_read) == ([], 3 + 40 * 4 + 9 * 8)
+    held["a"][31], held["b"][8] = math.nan, math.inf
+    header = {
+        name: {"dtype": dtype, "shape": [len(held[name])], "data_offsets": [start, stop]}
+        for name, dtype, start, stop in (("odd", "U8", 0, 3), ("a", "F32", 3, 163), ("b", "F64", 163, 235))
+    }
+    text = json.dumps(header).encode()
+    data = b"".join(held[name].numpy().tobytes() for name in header)
+    (root / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    report = verify(root, "deep")
+    assert report.bytes_read == len(data)
+    found = {finding.parameter: finding for finding in report.findings}
+    assert {finding.check for finding in found.values()} == {"finite"}
+    at = 8 + len(text) + 3
+    assert found["a"].byte_range == (at + 31 * 4, at + 32 * 4)
+    assert found["b"].byte_range == (at + 160 + 8 * 8, at + 160 + 9 * 8)

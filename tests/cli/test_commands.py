@@ -264,3 +264,32 @@ def test_a_closed_pipe_is_no_error(clean: Path) -> None:
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert run.returncode == 0
     assert "Traceback" not in run.stderr
+
+
+def test_output_that_cannot_be_written_is_no_traceback(clean: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ucp", "inspect", clean], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (5, "ucp: the output cannot be written: No space left on device\n")
+
+
+def test_a_job_without_stderr(clean: Path, tmp_path: Path) -> None:
+    command = (
+        f"{sys.executable} -m ucp verify {clean} 2>&- && {sys.executable} -m ucp convert {clean} {tmp_path}/out 2>&-"
+    )
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 0
+    assert (tmp_path / "out/ucp.json").is_file()
+
+
+def test_a_selection_that_leaves_nothing_is_refused(clean: Path, tmp_path: Path) -> None:
+    refused(ucp("convert", clean, tmp_path / "out", "--exclude", "*"), 2, "none is left")
+    assert ucp("convert", clean, tmp_path / "hf", "--to", "safetensors").returncode == 0
+    refused(ucp("convert", tmp_path / "hf", tmp_path / "out", "--only", "optimizer"), 2, "no optimizer state")
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistyped_names_and_parts(clean: Path, tmp_path: Path) -> None:
+    refused(ucp("inspect", clean, "--param", "blocks.0.attn.qkv.wieght"), 2, "perhaps one of: blocks.0.attn.qkv.weight")
+    for part in ("1/0", "²/4", "a/b"):
+        assert "is not a part such as 1/4" in ucp("convert", clean, tmp_path / "out", "--part", part).stderr

@@ -50,6 +50,10 @@ class FileMap:
     def files(self) -> list[str]:
         return list(self._held)
 
+    def of(self, file: str) -> Sequence[Held]:
+        """All that atoms take up of a file, in order of its first byte."""
+        return self._held.get(file, ())
+
     def between(self, file: str, start: int, stop: int) -> Sequence[Held]:
         """What overlaps bytes `[start, stop)` of a file, in order of its first byte."""
         if file not in self._held:

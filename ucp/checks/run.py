@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ucp.checks.findings import Finding, Level
@@ -79,7 +79,7 @@ def verify(
 
         # The CRCs of small members are looked at whatever the level: a pickle that makes no sense may be a damaged one.
         report.checks = [check.id for check in CHECKS if check in checks or check.id == "zip-crc"]
-        with SourceFiles(path if path.is_dir() else path.parent) as files:
+        with SourceFiles(_folder(path)) as files:
             _carry_out(report, diagnose(path, options, level, files, error), jobs, meter_to)
         report.add(_unreadable(error, report.findings))
         report.sort()
@@ -98,6 +98,14 @@ def verify(
         _carry_out(report, items, jobs, meter_to, _forking(context) if processes else None)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _folder(path: Path) -> Path:
+    """Where the files of a checkpoint lie that could not be opened, perhaps because nothing is to be known of it."""
+    try:
+        return path if path.is_dir() else path.parent
+    except OSError:
+        return path.parent
 
 
 def _context(checkpoint: Checkpoint, files: SourceFiles, level: Level) -> Context:

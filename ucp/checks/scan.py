@@ -16,7 +16,7 @@ from ucp.checks.filemap import FileMap
 from ucp.checks.findings import Finding
 from ucp.checks.ledger import Notebook, Track
 from ucp.checks.registry import BY_ID
-from ucp.checks.spans import Archive, Span, manifest_spans, torch_spans
+from ucp.checks.spans import Archive, Span, manifest_spans, plain_spans, torch_spans
 from ucp.checks.stores import store_spans
 from ucp.checks.tasks import Context, Meter, Task, failure
 from ucp.checks.values import NEVER_ZERO
@@ -47,6 +47,10 @@ def look(context: Context) -> Iterator[Finding | Task]:
             found.extend(torch_spans(checkpoint.root, file, held, padding))
         except UcpError as error:
             found.append(failure("zip-crc", error))
+    summed = {item.file for item in found if isinstance(item, Span)}
+    for file in held.files:
+        if file not in summed:
+            found.extend(plain_spans(checkpoint.root, file, held))
     yield from tasks_of(context.files, context.deep, found)
 
 

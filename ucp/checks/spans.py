@@ -124,6 +124,34 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
         )
 
 
+def plain_spans(root: Path, file: str, held: FileMap) -> Iterator[Span]:
+    """What atoms take up of a file that records no checksums (safetensors of others, chunks of zarr).
+
+    Its numbers are looked at all the same. Neighbours make one span as long as no element is cut in two where a block
+    of the span ends.
+    """
+    if not (root / file).is_file():
+        return  # made when it is read, or another check's finding
+    run: list[Held] = []
+    stop = 0
+    for item in held.of(file):
+        if not run or item.start > stop or (item.start - run[0].start) % item.dtype.itemsize:
+            if item.start < stop:
+                continue  # bytes that are looked at already, as elements of another size
+            if run:
+                yield _plain_span(file, run, stop)
+            run = []
+        run.append(item)
+        stop = max(stop, item.stop)
+    if run:
+        yield _plain_span(file, run, stop)
+
+
+def _plain_span(file: str, run: Sequence[Held], stop: int) -> Span:
+    start = run[0].start
+    return Span("finite", file, start, stop, f"bytes [{start}, {stop})", None, None, tuple(run))
+
+
 def archive_ranges(path: Path) -> list[tuple[int, int]]:
     """Bytes `[start, stop)` of each archive in a file: torch.save writes one, data files of DCP are many end to end.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ucp.checks.deep import Deep
@@ -16,6 +16,9 @@ from ucp.checks.tasks import Task, failure
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
 from ucp.formats.atoms import reader as atoms
+from ucp.formats.deepspeed import folder as deepspeed_folder
+from ucp.formats.deepspeed import universal_folder
+from ucp.formats.megatron import folder as megatron_folder
 from ucp.formats.registry import ReadOptions
 from ucp.store.survey import is_store
 from ucp.tunables import MIB
@@ -27,6 +30,15 @@ def diagnose(
     path: Path, options: ReadOptions, level: Level, files: SourceFiles, error: UcpError
 ) -> Iterator[Finding | Task]:
     """Missing rank files, missing or changed files of a manifest, and damaged archives."""
+    try:
+        yield from _diagnose(path, options, level, files, error)
+    except OSError:
+        return  # what keeps us from reading it kept the reader, who has said so
+
+
+def _diagnose(
+    path: Path, options: ReadOptions, level: Level, files: SourceFiles, error: UcpError
+) -> Iterator[Finding | Task]:
     if atoms.recognises(path):
         try:
             yield from compare_folder(path)
@@ -36,15 +48,35 @@ def diagnose(
     if is_store(path):
         return  # one file, whose neighbours are others' affair
     yield from missing(path, options.tag)
-    yield from _damaged_archives(files, level, error)
+    try:
+        suspects = _archives(path, options.tag)
+    except UcpError:
+        return  # nothing says which files are meant
+    yield from _damaged_archives(files, suspects, level, error)
 
 
-def _damaged_archives(files: SourceFiles, level: Level, known: UcpError) -> Iterator[Finding | Task]:
+def _archives(path: Path, tag: str | None) -> list[Path]:
+    """The torch files of the checkpoint that is meant: none of other steps beside it, none of a folder without one."""
+    if universal_folder.recognises(path):
+        return sorted(universal_folder.find(path, tag).rglob("*.pt"))
+    if deepspeed_folder.recognises(path):
+        beside = path.parent if path.is_file() else path
+        if deepspeed_folder.is_step(beside):
+            return sorted(beside.glob("*.pt"))
+        place = deepspeed_folder.find(path, tag)
+        return sorted({*place.root.glob("*.pt"), *place.step.glob("*.pt")})
+    place_of_megatron = megatron_folder.find(path, tag)
+    return [] if place_of_megatron is None else sorted(place_of_megatron.root.rglob("*.pt"))
+
+
+def _damaged_archives(
+    files: SourceFiles, suspects: Sequence[Path], level: Level, known: UcpError
+) -> Iterator[Finding | Task]:
     """A pickle that makes no sense is most often a pickle whose bytes were changed: its CRC tells."""
     folder = files.root
     nothing = FileMap(None)
     found: list[Finding | Span | Archive] = []
-    for file in sorted(folder.rglob("*.pt")):
+    for file in suspects:
         name = file.relative_to(folder).as_posix()
         try:
             for item in torch_spans(folder, name, nothing):

@@ -11,6 +11,7 @@ import click
 
 from ucp import api
 from ucp.cli.options import (
+    PATH,
     counted,
     echo_notes,
     human_bytes,
@@ -45,14 +46,14 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
     if value is None:
         return None
     number, slash, count = value.partition("/")
-    if not (slash and number.isdigit() and count.isdigit()):
+    if not (slash and number.isdecimal() and count.isdecimal() and int(count)):
         raise click.BadParameter(f"{value!r} is not a part such as 1/4")
     return Share(int(number) - 1, int(count))
 
 
 @click.command("convert", short_help="Turn a checkpoint into another one.")
 @source_argument
-@click.argument("dst", type=click.Path(path_type=Path))
+@click.argument("dst", type=PATH)
 @click.option(
     "--to", type=click.Choice(list(WRITERS)), default="atoms", show_default=True, help="Format of the target."
 )
@@ -70,9 +71,7 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
 @click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree of the target.")
 @click.option("--etp", type=click.IntRange(1), help="Tensor-parallel degree of the target's experts (Megatron).")
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the target.")
-@click.option(
-    "--like", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Take the layout of this checkpoint."
-)
+@click.option("--like", type=PATH, metavar="CHECKPOINT", help="Take the layout of this checkpoint.")
 @click.option("--stages", callback=_numbers, metavar="N,N,…", help="First layer of every pipeline stage: 0,5,11.")
 @click.option("--vocab-size", type=click.IntRange(1), help="Padded size of the vocabulary in the target.")
 @click.option(

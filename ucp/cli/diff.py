@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import counted, human_bytes, naming_options, table
+from ucp.cli.options import FILE, PATH, counted, human_bytes, naming_options, table
 from ucp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,22 +18,20 @@ if TYPE_CHECKING:
 
 
 @click.command("diff", short_help="Say whether two checkpoints are the same.")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option("--tag-a", help="Step folder inside the save folder A. [default: what `latest` names]")
 @click.option("--tag-b", help="Step folder inside the save folder B. [default: what `latest` names]")
 @click.option(
     "--rules",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="TOML file of rules that say how parameters are cut over tensor-parallel ranks, for both.",
 )
 @click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`, for both.")
 @naming_options
-@click.option(
-    "--log", "log_a", type=click.Path(path_type=Path), metavar="DIR", help="Log of a run: A is brought to --step."
-)
+@click.option("--log", "log_a", type=PATH, metavar="DIR", help="Log of a run: A is brought to --step.")
 @click.option("--step", "step_a", metavar="N|latest", help="Step of the log. [default: latest]")
-@click.option("--log-b", type=click.Path(path_type=Path), metavar="DIR", help="Log of a run: B is brought to --step-b.")
+@click.option("--log-b", type=PATH, metavar="DIR", help="Log of a run: B is brought to --step-b.")
 @click.option("--step-b", metavar="N|latest", help="Step of the log of B. [default: latest]")
 @click.option("--exact", is_flag=True, help="Refuse a state that may differ from the job's own in any bit.")
 @click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative distance that counts as equal.")
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 @click.option("--updates", is_flag=True, help="Two steps of one run: print how far each parameter and layer moved.")
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="Draw the updates to this .svg (or .png, with matplotlib); implies --updates.",
 )

@@ -73,11 +73,18 @@ def _find(checkpoint: Checkpoint, name: str) -> Parameter:
     owner = checkpoint.aliases().get(name, name)
     if owner in checkpoint.parameters:
         return checkpoint.parameters[owner]
-    close = [known for known in checkpoint.parameters if name in known][:8]
+    close = [known for known in checkpoint.parameters if name in known][:8] or _similar(name, checkpoint)
     raise UsageError(
         f"no parameter is called {name!r}",
         hint=f"perhaps one of: {', '.join(close)}" if close else "`ucp inspect SRC` lists the names",
     )
+
+
+def _similar(name: str, checkpoint: Checkpoint) -> list[str]:
+    """Names that differ from a mistyped one by little."""
+    from difflib import get_close_matches  # only where a name is not found
+
+    return get_close_matches(name, checkpoint.parameters, cutoff=0.8)
 
 
 def _summary_text(checkpoint: Checkpoint) -> str:

@@ -21,7 +21,7 @@ _LAUNCHERS: Final = (
 def launched_share(environment: Mapping[str, str] = os.environ) -> Share | None:
     """This process's share of the work, where a launcher started several."""
     for rank, world, proof in _LAUNCHERS:
-        if proof in environment and environment.get(rank, "").isdigit() and environment.get(world, "").isdigit():
+        if proof in environment and environment.get(rank, "").isdecimal() and environment.get(world, "").isdecimal():
             number, count = int(environment[rank]), int(environment[world])
             if count > 1 and number < count:
                 return Share(number, count)

@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from ucp.cli.log_facts import SCHEMA, bytes_of, listing, scalars_of, statistics, steps_of
-from ucp.cli.options import human_bytes, table
+from ucp.cli.options import PATH, human_bytes, table
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.files.paths import as_path, is_url
 from ucp.log.bases import list_bases, usable_bases
 from ucp.log.reader import Log
 from ucp.log.upkeep import Cut, carry_out, plan_compact, plan_truncate, remove_empty_epochs
 
-_log = click.argument("log", type=click.Path(path_type=Path))
+_log = click.argument("log", type=PATH)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import click
 
-from ucp.errors import INTERRUPTED_EXIT_CODE, UcpError, UsageError
+from ucp.errors import INTERRUPTED_EXIT_CODE, StorageError, UcpError, UsageError
 from ucp.version import VERSION
 
 # Commands are imported when they are called, so that `ucp --help` is instant.
@@ -87,6 +87,14 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our output (`head`, `less`) has left. Nothing is wrong.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # What a room knows of files it says itself. This is the rest: the terminal, a full disk behind `>`, a path of
+        # which the system tells nothing.
+        if os.environ.get("UCP_DEBUG"):
+            raise
+        what = error.filename or "the output cannot be written"
+        click.echo(f"ucp: {what}: {error.strerror or error}", err=True)
+        return StorageError.exit_code
 
 
 def main() -> None:

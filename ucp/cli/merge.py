@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from ucp.cli import convert
-from ucp.cli.options import log_options, parse_bytes, reading_options, source_argument
+from ucp.cli.options import PATH, log_options, parse_bytes, reading_options, source_argument
 
 
 @click.command("merge", short_help="Make atoms of any step of a logged run.")
 @source_argument
-@click.argument("dst", type=click.Path(path_type=Path))
+@click.argument("dst", type=PATH)
 @log_options
 @reading_options
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
 from ucp.model.checkpoint import Checkpoint, Note
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Whether a path can be read is for its reader to say, who knows what to do and the exit code.
+PATH = click.Path(path_type=Path, readable=False)
+FILE = click.Path(path_type=Path, readable=False, dir_okay=False)
+FOLDER = click.Path(path_type=Path, readable=False, file_okay=False)
 
 _NOTES_OF_A_KIND = 5
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
@@ -28,7 +34,7 @@ def parse_bytes(text: str | int) -> int:
 
 def source_argument(function: F) -> F:
     """SRC: any checkpoint that ucp reads."""
-    return click.argument("src", type=click.Path(path_type=Path))(function)
+    return click.argument("src", type=PATH)(function)
 
 
 def reading_options(function: F) -> F:
@@ -38,7 +44,7 @@ def reading_options(function: F) -> F:
             click.option("--tag", help="Step folder inside the save folder. [default: what `latest` names]"),
             click.option(
                 "--rules",
-                type=click.Path(path_type=Path, dir_okay=False),
+                type=FILE,
                 help="TOML file of rules that say how parameters are cut over tensor-parallel ranks.",
             ),
             click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`."),
@@ -54,7 +60,7 @@ def log_options(function: F) -> F:
         (
             click.option(
                 "--log",
-                type=click.Path(path_type=Path, file_okay=False),
+                type=FOLDER,
                 metavar="DIR",
                 help="Log of a run: SRC is brought from its own step to --step. SRC may be the run's folder.",
             ),
@@ -85,7 +91,7 @@ def naming_options(function: F) -> F:
             ),
             click.option(
                 "--model-config",
-                type=click.Path(path_type=Path, dir_okay=False),
+                type=FILE,
                 metavar="FILE",
                 help="JSON with what the checkpoint does not say of its model: a config.json, or Megatron's arguments.",
             ),
@@ -105,6 +111,12 @@ def echo_notes(notes: Iterable[Note]) -> None:
     for kind, count in seen.items():
         if count > _NOTES_OF_A_KIND:
             click.echo(f"note: … and {count - _NOTES_OF_A_KIND} more of this kind ({kind}); --json lists all", err=True)
+
+
+def is_watched() -> bool:
+    """Whether stderr is a terminal. (A job that closed it has no such file at all.)"""
+    stderr: TextIO | None = sys.stderr
+    return stderr is not None and stderr.isatty()
 
 
 def counted(count: int, noun: str) -> str:

@@ -6,6 +6,7 @@ import sys
 import threading
 from typing import Any
 
+from ucp.cli.options import is_watched
 from ucp.engine.convert import Progress
 
 
@@ -17,7 +18,7 @@ class Bar(Progress):
         self._lock = threading.Lock()
 
     def start(self, total: int) -> None:
-        if sys.stderr.isatty():
+        if is_watched():
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # no thread of its own: a process that has others cannot fork workers

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ucp import api
-from ucp.cli.options import counted, human_bytes, parse_bytes, reading_options, source_argument
+from ucp.cli.options import FILE, counted, human_bytes, parse_bytes, reading_options, source_argument
 from ucp.errors import UsageError
 
 
@@ -17,7 +17,7 @@ from ucp.errors import UsageError
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     default="report.html",
     show_default=True,
     help="The page to write.",

@@ -11,13 +11,13 @@ from types import FrameType
 import click
 
 from ucp import api
-from ucp.cli.options import human_bytes, reading_options
+from ucp.cli.options import FILE, PATH, human_bytes, reading_options
 from ucp.engine.shares import Share
 from ucp.errors import UsageError
 
 _token = click.option(
     "--token",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="File with the secret that jobs and askers must know. [default: $UCP_SHADOW_TOKEN_FILE]",
 )
 
@@ -27,14 +27,14 @@ def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> Sha
     if value is None:
         return None
     number, slash, count = value.partition("/")
-    if not (slash and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise click.BadParameter(f"{value!r} is not a share such as 1/2")
     return Share(int(number) - 1, int(count))
 
 
 @click.group("shadow", invoke_without_command=True, short_help="Hold the newest step of a job.")
-@click.option("--base", type=click.Path(path_type=Path), help="Checkpoint to begin with. [default: the run's own]")
-@click.option("--log", type=click.Path(path_type=Path), help="Log (or run) to follow, and to catch up from.")
+@click.option("--base", type=PATH, help="Checkpoint to begin with. [default: the run's own]")
+@click.option("--log", type=PATH, help="Log (or run) to follow, and to catch up from.")
 @click.option(
     "--listen",
     metavar="ADDR",

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ucp.cli.options import human_bytes, parse_bytes, table
+from ucp.cli.options import FILE, PATH, human_bytes, parse_bytes, table
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.records import dataclass
 from ucp.train.snapshot_drawing import Row, draw
@@ -33,12 +33,12 @@ def command() -> None:
 
 
 @command.command("plan", short_help="Show when each tensor is copied, and the stall.")
-@click.argument("snapshots", type=click.Path(path_type=Path))
+@click.argument("snapshots", type=PATH)
 @click.option("--link", metavar="SIZE", help="Bytes a second of background copies, instead of what was measured.")
 @click.option("--local", metavar="SIZE", help="Bytes a second of the trainer's own copies, likewise.")
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the link to use.")
 @click.option("--window", type=float, metavar="SECONDS", help="Time from one step to the next, instead of measured.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: an .svg or .png file.")
+@click.option("-o", "--output", type=FILE, help="Draw it: an .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
     snapshots: Path,

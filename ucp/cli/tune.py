@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ucp.cli.options import human_bytes, parse_bytes
+from ucp.cli.options import FILE, PATH, human_bytes, parse_bytes
 from ucp.errors import UsageError
 from ucp.log.measured import measure
 from ucp.log.reader import Log
@@ -29,7 +29,7 @@ def seconds(text: str | float) -> float:
 
 
 @click.command("tune", short_help="Say how often to save bases.")
-@click.argument("log", required=False, type=click.Path(path_type=Path))
+@click.argument("log", required=False, type=PATH)
 @click.option(
     "--mtbf",
     type=seconds,
@@ -47,7 +47,7 @@ def seconds(text: str | float) -> float:
 @click.option(
     "--quota", type=parse_bytes, metavar="SIZE", help="Space that the log may take between two bases, for example 200G."
 )
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curve: FILE.svg or FILE.png.")
+@click.option("--plot", type=FILE, help="Draw the curve: FILE.svg or FILE.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     log: Path | None, mtbf: float, quota: int | None, plot: Path | None, as_json: bool, **given: float | None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucp import api
-from ucp.cli.options import counted, human_bytes, log_options, reading_options, source_argument
+from ucp.cli.options import FILE, counted, human_bytes, is_watched, log_options, reading_options, source_argument
 from ucp.conversion import default_jobs
 from ucp.errors import StorageError, UsageError
 
@@ -35,14 +34,14 @@ FAIL_ON = ("error", "warning", "note", "never")
     "--output",
     "-o",
     multiple=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Also write a file: .json, .sarif, .xml (JUnit), else as --format says. Repeatable.",
 )
 @click.option("--fail-on", type=click.Choice(FAIL_ON), default="error", help="Least severity that fails. [error]")
 @click.option("--allow", metavar="CHECK", multiple=True, help="Findings of this check do not count. Repeatable.")
 @click.option(
     "--baseline",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Findings of this earlier report (JSON) do not count.",
 )
 @click.option("--jobs", "-j", type=click.IntRange(1), help="Workers. [default: cores, at most 8]")
@@ -94,7 +93,7 @@ def command(
     policy = make_policy(fail_on, allow, baseline)
     options = api.read_options(tag, rules, preset)
     progress = None
-    if not quick and sys.stderr.isatty():  # else there is no one to see the bar, and its modules need not be loaded
+    if not quick and is_watched():  # else there is no one to see the bar, and its modules need not be loaded
         from ucp.cli.progress import Bar
 
         progress = Bar()

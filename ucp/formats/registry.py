@@ -57,6 +57,19 @@ _RECOGNISERS: dict[str, str] = {
 
 def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
+    try:
+        name = _format_of(path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    found = cast(Reader, import_module(READERS[name])).read(path, options)
+    if found.steps and not options.spread:
+        found.lease = None  # the error keeps this frame
+        raise _mixture(path, found)
+    return found
+
+
+def _format_of(path: Path) -> str:
+    """The first format that recognises what is at `path`."""
     if not path.exists():
         copy_first = (
             "convert the shadow (`ucp convert`), and take the copy"
@@ -70,13 +83,8 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
             hint="repeat the command that writes it, with --resume; or remove it",
         )
     for name, module in READERS.items():
-        recogniser = cast(Reader, import_module(_RECOGNISERS.get(name, module)))
-        if recogniser.recognises(path):
-            found = cast(Reader, import_module(module)).read(path, options)
-            if found.steps and not options.spread:
-                found.lease = None  # the error keeps this frame
-                raise _mixture(path, found)
-            return found
+        if cast(Reader, import_module(_RECOGNISERS.get(name, module))).recognises(path):
+            return name
     raise NotUnderstoodError(
         f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
         hint="give the save folder (with `latest`), the step folder inside it, or a folder of atoms (with `ucp.json`)",

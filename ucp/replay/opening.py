@@ -56,7 +56,7 @@ def step_number(step: int | str | None) -> int | None:
     if step is None or step == LATEST:
         return None
     if isinstance(step, str):
-        if not step.isdigit():
+        if not step.isdecimal():
             raise UsageError(f"{step!r} is no step", hint="give a number, or latest")
         return int(step)
     return step

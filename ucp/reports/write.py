@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import ucp.checks as checks
@@ -56,8 +57,7 @@ def write_report(
     """
     options = options or Options()
     path, out = as_path(source), local_path(target, "a page goes")
-    if out.is_dir():
-        raise UsageError(f"{out}: is a folder", hint="name the page: -o report.html")
+    _check_target(out)
     reading = options.reading or ReadOptions()
     checkpoint: Checkpoint | None = None
     try:
@@ -75,6 +75,16 @@ def write_report(
     text = page(said, f"{path.resolve().name} · ucp report")
     _write(out, text)
     return Written(out, len(text.encode()), len(checkpoint.parameters) if checkpoint else 0, report)
+
+
+def _check_target(out: Path) -> None:
+    """Raise what can be known before any work."""
+    try:
+        is_folder = out.is_dir()
+    except OSError as error:
+        raise StorageError(f"{out}: cannot be written: {error.strerror}") from error
+    if is_folder:
+        raise UsageError(f"{out}: is a folder", hint="name the page: -o report.html")
 
 
 def measure(
@@ -102,5 +112,6 @@ def _write(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

@@ -67,7 +67,7 @@ def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> Ad
             )
         return Address(plain, 0, file, "shm")
     host, colon, port = plain.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
+    if not colon or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{given!r} is no address of a shadow", hint="say shadow://host:port")
     return Address(
         host.strip("[]") or "127.0.0.1", int(port), file, "gloo" if scheme and scheme[1] == "gloo" else "shadow"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.errors import IntegrityError
+from ucp.errors import IntegrityError, StorageError
 from ucp.files.safetensors import read_safetensors
 from ucp.formats.atoms.manifest import lines_of
 from ucp.formats.inert_json import Encoder, decode
@@ -17,6 +17,7 @@ from ucp.model.region import Region
 from ucp.model.target import Literal, OutputFile
 
 TREES: Final = "extras/extras.json"
+_RESTORE: Final = "convert again, or restore the file"
 TENSORS: Final = "extras/tensors.safetensors"
 CARRIED: Final = "extras/files"
 
@@ -45,8 +46,11 @@ def read_extras(folder: Path, carried: list[str]) -> Extras:
             file: {**shared["common"][own["common"]], **own["own"]} if "common" in own else own["own"]
             for file, own in shared["files"].items()
         }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path}: cannot be read: {error!r}", hint="convert again, or restore the file") from None
+    except OSError as error:
+        failure = IntegrityError if isinstance(error, FileNotFoundError) else StorageError
+        raise failure(f"{path}: cannot be read: {error.strerror}", hint=_RESTORE) from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{path}: cannot be read: {error!r}", hint=_RESTORE) from None
     tensors: dict[str, Atom] = {}
     if (folder / TENSORS).exists():
         for key, entry in read_safetensors(folder / TENSORS).entries.items():
