@@ -48,7 +48,9 @@ def check_digests(folder: Path, target: Target, digests: Digests) -> None:
         position = 0
         for offset, nbytes, digest in entries:
             assert offset == position, "digested ranges tile the file"
-            assert digest == xxhash.xxh3_128_hexdigest(data[offset : offset + nbytes])
+            some = data[offset : offset + nbytes]
+            wanted = xxhash.xxh3_128_hexdigest(some) if file.seal is None else f"{zlib.crc32(some):08x}"
+            assert digest == wanted
             position += nbytes
         assert position == len(data) == file.size
 

@@ -23,6 +23,7 @@ from ucp.engine.publishing import digests_of, publish
 from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
+from ucp.files.crc import Crc32
 from ucp.files.local import make_file, sync
 from ucp.model.target import Digests, OutputFile, Target
 
@@ -117,10 +118,14 @@ class Staging:
                 yield part
 
     def _intact(self, extent: Extent, written: Written) -> bool:
-        if extent.data is not None and xxhash.xxh3_128_hexdigest(extent.data) != written.digest:
-            return False
+        new = xxhash.xxh3_128 if written.crc is None else Crc32
+        if extent.data is not None:
+            digest = new()
+            digest.update(extent.data)
+            if digest.hexdigest() != written.digest:
+                return False
         path = self.output / self.target.files[written.file].path
-        return digest_range(path, written.offset, written.nbytes) == written.digest
+        return digest_range(path, written.offset, written.nbytes, new()) == written.digest
 
     def written(self) -> Iterator[Written]:
         """Everything that is on disk, in no particular order."""
@@ -167,9 +172,8 @@ class Staging:
             self._journal = None
 
 
-def digest_range(path: Path, offset: int, nbytes: int) -> str | None:
-    """XXH3-128 (hex) of a byte range; None where the file is shorter or not there."""
-    digest = xxhash.xxh3_128()
+def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 | Crc32) -> str | None:
+    """The digest (hex) of a byte range; None where the file is shorter or not there."""
     block = memoryview(bytearray(min(max(nbytes, 1), tunables.SLAB_BYTES)))
     try:
         with path.open("rb", buffering=0) as file:

@@ -14,7 +14,7 @@ from ucp.engine.flat import StraightReader, Views, is_stored_as_is
 from ucp.engine.outputs import Outputs
 from ucp.engine.plan import Extent, Part
 from ucp.engine.sweep import Sweep
-from ucp.files.crc import crc32, crc32_of_zeros
+from ucp.files.crc import crc32, crc32_of_zeros, hex_crc
 from ucp.files.local import SourceFiles
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom
@@ -31,7 +31,8 @@ _LARGEST_ITEM = 16  # bytes of the widest element there is
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An extent that is on disk: the XXH3-128 digest (hex) of its bytes and, in a file with a seal, their CRC-32."""
+    """An extent that is on disk, and the digest of its bytes in hex: XXH3-128, or in a file with a seal their CRC-32,
+    which is computed for the seal anyway."""
 
     file: int
     offset: int
@@ -184,7 +185,7 @@ class _Target:
         self.extent = extent
         self._sealed = outputs.files[extent.file].seal is not None
         self._at = extent.offset
-        self._digest = xxhash.xxh3_128()
+        self._digest = None if self._sealed else xxhash.xxh3_128()
         self._is_zeros = extent.place is None and extent.data is None
         self._crc = crc32_of_zeros(extent.nbytes) if self._is_zeros else 0
 
@@ -217,8 +218,9 @@ class _Target:
         return runs.numel
 
     def append(self, data: memoryview) -> None:
-        self._digest.update(data)
-        if self._sealed and not self._is_zeros:
+        if self._digest is not None:
+            self._digest.update(data)
+        elif not self._is_zeros:
             self._crc = crc32(data, self._crc)
         self.outputs.write(self.extent.file, self._at, data)
         self._at += len(data)
@@ -227,5 +229,6 @@ class _Target:
         extent = self.extent
         if self._at != extent.offset + extent.nbytes:
             raise AssertionError(f"{self.outputs.path(extent.file)}: wrote up to {self._at} of extent {extent}")
-        crc = self._crc if self._sealed else None
-        return Written(extent.file, extent.offset, extent.nbytes, self._digest.hexdigest(), crc)
+        if self._digest is not None:
+            return Written(extent.file, extent.offset, extent.nbytes, self._digest.hexdigest())
+        return Written(extent.file, extent.offset, extent.nbytes, hex_crc(self._crc), self._crc)

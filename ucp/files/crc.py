@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import Final
 
-__all__ = ["crc32", "crc32_combine", "crc32_of_zeros"]
+__all__ = ["Crc32", "crc32", "crc32_combine", "crc32_of_zeros", "hex_crc"]
 
 _Crc32 = Callable[[bytes | bytearray | memoryview, int], int]
 
@@ -35,6 +35,24 @@ def _fastest() -> _Crc32:
     except ImportError:
         return zlib.crc32
     return fast
+
+
+def hex_crc(crc: int) -> str:
+    """Always eight digits."""
+    return f"{crc:08x}"
+
+
+class Crc32:
+    """The CRC-32 of a stream, by the methods that digests have."""
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self._crc = crc32(data, self._crc)
+
+    def hexdigest(self) -> str:
+        return hex_crc(self._crc)
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:

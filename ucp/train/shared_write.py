@@ -189,7 +189,7 @@ def _write(fd: int, offset: int, flat: torch.Tensor, *, digested: bool) -> str:
 
 def seal(path: Path, sealing: Sealing) -> Written:
     """The digest of a range that several ranks have written."""
-    digest = digest_range(path, sealing.offset, sealing.nbytes)
+    digest = digest_range(path, sealing.offset, sealing.nbytes, xxhash.xxh3_128())
     if digest is None:
         raise StorageError(f"{path}: ends before byte {sealing.offset + sealing.nbytes}")
     return Written(sealing.file, sealing.offset, sealing.nbytes, digest)
