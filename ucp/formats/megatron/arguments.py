@@ -110,6 +110,16 @@ class Arguments:
     def is_distributed_optimizer(self) -> bool:
         return self.flag("use_distributed_optimizer")
 
+    @property
+    def has_muon(self) -> bool:
+        """Whether matrices are trained by Muon, and the rest by Adam: `muon`, `dist_muon`, `adaptive_muon`."""
+        return "muon" in str(self.fields.get("optimizer"))
+
+    @property
+    def is_layer_wise(self) -> bool:
+        """Whether whole parameters are dealt to data-parallel ranks, each of which keeps the states of its own."""
+        return str(self.fields.get("optimizer")).startswith("dist_")
+
 
 def arguments_of(value: Any, where: str) -> Arguments:
     """The arguments in an `argparse.Namespace` of a file."""

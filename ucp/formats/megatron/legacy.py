@@ -11,8 +11,9 @@ from ucp.formats.megatron.arguments import Arguments, arguments_of
 from ucp.formats.megatron.buffer_files import read_buffers
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, model_files
 from ucp.formats.megatron.holdings import Holder, Holdings
+from ucp.formats.megatron.layer_wise import layer_wise_files, read_layer_wise
 from ucp.formats.megatron.names import EMBEDDING, OUTPUT, is_buffer
-from ucp.formats.megatron.plain_optimizer import read_states
+from ucp.formats.megatron.plain_optimizer import GroupMatcher, read_states
 from ucp.formats.megatron.rankfile import Entry, RankFile, chunks_of, entries_of, layers_in
 from ucp.model.checkpoint import WEIGHT, Note
 from ucp.records import dataclass, field
@@ -37,6 +38,7 @@ class RankFiles:
     model: RankFile
     chunks: list[dict[str, Any]]
     optimizer: RankFile | None = None
+    layer_wise: dict[int, RankFile] = field(default_factory=dict)  # by data-parallel rank
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ def read_legacy(root: Path) -> Legacy:
         holder = _holder(numbers, arguments, file.name)
         beside = root / Path(file.name).parent / OPTIMIZER_FILE
         optimizer = RankFile(root, f"{Path(file.name).parent}/{OPTIMIZER_FILE}") if beside.is_file() else None
-        legacy.files[holder] = RankFiles(file, chunks_of(file.mapping(), file.name), optimizer)
+        shares = layer_wise_files(root, str(Path(file.name).parent)) if arguments.is_layer_wise else {}
+        legacy.files[holder] = RankFiles(file, chunks_of(file.mapping(), file.name), optimizer, shares)
     _check_grid(root, legacy)
     _read_all(root, legacy)
     return legacy
@@ -157,8 +160,10 @@ def _read_optimizer(legacy: Legacy, holder: Holder, files: RankFiles, entries: l
     tree = files.model.mapping().get("optimizer")
     if files.optimizer is not None:
         groups = read_buffers(files.optimizer, files.model, tree, entries, holder, legacy.arguments)
+    elif files.layer_wise:
+        groups = read_layer_wise(files.layer_wise, entries, holder, legacy.arguments)
     elif tree is not None and not legacy.arguments.is_distributed_optimizer:
-        groups = read_states(files.model, tree, entries, legacy.arguments)
+        groups = read_states(files.model, tree, GroupMatcher(entries, legacy.arguments))
     else:
         return
     for group in groups:

@@ -7,7 +7,7 @@ group follows from what the group says of itself, and shapes must agree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.files.inert import TensorRef
@@ -23,7 +23,8 @@ _MASTERS: Final = "fp32_from_fp16_params"
 _RESTORE: Final = "restore the files of one save; or drop the optimizer with --only weights"
 _NORMS_OF_HEADS: Final = ("q_layernorm.", "k_layernorm.")
 
-Flags = tuple[bool, bool, bool]  # of an expert-parallel, of a decayed, of a group with a learning rate of its own
+# Of an expert-parallel, of a decayed, of a group with a learning rate of its own, of one of Muon's.
+Flags = tuple[bool, bool, bool, bool]
 
 
 def optimizers_of(tree: Any) -> list[Mapping[str, Any]]:
@@ -46,6 +47,12 @@ def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in group.items() if key != _PARAMS}
 
 
+class Dealer(Protocol):
+    """Who knows the parameters of the next group of a file."""
+
+    def next_of(self, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...] | None]) -> list[Entry] | None: ...
+
+
 class GroupMatcher:
     """Deals the parameters of one rank to the groups of its optimizers."""
 
@@ -55,13 +62,13 @@ class GroupMatcher:
 
     def all_of(self, group: Mapping[str, Any]) -> list[Entry]:
         """Every parameter that belongs to a group which does not list its own."""
-        wanted = said_of(group)
+        wanted = said_of(group, self._arguments)
         taken = [entry for entry in self._left if self._flags(entry) == wanted]
         return self._take(taken)
 
     def next_of(self, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...] | None]) -> list[Entry] | None:
         """The next parameters of a group, one for each shape; None where shapes do not allow it."""
-        wanted = said_of(group)
+        wanted = said_of(group, self._arguments)
         alike = [entry for entry in self._left if self._flags(entry) == wanted][: len(shapes)]
         if len(alike) == len(shapes) and all(
             shape is None or shape == entry.ref.shape for shape, entry in zip(shapes, alike, strict=True)
@@ -91,21 +98,27 @@ def flags_of(name: str, dimensions: int, arguments: Arguments) -> Flags:
     of_heads = arguments.flag("apply_wd_to_qk_layernorm") and any(norm in name for norm in _NORMS_OF_HEADS)
     decayed = (dimensions > 1 and not name.endswith(".bias")) or of_heads
     own_rate = arguments.fields.get("decoupled_lr") is not None and name in (EMBEDDING, OUTPUT)
-    return is_expert(name) and apart, decayed, own_rate
+    of_muon = arguments.has_muon and dimensions == 2 and name not in (EMBEDDING, OUTPUT)
+    return is_expert(name) and apart, decayed, own_rate, of_muon
 
 
-def said_of(group: Mapping[str, Any]) -> Flags:
+def said_of(group: Mapping[str, Any], arguments: Arguments) -> Flags:
     """What a stored group says of itself."""
     return (
         group.get("is_expert_parallel") is True,
         group.get("wd_mult", 1.0) != 0.0,
         group.get("is_decoupled_lr") is True or group.get("default_config") is False,  # the second since 0.16
+        is_of_muon(group, arguments),
     )
 
 
-def read_states(file: RankFile, tree: Any, entries: Sequence[Entry], arguments: Arguments) -> Iterator[Group]:
-    """Give the entries their states; gives the groups with the names of their parameters."""
-    matcher = GroupMatcher(entries, arguments)
+def is_of_muon(hyper: Mapping[str, Any], arguments: Arguments) -> bool:
+    """Whether Muon trains a group with these settings; what it leaves to Adam has that one's."""
+    return arguments.has_muon and "betas" not in hyper
+
+
+def read_states(file: RankFile, tree: Any, dealer: Dealer) -> Iterator[Group]:
+    """Give parameters their states; gives the groups with the names of their parameters."""
     for optimizer in optimizers_of(tree):
         inner = optimizer.get("optimizer", optimizer)
         state = inner.get("state") if isinstance(inner, dict) else None
@@ -115,18 +128,18 @@ def read_states(file: RankFile, tree: Any, entries: Sequence[Entry], arguments: 
             raise NotUnderstoodError(f"{file.name}: its optimizer has no states and groups that are known here")
         for number, group in enumerate(groups):
             kept = masters[number] if isinstance(masters, list) and number < len(masters) else None
-            yield _read_group(file, matcher, group, number, state, kept)
+            yield _read_group(file, dealer, group, number, state, kept)
 
 
 def _read_group(
-    file: RankFile, matcher: GroupMatcher, group: Mapping[str, Any], number: int, state: Mapping[Any, Any], kept: Any
+    file: RankFile, dealer: Dealer, group: Mapping[str, Any], number: int, state: Mapping[Any, Any], kept: Any
 ) -> Group:
     numbers = group.get(_PARAMS)
     if not isinstance(numbers, list):
         raise NotUnderstoodError(f"{file.name}: parameter group {number} does not list its parameters")
     tables: list[Mapping[str, Any]] = [table if isinstance(table := state.get(i), dict) else {} for i in numbers]
     shapes = [_shape(table) for table in tables]
-    found = matcher.next_of(group, shapes)
+    found = dealer.next_of(group, shapes)
     if found is None:
         raise InconsistentError(
             f"{file.name}: the {len(numbers)} states of parameter group {number} do not fit the parameters of the"

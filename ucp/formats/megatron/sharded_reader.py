@@ -115,7 +115,7 @@ class ShardedReader:
         for optimizer in self._optimizers():
             step = _common_step(self.common, optimizer)
             for group in groups_of(optimizer):
-                wanted = said_of(group)
+                wanted = said_of(group, self.arguments)
                 mine = [p for p in left if self._flags(p) == wanted]
                 taken = {p.name for p in mine}
                 left = [p for p in left if p.name not in taken]

@@ -13,10 +13,11 @@ from ucp.formats.megatron.emit.carried import Carried
 from ucp.formats.megatron.emit.extrastates import OUTPUT_EXTRA, experts_of, extra_states, interleaved, on_chunk
 from ucp.formats.megatron.emit.job import job_for
 from ucp.formats.megatron.emit.model import Model, Tenant
-from ucp.formats.megatron.emit.optimizer import has_states, plain_tree, stateless_chain
+from ucp.formats.megatron.emit.optimizer import has_states, layer_wise_tree, plain_tree, stateless_chain
 from ucp.formats.megatron.emit.rng import RandomStates
 from ucp.formats.megatron.filing import FileRank, file_ranks
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, TRACKER
+from ucp.formats.megatron.layer_wise import copies_of, file_name
 from ucp.formats.megatron.local_module import ModuleRank
 from ucp.formats.megatron.names import expert_of, with_expert_after, with_layer_after
 from ucp.formats.registry import WriteOptions
@@ -60,8 +61,16 @@ class Writer:
             for held in file_ranks(arguments):
                 name = self._name(pp, held.tp, held.ep)
                 yield f"{name}/{MODEL_FILE}", self._tree(pp, held, files)
+                if arguments.is_layer_wise and has_states(self.source):
+                    for dp in copies_of(held.tp, held.ep, arguments):
+                        yield f"{name}/{file_name(dp)}", self._share(pp, held, dp, files)
                 if self._buffers is not None:
                     yield f"{name}/{OPTIMIZER_FILE}", gathered_tree(self._buffers, pp, held, arguments)
+
+    def _share(self, pp: int, held: FileRank, dp: int, files: SourceFiles) -> Any:
+        """What one data-parallel rank of a folder keeps of the optimizers."""
+        tenants = list(self.model.tenants(ModuleRank(pp, held.tp, held.ep, held.etp)))
+        return layer_wise_tree(self.model, tenants, held.tp, dp, self.carried.grad_scaler(), files)
 
     def _name(self, pp: int, tp: int, ep: int) -> str:
         name = f"mp_rank_{tp:02d}"
@@ -87,15 +96,17 @@ class Writer:
                 tree[key] = self._chunk(rank, chunk.vp, [t for t in tenants if t.tensor.chunk == chunk.vp])
         scheduler = rest.pop(SCHEDULER, None)
         if has_states(self.source):
-            tree["optimizer"] = self._optimizer(tenants, files)
+            tree["optimizer"] = self._optimizer(tenants, held, files)
             tree.update({} if scheduler is None else {SCHEDULER: scheduler})
         state = self._random.of(pp, held.tp, held.place // mesh.tp)
         if state is not None:
             tree["rng_state"] = state
         return {**tree, **rest}
 
-    def _optimizer(self, tenants: list[Tenant], files: SourceFiles) -> Any:
+    def _optimizer(self, tenants: list[Tenant], held: FileRank, files: SourceFiles) -> Any:
         scaler = self.carried.grad_scaler()
+        if self.job.arguments.is_layer_wise:
+            return layer_wise_tree(self.model, tenants, held.tp, held.place // self.mesh.tp, scaler, files)
         if self._buffers is None:
             return plain_tree(self.model, tenants, scaler, files)
         chain = stateless_chain(self.model, scaler, files)

@@ -71,6 +71,8 @@ def job_for(source: Checkpoint, carried: Carried, options: WriteOptions) -> Job:
     base = like.mesh if like is not None else source.mesh
     pattern = Carried(like).arguments if like is not None else carried.arguments
     mesh, etp = _mesh(base, carried.arguments, options)
+    if mesh.zero and carried.arguments.has_muon and source.groups:
+        raise UsageError("Megatron's distributed optimizer knows Adam, but not Muon", hint="use --optimizer plain")
     _check_experts(mesh, carried.arguments, options)
     notes: list[Note] = []
     if bool(mesh.zero) != bool(source.mesh.zero) and source.groups:

@@ -11,8 +11,10 @@ from ucp.files.local import SourceFiles
 from ucp.files.torchzip_writer import Fill, NewTensor, new_tensor
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.emit.model import Model, Tenant
+from ucp.formats.megatron.layer_wise import Hand, dealt
 from ucp.formats.megatron.names import is_expert
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter
+from ucp.formats.megatron.plain_optimizer import is_of_muon
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, ParamGroup
 from ucp.model.dtypes import FLOAT32
 from ucp.model.region import Region
 from ucp.records import dataclass
@@ -41,23 +43,35 @@ def has_apart_experts(arguments: Arguments) -> bool:
 
 
 def target_optimizers(source: Checkpoint, arguments: Arguments) -> list[list[TargetGroup]]:
-    """The groups of every optimizer of the chain: that of dense parameters, then that of experts where it is apart."""
+    """The groups of every optimizer of the chain: Muon's where there is one, then Adam's or whatever it is.
+
+    Of each, that of dense parameters comes first, then that of experts where it is apart.
+    """
     apart = has_apart_experts(arguments)
     found: list[list[TargetGroup]] = []
-    for experts in (False, True) if apart else (False,):
-        groups: list[TargetGroup] = []
-        for group in source.groups:
-            names = [name for name in group.names if not apart or is_expert(name) == experts]
-            if not names:
-                continue
-            hyper = {
-                key: value for key, value in group.hyper.items() if key != STEP and not isinstance(value, TensorRef)
-            }
-            if _EXPERTS in hyper:
-                hyper[_EXPERTS] = experts
-            _merge(groups, TargetGroup(hyper, frozenset(names), group.hyper.get(STEP)))
-        found.append(groups)
+    for muon in (True, False) if arguments.has_muon else (False,):
+        chosen = [group for group in source.groups if is_of_muon(group.hyper, arguments) == muon]
+        parts = [
+            _target_groups(chosen, experts if apart else None) for experts in ((False, True) if apart else (False,))
+        ]
+        if muon and arguments.is_layer_wise:  # which keeps the groups of experts in one optimizer with the others
+            parts = [[group for part in parts for group in part]]
+        found += [parts[0], *(part for part in parts[1:] if part)]
     return found
+
+
+def _target_groups(chosen: Sequence[ParamGroup], experts: bool | None) -> list[TargetGroup]:
+    """The groups, with experts or the others in them alone; all where `experts` is None."""
+    groups: list[TargetGroup] = []
+    for group in chosen:
+        names = [name for name in group.names if experts is None or is_expert(name) == experts]
+        if not names:
+            continue
+        hyper = {key: value for key, value in group.hyper.items() if key != STEP and not isinstance(value, TensorRef)}
+        if _EXPERTS in hyper:
+            hyper[_EXPERTS] = experts is True
+        _merge(groups, TargetGroup(hyper, frozenset(names), group.hyper.get(STEP)))
+    return groups
 
 
 def _merge(groups: list[TargetGroup], new: TargetGroup) -> None:
@@ -78,12 +92,41 @@ def has_states(source: Checkpoint) -> bool:
 
 def plain_tree(model: Model, tenants: Sequence[Tenant], scaler: Any, files: SourceFiles) -> Any:
     """The state of the optimizers of one rank as `state_dict` of the plain mixed-precision optimizer gives it."""
-    arguments = model.job.arguments
-    chain = [
-        _one(model, [t for t in tenants if t.is_trained], groups, scaler, files)
-        for groups in target_optimizers(model.source, arguments)
+    chain = target_optimizers(model.source, model.job.arguments)
+    return _tree(model, chain, _members(chain, tenants), scaler, files)
+
+
+def layer_wise_tree(model: Model, tenants: Sequence[Tenant], tp: int, dp: int, scaler: Any, files: SourceFiles) -> Any:
+    """What data-parallel rank `dp` has of it, where whole parameters are dealt to such ranks."""
+    chain = target_optimizers(model.source, model.job.arguments)
+    groups = [group for optimizer in chain for group in optimizer]
+    hands = [
+        Hand(mine, group.hyper.get(_EXPERTS) is True)
+        for group, mine in zip(groups, _members(chain, tenants), strict=True)
     ]
-    return chain if len(chain) > 1 else chain[0]
+    mine = dealt(hands, lambda tenant: tenant.tensor.numel, tp, dp, model.job.arguments)
+    return _tree(model, chain, mine, scaler, files)
+
+
+def _members(chain: Sequence[Sequence[TargetGroup]], tenants: Sequence[Tenant]) -> list[list[Tenant]]:
+    """The tensors of a rank in each group of all optimizers."""
+    return [
+        [tenant for tenant in tenants if tenant.is_trained and tenant.tensor.lodgers[0].name in group.names]
+        for groups in chain
+        for group in groups
+    ]
+
+
+def _tree(
+    model: Model,
+    chain: Sequence[Sequence[TargetGroup]],
+    members: Sequence[Sequence[Tenant]],
+    scaler: Any,
+    files: SourceFiles,
+) -> Any:
+    rest = iter(members)
+    made = [_one(model, [(group, next(rest)) for group in groups], scaler, files) for groups in chain]
+    return made if len(made) > 1 else made[0]
 
 
 def stateless_chain(model: Model, scaler: Any, files: SourceFiles) -> list[dict[str, Any]]:
@@ -112,14 +155,13 @@ def _stateless(model: Model, groups: Sequence[TargetGroup], scaler: Any, files: 
 
 
 def _one(
-    model: Model, tenants: Sequence[Tenant], groups: Sequence[TargetGroup], scaler: Any, files: SourceFiles
+    model: Model, groups: Sequence[tuple[TargetGroup, Sequence[Tenant]]], scaler: Any, files: SourceFiles
 ) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     masters: list[list[NewTensor]] = []
     number = 0
-    for group in groups:
-        mine = [tenant for tenant in tenants if tenant.tensor.lodgers[0].name in group.names]
+    for group, mine in groups:
         numbers = list(range(number, number + len(mine)))
         number += len(mine)
         step = step_of(model.source, group, files)
