@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.errors import IntegrityError
-from ucp.files.inert import TensorRef
+from ucp.errors import IntegrityError, NotUnderstoodError
+from ucp.files.inert import Inert, TensorRef, class_path
 from ucp.files.local import SourceFiles
 from ucp.files.torchzip import TorchFile
 from ucp.formats.distcp import Item
@@ -59,6 +59,12 @@ class Archives:
     def locate(self, entry: TensorEntry, box: Box, item: Item, files: SourceFiles) -> Fragment:
         """Where the elements of one chunk lie. The archive is checked against what the metadata says of it."""
         inside, ref = self._tensor(item, files)
+        if isinstance(ref, Inert):
+            raise NotUnderstoodError(
+                f"{self.root / item.file}: {entry.key} is stored in a form whose bytes are not its values, such as a"
+                f" conjugate view ({class_path(type(ref))})",
+                hint="save a plain copy of it: `tensor.resolve_conj().resolve_neg().contiguous()`",
+            )
         if not isinstance(ref, TensorRef) or ref.shape != box.shape or ref.dtype != entry.dtype:
             found = f"{ref.dtype} {list(ref.shape)}" if isinstance(ref, TensorRef) else f"{ref!r}"
             raise IntegrityError(

@@ -153,6 +153,77 @@ def test_groups_without_names_are_not_lost(tmp_path: Path) -> None:
     assert groups[0]["weight_decay"] == state["optimizer"]["param_groups"][0]["weight_decay"]
 
 
+def test_numbers_without_states(tmp_path: Path) -> None:
+    """SGD without momentum keeps nothing of a parameter: its numbers are none of the names that other values have."""
+    import torch
+
+    model = small_state()["model"]
+    names = [name for name in model if "running" not in name and "num_batches" not in name]
+    groups = [{"lr": 0.5, "params": list(range(len(names)))}]
+    state = {
+        "model": model,
+        "optimizer": {"state": {}, "param_groups": groups},
+        "seen": {"lengths": [torch.ones(1), torch.ones(2)]},
+    }
+    index = index_of(save(state, tmp_path / "saved"))
+    assert list(index.parameters) == list(model)
+    assert index.groups[0].names == names
+    assert index.extras.trees[".metadata"].keys() == {"seen"}
+
+
+def test_names_beside_numbers(tmp_path: Path) -> None:
+    """An optimizer made from `named_parameters()` numbers its parameters, in any order, and names them too."""
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
+    optimizer = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=0.5)
+    model(torch.randn(2, 3)).square().sum().backward()
+    optimizer.step()
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
+    opened = ucp.open(path)
+    assert opened.index.groups[0].names == ["2.weight", "1.weight", "0.weight"]
+    assert not opened.index.notes
+    for name, parameter in model.named_parameters():
+        assert torch.equal(opened[name].read("exp_avg", as_torch=True), optimizer.state[parameter]["exp_avg"]), name
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+def test_parameters_without_a_gradient_are_frozen(tmp_path: Path, flatten: bool) -> None:
+    """Optimizers are given all parameters, frozen ones too, and keep no state of those: that is no damage."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.randn(2, 3)).square().sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    own, optim = get_state_dict(model, optimizer, options=options)
+    path = save({"model": own, "optim": optim}, tmp_path / "saved")
+    index = index_of(path)
+    assert {name: p.role for name, p in index.parameters.items()} == {
+        **dict.fromkeys(("0.weight", "0.bias"), "frozen"),
+        **dict.fromkeys(("1.weight", "1.bias"), "trained"),
+    }
+    assert index.groups[0].names == list(own)
+    assert [note.id for note in index.notes] == ["idle-parameters"]
+    assert [found for found in ucp.verify(path, level="deep").findings if found.severity != "note"] == []
+    ucp.convert(path, tmp_path / "zero", to="deepspeed", zero=1, dp=2)
+    assert ucp.open(tmp_path / "zero").index.parameters["0.weight"].role == "frozen"
+
+
+def test_bytes_that_are_not_values(tmp_path: Path) -> None:
+    import torch
+
+    from ucp.errors import NotUnderstoodError
+
+    view = torch.randn(3, dtype=torch.complex64).conj()
+    path = save({"model": {"rotation": view}}, tmp_path / "saved")
+    with pytest.raises(NotUnderstoodError, match=r"model\.rotation is stored in a form .* conjugate"):
+        ucp.open(path)["rotation"].read("weight")
+
+
 def test_numbers_that_fit_no_order_stay_extras(tmp_path: Path) -> None:
     state = raw_state()
     numbered = state["optimizer"]["state"]

@@ -20,6 +20,8 @@ from ucp.formats.dcp import cutting
 from ucp.model.box import Box
 from ucp.model.coverage import coverage
 
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
+
 
 @pytest.fixture(autouse=True)
 def cut_small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +167,34 @@ def test_fields_that_a_job_asks_for_are_filled_in(tmp_path: Path) -> None:
     assert got["param_groups"][0]["maximize"] is False
     step = got["state"]["0.weight"]["step"]
     assert (step.item(), step.shape, str(step.dtype)) == (9.0, (), "torch.float32")
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "Muon"])
+def test_nothing_is_filled_in_for_optimizers_with_other_fields(tmp_path: Path, kind: str) -> None:
+    import torch
+
+    from ucp.api import plan
+
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.5)
+    model(torch.randn(2, 3)).square().sum().backward()
+    optimizer.step()
+    save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a")
+    conversion = plan(tmp_path / "a", tmp_path / "b", to="dcp")
+    conversion.run()
+    assert conversion.writer.notes == []
+    (before,), (after,) = ucp.open(tmp_path / "a").index.groups, ucp.open(tmp_path / "b").index.groups
+    assert {**before.hyper, "initial_lr": 0.5} == after.hyper
+
+
+@pytest.mark.parametrize("variant", ["z0_bf16_dp2", "universal_z1_bf16_tp2"])
+def test_groups_of_another_framework_are_no_second_optimizer(tmp_path: Path, variant: str) -> None:
+    """Its files hold them too, and not only as groups."""
+    source = FIXTURES / variant
+    ucp.convert(source, tmp_path / "b", to="dcp")
+    before, after = ucp.open(source).index, ucp.open(tmp_path / "b").index
+    assert [group.names for group in after.groups] == [group.names for group in before.groups]
+    assert after.parameters.keys() == before.parameters.keys()
 
 
 def test_what_a_folder_cannot_say_comes_back(corpus: Path, tmp_path: Path) -> None:

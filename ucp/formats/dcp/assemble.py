@@ -9,10 +9,10 @@ from typing import Any
 
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.formats.dcp.groups import Group, Values, read_groups
+from ucp.formats.dcp.groups import Group, Values, read_groups, without_gradients
 from ucp.formats.dcp.keys import LIKE_WEIGHT, ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
 from ucp.formats.dcp.nesting import nest
-from ucp.formats.dcp.numbering import match_numbers
+from ucp.formats.dcp.numbering import match_numbers, told_names
 from ucp.formats.dcp.own_facts import OwnFacts, take_facts
 from ucp.formats.dcp.roles import find_copies, find_roles, find_ties
 from ucp.formats.dcp.style import Place
@@ -23,8 +23,6 @@ from ucp.model.dtypes import BOOL, FLOAT64, INT64
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.records import dataclass, field
-
-# States that have the parameter's own shape in every optimizer that knows them.
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ class _Assembly:
             facts, self.left[folder.name] = take_facts(left, self.values.objects.value)
             self.facts = facts if facts.buffers or facts.step is not None else self.facts
             optimizers.extend((optimizer, read_groups(optimizer, self.values), folder) for optimizer in found)
-        wanted = [_used_names(optimizer, groups) for optimizer, groups, _ in optimizers if not optimizer.by_number]
+        wanted = [_used_names(optimizer) for optimizer, _, _ in optimizers if not optimizer.by_number]
         models: list[tuple[ModelKeys, Folder]] = []
         for folder in folders:
             found_models, self.left[folder.name] = find_models(folder, self.left[folder.name], wanted)
@@ -93,7 +91,10 @@ class _Assembly:
                 continue
             owned.append((optimizer, groups, translate))
             trained.update(translate.values())
+        idle = [known[name] for optimizer, groups, known in owned for name in without_gradients(optimizer, groups)]
+        trained.difference_update(idle)
         roles = find_roles(tensors, trained, has_optimizer=bool(owned))
+        roles.update((name, "frozen") for name in idle if name in roles)
         roles.update((name, "buffer") for name in self.facts.buffers if name in roles and name not in trained)
         ties = find_ties(self.archives, self.files, tensors, trained, roles) if owned else {}
         parameters = self.contents.parameters
@@ -111,6 +112,10 @@ class _Assembly:
         for optimizer, groups, known in owned:
             self._states(optimizer, known)
             self._groups(groups, known)
+        if idle:
+            shown = ", ".join([*idle[:3], *(["…"] if len(idle) > 3 else [])])
+            text = f"{len(idle)} of the optimizer's parameters have no state, and are taken as frozen: {shown}"
+            self._note("idle-parameters", text)
 
     def _plain_names(self, model: ModelKeys, optimizers: list[OptimizerKeys]) -> dict[str, str]:
         """Stored name → parameter name: without what wrappers of the module added."""
@@ -137,7 +142,7 @@ class _Assembly:
         tensors: Mapping[str, TensorEntry],
     ) -> dict[str, str] | None:
         """What this optimizer calls a parameter → our name; None, and its states are extras, where that is unknown."""
-        used = list(dict.fromkeys([*(name for group in groups for name in group.names), *optimizer.states]))
+        used = list(dict.fromkeys([*optimizer.listed, *optimizer.states]))
         if optimizer.by_number:
             return self._by_number(optimizer, groups, tensors)
         best: dict[str, str] = {}
@@ -151,6 +156,9 @@ class _Assembly:
     def _by_number(
         self, optimizer: OptimizerKeys, groups: list[Group], tensors: Mapping[str, TensorEntry]
     ) -> dict[str, str] | None:
+        told = told_names(groups)
+        if told.keys() >= {*optimizer.listed, *optimizer.states} and tensors.keys() >= set(told.values()):
+            return told
         found = match_numbers(optimizer, groups, tensors)
         if found is None:  # the optimizer knows a tied weight once, the model by all its names
             copies = find_copies(self.archives, self.files, tensors)
@@ -162,7 +170,7 @@ class _Assembly:
                 "the optimizer numbers its parameters: they were matched to names by order and shapes",
             )
             return found
-        count = len(optimizer.states)
+        count = len(set(optimizer.listed) | optimizer.states.keys())
         self._note(
             "states-unnamed",
             f"the optimizer numbers its {count} parameters, in an unknown order: its states are extras",
@@ -262,8 +270,8 @@ class _Assembly:
         self.contents.notes.append(Note(name, text))
 
 
-def _used_names(optimizer: OptimizerKeys, groups: list[Group]) -> set[str]:
-    return {unwrapped(name) for name in (*optimizer.states, *(name for group in groups for name in group.names))}
+def _used_names(optimizer: OptimizerKeys) -> set[str]:
+    return {unwrapped(name) for name in (*optimizer.states, *optimizer.listed)}
 
 
 def _counted_step(trees: Mapping[str, Any]) -> int | None:

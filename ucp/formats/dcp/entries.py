@@ -143,8 +143,13 @@ class Entries:
         yield from self._foreign(foreign)
 
     def _foreign(self, values: dict[str, Any]) -> Iterator[NewEntry]:
-        """Plain values of another framework's files, for whoever wants to ask for them; its objects stay behind."""
-        left = [key for key, value in values.items() if not _is_plain(value)]
+        """Plain values of another framework's files, for whoever wants to ask for them; its objects stay behind.
+
+        So do its own groups: whoever reads this folder would take them for a second optimizer.
+        """
+        if self.source.groups:
+            values = {key: value for key, value in values.items() if key != GROUPS and not _has_groups(value)}
+        left = [key for key, value in values.items() if _has_groups(value) or not _is_plain(value)]
         for path, value in flatten({_EXTRAS: {key: value for key, value in values.items() if key not in left}}):
             yield NewEntry(self.style.model.folder, path, value)
         if left:
@@ -162,8 +167,12 @@ def _as_step(atom: Atom) -> Atom:
     return atom if atom.dtype == FLOAT32 else replace(atom, dtype=FLOAT32)
 
 
+def _has_groups(value: Any) -> bool:
+    return isinstance(value, dict) and GROUPS in value
+
+
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN or isinstance(value, Atom):
         return True
     if depth > 20:
         return False

@@ -52,7 +52,25 @@ class Values:
 
 
 def read_groups(optimizer: OptimizerKeys, values: Values) -> list[Group]:
-    """The groups of an optimizer, in order."""
+    """The groups of an optimizer, in order; the optimizer is told what they list."""
+    groups = _read(optimizer, values)
+    optimizer.listed = [name for group in groups for name in group.names]
+    return groups
+
+
+def without_gradients(optimizer: OptimizerKeys, groups: Iterable[Group]) -> list[str]:
+    """Parameters that have no state where others of their group have: torch's optimizers pass over those that never
+    had a gradient, as frozen ones do."""
+    return [
+        name
+        for group in groups
+        if any(other in optimizer.states for other in group.names)
+        for name in group.names
+        if name not in optimizer.states
+    ]
+
+
+def _read(optimizer: OptimizerKeys, values: Values) -> list[Group]:
     if optimizer.whole is not None:
         return _from_object(optimizer.whole, values)
     if optimizer.flattened:

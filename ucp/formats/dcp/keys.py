@@ -26,6 +26,7 @@ class OptimizerKeys:
 
     `fields[group][name]` are the entries of its groups; the group is a number (nested form) or a parameter name
     (`flatten_optimizer_state_dict=True`). `whole` is the one object that older torch versions keep all groups in.
+    `listed` is what the groups call their parameters, once they have been read.
     """
 
     prefix: KeyPath
@@ -33,11 +34,16 @@ class OptimizerKeys:
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
     fields: dict[int | str, dict[str, Entry]] = field(default_factory=dict)
     whole: ObjectEntry | None = None
+    listed: list[str] = field(default_factory=list)
 
     @property
     def by_number(self) -> bool:
-        """Whether states are keyed by position (a raw `optimizer.state_dict()`) and not by parameter name."""
-        return bool(self.states) and all(name.isdecimal() for name in self.states)
+        """Whether parameters are known by position (a raw `optimizer.state_dict()`) and not by name.
+
+        Not every optimizer has states (SGD without momentum), but all list their parameters.
+        """
+        known = self.states or self.listed
+        return bool(known) and all(name.isdecimal() for name in known)
 
 
 @dataclass(slots=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from ucp.formats.dcp.groups import Group
-from ucp.formats.dcp.keys import LIKE_WEIGHT, OptimizerKeys
+from ucp.formats.dcp.keys import LIKE_WEIGHT, OptimizerKeys, unwrapped
 from ucp.formats.dcp.roles import surely_buffer
 from ucp.formats.dealing import deal, states_fit
 from ucp.formats.distcp_index import Entry, TensorEntry
 from ucp.model.box import Shape
+
+_NAMES: Final = "param_names"
 
 
 def match_numbers(
@@ -37,6 +40,16 @@ def match_numbers(
     if not groups or dealt is None:
         return None
     return dict(zip(numbers, [name for group in dealt for name in group], strict=True))
+
+
+def told_names(groups: Sequence[Group]) -> dict[str, str]:
+    """Numbers to names, of groups that have both: optimizers that were made from `named_parameters()` do."""
+    found: dict[str, str] = {}
+    for group in groups:
+        names = group.hyper.get(_NAMES)
+        if isinstance(names, list) and len(names) == len(group.names):
+            found.update((number, unwrapped(str(name))) for number, name in zip(group.names, names, strict=True))
+    return found
 
 
 def _shapes(states: Mapping[str, Entry]) -> frozenset[Shape]:

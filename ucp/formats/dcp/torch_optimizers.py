@@ -42,6 +42,9 @@ _BY_STATE: Final = (
     ("sum", _ADAGRAD),
 )
 
+# Fields that tell optimizers which share such a state and keep other fields: NAdam and Muon.
+_OF_OTHERS: Final = frozenset({"momentum_decay", "ns_steps"})
+
 # Adam counts steps in a float32 tensor a parameter; without it a loading job misses a key.
 NEEDS_STEP: Final = frozenset({"exp_avg_sq", "sum"})
 
@@ -51,7 +54,8 @@ def complete_fields(hyper: Mapping[str, Any], kinds: Collection[str]) -> tuple[d
 
     Gives the fields and the names of those that were filled in.
     """
-    defaults = next((fields for state, fields in _BY_STATE if state in kinds), {})
+    known = next((fields for state, fields in _BY_STATE if state in kinds), {})
+    defaults = {} if hyper.keys() & _OF_OTHERS else known
     filled = [name for name in defaults if name not in hyper]
     fields = {**{name: defaults[name] for name in filled}, **hyper}
     # A job with an LR scheduler asks for this too; it is the rate that the scheduler starts from.
