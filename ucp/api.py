@@ -170,6 +170,7 @@ def plan(
         only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
     selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
     indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
+    example = None if like is None else index_checkpoint(as_path(like), ReadOptions())
     selected = select(indexed, selection)
     if indexed.parameters and not selected.parameters:
         raise UsageError(
@@ -177,7 +178,7 @@ def plan(
             + (", for the source has no optimizer state" if only == "optimizer" and not (include or exclude) else ""),
             hint="take less away with --only, --include and --exclude",
         )
-    source = _crossed(_renamed(selected, names, model_config), to, model_config)
+    source = _crossed(_renamed(selected, names, model_config), to, model_config, example)
     options = WriteOptions(
         link=link,
         tp=tp,
@@ -188,7 +189,7 @@ def plan(
         etp=etp,
         zero=zero,
         dtype=wanted,
-        like=None if like is None else index_checkpoint(as_path(like), ReadOptions()),
+        like=example,
         max_shard_size=max_shard_size,
         first_layers=None if stages is None else tuple(stages),
         vocab_size=vocab_size,
@@ -206,11 +207,13 @@ def plan(
     return Conversion(source, writer, writer.target(), as_path(dst))
 
 
-def _crossed(checkpoint: Checkpoint, to: str, model_config: str | os.PathLike[str] | None) -> Checkpoint:
+def _crossed(
+    checkpoint: Checkpoint, to: str, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
+) -> Checkpoint:
     """The checkpoint with what the target's framework wants to know, where another framework wrote it."""
     from ucp.names.crossing import crossed
 
-    return crossed(checkpoint, to, None if model_config is None else Path(model_config))
+    return crossed(checkpoint, to, None if model_config is None else Path(model_config), like)
 
 
 def convert(

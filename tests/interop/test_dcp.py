@@ -179,12 +179,14 @@ def test_fsdp2_goes_on_in_deepspeed(
     """Weights of an FSDP2 job are the masters of a DeepSpeed engine that loads them with plain `load_checkpoint`."""
     import torch
 
-    conversion = ucp.plan(trained.out / "saved", tmp_path / "converted", to="deepspeed", dp=3, zero=zero, dtype=dtype)
-    conversion.run()
-    assert any(note.id == "no-scheduler" for note in conversion.writer.notes)
-    # Where an LR scheduler stands in a dcp folder is the user's choice: an engine without one finds nothing to miss.
-    spec = replace(FP32, zero=zero, dtype=dtype, seed=99, scheduler=False)
+    ucp.convert(trained.out / "saved", tmp_path / "converted", to="deepspeed", dp=3, zero=zero, dtype=dtype)
+    spec = replace(FP32, zero=zero, dtype=dtype, seed=99)
     after = trainer.run_job(3, spec, 1, tmp_path / "ds", load_dir=tmp_path / "converted")
+    # The job's own StepLR, which stands under a key of its choice, is the engine's.
+    schedule = after.ranks[0]["loaded"]["scheduler"]
+    assert (schedule["last_epoch"], schedule["_step_count"]) == (2, 3)
+    assert schedule["_last_lr"] == [group["lr"] for group in trained.report["groups"]]
+    assert after.ranks[0]["loaded_client_state"]["train_state"] == {"step": 2}
     got = after.state(0, "loaded")
     expected = trained.state()
     for key, value in expected.items():

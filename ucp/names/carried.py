@@ -29,10 +29,16 @@ def deepspeed_trees(checkpoint: Checkpoint) -> dict[int, Mapping[str, Any]]:
     """Model files of DeepSpeed by model-parallel rank."""
     found: dict[int, Mapping[str, Any]] = {}
     for name, tree in checkpoint.extras.trees.items():
-        match = _MODEL_FILE.fullmatch(PurePosixPath(name).name)
-        if match and isinstance(tree, dict):
-            found.setdefault(int(match[1]), tree)
+        rank = deepspeed_rank(name)
+        if rank is not None and isinstance(tree, dict):
+            found.setdefault(rank, tree)
     return found
+
+
+def deepspeed_rank(name: str) -> int | None:
+    """The model-parallel rank whose model file of DeepSpeed has this name; None for other files."""
+    match = _MODEL_FILE.fullmatch(PurePosixPath(name).name)
+    return int(match[1]) if match else None
 
 
 def carried_note(checkpoint: Checkpoint, to: str, scheduled: bool, random: bool) -> Note:

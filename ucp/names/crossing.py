@@ -11,13 +11,20 @@ from typing import Final
 
 from ucp.model.checkpoint import Checkpoint
 from ucp.names.carried import deepspeed_trees, megatron_tree
+from ucp.names.torch_state import deepspeed_into_torch, torch_into_deepspeed, torch_tree
 
 _DEEPSPEED: Final = ("deepspeed", "deepspeed-universal")
 _MEGATRON: Final = ("megatron", "torch-dist")
+_TORCH: Final = "dcp"
 
 
-def crossed(checkpoint: Checkpoint, to: str, model_config: Path | None = None) -> Checkpoint:
-    """The checkpoint for a writer of the format `to`: with its own framework's extras in place of another's."""
+def crossed(
+    checkpoint: Checkpoint, to: str, model_config: Path | None = None, like: Checkpoint | None = None
+) -> Checkpoint:
+    """The checkpoint for a writer of the format `to`: with its own framework's extras in place of another's.
+
+    `like` is an example of what the target's job saves.
+    """
     megatron, deepspeed = megatron_tree(checkpoint), deepspeed_trees(checkpoint)
     # Most conversions do not cross, and both ways are large modules.
     if to in _MEGATRON and megatron is None:
@@ -28,4 +35,9 @@ def crossed(checkpoint: Checkpoint, to: str, model_config: Path | None = None) -
         from ucp.names.into_deepspeed import into_deepspeed
 
         return into_deepspeed(checkpoint, megatron)
+    saved = torch_tree(checkpoint)
+    if to in _DEEPSPEED and not deepspeed and megatron is None and saved:
+        return torch_into_deepspeed(checkpoint, saved)
+    if to == _TORCH and deepspeed and not saved:
+        return deepspeed_into_torch(checkpoint, deepspeed, like)
     return checkpoint

@@ -14,19 +14,12 @@ from typing import Any, Final
 from ucp.files.inert import Inert
 from ucp.formats.deepspeed.names import sort_names
 from ucp.model.checkpoint import Checkpoint
+from ucp.model.client_state import RESERVED
+from ucp.model.schedules import find_schedule, in_all_words
 from ucp.records import dataclass, field
 from ucp.train.live import LiveJob
 from ucp.train.values import GONE, revive
 
-# Keys of a DeepSpeed model file that are not the user's.
-RESERVED: Final = frozenset(
-    {
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
-        *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config"),
-        *("ds_version", "checkpoint_parallel_dimensions", "num_experts", "ds_autoep_layers", "autoep_layers"),
-    }
-)
 COUNTERS: Final = ("global_steps", "skipped_steps", "global_samples")
 STATE_TREE: Final = "training_state"  # where `ucp.save` keeps what a plain module's user gave
 RNG_TREE: Final = "rng_state_{}.pth"  # the Hugging Face Trainer's name, one a rank
@@ -71,6 +64,7 @@ def find_training_state(source: Checkpoint, job: LiveJob, rank: int, world: int)
     else:
         rest = {name: tree for name, tree in trees.items() if not _RNG_NAME.fullmatch(name)}
         found.client_state = _revived(found, source, rest, "extras")
+        _read_schedule(found, source)
     _read_rng(found, source, trees, rank, world, job)
     return found
 
@@ -83,6 +77,13 @@ def _read_model(found: TrainingState, source: Checkpoint, model: Mapping[str, An
         found.scheduler = _revived(found, source, model["lr_scheduler"], "lr_scheduler")
     theirs = {key: value for key, value in model.items() if key not in RESERVED}
     found.client_state = _revived(found, source, theirs, "client_state")
+
+
+def _read_schedule(found: TrainingState, source: Checkpoint) -> None:
+    """The scheduler among what a torch job saved under keys of its own choice."""
+    schedule = find_schedule(found.client_state)
+    if schedule is not None:
+        found.scheduler = in_all_words(schedule[1], [group.hyper.get("lr") for group in source.groups])
 
 
 def _read_own(found: TrainingState, source: Checkpoint, tree: Mapping[str, Any]) -> None:
