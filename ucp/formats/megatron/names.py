@@ -19,6 +19,8 @@ _EXPERT: Final = re.compile(r"^(.*\.experts\.)local_experts\.(\d+)(\..+)$")
 _FUSED: Final = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r".input_layernorm.\1"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r".pre_mlp_layernorm.\1"),
+    (re.compile(r"\.mixer\.in_proj\.layer_norm_(weight|bias)$"), r".norm.\1"),
+    (re.compile(r"\.self_attention\.in_proj\.layer_norm_(weight|bias)$"), r".input_layernorm.\1"),
     (re.compile(r"\.linear_q_up_proj\.layer_norm_(weight|bias)$"), r".q_layernorm.\1"),
     (re.compile(r"\.linear_kv_up_proj\.layer_norm_(weight|bias)$"), r".kv_layernorm.\1"),
     (re.compile(r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"), r".experts.local_experts.\3.linear_fc\1.\2"),

@@ -13,24 +13,33 @@ from ucp.formats.megatron.names import expert_of, is_prediction, layer_of
 
 _SECTIONS: Final = ("embedding.", "encoder.layers.", "encoder.", "decoder.layers.", "decoder.", "mtp.", "output_layer.")
 _ATTENTION: Final = (
-    "linear_proj",  # the base class of all attention makes it before its heirs make theirs
-    "linear_qkv",
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj",
-    "linear_q",
-    "linear_kv",
-    "q_layernorm",
-    "k_layernorm",
-    "kv_layernorm",
+    "linear_proj.",  # the base class of all attention makes it before its heirs make theirs
+    "dt_bias",
+    "A_log",
+    "linear_qkv.",
+    "in_proj.",
+    "conv1d.",
+    "out_norm.",
+    "out_proj.",
+    "linear_q_proj.",
+    "linear_q_down_proj.",
+    "linear_q_up_proj.",
+    "linear_kv_down_proj.",
+    "linear_kv_up_proj.",
+    "linear_q.",
+    "linear_kv.",
+    "q_layernorm.",
+    "k_layernorm.",
+    "kv_layernorm.",
 )
+_MIXER: Final = ("dt_bias", "A_log", "D", "in_proj.", "conv1d.", "norm.", "out_proj.")
 _INNER: Final = (
+    *(f"mixer.{name}" for name in _MIXER),
+    "norm.",
     "input_layernorm.",
-    *(f"self_attention.{name}." for name in _ATTENTION),
+    *(f"self_attention.{name}" for name in _ATTENTION),
     "pre_cross_attn_layernorm.",
-    *(f"cross_attention.{name}." for name in _ATTENTION),
+    *(f"cross_attention.{name}" for name in _ATTENTION),
     "pre_mlp_layernorm.",
     "mlp.router.",
     "mlp.experts.",
@@ -47,7 +56,7 @@ _EMBEDDINGS: Final = ("word_embeddings", "position_embeddings", "tokentype_embed
 _NUMBER: Final = re.compile(r"\.layers\.(\d+)\.")
 
 # Transformer Engine fuses these norms into the linear layer after them, and so makes them with it.
-_FUSED_INTO: Final = {"input_layernorm.": "self_attention.linear_qkv."}
+_FUSED_INTO: Final = {"input_layernorm.": "self_attention.linear_qkv.", "norm.": "mixer.in_proj."}
 _FUSED_INTO_LATENT: Final = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from ucp.errors import InconsistentError
 from ucp.formats.megatron.names import Stack, stack_of
+from ucp.formats.megatron.recurrent import family_of
 from ucp.model.box import Box, Shape, flat_index, strides_of
 from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.dtypes import DType
@@ -171,6 +172,32 @@ class Unstacked:
 
 
 def _joined(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+    """The tensors, with those as one that are parts of a matrix under keys of their own."""
+    joined: dict[str, ShardedTensor] = {}
+    for key, tensor in _with_gates(tensors).items():
+        family = family_of(key)
+        parts = [tensors.get(f"{family.key}.{suffix}") for suffix in family.suffixes] if family else []
+        known = [part for part in parts if part is not None]
+        if family is None or len(known) < len(parts) or len(tensor.shape) < family.dimensions:
+            joined[key] = tensor
+        elif family.key not in joined:
+            joined[family.key] = _side_by_side(family.key, known, len(tensor.shape) - family.dimensions)
+    return joined
+
+
+def _side_by_side(key: str, parts: Sequence[ShardedTensor], axis: int) -> ShardedTensor:
+    """One tensor of several that follow each other along an axis."""
+    first = parts[0]
+    blocks: dict[Box, Block] = {}
+    rows = 0
+    for part in parts:
+        away = tuple(rows if i == axis else 0 for i in range(len(first.shape)))
+        blocks.update((box.shift(away), block) for box, block in part.blocks.items())
+        rows += part.shape[axis]
+    return ShardedTensor(key, (*first.shape[:axis], rows, *first.shape[axis + 1 :]), first.dtype, blocks)
+
+
+def _with_gates(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
     """The tensors; gate and projection of an MLP as one where they have keys of their own (`_w`, `_v`)."""
     joined: dict[str, ShardedTensor] = {}
     for key, tensor in tensors.items():
@@ -182,11 +209,7 @@ def _joined(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
             joined[key] = tensor
             continue
         axis = len(tensor.shape) - (1 if stem.endswith("bias") else 2)
-        rows = tensor.shape[axis]
-        away = tuple(rows if i == axis else 0 for i in range(len(tensor.shape)))
-        shape = tuple(2 * n if i == axis else n for i, n in enumerate(tensor.shape))
-        blocks = {**tensor.blocks, **{box.shift(away): block for box, block in other.blocks.items()}}
-        joined[stem] = ShardedTensor(stem, shape, tensor.dtype, blocks)
+        joined[stem] = _side_by_side(stem, (tensor, other), axis)
     return joined
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from math import prod
 from typing import Any, Final
 
 from ucp.errors import UsageError
@@ -19,14 +20,15 @@ from ucp.formats.megatron.emit.job import job_for
 from ucp.formats.megatron.emit.model import Model
 from ucp.formats.megatron.emit.optimizer import has_states, is_mixed, stateless_chain
 from ucp.formats.megatron.emit.rng import RandomStates
-from ucp.formats.megatron.emit.spelling import in_shards
+from ucp.formats.megatron.emit.spelling import Stacked, in_shards
 from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
 from ucp.formats.megatron.names import expert_of, is_expert
+from ucp.formats.megatron.recurrent import parts_of
 from ucp.formats.megatron.writer import SCHEDULER, iteration_folder, padding_notes, tracker
 from ucp.formats.registry import WriteOptions
 from ucp.formats.torchtrees import with_tensors
-from ucp.model.box import Box, Shape
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Note, Parameter
+from ucp.model.box import Box, Shape, intersect
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.model.dtypes import FLOAT32, DType
 from ucp.model.region import Region
 from ucp.model.rules import slice_pieces
@@ -48,6 +50,14 @@ class _Tensor:
     shape: Shape
     dtype: DType
     chunks: list[tuple[Box, Item]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block of a parameter that is a tensor of its own, and how its key ends."""
+
+    ending: str
+    box: Box
 
 
 class Writer:
@@ -138,27 +148,47 @@ class Writer:
         prefix: str,
     ) -> None:
         """Lay out one state of one parameter, a block for each piece that a rank of the target holds."""
-        whole = self.model.wholes[name]
         atom = self.model.atom(name, kind)
         assert atom is not None
-        place = in_shards(name, self.job.arguments, is_moe=self.model.is_moe(name))
-        key = prefix + place.key
-        tensor = found.setdefault(key, _Tensor((*place.lengths, *whole.shape), atom.dtype))
-        if tensor.shape != (*place.lengths, *whole.shape) or tensor.dtype != atom.dtype:
+        place = in_shards(name, self.job.arguments, self.model.layer(name))
+        for part in self._parts(name):
+            self._add_part(found, name, place, prefix + place.key, part, atom)
+            key = f"{prefix}{place.key}{part.ending}"
+            owners[key] = owners.get(key, 0) + 1
+            expected[key] = prod(place.lengths)
+
+    def _parts(self, name: str) -> list[_Part]:
+        """The tensors that a parameter is kept in: one, unless megatron-core takes it apart."""
+        whole = self.model.wholes[name]
+        rows = parts_of(name, lambda other: self.model.wholes[other].shape if other in self.model.wholes else None)
+        everything = Box((0,) * len(whole.shape), whole.shape)
+        if not rows:
+            return [_Part("", everything)]
+        return [
+            _Part(f".{part.suffix}", Box((part.start, *everything.start[1:]), (part.length, *whole.shape[1:])))
+            for part in rows
+        ]
+
+    def _add_part(
+        self, found: dict[str, _Tensor], name: str, place: Stacked, stem: str, part: _Part, atom: Atom
+    ) -> None:
+        whole = self.model.wholes[name]
+        tensor = found.setdefault(stem + part.ending, _Tensor((*place.lengths, *part.box.shape), atom.dtype))
+        if tensor.shape != (*place.lengths, *part.box.shape) or tensor.dtype != atom.dtype:
             raise UsageError(
                 f"parameter {name} is {atom.dtype} {list(whole.shape)}, others of its kind are {tensor.dtype}"
                 f" {list(tensor.shape[len(place.lengths) :])}: megatron-core stacks only layers that are alike"
             )
-        owners[key] = owners.get(key, 0) + 1
-        expected[key] = 1
-        for length in place.lengths:
-            expected[key] *= length
         degree = self.job.arguments.etp if is_expert(name) else self.mesh.tp
+        back = tuple(-start for start in part.box.start)
         for rank in range(1 if whole.rule.cut in ("replicated", "average") else degree):
             number = self._file_of(name, rank)
             for piece in slice_pieces(whole.rule, whole.shape, degree, rank, name):
-                block = place.box(piece.box)
-                item = self._files.chunk(number, atom, Region.of((piece.box,)), block.shape)
+                box = intersect(piece.box, part.box)
+                if box is None:
+                    continue
+                block = place.box(box.shift(back))
+                item = self._files.chunk(number, atom, Region.of((box,)), block.shape)
                 tensor.chunks.append((block, item))
 
     def _file_of(self, name: str, tp: int) -> int:
@@ -172,7 +202,7 @@ class Writer:
     def _objects(self) -> Iterator[tuple[str, int, Any]]:
         """Key, file and value of everything that is no tensor."""
         for name, value in extra_states(self.carried.extra_states(), self.model.wholes).items():
-            place = in_shards(name, self.job.arguments, is_moe=self.model.is_moe(name))
+            place = in_shards(name, self.job.arguments, self.model.layer(name))
             yield place.key + place.shard(), self._file_of(name, 0), value
         mesh = self.mesh
         for pp in range(mesh.pp):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ucp.formats.megatron.arguments import Arguments
+from ucp.formats.megatron.recurrent import rule_of_recurrent
 from ucp.model.box import Shape
 from ucp.model.rules import REPLICATED, Rule
 
@@ -34,6 +35,9 @@ def rule_of(
 
     `shape_of` gives the shape of another parameter's slice on the first of these ranks.
     """
+    recurrent = rule_of_recurrent(name, shape_of)
+    if recurrent is not None:
+        return recurrent
     if _VOCABULARY.match(name):
         return Rule("vocab", 0, true_size=arguments.vocabulary)
     gate = _GATED.match(name)

@@ -12,7 +12,7 @@ from ucp.formats.megatron.pipeline import Chunk
 
 EXTRA: Final = "._extra_state"
 OUTPUT_EXTRA: Final = "output_layer._extra_state"
-_LINEAR: Final = re.compile(r"^(.*\.(?:linear_\w+|eh_proj)|output_layer)\.(?:weight|bias)$")
+_LINEAR: Final = re.compile(r"^(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj)|output_layer)\.(?:weight|bias)$")
 
 
 def extra_states(carried: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ucp.errors import UsageError
 from ucp.files.torchzip_writer import Fill, NewTensor, new_tensor
 from ucp.formats.megatron.emit.job import Job
-from ucp.formats.megatron.emit.spelling import in_module
+from ucp.formats.megatron.emit.spelling import Layer, in_module
 from ucp.formats.megatron.local_module import Lodger, ModuleRank, ModuleTensor, Whole, module_of
 from ucp.formats.megatron.names import (
     block_of,
@@ -64,16 +64,19 @@ class Model:
         self._check()
         self.wholes = {p.name: self._whole(p) for p in source.parameters.values() if p.atoms}
         self._moe_blocks = {block_of(name) for name in self.wholes if ".router." in name}
+        self._delta_blocks = {block_of(name) for name in self.wholes if name.endswith(".self_attention.A_log")}
+        self._is_hybrid = any(name.endswith(".mixer.A_log") for name in self.wholes)
 
     @property
     def vocabulary(self) -> int | None:
         """The padded size of the vocabulary, or None where nothing is cut by it."""
         return next((w.shape[w.rule.dim] for w in self.wholes.values() if w.rule.cut == "vocab"), None)
 
-    def is_moe(self, name: str) -> bool:
-        """Whether the parameter is of a layer with experts."""
+    def layer(self, name: str) -> Layer:
+        """What the layer is made of that the parameter is of."""
         block = block_of(name)
-        return block is not None and block in self._moe_blocks
+        known = block is not None
+        return Layer(known and block in self._moe_blocks, known and block in self._delta_blocks, self._is_hybrid)
 
     def tenants(self, rank: ModuleRank) -> Iterator[Tenant]:
         """The tensors of one rank's module, in the module's order."""
@@ -90,7 +93,7 @@ class Model:
     def _local_name(self, name: str, tensor: ModuleTensor, layers: int, experts: int) -> str:
         """The name in the rank's module: numbers are local, norms may be part of the next module."""
         arguments = self.job.arguments
-        is_moe = self.is_moe(name)
+        layer = self.layer(name)
         name = with_layer_after(name, -layers)
         if is_expert(name) and tensor.lodgers[0].transposed:
             stem = name[: name.index(".local_experts.")]
@@ -100,7 +103,7 @@ class Model:
             if arguments.has_transformer_engine and arguments.flag("moe_grouped_gemm"):
                 name = _GROUPED_EXPERT.sub(r".linear_fc\2.\3\1", name)
             return name
-        return in_module(name, arguments, is_moe=is_moe)
+        return in_module(name, arguments, layer)
 
     def tensor(self, tenant: Tenant, kind: str, attributes: dict[str, Any] | None = None) -> NewTensor | None:
         """One state of a tensor of the module; None where the source has none."""

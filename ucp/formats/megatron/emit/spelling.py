@@ -18,17 +18,33 @@ _FUSED_LATENT: Final = (
     (re.compile(r"\.q_layernorm\.(weight|bias)$"), r".linear_q_up_proj.layer_norm_\1"),
     (re.compile(r"\.kv_layernorm\.(weight|bias)$"), r".linear_kv_up_proj.layer_norm_\1"),
 )
+_FUSED_DELTA: Final = ((re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.in_proj.layer_norm_\1"),)
+_FUSED_MIXER: Final = (
+    re.compile(r"(\.layers\.\d+)\.norm\.(weight|bias)$"),
+    r"\1.mixer.in_proj.layer_norm_\2",
+)
 _LAYER: Final = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT: Final = re.compile(r"\.experts\.local_experts\.\d+\.")
 _FREQUENCIES: Final = ("moe_layer_freq", "linear_attention_freq")
 
 
-def in_module(name: str, arguments: Arguments, *, is_moe: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What the layer of a parameter is made of, as far as names depend on it."""
+
+    has_experts: bool = False
+    is_delta: bool = False  # a gated delta net in place of attention
+    is_hybrid: bool = False  # of a model with Mamba's layers, which are never stacked
+
+
+def in_module(name: str, arguments: Arguments, layer: Layer) -> str:
     """The name with its norm where the target's modules have it: Transformer Engine fuses some into linear layers."""
     if not arguments.has_transformer_engine:
         return name
     attention = _FUSED_LATENT if arguments.flag("multi_latent_attention") else _FUSED_ATTENTION
-    for pattern, new in attention if is_moe else (*attention, _FUSED_MLP):
+    if layer.is_delta:
+        attention = _FUSED_DELTA
+    for pattern, new in (*attention, _FUSED_MIXER) if layer.has_experts else (*attention, _FUSED_MIXER, _FUSED_MLP):
         name = pattern.sub(new, name)
     return name
 
@@ -51,15 +67,15 @@ class Stacked:
         return f"/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, lengths))}"
 
 
-def in_shards(name: str, arguments: Arguments, *, is_moe: bool) -> Stacked:
+def in_shards(name: str, arguments: Arguments, of: Layer) -> Stacked:
     """Where a sharded checkpoint has a parameter or an extra state: layers and experts are axes.
 
     Norms are called as Transformer Engine calls them, whatever the implementation; not so with multi-latent attention.
     """
     layer, expert = layer_of(name), expert_of(name)
     if arguments.has_transformer_engine:
-        key = in_module(name, arguments, is_moe=is_moe)
-    elif arguments.flag("multi_latent_attention"):
+        key = in_module(name, arguments, of)
+    elif arguments.flag("multi_latent_attention") or of.is_hybrid:
         key = name
     else:
         key = name
@@ -67,7 +83,7 @@ def in_shards(name: str, arguments: Arguments, *, is_moe: bool) -> Stacked:
             key = pattern.sub(new, key)
     index: Shape = ()
     lengths: Shape = ()
-    if layer is not None and has_equal_layers(arguments):
+    if layer is not None and has_equal_layers(arguments) and not of.is_hybrid:
         key = _LAYER.sub("decoder.layers.", key)
         index, lengths = (layer,), (arguments.layers or 0,)
     if expert is not None:
