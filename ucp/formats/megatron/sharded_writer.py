@@ -15,7 +15,7 @@ from ucp.formats.distcp_metadata import MetadataTree
 from ucp.formats.megatron.emit.buckets import OwnState, owners_of
 from ucp.formats.megatron.emit.buffers import Buffers
 from ucp.formats.megatron.emit.carried import Carried
-from ucp.formats.megatron.emit.extrastates import extra_states
+from ucp.formats.megatron.emit.extrastates import OUTPUT_EXTRA, extra_states
 from ucp.formats.megatron.emit.job import job_for
 from ucp.formats.megatron.emit.model import Model
 from ucp.formats.megatron.emit.optimizer import has_states, is_mixed, stateless_chain
@@ -204,6 +204,9 @@ class Writer:
         for name, value in extra_states(self.carried.extra_states(), self.model.wholes).items():
             place = in_shards(name, self.job.arguments, self.model.layer(name))
             yield place.key + place.shard(), self._file_of(name, 0), value
+        if self.model.is_hybrid:  # GPT models leave out what their output layer keeps, hybrid ones look for it
+            last = next(chunk.pp for chunk in self.job.chunks if chunk.output)
+            yield f"{OUTPUT_EXTRA}/shard_0_1", self.mesh.tp * self.mesh.ep * last, None
         mesh = self.mesh
         for pp in range(mesh.pp):
             for tp in range(mesh.tp):

@@ -65,7 +65,7 @@ class Model:
         self.wholes = {p.name: self._whole(p) for p in source.parameters.values() if p.atoms}
         self._moe_blocks = {block_of(name) for name in self.wholes if ".router." in name}
         self._delta_blocks = {block_of(name) for name in self.wholes if name.endswith(".self_attention.A_log")}
-        self._is_hybrid = any(name.endswith(".mixer.A_log") for name in self.wholes)
+        self.is_hybrid = any(name.endswith(".mixer.A_log") for name in self.wholes)
 
     @property
     def vocabulary(self) -> int | None:
@@ -76,7 +76,7 @@ class Model:
         """What the layer is made of that the parameter is of."""
         block = block_of(name)
         known = block is not None
-        return Layer(known and block in self._moe_blocks, known and block in self._delta_blocks, self._is_hybrid)
+        return Layer(known and block in self._moe_blocks, known and block in self._delta_blocks, self.is_hybrid)
 
     def tenants(self, rank: ModuleRank) -> Iterator[Tenant]:
         """The tensors of one rank's module, in the module's order."""

@@ -227,12 +227,13 @@ def _attributes(model: Model, tenant: Tenant) -> dict[str, Any]:
     cut = rule.cut in ("split", "vocab")
     dim = rule.dim if cut else -1
     first = tenant.tensor.lodgers[0]
+    gated = ".linear_fc1." in first.name  # the only fused matrices that Megatron marks
     marks = {
         "expert_tp": False,
         "is_qkv": False,
         "tensor_model_parallel": cut,
         "partition_dim": 1 - dim if cut and first.transposed else dim,
-        "partition_stride": len(rule.parts) if rule.parts and not first.transposed else 1,
+        "partition_stride": len(rule.parts) if rule.parts and gated and not first.transposed else 1,
     }
     return {**marks, "shared": True} if tenant.tensor.copy else marks
 
