@@ -19,7 +19,7 @@ from ucp.checks import verify
 from ucp.checks.spans import archive_ranges
 from ucp.files.inert import TensorRef
 from ucp.files.torchzip import TorchFile
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
 from ucp.model.layout import Mesh
 from ucp.model.region import Region
 
@@ -159,11 +159,32 @@ def test_padding_that_is_not_zero_is_found(root: Path) -> None:
     assert finding.severity == "warning"
 
 
+def test_padding_of_stage_3_is_whatever_was_in_memory(root: Path) -> None:
+    """In the masters; weight decay (in the gradient, as SGD has it) takes it into the states."""
+    values = tensors()
+    values["momentum_buffer"] = values.pop("exp_avg")
+    values["momentum_buffer"][44] = 2.4e-39
+    checkpoint = save(root, values).checkpoint
+    assert only(verify(checkpoint, "deep"), "padding")
+    checkpoint.mesh = Mesh(zero=3)
+    assert "padding" not in {finding.check for finding in verify(checkpoint, "deep").findings}
+
+
 def test_states_that_are_never_zero_may_be_so_in_padding(root: Path) -> None:
     """Adamax takes the largest gradient, and adds its eps even where there is none."""
     exp_inf = torch.full((48,), 1e-8)
     report = verify(save(root, {"exp_inf": exp_inf}).checkpoint, "deep")
     assert "padding" not in {finding.check for finding in report.findings}
+
+
+def test_adafactor_adds_its_eps_in_padding_too(root: Path) -> None:
+    values = tensors()
+    values["exp_avg_sq"][40:] = 1e-30
+    checkpoint = save(root, values).checkpoint
+    checkpoint.groups = [ParamGroup({"eps": [None, 1e-3]}, ["p"])]
+    assert only(verify(checkpoint, "deep"), "padding")
+    checkpoint.groups = [ParamGroup({"eps": [1e-30, 1e-3]}, ["p"])]
+    assert "padding" not in {finding.check for finding in verify(checkpoint, "deep").findings}
 
 
 def test_a_file_that_became_shorter_is_integrity(root: Path) -> None:

@@ -23,7 +23,7 @@ from ucp.checks.values import NEVER_ZERO
 from ucp.checks.zipframes import frame_bytes, frame_defects
 from ucp.errors import IntegrityError, UcpError
 from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import MASTER, WEIGHT
+from ucp.model.checkpoint import MASTER, WEIGHT, Checkpoint
 
 _ALIGN: Final = 16  # blocks are multiples of the largest element, so that none is cut in two
 _NAMED: Final = 3  # parameters that a message names
@@ -35,8 +35,10 @@ def look(context: Context) -> Iterator[Finding | Task]:
     assert context.deep is not None
     held = FileMap(context)
     # ZeRO rounds a flat buffer up to a multiple of two elements a rank, and may align each parameter to 16 bytes.
-    # Universal folders keep whole tensors; what is left out of those are rows beyond the vocabulary.
-    padding = 0 if checkpoint.format == "deepspeed-universal" else max(2 * checkpoint.mesh.dp, 16)
+    # Universal folders keep whole tensors; what is left out of those are rows beyond the vocabulary. The padding of
+    # ZeRO-3's masters is whatever was in memory, and weight decay takes it into the states.
+    unpadded = checkpoint.format == "deepspeed-universal" or checkpoint.mesh.zero == 3 or _fills_padding(checkpoint)
+    padding = 0 if unpadded else max(2 * checkpoint.mesh.dp, 16)
     found: list[Finding | Span | Archive] = []
     if checkpoint.format == "atoms":
         found.extend(manifest_spans(checkpoint.root, held))
@@ -52,6 +54,12 @@ def look(context: Context) -> Iterator[Finding | Task]:
         if file not in summed:
             found.extend(plain_spans(checkpoint.root, file, held))
     yield from tasks_of(context.files, context.deep, found)
+
+
+def _fills_padding(checkpoint: Checkpoint) -> bool:
+    """Whether the optimizer adds something to squared gradients where there are none: Adafactor, which has two eps."""
+    settings = [group.hyper.get("eps") for group in checkpoint.groups]
+    return any(isinstance(eps, (list, tuple)) and eps and eps[0] for eps in settings)
 
 
 def tasks_of(files: SourceFiles, deep: Deep, found: Iterable[Finding | Span | Archive]) -> Iterator[Finding | Task]:
@@ -154,7 +162,7 @@ def _read(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, not
 def _gaps(span: Span) -> list[tuple[int, int]]:
     """What no parameter holds of a storage of optimizer states, which start at zero and get no gradient there.
 
-    (The padding of ZeRO-3's masters is whatever was in memory. A longer gap is something that the index left out.)
+    (A longer gap is something that the index left out.)
     """
     passed = {WEIGHT, MASTER, *NEVER_ZERO}
     if not span.padding or not span.held or any(held.kind in passed for held in span.held):

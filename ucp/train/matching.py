@@ -124,7 +124,8 @@ class Matcher:
         for parameter in members:
             kinds.update(dict.fromkeys(kind for kind in parameter.atoms if kind not in (WEIGHT, MASTER)))
         for kind in sorted(expected - set(kinds)):
-            self.plan.problems.append(
+            told = self.plan.left if _is_lone(live.get(kind)) and kind != STEP else self.plan.problems
+            told.append(
                 f"the checkpoint has no '{kind}' for {_some([p.name for p in members])}, which this optimizer"
                 f" ({type(self.job.optimizer).__name__}) needs"
             )
@@ -259,6 +260,11 @@ def is_number(parameter: Parameter, kind: str) -> bool:
     """Is this state one number, and not one value an element?"""
     atom = parameter.atoms[kind]
     return atom.numel == 1 and (kind == STEP or (atom.shape == () and parameter.shape != ()))
+
+
+def _is_lone(value: Any) -> bool:
+    """Is it one number, as an optimizer keeps it? What ranks do not agree on (see `saved_index`) no checkpoint has."""
+    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
 
 
 def unexpected(source: Checkpoint, used: set[str]) -> Iterator[Parameter]:

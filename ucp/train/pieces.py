@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -191,6 +191,11 @@ class Collector:
 
 def _is_number(value: torch.Tensor, kind: str, stepped: Stepped) -> bool:
     return value.numel() == 1 and (kind == STEP or (value.dim() == 0 and stepped.key.dim() > 0))
+
+
+def numbers_of(pieces: Iterable[Piece]) -> dict[tuple[str, str], Any]:
+    """The values of what is one number for a whole tensor, the step excepted."""
+    return {(p.name, p.kind): p.tensor.item() for p in pieces if not p.shape and p.kind not in (STEP, WEIGHT, MASTER)}
 
 
 class SliceRules:

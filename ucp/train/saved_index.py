@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ucp.model.checkpoint import STEP, WEIGHT, Atom, Checkpoint, Extras, Note, P
 from ucp.model.dtypes import BY_NAME, DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
-from ucp.records import dataclass
+from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, dtype_of
 from ucp.train.pieces import ParameterNote
 from ucp.train.saved_state import build_trees
@@ -29,6 +29,7 @@ class Gathered:
     groups: list[tuple[dict[str, Any], list[str]]]  # hyper-parameters, names
     rank: Rank
     state: dict[str, Any]
+    numbers: dict[tuple[str, str], Any] = field(default_factory=dict)  # (name, kind) → a number other than the step
 
 
 def build_index(
@@ -40,9 +41,11 @@ def build_index(
     """
     order = sorted(range(len(gathered)), key=lambda rank: (gathered[rank].rank, rank))
     ranks = [gathered[rank] for rank in order]
+    notes: list[Note] = []
     if parameters is None:
         parameters = _parameters(ranks)
         _atoms(ranks, parameters)
+        notes.extend(_leave_out_shares_own(ranks, parameters))
     groups = _groups(ranks)
     tensors: dict[str, Any] = {}
 
@@ -50,7 +53,6 @@ def build_index(
         tensors[name] = tensor
         return Atom(name, "extra", tuple(tensor.shape), dtype_of(tensor), ())
 
-    notes: list[Note] = []
     trees, step = build_trees(job, [each.state for each in gathered], keep, notes)
     return (
         Checkpoint(
@@ -112,6 +114,23 @@ def _atoms(ranks: Sequence[Gathered], parameters: dict[str, Parameter]) -> None:
     for parameter in parameters.values():
         first = [kind for kind in (WEIGHT, "master") if kind in parameter.atoms]
         parameter.atoms = {kind: parameter.atoms[kind] for kind in (*first, *parameter.atoms)}
+
+
+def _leave_out_shares_own(ranks: Sequence[Gathered], parameters: dict[str, Parameter]) -> Iterator[Note]:
+    """Leave numbers out that ranks do not agree on: they are of a rank's share of a flat buffer, not of a parameter."""
+    found: dict[tuple[str, str], Any] = {}
+    apart: dict[str, str] = {}
+    for told in ranks:
+        for (name, kind), number in told.numbers.items():
+            if found.setdefault((name, kind), number) != number:
+                apart.setdefault(kind, name)
+                parameters[name].atoms.pop(kind, None)
+    for kind, name in apart.items():
+        yield Note(
+            "state-unplaced",
+            f"optimizer state '{kind}' belongs to no element of a parameter (ranks have numbers of their own, as for"
+            f" {name}); not saved",
+        )
 
 
 def _groups(ranks: Sequence[Gathered]) -> list[ParamGroup]:

@@ -24,7 +24,7 @@ from ucp.model.target import Target
 from ucp.records import dataclass, field
 from ucp.train.describe import describe
 from ucp.train.live import dtype_of
-from ucp.train.pieces import Collector, Holdings, Piece, SliceRules
+from ucp.train.pieces import Collector, Holdings, Piece, SliceRules, numbers_of
 from ucp.train.rulebooks import rule_book
 from ucp.train.saved_index import Gathered, build_index
 from ucp.train.saved_state import collect_state
@@ -150,7 +150,8 @@ class Saver:
         told = [(p.name, p.kind, p.dtype.name, p.shape, p.region) for p in holdings.pieces]
         names = [[job.logical_name(name) for name in group] for group in job.names_by_group()]
         groups = list(zip(group_hyper(job.groups), names, strict=True))
-        gathered = to_first(Gathered(told, list(holdings.notes.values()), groups, job.rank, state))
+        numbers = numbers_of(holdings.pieces)
+        gathered = to_first(Gathered(told, list(holdings.notes.values()), groups, job.rank, state, numbers))
         shares: list[Any] | None = None
         if gathered is not None:
             try:

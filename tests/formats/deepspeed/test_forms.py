@@ -164,6 +164,21 @@ def test_states_of_any_name_and_those_that_fit_no_element(tmp_path: Path) -> Non
     assert "hessian" not in tree
 
 
+def test_a_number_that_every_rank_has_for_its_share(tmp_path: Path) -> None:
+    """Adafactor (of transformers) keeps the mean square of the tensor it steps, which is a rank's share of a buffer."""
+    files: dict[str, Any] = {MODEL: model_state()}
+    for rank in range(2):
+        files[optim(rank)] = flat_optim(2, rank)
+        for slot in files[optim(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            slot["RMS"] = torch.tensor(0.25 + rank)
+            slot["mu_product"] = torch.tensor(0.5)
+    checkpoint = read(save(tmp_path / "c", files))
+    check_values(checkpoint)
+    assert any(note.id == "state-unplaced" and "'RMS'" in note.text for note in checkpoint.notes)
+    for parameter in checkpoint.parameters.values():
+        assert parameter.atoms.keys() == {"weight", "master", *STATES, "step", "mu_product"}
+
+
 def test_weights_that_lie_strided_in_their_file(tmp_path: Path) -> None:
     module = {name: value(name, "master").bfloat16() for name in SHAPES}
     module["up.weight"] = module["up.weight"].t().contiguous().t()

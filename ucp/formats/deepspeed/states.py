@@ -14,7 +14,7 @@ from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.scalars import is_scalar, scalar_bytes, stored_scalar
 from ucp.formats.deepspeed.shards import RankFile, describe, holds_tensor
 from ucp.formats.deepspeed.stored import Spot, Stored
-from ucp.model.checkpoint import MASTER, WEIGHT
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT
 from ucp.model.dtypes import DType
 from ucp.model.numbers import scalar_value
 from ucp.records import dataclass, field
@@ -135,12 +135,17 @@ def _number(reading: Reading, group: str, key: Any, members: Sequence[Member], f
     first = scalar_bytes(kept[0], reading.source)
     for member, number in zip(members[1:], kept[1:], strict=True):
         other = scalar_bytes(number, reading.source)
-        if other != first or number.dtype != kept[0].dtype:
-            reading.problems.add(
-                f"{group}: '{key}' is {scalar_value(first, kept[0].dtype)} in {members[0].file.name}"
-                f" (dp rank {members[0].dp}), but {scalar_value(other, number.dtype)} in {member.file.name}"
-                f" (dp rank {member.dp}): files of different steps are mixed"
-            )
+        if other == first and number.dtype == kept[0].dtype:
+            continue
+        if kind_of(key) != STEP:  # of a rank's share of the buffer, as the mean square that Adafactor keeps
+            why = f"every data-parallel rank has a number of its own, as in {members[0].file.name}"
+            reading.unplaced_states.setdefault(kind_of(key), why)
+            return
+        reading.problems.add(
+            f"{group}: '{key}' is {scalar_value(first, kept[0].dtype)} in {members[0].file.name}"
+            f" (dp rank {members[0].dp}), but {scalar_value(other, number.dtype)} in {member.file.name}"
+            f" (dp rank {member.dp}): files of different steps are mixed"
+        )
     found.numbers[kind_of(key)] = kept[0]
     for member in members:
         if isinstance(member.state[key], TensorRef):
