@@ -6,8 +6,9 @@ one way of dealing the names out fits all shapes, it is the right one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from math import prod
 from typing import Any, Final
 
 from ucp.model.box import Shape
@@ -17,16 +18,18 @@ _MAX_WAYS: Final = 20_000  # half-dealt states kept at a time; beyond it nothing
 Fits = Callable[[Shape], bool]  # whether a parameter of this shape can be the one that a number means
 
 
-def states_fit(states: AbstractSet[Shape], shape: Shape) -> bool:
+def states_fit(states: Sequence[Shape], shape: Shape) -> bool:
     """Whether a parameter of this shape can have states of those: one is like it, or its rows and columns (Adafactor).
 
-    No states fit everything.
+    All that is kept of a vector is like it: there is nothing to sum over. No states fit everything.
     """
-    if not states or shape in states:
+    if not states:
         return True
+    if len(shape) < 2:
+        return shape in states and all(state == shape or prod(state) == 1 for state in states)
     rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
     kept = ((*rows, 1), (*shape[:-2], 1, *shape[-1:]))  # with the dimension that was summed over
-    return len(shape) > 1 and (states >= {rows, columns} or states >= set(kept))
+    return shape in states or any(not Counter(pair) - Counter(states) for pair in ((rows, columns), kept))
 
 
 def deal(groups: Sequence[Sequence[Fits]], candidates: Sequence[tuple[str, Shape]]) -> list[list[str]] | None:

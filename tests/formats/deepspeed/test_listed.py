@@ -6,6 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ucp
@@ -94,6 +95,35 @@ def test_a_group_for_every_parameter_is_in_the_order_of_the_module(tmp_path: Pat
     checkpoint = read(zero_off(tmp_path / "c", optimizer, **{"twin.weight": torch.ones(4, 3)}))
     assert [group.names for group in checkpoint.groups] == [[name] for name in (*SHAPES, "twin.weight")]
     assert any(note.id == "names-inferred" and "a group for every one" in note.text for note in checkpoint.notes)
+
+
+def test_a_group_for_every_parameter_but_frozen_ones(tmp_path: Path) -> None:
+    """They are in the module alone, and shapes leave one way to go past them."""
+    optimizer = adam([[name] for name in SHAPES])
+    more = {"frozen.weight": torch.ones(2, 3), "frozen.bias": torch.ones(2)}
+    checkpoint = read(zero_off(tmp_path / "c", optimizer, **more))
+    assert [group.names for group in checkpoint.groups] == [[name] for name in SHAPES]
+    roles = {name: parameter.role for name, parameter in checkpoint.parameters.items()}
+    assert roles == {**dict.fromkeys(SHAPES, "trained"), **dict.fromkeys(more, "frozen")}
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_rows_and_columns_tell_matrices_from_vectors(tmp_path: Path, momentum: bool) -> None:
+    """As transformers' Adafactor sums them up. Those of a square matrix are alike, and like the bias beside it."""
+    square = {"q.weight": torch.ones(3, 3), "q.bias": torch.ones(3)}
+    shapes = {**SHAPES, **{name: tuple(tensor.shape) for name, tensor in square.items()}}
+    numbers = {name: number for number, name in enumerate(sorted(shapes, key=lambda name: len(shapes[name]) < 2))}
+    state: dict[int, dict[str, Any]] = {}
+    for name, number in numbers.items():
+        shape = shapes[name]
+        sums = {"row": shape[:-1], "col": shape[1:]} if len(shape) > 1 else {"sq": shape}
+        state[number] = {"step": STEP, "RMS": torch.tensor(0.5), **{kind: torch.ones(s) for kind, s in sums.items()}}
+        if momentum:
+            state[number]["exp_avg"] = torch.ones(shape)
+    groups = [[n for n in numbers if len(shapes[n]) > 1], [n for n in numbers if len(shapes[n]) < 2]]
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [numbers[n] for n in g]} for g in groups]}
+    checkpoint = read(zero_off(tmp_path / "c", optimizer, **square))
+    assert [group.names for group in checkpoint.groups] == groups
 
 
 def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:

@@ -52,10 +52,10 @@ def told_names(groups: Sequence[Group]) -> dict[str, str]:
     return found
 
 
-def _shapes(states: Mapping[str, Entry]) -> frozenset[Shape]:
+def _shapes(states: Mapping[str, Entry]) -> tuple[Shape, ...]:
     """The shapes of states that say something of the parameter's; a number such as `step` says nothing."""
     tensors = {kind: entry.shape for kind, entry in states.items() if isinstance(entry, TensorEntry)}
-    return frozenset(shape for kind, shape in tensors.items() if shape or kind in LIKE_WEIGHT)
+    return tuple(shape for kind, shape in tensors.items() if shape or kind in LIKE_WEIGHT)
 
 
 def _match(

@@ -34,7 +34,7 @@ class Slot:
 
     master: Stored | None = None
     shape: Shape | None = None  # of the master
-    states: frozenset[Shape] = frozenset()
+    states: tuple[Shape, ...] = ()
 
     def fits(self, shape: Shape) -> bool:
         """Whether a parameter of this shape can be meant."""
@@ -74,13 +74,12 @@ def match_by_shape(groups: Sequence[Sequence[Slot]], candidates: Sequence[Candid
 
 
 def match_in_order(groups: Sequence[Sequence[Slot]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
-    """The module's names in its order, group after group, when the shapes of all of them fit; else None."""
-    slots = [slot for group in groups for slot in group]
-    if len(slots) != len(candidates):
+    """The module's names in its order, group after group, when exactly one way of leaving the rest out fits."""
+    fits = [slot.fits for group in groups for slot in group]
+    dealt = deal([fits], [(candidate.name, candidate.shape) for candidate in candidates])
+    if dealt is None:
         return None
-    if not all(slot.fits(candidate.shape) for slot, candidate in zip(slots, candidates, strict=True)):
-        return None
-    names = iter([candidate.name for candidate in candidates])
+    names = iter(dealt[0])
     return [[next(names) for _ in group] for group in groups]
 
 

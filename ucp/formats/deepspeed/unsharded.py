@@ -201,7 +201,7 @@ def _slots(reading: Reading, found: Unsharded) -> list[list[Slot]]:
             state = found.state.get(index)
             tensors = [v for v in state.values() if isinstance(v, TensorRef)] if isinstance(state, dict) else []
             # A lone `step` says nothing about the parameter.
-            slots.append(Slot(states=frozenset(ref.shape for ref in tensors if ref.shape)))
+            slots.append(Slot(states=tuple(ref.shape for ref in tensors if ref.shape)))
         groups.append(slots)
     return groups
 
