@@ -26,6 +26,7 @@ class Net(nn.Module):
         self.table.weight.requires_grad_(False)
         self.scale = nn.Parameter(torch.randn(()))  # no dimensions at all
         self.register_buffer("mask", torch.rand(3) > 0.5)
+        self.register_buffer("nothing", torch.zeros(0, 2))  # no elements: the name and the shape are all there is
         self.register_buffer("scratch", torch.rand(3), persistent=False)
 
     def forward(self, x: Any) -> Any:

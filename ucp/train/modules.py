@@ -58,7 +58,7 @@ def describe_module(model: Any, optimizer: Any) -> LiveJob:
 def share_of(name: str, tensor: Any) -> list[Share]:
     """What of a parameter a whole tensor or DTensor holds: one share, or none."""
     if not is_dtensor(tensor):
-        return [Share(name, Region.all_of(tuple(tensor.shape)))] if tensor.numel() else []
+        return [Share(name, Region.all_of(tuple(tensor.shape)))]
     box = local_box(tensor, name)
     return [Share(name, Region.of((box,)))] if box.numel else []
 

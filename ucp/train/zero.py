@@ -235,13 +235,16 @@ def _stage_3(job: LiveJob, optimizer: Any) -> None:
 
 
 def _slice(name: str, p: Any, optimizer: Any, start: int) -> list[Share]:
-    """What this rank holds of a parameter that ZeRO-3 has cut: one share, or none where only padding is left."""
+    """What this rank holds of a parameter that ZeRO-3 has cut: one share, or none where only padding is left.
+
+    Of a parameter without elements every rank holds all.
+    """
     import torch.distributed as dist
 
     per, numel = int(p.partition_numel()), int(p.ds_numel)
     rank = dist.get_rank(group=optimizer._get_param_partition_group(p))
     lo, hi = min(rank * per, numel), min((rank + 1) * per, numel)
-    return [Share(name, Region((whole(tuple(p.ds_shape)),), lo, hi), start)] if lo < hi else []
+    return [Share(name, Region((whole(tuple(p.ds_shape)),), lo, hi), start)] if lo < hi or not numel else []
 
 
 def _held_slice(shares: Sequence[Share], p: Any) -> list[Held]:

@@ -126,6 +126,17 @@ def test_rows_and_columns_tell_matrices_from_vectors(tmp_path: Path, momentum: b
     assert [group.names for group in checkpoint.groups] == groups
 
 
+def test_parameters_without_elements_are_not_each_other(tmp_path: Path) -> None:
+    """DeepSpeed takes them for one that is shared: it goes by addresses, and they have none."""
+    module = {name: value(name, "master").bfloat16() for name in SHAPES}
+    module.update({"none": torch.zeros(0, 4), "void": torch.zeros(2, 0), "nil": torch.zeros(0)})
+    files: dict[str, Any] = {MODEL: model_state(module, shared_params={"void": "none", "nil": "none"})}
+    files.update({f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt": flat_optim(2, r) for r in range(2)})
+    checkpoint = read(save(tmp_path / "c", files))
+    shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
+    assert shapes == {**SHAPES, "none": (0, 4), "void": (2, 0), "nil": (0,)}
+
+
 def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:
     """A group whose parameters are all frozen: ZeRO-3 writes it without members, and wants as many groups back."""
     files: dict[str, Any] = {}

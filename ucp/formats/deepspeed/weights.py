@@ -55,7 +55,8 @@ def read_module(
     buffers = frozenset(buffers_of(file))
     frozen = frozen_shapes_of(file)
     listed = isinstance(file.mapping().get("frozen_param_shapes"), dict)  # then it lists all frozen parameters
-    owners = _owners(module, buffers, trained or {}, shared)
+    owners = _owners(module, buffers, trained or {}, _told(module, {**frozen, **(trained or {})}, shared))
+    elsewhere = not any(_has_elements(module.get(name)) for name in trained or {})
     owners.update(unlisted_copies(reading, file, module, trained or {}, {*buffers, *frozen, *owners}))
     for name, value in module.items():
         if not isinstance(value, TensorRef):
@@ -72,7 +73,7 @@ def read_module(
         if known is not None and value.numel == 0 and value.shape != known:
             reading.holdings.roles.setdefault(name, role)  # ZeRO-3: the values are elsewhere
             continue
-        if role == "frozen" and value.shape == (0,) and known is None:
+        if role == "frozen" and value.shape == (0,) and known is None and elsewhere:
             reading.valueless.setdefault(name, file.name)
             continue  # ZeRO-3 without its frozen parameters: a name and nothing else
         if role == "frozen" and known is None and listed:
@@ -137,11 +138,28 @@ def _role(
     return "trained" if trained is None or name in trained else "frozen"
 
 
+def _told(module: Mapping[str, Any], shapes: Mapping[str, Shape], shared: Mapping[str, str]) -> dict[str, str]:
+    """The aliases that can be believed. DeepSpeed goes by addresses, and parameters of no elements have the same one.
+
+    Under ZeRO-3, which goes by number, every tensor of the module is empty; `shapes` says which parameters are.
+    """
+    nothing: Shape = (0,)
+    return {
+        alias: owner
+        for alias, owner in shared.items()
+        if alias in module and (_has_elements(module[alias]) or 0 not in shapes.get(owner, nothing))
+    }
+
+
+def _has_elements(value: object) -> bool:
+    return isinstance(value, TensorRef) and value.numel > 0
+
+
 def _owners(
     module: Mapping[str, Any], buffers: Collection[str], trained: Collection[str], shared: Mapping[str, str]
 ) -> dict[str, str]:
     """Alias → owner: what rank 0 declared, and names of the very same view of the same storage."""
-    owners = {alias: owner for alias, owner in shared.items() if alias in module and alias not in trained}
+    owners = {alias: owner for alias, owner in shared.items() if alias not in trained}
     places: dict[object, list[str]] = {}
     for name, value in module.items():
         if isinstance(value, TensorRef) and value.numel and name not in buffers and name not in owners:
