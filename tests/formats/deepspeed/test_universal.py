@@ -367,6 +367,14 @@ def test_numbers_that_deepspeed_cannot_load_are_told(project: Path, tmp_path: Pa
     assert all(note.id != "universal-numbers" for note in Writer(plain, WriteOptions()).notes)
 
 
+def test_what_round_robin_makes_of_a_universal_folder_is_told(project: Path) -> None:
+    noted = {}
+    for fixture in ("z2_bf16_roundrobin_dp3", "z1_bf16_dp2"):
+        source = open_checkpoint(project / "fixtures" / fixture, ReadOptions())
+        noted[fixture] = "universal-round-robin" in {note.id for note in Writer(source, WriteOptions()).notes}
+    assert noted == {"z2_bf16_roundrobin_dp3": True, "z1_bf16_dp2": False}
+
+
 @pytest.mark.parametrize("fixture", ["z1_bf16_dp2", "z1_fp16_dp2", "pp2_z1_bf16_tied_dp2"])
 def test_what_comes_of_a_universal_folder_is_what_comes_of_its_source(
     project: Path, tmp_path: Path, fixture: str

@@ -52,6 +52,15 @@ class Writer:
                     " folder; what `--to deepspeed` writes does not suffer from that",
                 )
             )
+        if source.details.get("zero", {}).get("round_robin_gradients"):
+            self.notes.append(
+                Note(
+                    "universal-round-robin",
+                    "an engine with round_robin_gradients puts what it loads from a universal folder into the wrong"
+                    " places (it goes by param_slice_mappings, which DeepSpeed computes from the wrong order); set"
+                    " round_robin_gradients to false where load_universal is true, or take `--to deepspeed`",
+                )
+            )
         numbers = {k: p.name for p in source.parameters.values() for k, a in p.atoms.items() if _is_lone(p, k, a)}
         if numbers:
             listed = ", ".join(f"{kind} of {name}" for kind, name in sorted(numbers.items()))
