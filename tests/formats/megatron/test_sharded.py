@@ -181,11 +181,14 @@ def test_objects_are_extras(tmp_path: Path) -> None:
     assert checkpoint.extras.trees["common.pt"]["iteration"] == 7
 
 
-def test_an_unfinished_save_is_refused(tmp_path: Path) -> None:
-    root = save(tmp_path, model_and_states("param"), common(arguments(1, 1)))
-    (root / "metadata.json").unlink()
-    with pytest.raises(InconsistentError, match="not finished"):
-        ucp.open(root)
+@pytest.mark.parametrize("missing", [("metadata.json",), ("metadata.json", ".metadata")])
+def test_an_unfinished_save_is_refused(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    root = save(tmp_path / "iter_0000007", model_and_states("param"), common(arguments(1, 1)))
+    for name in missing:
+        (root / name).unlink()
+    for path in (root, tmp_path):
+        with pytest.raises(InconsistentError, match="not finished"):
+            ucp.open(path)
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def find(path: Path, tag: str | None) -> Place | None:
         ((int(match[1]), child) for child in path.glob("iter_*") if (match := _ITERATION.fullmatch(child.name))),
         reverse=True,
     )
-    places = (_direct(save) for _, save in saves)
-    return next((place for place in places if place is not None and place.is_finished), None)
+    places = [place for _, save in saves if (place := _direct(save)) is not None]
+    return next((place for place in places if place.is_finished), places[0] if places else None)
 
 
 def must_find(path: Path, tag: str | None) -> Place:
@@ -102,7 +102,8 @@ def _direct(path: Path) -> Place | None:
         return None
     if (path / COMMON).is_file():
         if not (path / METADATA).is_file():
-            return Place(path, "torch_dist") if (path / INDEX).is_file() else None  # cut short: `read` says so
+            is_cut_short = (path / INDEX).is_file() or any(path.glob("__*.distcp"))
+            return Place(path, "torch_dist") if is_cut_short else None  # `read` says so
         backend = _backend(path / METADATA)
         if backend == "torch_dist" or backend == "zarr":
             return Place(path, backend)
