@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults.injection import CALLS, REAL, Injector, points
+from tests.log.made import made_manifest
 from tests.log.test_reader import contents, expected
 from tests.log.test_writer import begin, put
 from ucp import tunables
-from ucp.errors import StorageError
+from ucp.errors import StorageError, UcpError
+from ucp.log.manifest import Parent
 from ucp.log.reader import Log
 
 STEPS = 6
@@ -30,9 +32,13 @@ def write(run: Path, injector: Injector) -> int:
     finally:
         with contextlib.suppress(StorageError):
             writer.close()
-        for name in CALLS:
-            setattr(os, name, REAL[name])
+        restore()
     return writer.durable_step
+
+
+def restore() -> None:
+    for name in CALLS:
+        setattr(os, name, REAL[name])
 
 
 @pytest.mark.parametrize("kind", ["short", "EIO", "ENOSPC"])
@@ -50,3 +56,72 @@ def test_one_fault_loses_nothing_that_was_durable(tmp_path: Path, monkeypatch: p
         assert contents(log) == expected(range(1, log.recoverable_step + 1)), recorded.calls[at]
         if kind == "short":
             assert durable == STEPS
+
+
+def killed(run: Path, injector: Injector) -> int:
+    """The same in a child that the fault ends; gives the last step that it was told is durable."""
+    told, telling = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            injector.install()
+            writer = begin(run, slots=2)
+            for step in range(1, STEPS + 1):
+                put(writer, step)
+                REAL["write"](telling, bytes([max(0, writer.durable_step)]))
+            writer.close()
+            REAL["write"](telling, bytes([writer.durable_step]))
+        os._exit(0)
+    os.close(telling)
+    os.waitpid(pid, 0)
+    with os.fdopen(told, "rb") as heard:
+        return max(heard.read(), default=0)
+
+
+def go_on(run: Path) -> None:
+    """Write the rest of the steps in a new epoch, as a job does that starts again from what the log has."""
+    with Log.open(run, "inspect") as log:
+        last = log.recoverable_step
+    writer = begin(run, made_manifest(epoch=1, start=last, parent=Parent(0, last)), durable_step=last)
+    for step in range(last + 1, STEPS + 2):
+        put(writer, step)
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["late", "lost", "power"])
+def test_a_disk_that_is_late_lies_or_loses_its_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What a disk says that it has, and has not, may be missing; but no step is another than it was."""
+    monkeypatch.setattr(tunables, "LOG_SEGMENT_BYTES", 3000)
+    recorded = Injector()
+    recorded.install()
+    try:
+        writer = begin(tmp_path / "recorded", slots=2)
+        for step in range(1, STEPS + 1):
+            put(writer, step)
+        writer.close()
+    finally:
+        restore()
+    tried = points(recorded.calls, kind)
+    assert tried
+    reached = set()
+    for at in tried:
+        run, call = tmp_path / str(at), recorded.calls[at]
+        durable = killed(run, Injector(kind, at))
+        if not (run / "log" / "epoch-000000" / "manifest.json").exists():
+            continue  # nothing was begun
+        if kind == "lost" and not any((run / "log" / "epoch-000000" / "manifest.json").read_bytes()):
+            with pytest.raises(UcpError, match=r"manifest\.json"):
+                Log.open(run, "inspect")
+            continue
+        with Log.open(run, "inspect") as log:
+            found = log.recoverable_step
+            assert found >= (durable if kind != "lost" else 0), call
+            assert contents(log, found) == expected(range(1, found + 1)), call
+        reached.add(found)
+        if kind == "lost":
+            go_on(run)
+            with Log.open(run) as log:
+                assert contents(log) == expected(range(1, STEPS + 2)), call
+    assert reached == {STEPS} if kind == "late" else len(reached) > 2, "and something was lost"

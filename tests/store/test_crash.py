@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import PROJECT
-from tests.store.stores import ENTRIES, content, fill, schema
+from tests.store.stores import ENTRIES, content, fill, is_of_one_step, schema
+from ucp.errors import IntegrityError
 from ucp.store.blocks import Head, Superblock
 from ucp.store.layout import Layout
-from ucp.store.survey import Shape, read_shape, survey
+from ucp.store.loading import Loaded, load
+from ucp.store.survey import Shape, read_shape, reader_of, survey
 from ucp.store.writer import Store
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -61,10 +64,13 @@ class Cut:
 
     SECTOR = 512
 
-    def __init__(self, disk: bytearray, waits: int, chance: random.Random, share: float) -> None:
+    def __init__(
+        self, disk: bytearray, waits: int, chance: random.Random, share: float, lies: Container[int] = ()
+    ) -> None:
+        """The waits of these numbers (from the last before the cut, backwards) only say that the disk has it all."""
         self.disk = disk
         self.view = memoryview(bytearray(disk))
-        self._left, self._chance, self._share = waits, chance, share
+        self._left, self._chance, self._share, self._lies = waits, chance, share, lies
 
     def persist(self, ranges: Iterable[tuple[int, int]]) -> None:
         if self._left == 0:
@@ -76,7 +82,7 @@ class Cut:
                     there[start:stop] = mine[start:stop]
             raise PowerCutError
         self._left -= 1
-        for start, stop in ranges:
+        for start, stop in () if self._left in self._lies else ranges:
             self.disk[start:stop] = self.view[start:stop]
 
     def close(self) -> None:
@@ -130,3 +136,46 @@ def test_a_power_cut_leaves_one_whole_generation(slots: int, cuts: list[int], sh
             for number, entry in enumerate(ENTRIES):
                 at = shape.layout.atom_at(header.slot, number)
                 assert bytes(disk[at : at + entry.nbytes]) == content(number, entry, header.step), header.sequence
+
+
+def is_whole(loaded: Loaded) -> bool:
+    """Whether its own digests say so."""
+    try:
+        loaded.check()
+    except IntegrityError:
+        return False
+    return True
+
+
+@settings(max_examples=40)
+@given(
+    slots=st.integers(2, 3),
+    waits=st.integers(1, 17),
+    lie=st.integers(0, 8),
+    share=st.sampled_from([0.0, 0.5, 0.9]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_disk_that_lies_is_found_out(slots: int, waits: int, lie: int, share: float, seed: int) -> None:
+    """One wait did not wait, and the power went: what is there is whole, or its digests say that it is not."""
+    disk, shape = new_disk(slots)
+    with contextlib.suppress(PowerCutError):
+        store = Store(Cut(disk, waits, random.Random(seed), share, lies={lie}), shape)
+        while True:
+            fill(store, store.sequence + 1)
+            store.commit()
+    with tempfile.NamedTemporaryFile(suffix=".ucpstore") as file:
+        file.write(disk)
+        file.flush()
+        path = Path(file.name)
+        found = survey(reader_of(file.fileno(), path), shape)
+        for header in found.generations:
+            whole = all(
+                bytes(disk[at : at + entry.nbytes]) == content(number, entry, header.step)
+                for number, entry in enumerate(ENTRIES)
+                for at in [shape.layout.atom_at(header.slot, number)]
+            )
+            assert whole == is_whole(load(path, step=header.step)), header
+        with Store.open(path) as again:  # and the job goes on
+            fill(again, 99)
+            again.commit()
+        assert is_of_one_step(load(path))
