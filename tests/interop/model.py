@@ -387,6 +387,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda groups, lr: torch.optim.Adagrad(groups, lr=lr, foreach=False),
     "rmsprop": lambda groups, lr: torch.optim.RMSprop(groups, lr=lr, momentum=0.9, centered=True, foreach=False),
     "adafactor": lambda groups, lr: torch.optim.Adafactor(groups, lr=lr, foreach=False),
+    "nadam": lambda groups, lr: torch.optim.NAdam(groups, lr=lr, foreach=False),
+    "adam_as_adamw": lambda groups, lr: torch.optim.Adam(
+        [{**group, "lr": torch.tensor(group.get("lr", lr))} for group in groups],
+        foreach=False,
+        maximize=True,
+        decoupled_weight_decay=True,
+    ),
     "lion": lambda groups, lr: Lion(groups, lr=lr / 10),
 }
 

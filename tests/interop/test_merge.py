@@ -36,6 +36,14 @@ RUNS: dict[str, tuple[int, Spec, dict[str, Any]]] = {
         Spec(zero=2, dtype="fp16", groups=3, config={**zero(2), **CLIP}),
         {"overflow_at": 4, "what": "state"},
     ),
+    # Optimizers that cannot be replayed: states are logged. More of them in `test_shadow.py`.
+    "zero 3, NAdam, betas that are scheduled": (2, Spec(zero=3, optimizer="nadam"), {"schedule": "cycle"}),
+    "zero 0, fp32, Adafactor": (2, Spec(zero=0, dtype="fp32", optimizer="adafactor"), {}),
+    "zero 1, tensors as rates, schedulers in a scheduler": (
+        2,
+        Spec(zero=1, optimizer="adam_as_adamw", groups=3),
+        {"schedule": "sequential"},
+    ),
     "zero 1, tp 2": (2, Spec(zero=1, tp=2), {}),
     "zero 1, tp 2, pp 2, dp 2": (8, Spec(zero=1, tp=2, pp=2), {}),
 }
@@ -54,6 +62,16 @@ def test_every_step_is_what_the_job_saved(worlds: Worlds, tmp_path: Path, name: 
         assert found.a.step == step
     report = ucp.verify(run, "deep", log=run)
     assert [finding for finding in report.findings if finding.severity != "note"] == []
+
+
+def test_weights_of_a_first_step_that_was_skipped(worlds: Worlds, tmp_path: Path) -> None:
+    """ZeRO off takes a step while the engine is built: until the next one, weights are not their masters, cast."""
+    spec = Spec(zero=0, optimizer="rmsprop")
+    worlds.run(2, RECORDED, tmp_path, spec=asdict(spec), steps=2, overflow_at=1)
+    run = tmp_path / "run"
+    for step in (1, 2):
+        found = ucp.diff(run, tmp_path / "saved" / f"step{step}", log_a=run, step_a=step, exact=True)
+        assert found.same, (step, [str(atom) for atom in found.atoms])
 
 
 LOAD = "tests.train.ranks:load"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.optim import lr_scheduler as schedulers
 
 import ucp
 from tests.interop import model as gpt
@@ -13,6 +15,15 @@ from tests.interop.ds_rank import build, save, train, write_state
 from tests.interop.spec import Job
 from tests.train.ranks import spec_of
 from tests.train.recording_ranks import spoil
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "sequential": lambda optimizer: schedulers.SequentialLR(
+        optimizer,
+        [schedulers.LinearLR(optimizer, total_iters=2), schedulers.CosineAnnealingLR(optimizer, 9)],
+        milestones=[2],
+    ),
+    "cycle": lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.02, total_steps=20),
+}
 
 
 def recorded(
@@ -25,11 +36,14 @@ def recorded(
     base_every: int | None = None,
     overflow_at: int | None = None,
     what: Literal["auto", "state"] = "auto",
+    schedule: str | None = None,
 ) -> dict[str, Any]:
     """Train; from step `record_from` on record; after every step save natively, under its number."""
     made = spec_of(spec)
     world = dist.get_world_size()
     engine, place = build(made, world, rank, universal=False)
+    if schedule is not None:
+        engine.lr_scheduler = SCHEDULES[schedule](engine.optimizer.optimizer)
     losses = train(engine, made, place, record_from)
     told = {"universal_checkpoint_info": gpt.universal_info(made)}
     recorder = ucp.record(engine, out / "run", what=what, base_every=base_every, keep_bases=None, client_state=told)

@@ -79,8 +79,10 @@ def test_every_step_is_the_job_s(tmp_path: Path, streams: int, scale: float | No
         ("torch.sgd.single", lambda g: torch.optim.SGD(g, momentum=0.9, foreach=False)),
         ("torch.sgd.single", lambda g: torch.optim.SGD(g, foreach=False)),
         ("torch.adagrad.single", lambda g: torch.optim.Adagrad(g, foreach=False)),
+        ("torch.adam.single", lambda g: torch.optim.Adam(g, foreach=False, decoupled_weight_decay=True)),
+        ("torch.adam.fused", lambda g: torch.optim.Adam(g, fused=True, decoupled_weight_decay=True)),
     ],
-    ids=["adamw fused", "adam foreach", "momentum", "sgd", "adagrad"],
+    ids=["adamw fused", "adam foreach", "momentum", "sgd", "adagrad", "adam as adamw", "adam as adamw, fused"],
 )
 def test_other_optimizers(tmp_path: Path, kernel: str, make: Any) -> None:
     run = start(tmp_path, make, kernel)

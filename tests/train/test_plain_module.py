@@ -93,6 +93,24 @@ def test_a_module_and_its_optimizer_come_back_exactly(tmp_path: Path, optimizer:
     assert [train(net, made, 40), train(net, made, 41)] == [train(fresh, other, 40), train(fresh, other, 41)]
 
 
+def test_a_parameter_that_never_had_a_gradient_has_no_states(tmp_path: Path) -> None:
+    """The optimizer was given it all the same. In a used job, what it has is dropped."""
+    nets = [nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1) for net in nets]
+    nets[0][0].bias.requires_grad_(False)
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        net(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    ucp.save(nets[0], optimizers[0], tmp_path / "atoms")
+    ucp.load_into(nets[1], optimizers[1], tmp_path / "atoms")
+    assert nets[1][0].bias not in optimizers[1].state
+    assert len(optimizers[1].state) == 3
+    bare = torch.optim.AdamW(nets[1].parameters())
+    ucp.convert(tmp_path / "atoms", tmp_path / "weights", only="weights")
+    with pytest.raises(InconsistentError, match=r"has no 'exp_avg' for 0\.bias"):
+        ucp.load_into(nets[1], bare, tmp_path / "weights")
+
+
 def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:
     net, made = job("amsgrad", 1, 1)
     made.param_groups[0]["lr"].fill_(0.5)

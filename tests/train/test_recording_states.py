@@ -14,6 +14,7 @@ from ucp.errors import UsageError
 from ucp.log.bases import list_bases
 from ucp.log.frames import FrameType
 from ucp.log.reader import Log
+from ucp.model.checkpoint import kind_of_state
 
 torch = pytest.importorskip("torch")
 
@@ -47,7 +48,7 @@ class Job:
         for name, p in self.model.named_parameters():
             for kind, value in self.optimizer.state.get(p, {}).items():
                 if value is not None:
-                    found[f"{name}|{kind}"] = torch.as_tensor(value).clone()
+                    found[f"{name}|{kind_of_state(kind)}"] = torch.as_tensor(value).clone()
         return found
 
     def train(self, steps: int) -> None:
@@ -189,3 +190,67 @@ def test_a_buffer_that_changes_its_shape_ends_the_recording(tmp_path: Path) -> N
     job.model.phase = torch.zeros(4, dtype=torch.int64)
     with pytest.raises(UsageError, match="buffer phase has another shape"):
         job.train(1)
+
+
+def calling_states(*names: str) -> Callable[[Any], Any]:
+    """An optimizer that nobody can replay, with states of these names."""
+
+    class Named(torch.optim.Optimizer):  # type: ignore[misc, name-defined]
+        @torch.no_grad()  # type: ignore[untyped-decorator]
+        def step(self) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        for number, name in enumerate(names, 1):
+                            state = self.state[p].setdefault(name, torch.zeros_like(p))
+                            state.mul_(number / 11).add_(p.grad)
+                        p.sub_(self.state[p][names[0]], alpha=group["lr"])
+
+    return lambda parameters: Named(parameters, {"lr": 1e-2})
+
+
+# What logs, shadows or atoms call something else; and a counter that is one for every element.
+TAKEN_NAMES = ("buffer", "param", "grad", "weight", "master", "own:x:()", "own/y", "state:z", "step")
+
+
+def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", calling_states(*TAKEN_NAMES), model=Normed(), base_every=2, keep_bases=None)
+    job.train(4)
+    ucp.save(job.model, job.optimizer, tmp_path / "saved")
+    job.recorder.close()
+    for step in range(1, 5):
+        assert_same(merged(tmp_path / "run", step), job.history[step])
+    assert ucp.diff(tmp_path / "run", tmp_path / "saved", log_a=tmp_path / "run", exact=True).same
+    assert ucp.verify(tmp_path / "run", "deep", log=tmp_path / "run").ok
+    other = Normed()
+    optimizer = calling_states(*TAKEN_NAMES)(other.parameters())
+    ucp.load_into(other, optimizer, tmp_path / "run", log=tmp_path / "run", step=4)
+    for p, q in zip(job.model.parameters(), other.parameters(), strict=True):
+        assert sorted(optimizer.state[q]) == sorted(job.optimizer.state[p])
+        assert all(torch.equal(job.optimizer.state[p][name], value) for name, value in optimizer.state[q].items())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW([{"params": [q], "fused": not i} for i, q in enumerate(p)], lr=1e-2),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.99)), weight_decay=0.1),
+    ],
+    ids=["fused and not", "tensors"],
+)
+def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
+    tmp_path: Path, make: Callable[[Any], Any]
+) -> None:
+    job = Job(tmp_path, make)
+    job.train(3)
+    job.recorder.close()
+    assert Log.open(tmp_path).epochs[0].manifest.kernel.id.endswith("(state)")
+    for step in (1, 2, 3):
+        assert_same(merged(tmp_path, step), job.history[step])
+    model = Net()
+    optimizer = make(model.parameters())
+    before = [group.get("betas") for group in optimizer.param_groups]
+    ucp.load_into(model, optimizer, tmp_path, log=tmp_path, step=3)
+    assert [[type(beta) for beta in group["betas"]] for group in optimizer.param_groups] == [
+        [type(beta) for beta in betas] for betas in before
+    ]

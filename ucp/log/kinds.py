@@ -15,6 +15,18 @@ BUFFER: Final = "buffer"  # a buffer of the model: the block is one of the strea
 FIRST_KINDS: Final = (GRADIENT, PARAM, BUFFER)
 
 _OWN: Final = re.compile(r"own:(.+):\(([0-9,]*)\)")
+_ESCAPE: Final = "state:"  # before the name of a state that would mean something else here
+_TAKEN: Final = re.compile(rf"{GRADIENT}|{PARAM}|{BUFFER}|weight|master|(own|state)[:/].*", re.DOTALL)
+
+
+def logged_kind(kind: str) -> str:
+    """What a log calls a state of the optimizer: its own name, out of the way of the names that mean something here."""
+    return _ESCAPE + kind if _TAKEN.fullmatch(kind) else kind
+
+
+def kind_logged_as(name: str) -> str:
+    """The state that a log calls so."""
+    return name.removeprefix(_ESCAPE)
 
 
 def own_kind(kind: str, shape: Shape) -> str:

@@ -24,6 +24,20 @@ WEIGHT = "weight"  # as the module holds it
 MASTER = "master"  # the optimizer's high-precision copy
 STEP = "step"  # scalar
 
+_STATES_CALLED_LIKE_US = {f"state_{kind}": kind for kind in (WEIGHT, MASTER)}
+
+
+def kind_of_state(name: object) -> str:
+    """The kind of an optimizer state: its own name, out of the way of the two names that we gave a meaning."""
+    text = str(name)
+    return f"state_{text}" if text in (WEIGHT, MASTER) else text
+
+
+def state_of_kind(kind: str) -> str:
+    """What the optimizer calls a state of this kind."""
+    return _STATES_CALLED_LIKE_US.get(kind, kind)
+
+
 COMPUTED: Final = "computed:/"  # names of computed files begin so; no relative path does
 
 

@@ -29,3 +29,11 @@ def scalar_value(data: bytes, dtype: DType) -> float | int | bool | None:
         return None
     value: float | int | bool = struct.unpack(form, data)[0]
     return value
+
+
+def scalar_data(value: float, dtype: DType) -> bytes | None:
+    """The bytes that this number is as an element, or None for a dtype that has no plain number here."""
+    form = _FORMATS.get(dtype.name)
+    if form is None:
+        return None
+    return struct.pack(form, value if dtype.family == "float" else int(value))

@@ -17,8 +17,14 @@ def adam_kinds(hyper: Hyper) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if hyper.get("amsgrad") else ()))
 
 
+def _is_decoupled(hyper: Hyper, default: bool) -> bool:
+    """Is weight decay apart from the gradient? AdamW's is; torch's Adam has a switch that makes it an AdamW."""
+    return bool(hyper.get("decoupled_weight_decay", default))
+
+
 def single_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
     """`single` or `foreach`, which give the same bits."""
+    decoupled = _is_decoupled(hyper, decoupled)
     if _is_plain(stretch, hyper) and _torch_takes_the_same_steps(decoupled):
         _plain_adam(stretch, grad, hyper, decoupled)
     else:
@@ -105,7 +111,7 @@ def fused_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, decoupled:
     """The operator that torch's fused Adam ends in: what torch does around it costs as much as a small tensor."""
     import torch
 
-    operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    operator = torch._fused_adamw_ if _is_decoupled(hyper, decoupled) else torch._fused_adam_
     states, betas, amsgrad = stretch.states, hyper["betas"], bool(hyper.get("amsgrad"))
     operator(
         [stretch.param],

@@ -12,7 +12,9 @@ from ucp.files.inert import Inert
 from ucp.files.pickle_writer import bare_object
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import Span, Stream
-from ucp.model.checkpoint import Checkpoint, Extras, Note, ParamGroup
+from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, ParamGroup
+from ucp.model.numbers import scalar_data
+from ucp.model.region import Region
 from ucp.records import replace
 
 _COUNTED: Final = "global_steps"
@@ -50,10 +52,9 @@ def _groups(
         hyper = dict(group.hyper)
         if mine is not None:
             hyper.update(_scalars(hyper, _last_record(stream, span, mine), mine))
-            rate = _next_rate(stream, span, mine, aux)
-            if rate is not None:
-                hyper["lr"] = rate
-            elif not notes:
+            following = _set_after(hyper, stream, span, mine, aux)
+            hyper.update(following)
+            if "lr" not in following and not notes:
                 text = (
                     f"the learning rate is that of step {span.last}: the log does not say what it was set to after it"
                 )
@@ -75,30 +76,42 @@ def _scalars(hyper: Mapping[str, Any], record: StepRecord | None, group: int) ->
     if record is None:
         return {}
     scalars = record.group(group)
-    found: dict[str, Any] = {"lr": scalars.lr}
-    if "betas" in hyper and not math.isnan(scalars.beta1):
-        found["betas"] = type(hyper["betas"])((scalars.beta1, scalars.beta2))
-    for key in ("eps", "weight_decay", "momentum", "dampening"):
-        value = getattr(scalars, key)
-        if key in hyper and not math.isnan(value):
-            found[key] = (
-                type(hyper[key])(value) if isinstance(hyper[key], (int, float)) and value == hyper[key] else value
-            )
+    told = {key: getattr(scalars, key) for key in ("eps", "weight_decay", "momentum", "dampening")}
+    told = {key: value for key, value in told.items() if not math.isnan(value)}
+    betas = {} if math.isnan(scalars.beta1) else {"betas": [scalars.beta1, scalars.beta2]}
+    return _in_form(hyper, {"lr": scalars.lr, **betas, **told})
+
+
+def _in_form(hyper: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters that a group has, as the log tells them, in the form in which the group has them."""
+    found: dict[str, Any] = {}
+    for key, value in told.items():
+        held = hyper.get(key)
+        if isinstance(held, (list, tuple)) and isinstance(value, list):
+            found[key] = type(held)(value)
+        elif isinstance(held, (int, float)) and value == held:
+            found[key] = held  # also where one is written 0 and the other 0.0
+        elif key in hyper or key == "lr":
+            found[key] = value
     return found
 
 
-def _next_rate(stream: Stream, span: Span, group: int, aux: Mapping[str, Any]) -> float | None:
-    """What the learning rate was set to after the span: as noted with its last step, or as the next step had it."""
-    noted = aux.get("lr")
-    if isinstance(noted, list) and group < len(noted) and isinstance(noted[group], (int, float)):
-        return float(noted[group])
+def _set_after(
+    hyper: Mapping[str, Any], stream: Stream, span: Span, group: int, aux: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What schedulers have set after the span: as noted with its last step, or as the next step had it."""
+    noted = aux.get("hyper")
+    if isinstance(noted, list) and group < len(noted) and isinstance(noted[group], dict):
+        return _in_form(hyper, noted[group])
+    rates = aux.get("lr")  # what older logs have noted
+    if isinstance(rates, list) and group < len(rates) and isinstance(rates[group], (int, float)):
+        return {"lr": float(rates[group])}
     following = span.last + 1
     if following in stream.steps:
         record = stream.record(following)
-        for scalars in record.groups:
-            if scalars.group == group and not record.skipped:
-                return scalars.lr
-    return None
+        if not record.skipped and any(scalars.group == group for scalars in record.groups):
+            return _scalars(hyper, record, group)
+    return {}
 
 
 def _tree(tree: Any, span: Span, aux: Mapping[str, Any], notes: list[Note]) -> Any:
@@ -121,7 +134,7 @@ def _tree(tree: Any, span: Span, aux: Mapping[str, Any], notes: list[Note]) -> A
     found.update({name: count for name, count in aux.get("counters", {}).items() if name in tree})
     if isinstance(tree.get("lr_scheduler"), dict):
         if isinstance(aux.get("lr_scheduler"), dict):
-            found["lr_scheduler"] = {**tree["lr_scheduler"], **_alike(tree["lr_scheduler"], aux["lr_scheduler"])}
+            found["lr_scheduler"] = {**aux["lr_scheduler"], **_newer(tree["lr_scheduler"], aux["lr_scheduler"])}
         else:
             notes.append(Note("lr-scheduler", "the LR scheduler is that of the base: the log does not have it"))
     if isinstance(tree.get("optimizer"), dict):
@@ -142,6 +155,26 @@ def _is_plain(value: Any) -> bool:
 
 def _as(old: Any, new: Any) -> Any:
     return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
+
+
+def _newer(old: Any, new: Any) -> Any:
+    """A value of the base as the log has it: dictionaries and lists (schedulers of schedulers) are gone into."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {key: _newer(value, new[key]) if key in new else value for key, value in old.items()}
+    if isinstance(old, (list, tuple)) and isinstance(new, list) and len(old) == len(new):
+        return _as(old, [_newer(*pair) for pair in zip(old, new, strict=True)])
+    if isinstance(old, Atom) and isinstance(new, (int, float)):
+        return _number(old, new)
+    return _as(old, new) if _is_plain(old) else old
+
+
+def _number(old: Atom, new: float) -> Atom:
+    """A tensor of one number (a learning rate) with another in it."""
+    data = scalar_data(new, old.dtype) if old.numel == 1 else None
+    if data is None:
+        return old
+    fragment = Fragment(Region.all_of(old.shape), "", 0, old.dtype, inline=data)
+    return replace(old, fragments=(fragment,), replicas=(), combine="copy")
 
 
 def _scaler(scaler: Inert, aux: Mapping[str, Any]) -> Any:

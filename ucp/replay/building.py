@@ -8,6 +8,7 @@ from typing import Final
 
 from ucp.errors import InconsistentError, UsageError
 from ucp.files.local import SourceFiles
+from ucp.log.kinds import kind_logged_as, logged_kind
 from ucp.log.reader import Span, StoredBlock
 from ucp.log.schema import Block, LoggedParameter
 from ucp.model.box import intersect, whole
@@ -18,7 +19,7 @@ from ucp.records import replace
 from ucp.replay.chunks import Origin, ReplayedTensor, file_of
 from ucp.replay.kernels import PARAM, Kernel
 from ucp.replay.stored import StoredStates
-from ucp.replay.timeline import Timelines, Update
+from ucp.replay.timeline import Timelines, Update, stood_still
 from ucp.replay.values import logged_atom
 
 _NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
@@ -118,7 +119,11 @@ class Builder:
         """A parameter in the base; `updates` are those of its tensor, `group` those of any tensor of its group."""
         if number not in self._origins:
             parameter = self._parameter(self.manifest.parameters[number])
-            atoms = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER, STEP)}
+            atoms = {
+                logged_kind(kind): atom
+                for kind, atom in parameter.atoms.items()
+                if kind not in (WEIGHT, MASTER) and not _is_counter(atom)
+            }
             held = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
             if held is None:
                 raise InconsistentError(
@@ -204,10 +209,19 @@ class Builder:
             for block in tensor.blocks:
                 held.setdefault(tensor.origins[block.parameter].name, []).append((tensor, block))
         self._check_complete(held)
+        if self._stood_still():
+            return dict(self.base.parameters)  # also weights that are not their masters, cast
         return {
             name: self._computed(parameter, held[name]) if name in held else parameter
             for name, parameter in self.base.parameters.items()
         }
+
+    def _stood_still(self) -> bool:
+        """Has nothing happened to any parameter since the base, in the steps of the span?"""
+        span, first = self.span, min([self._step, *self._own_steps.values()])
+        return span.first <= span.last and all(
+            stood_still(stream, max(first, span.first - 1), span.last) for stream in span.epoch.streams.values()
+        )
 
     def _check_complete(self, held: dict[str, list[tuple[ReplayedTensor, Block]]]) -> None:
         # What the optimizer has, and the recorder chose not to log, was frozen.
@@ -243,16 +257,17 @@ class Builder:
                 # The module's copy is the master, cast.
                 fragments = _fragments(held, PARAM)
                 atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
-            elif kind == STEP:
+            elif _is_counter(atom):
                 atoms[kind] = self._stepped(atom, first, parameter)
-            elif kind in first.kinds:
-                fragments = _fragments(held, kind)
+            elif logged_kind(kind) in first.kinds:
+                fragments = _fragments(held, logged_kind(kind))
                 atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
             else:
                 atoms[kind] = atom
-        for kind, dtype in first.kinds.items():
-            if kind != PARAM and kind not in atoms:
-                atoms[kind] = Atom(parameter.name, kind, parameter.shape, dtype, _fragments(held, kind), computed=True)
+        for name, dtype in first.kinds.items():
+            kind = kind_logged_as(name)
+            if name != PARAM and kind not in atoms:
+                atoms[kind] = Atom(parameter.name, kind, parameter.shape, dtype, _fragments(held, name), computed=True)
         if STEP not in atoms and self._counts(first.updates):
             blank = Atom(parameter.name, STEP, (), FLOAT32, ())
             atoms[STEP] = self._stepped(blank, first, parameter)
@@ -274,6 +289,11 @@ class Builder:
         data = struct.pack(_NUMBERS[atom.dtype.name], count)
         region = Region.all_of(atom.shape)
         return replace(atom, fragments=(Fragment(region, "", 0, atom.dtype, inline=data),), replicas=(), combine="copy")
+
+
+def _is_counter(atom: Atom) -> bool:
+    """Is it the number of updates, and not one for every element?"""
+    return atom.kind == STEP and atom.numel == 1
 
 
 def _fragments(held: Sequence[tuple[ReplayedTensor, Block]], kind: str) -> tuple[Fragment, ...]:

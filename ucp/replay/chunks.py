@@ -27,7 +27,7 @@ from ucp.replay.gradients import Gradients, as_torch, consumed, torch_dtype
 from ucp.replay.kernels import Kernel
 from ucp.replay.stored import Chain, StoredStates
 from ucp.replay.stretch import PARAM, Stretch
-from ucp.replay.timeline import Update
+from ucp.replay.timeline import Update, stood_still
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ class Replay:
                 step = next(iter(found.values())).step
                 counter = origin.counter + sum(origin.step < update.step <= step for update in tensor.updates)
                 return step, counter, block, found
-        if tensor.kernel is None and origin.step != tensor.last:
+        if tensor.kernel is None and not stood_still(tensor.stream, origin.step, tensor.last):
             raise InconsistentError(
                 f"parameter {origin.name}: the log has no states of it that lead from step {origin.step} to"
                 f" {tensor.last}, and its optimizer cannot be replayed",

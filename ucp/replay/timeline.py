@@ -76,6 +76,11 @@ class Timelines:
         return self._absent
 
 
+def stood_still(stream: Stream, first: int, last: int) -> bool:
+    """Were all steps after `first` up to `last` skipped? Then the state of `first` is that of `last`."""
+    return all(stream.record(step).skipped for step in range(first + 1, last + 1))
+
+
 def hyper_of(constants: Mapping[str, Any], scalars: GroupScalars) -> Hyper:
     """A group's hyper-parameters in one step: what the step says, and what the epoch says of the rest."""
     hyper = {**constants, "lr": scalars.lr, "lr_kind": _LR_KINDS[scalars.lr_kind]}

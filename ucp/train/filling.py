@@ -13,6 +13,7 @@ from ucp.engine.casting import raw_dtype
 from ucp.engine.regions import RegionReader
 from ucp.files.local import SourceFiles
 from ucp.model.box import flat_index
+from ucp.model.checkpoint import state_of_kind
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.slabs import slabs
@@ -63,14 +64,16 @@ class Filler:
         key, optimizer = plan.stepped.key, self.job.optimizer
         group = self.job.groups[plan.stepped.group]
         shares = plan.stepped.shares
+        if plan.untouched:
+            optimizer.state.pop(key, None)
         if not (plan.states or plan.numbers or plan.whole):
             self._fill_tensor(key, plan.values, shares)
             return
         state = optimizer.state[key]
-        for kind in plan.states:
-            if kind not in state:
-                state[kind] = torch.zeros_like(key, requires_grad=False)
-        filled = [(key, plan.values), *((state[kind], reads) for kind, reads in plan.states.items())]
+        for name in map(state_of_kind, plan.states):
+            if name not in state:
+                state[name] = torch.zeros_like(key, requires_grad=False)
+        filled = [(key, plan.values), *((state[state_of_kind(kind)], reads) for kind, reads in plan.states.items())]
         computed = any(read.atom.computed for read in plan.values)
         if computed and all(flat_view(tensor) is not None for tensor, _ in filled):
             self._fill_side_by_side(filled, shares)
@@ -78,19 +81,21 @@ class Filler:
             for tensor, reads in filled:
                 self._fill_tensor(tensor, reads, shares)
         for kind, (value, dtype) in plan.numbers.items():
-            if isinstance(state.get(kind), torch.Tensor):
-                state[kind].fill_(value)
-            elif kind in state:
-                state[kind] = type(state[kind])(value)
+            name = state_of_kind(kind)
+            if isinstance(state.get(name), torch.Tensor):
+                state[name].fill_(value)
+            elif name in state:
+                state[name] = type(state[name])(value)
             else:
-                state[kind] = number_for(optimizer, group, key, value, was_int=dtype.family == "int")
+                state[name] = number_for(optimizer, group, key, value, was_int=dtype.family == "int")
             self.held += dtype.itemsize
         for kind, atom in plan.whole.items():
-            known = state.get(kind)
+            name = state_of_kind(kind)
+            known = state.get(name)
             dtype = dtype_of(known) if isinstance(known, torch.Tensor) else atom.dtype
             if known is None:
-                state[kind] = torch.zeros(atom.shape, dtype=getattr(torch, dtype.name), device=local_part(key).device)
-            self._fill_tensor(state[kind], [Read(replace(atom, dtype=dtype), Region.all_of(atom.shape), 0)])
+                state[name] = torch.zeros(atom.shape, dtype=getattr(torch, dtype.name), device=local_part(key).device)
+            self._fill_tensor(state[name], [Read(replace(atom, dtype=dtype), Region.all_of(atom.shape), 0)])
 
     def _fill_side_by_side(
         self, filled: Sequence[tuple[torch.Tensor, Sequence[Read]]], shares: Sequence[Share]
@@ -175,12 +180,17 @@ def raw_view(tensor: torch.Tensor, dtype: DType) -> np.ndarray[Any, Any]:
 
 def apply_hyper(group: dict[str, Any], hyper: dict[str, Any]) -> None:
     """Hyper-parameters into a live group, in place; never its parameters."""
+    for key, value in hyper.items():
+        if key != "params":
+            group[key] = _put_into(group.get(key), value)
+
+
+def _put_into(live: Any, value: Any) -> Any:
+    """A hyper-parameter with a new value: tensors stay the tensors that they are, betas that are tensors too."""
     import torch
 
-    for key, value in hyper.items():
-        if key == "params":
-            continue
-        if isinstance(group.get(key), torch.Tensor) and isinstance(value, (int, float)):
-            group[key].fill_(value)
-        else:
-            group[key] = value
+    if isinstance(live, torch.Tensor) and isinstance(value, (int, float)):
+        return live.fill_(value)
+    if isinstance(live, (list, tuple)) and isinstance(value, (list, tuple)) and len(live) == len(value):
+        return type(value)(_put_into(*pair) for pair in zip(live, value, strict=True))
+    return value

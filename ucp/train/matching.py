@@ -15,7 +15,7 @@ from ucp.engine.casting import castable, raw_dtype, widen
 from ucp.engine.regions import read_region
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, kind_of_state, state_of_kind
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.records import dataclass, field, replace
@@ -52,6 +52,7 @@ class SteppedPlan:
     states: dict[str, list[Read]] = field(default_factory=dict)  # one value an element
     numbers: dict[str, tuple[float, DType]] = field(default_factory=dict)  # one value a tensor
     whole: dict[str, Atom] = field(default_factory=dict)  # states with a shape of their own (factored moments)
+    untouched: bool = False  # the optimizer of the checkpoint has no states of it, where it has of others: no gradient
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Matcher:
         self.files = files
         self.plan = LoadPlan()
         self._aliases = source.aliases()
+        self._has_states = any(_states(parameter) for parameter in source.parameters.values())
         self._regions: dict[str, Region | None] = {}
         self._numbers: dict[tuple[str, int, bytes | None], tuple[float, DType]] = {}
 
@@ -119,11 +121,12 @@ class Matcher:
         if not members:
             return  # said already
         live = self.job.optimizer.state.get(stepped.key, {})
-        expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or set(map(str, live))
+        expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or set(map(kind_of_state, live))
         kinds: dict[str, None] = {}
         for parameter in members:
-            kinds.update(dict.fromkeys(kind for kind in parameter.atoms if kind not in (WEIGHT, MASTER)))
-        for kind in sorted(expected - set(kinds)):
+            kinds.update(dict.fromkeys(_states(parameter)))
+        plan.untouched = not kinds and self._has_states
+        for kind in () if plan.untouched else sorted(expected - set(kinds)):
             told = self.plan.left if _is_lone(live.get(kind)) and kind != STEP else self.plan.problems
             told.append(
                 f"the checkpoint has no '{kind}' for {_some([p.name for p in members])}, which this optimizer"
@@ -144,7 +147,7 @@ class Matcher:
         if all(is_number(parameter, kind) for parameter in members):
             self._match_number(plan, kind, members)
             return
-        live = self.job.optimizer.state.get(stepped.key, {}).get(kind)
+        live = self.job.optimizer.state.get(stepped.key, {}).get(state_of_kind(kind))
         wanted = dtype if live is None or not hasattr(live, "dtype") else dtype_of(live)
         if any(parameter.atoms[kind].shape != parameter.shape for parameter in members):
             if len(members) == 1 and len(stepped.shares) == 1 and self._is_whole(stepped.shares[0]):
@@ -254,6 +257,11 @@ class Matcher:
         if any(stop > n for box in region.boxes for stop, n in zip(box.stop, atom.shape, strict=True)):
             self.plan.padded.add(parameter.name)
         return atom
+
+
+def _states(parameter: Parameter) -> list[str]:
+    """The optimizer states that a checkpoint has of a parameter."""
+    return [kind for kind in parameter.atoms if kind not in (WEIGHT, MASTER)]
 
 
 def is_number(parameter: Parameter, kind: str) -> bool:

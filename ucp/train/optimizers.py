@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ucp.model.checkpoint import STEP
+
 
 def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
     """States without which the optimizer would not continue; empty where that is not known."""
@@ -18,6 +20,14 @@ def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
     if "RMSprop" in families:
         return {"square_avg"}
     return set()
+
+
+def updates_counted(state: Mapping[str, Any]) -> int | None:
+    """The updates that an optimizer has counted for a tensor; None where it keeps no number, or one an element."""
+    step: Any = state.get(STEP)
+    if hasattr(step, "numel"):
+        return int(step.item()) if step.numel() == 1 else None
+    return None if step is None else int(step)
 
 
 def number_for(optimizer: Any, group: Mapping[str, Any], key: Any, value: float, *, was_int: bool) -> Any:

@@ -10,7 +10,7 @@ import xxhash
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.ucinfo import DEFAULT_ORIGIN, rules_from_info, speaks_of_tp
 from ucp.model.box import Shape
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Role
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Role, kind_of_state
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook, logical_shape, resolve, slice_pieces, whole_shape
@@ -134,8 +134,8 @@ class Collector:
     def _add_states(self, stepped: Stepped) -> None:
         import torch
 
-        for key, value in self.job.optimizer.state.get(stepped.key, {}).items():
-            kind = f"state_{key}" if str(key) in (WEIGHT, MASTER) else str(key)
+        for name, value in self.job.optimizer.state.get(stepped.key, {}).items():
+            kind = kind_of_state(name)
             if not isinstance(value, torch.Tensor) or _is_number(value, kind, stepped):
                 self._add_number(stepped, kind, value)
             elif value.shape == stepped.key.shape:

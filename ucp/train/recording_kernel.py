@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ucp.log.manifest import Kernel
 from ucp.log.payloads import GroupScalars, LrKind
+from ucp.train.optimizers import updates_counted
 
 _VECTOR_BYTES: Final = {"AVX512": 64, "AVX512_VNNI": 64, "AVX512_BF16": 64, "AMX": 64, "AVX2": 32}
 _TORCH: Final = {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop"}
@@ -40,8 +41,26 @@ def _id(optimizer: Any, device: str) -> tuple[str, str]:
 
 
 def _variant(optimizer: Any, device: str) -> str:
+    """How torch computes: single, foreach, fused; something else where nobody can replay it, or not as one kernel."""
+    if any(map(_is_unusual, optimizer.param_groups)):
+        return "unusual"
+    found = {_variant_of(group, device) for group in optimizer.param_groups}
+    if len(found) == 1:
+        return found.pop()
+    return "mixed" if "fused" in found else "single"  # foreach and single give the same bits
+
+
+def _is_unusual(group: Mapping[str, Any]) -> bool:
+    """Does torch compute with a group otherwise than with numbers: in tensors, as it can be captured or derived?"""
+    betas = group.get("betas") or ()
+    values = [*betas, *(group.get(key) for key in ("eps", "weight_decay", "momentum", "dampening"))]
+    return bool(group.get("capturable") or group.get("differentiable")) or any(
+        hasattr(value, "requires_grad") for value in values
+    )
+
+
+def _variant_of(group: Mapping[str, Any], device: str) -> str:
     """single, foreach or fused, as torch itself decides where the user did not."""
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
     if group.get("fused"):
         return "fused"
     foreach = group.get("foreach")
@@ -102,10 +121,8 @@ def own_step(optimizer: Any, tensor: Any) -> int:
     state = optimizer.state.get(tensor)
     if not state:
         return 0
-    step = state.get("step")
-    if step is None:
-        return -1
-    return int(step.item() if hasattr(step, "item") else step)
+    counted = updates_counted(state)
+    return -1 if counted is None else counted
 
 
 def plain_hyper(group: Mapping[str, Any]) -> dict[str, Any]:

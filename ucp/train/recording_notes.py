@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from ucp.errors import UsageError
+from ucp.log.kinds import PARAM, logged_kind
 from ucp.log.payloads import Digest
 from ucp.log.schema import StreamSchema
+from ucp.model.checkpoint import kind_of_state
 from ucp.train.extras import COUNTERS, SCALER_FIELDS, live_scaler
 from ucp.train.live import LiveJob, flat_view, local_part
 from ucp.train.pieces import digest_of
 from ucp.train.recording_kernel import plain_hyper
+
+SCHEDULED: Final = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # what is different in every step
+_LEFT_OUT: Final = object()
 
 
 def job_notes(job: LiveJob) -> dict[str, Any]:
@@ -22,14 +27,27 @@ def job_notes(job: LiveJob) -> dict[str, Any]:
         return {}
     notes: dict[str, Any] = {"counters": {name: int(getattr(engine, name)) for name in COUNTERS}}
     # The scheduler has taken its step: these are for the next one.
-    notes["lr"] = [plain_hyper({"lr": group.get("lr")})["lr"] for group in job.groups]
+    notes["hyper"] = [plain_hyper({key: group[key] for key in SCHEDULED if key in group}) for group in job.groups]
     if hasattr(engine.lr_scheduler, "state_dict"):
-        notes["lr_scheduler"] = plain_hyper(engine.lr_scheduler.state_dict())
+        notes["lr_scheduler"] = _kept(engine.lr_scheduler.state_dict())
     scaler = live_scaler(engine.optimizer)
     if scaler is not None:
         fields = {name: getattr(scaler, name, None) for name in (*SCALER_FIELDS, "min_loss_scale")}
         notes["scaler"] = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
     return notes
+
+
+def _kept(value: Any) -> Any:
+    """A scheduler's state as JSON, with the states of the schedulers in it. What is no plain data is left out."""
+    if isinstance(value, dict):
+        found = {key: _kept(item) for key, item in value.items() if isinstance(key, str)}
+        return {key: item for key, item in found.items() if item is not _LEFT_OUT}
+    if isinstance(value, (list, tuple)):
+        items = [_kept(item) for item in value]
+        return _LEFT_OUT if any(item is _LEFT_OUT for item in items) else items
+    if hasattr(value, "item") and getattr(value, "numel", lambda: value.size)() == 1:
+        value = value.item()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _LEFT_OUT
 
 
 def plain_notes(value: Any) -> Any:
@@ -51,11 +69,11 @@ def state_digests(optimizer: Any, schema: StreamSchema, keys: Sequence[Any]) -> 
     for number, key in enumerate(keys):
         blocks = schema.blocks_of(number)
         states = {
-            str(kind): value
-            for kind, value in optimizer.state.get(key, {}).items()
+            logged_kind(kind_of_state(name)): value
+            for name, value in optimizer.state.get(key, {}).items()
             if isinstance(value, torch.Tensor) and value.shape == key.shape
         }
-        for kind, tensor in {"param": key, **states}.items():
+        for kind, tensor in {PARAM: key, **states}.items():
             flat = flat_view(tensor)
             flat = local_part(tensor).reshape(-1) if flat is None else flat
             parts = [flat[block.offset : block.offset + block.count] for block in blocks]

@@ -9,10 +9,10 @@ import numpy as np
 
 from ucp.errors import UsageError
 from ucp.log.codecs import DTYPE_CODES, Bits, bits_type
-from ucp.log.kinds import PARAM, own_kind
+from ucp.log.kinds import PARAM, logged_kind, own_kind
 from ucp.log.schema import Block, StreamSchema
 from ucp.log.values import Value
-from ucp.model.checkpoint import STEP
+from ucp.model.checkpoint import STEP, kind_of_state
 from ucp.train.live import dtype_of, local_part
 
 if TYPE_CHECKING:
@@ -62,14 +62,15 @@ class StateTaker:
 
         key = self._keys[number]
         yield PARAM, local_part(key), False
-        for kind, value in self._optimizer.state.get(key, {}).items():
+        for name, value in self._optimizer.state.get(key, {}).items():
             if value is None:
                 continue
-            if isinstance(value, torch.Tensor) and value.shape == key.shape and (kind != STEP or key.dim()):
-                yield str(kind), local_part(value), False
+            kind = kind_of_state(name)
+            if isinstance(value, torch.Tensor) and value.shape == key.shape and (kind != STEP or value.numel() > 1):
+                yield logged_kind(kind), local_part(value), False
             else:
-                plain = self._own(number, str(kind), value)
-                yield own_kind(str(kind), tuple(plain.shape)), plain, True
+                plain = self._own(number, kind, value)
+                yield own_kind(kind, tuple(plain.shape)), plain, True
 
     def _own(self, number: int, kind: str, value: Any) -> torch.Tensor:
         """A state with a shape of its own: a number, or what belongs to one whole parameter."""

@@ -9,12 +9,13 @@ from typing import Any
 from ucp.errors import InconsistentError
 from ucp.formats.deepspeed.experts import expert_number
 from ucp.model.box import Shape
-from ucp.model.checkpoint import STEP, WEIGHT, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
+from ucp.model.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.dtypes import BY_NAME, DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, dtype_of
+from ucp.train.optimizers import updates_counted
 from ucp.train.pieces import ParameterNote
 from ucp.train.saved_state import build_trees
 from ucp.train.values import still
@@ -162,8 +163,8 @@ def _model_dtype(parameters: dict[str, Parameter]) -> DType:
 def steps_counted(job: LiveJob) -> int | None:
     """Steps that the optimizer counts itself, where it does."""
     states = job.optimizer.state.values() if job.optimizer is not None else ()
-    counted = [int(state[STEP]) for state in states if STEP in state]
-    return max(counted, default=None)
+    counted = map(updates_counted, states)
+    return max((count for count in counted if count is not None), default=None)
 
 
 def _framework(job: LiveJob) -> str:

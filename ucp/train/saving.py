@@ -252,10 +252,13 @@ class Saver:
 
 def group_hyper(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Hyper-parameters without parameters; one-element tensors as numbers."""
-    return [
-        {str(key): value.item() if hasattr(value, "item") else value for key, value in group.items() if key != "params"}
-        for group in groups
-    ]
+    return [{str(key): _as_number(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and any(hasattr(item, "item") for item in value):  # betas that are tensors
+        return type(value)(map(_as_number, value))
+    return value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: value.size)() == 1 else value
 
 
 def offers_of(gathered: Sequence[Gathered]) -> dict[tuple[str, str], list[Offer]]:

@@ -21,6 +21,7 @@ from ucp.files.paths import local_path
 from ucp.train.describe import describe
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob
+from ucp.train.saved_index import steps_counted
 from ucp.train.snapshot_copying import Throttle
 from ucp.train.snapshot_eye import ClientState, Eye
 from ucp.train.snapshot_shelf import Shelf
@@ -266,5 +267,4 @@ def _own_group() -> Any:
 def _steps_taken(job: LiveJob) -> int:
     if job.engine is not None:
         return int(job.engine.global_steps)
-    steps = [state["step"] for state in job.optimizer.state.values() if "step" in state]
-    return max((int(step) for step in steps), default=0)
+    return steps_counted(job) or 0
