@@ -106,6 +106,21 @@ def test_consolidated_beside_sound_shards(folder: Path) -> None:
         ucp.open(folder)
 
 
+def test_consolidated_tensors_of_no_type(folder: Path) -> None:
+    """What torch writes of a tensor that its mapping names and no shard has: the shards are whole without it."""
+    import torch
+
+    (folder / "sharded").mkdir()
+    for path in list(folder.glob("shard-*")):
+        path.rename(folder / "sharded" / path.name)
+    whole = folder / "model-00001-of-00001.safetensors"
+    write(whole, {"w": torch.arange(20.0).reshape(5, 4), "gone": torch.zeros(())}, None)
+    whole.write_bytes(whole.read_bytes().replace(b'"gone":{"dtype":"F32"', b'"gone":{"dtype":"   "'))
+    opened = ucp.open(folder)
+    assert opened.index.notes[0].id == "consolidated-unreadable"
+    assert opened["w"].read().tolist() == torch.arange(20.0).reshape(5, 4).tolist()
+
+
 def test_missing_whole_file(corpus: Path, tmp_path: Path) -> None:
     source = corpus / "dcp/hfwriter_rank0/step-3"
     for path in source.iterdir():

@@ -197,6 +197,13 @@ def test_groups_of_another_framework_are_no_second_optimizer(tmp_path: Path, var
     assert after.parameters.keys() == before.parameters.keys()
 
 
+def test_weights_alone_by_way_of_files_that_keep_empty_groups(tmp_path: Path) -> None:
+    save({"model": small_state()["model"]}, tmp_path / "a")
+    ucp.convert(tmp_path / "a", tmp_path / "universal", to="deepspeed-universal")
+    ucp.convert(tmp_path / "universal", tmp_path / "b", to="dcp")
+    assert ucp.open(tmp_path / "b").index.parameters.keys() == ucp.open(tmp_path / "a").index.parameters.keys()
+
+
 def test_what_a_folder_cannot_say_comes_back(corpus: Path, tmp_path: Path) -> None:
     """Float buffers look like frozen parameters and SGD counts no steps: both return from folders of ours."""
     source = corpus / "deepspeed/z1_bf16_sgd_dp2"

@@ -104,3 +104,12 @@ def test_weights_alone_are_no_zero_3(tmp_path: Path) -> None:
         ucp.convert(folder, tmp_path / "out", to="deepspeed", zero=3)
     conversion = ucp.api.plan(folder, tmp_path / "out", to="deepspeed", zero=1)
     assert "no-optimizer" in {note.id for note in conversion.writer.notes}
+
+
+def test_the_configuration_comes_back_from_deepspeed(tmp_path: Path) -> None:
+    """No trainer wrote the folder between, and the model's files are beside its step all the same."""
+    folder = write_weights(tmp_path / "model", numbers(llama_shapes()), LLAMA)
+    (folder / "config.json").write_text('{"model_type": "mine"}')
+    ucp.convert(folder, tmp_path / "zero", to="deepspeed", zero=1)
+    ucp.convert(tmp_path / "zero", tmp_path / "again", to="safetensors")
+    assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "mine"

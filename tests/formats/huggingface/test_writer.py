@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ucp
 from ucp.formats.huggingface.names import name_all
@@ -109,3 +109,51 @@ def test_adapters_get_a_folder_of_their_own(corpus: Path, tmp_path: Path) -> Non
 )
 def test_names(names: list[str], expected: list[str]) -> None:
     assert list(name_all(names).model.values()) == expected
+
+
+LAYER = "base_model.model.m.q"
+
+
+@pytest.mark.parametrize(
+    "names, model, adapter",
+    [
+        (["lora_A.default.weight", "lora_B.default.bias"], [], ["lora_A.weight", "lora_B.bias"]),
+        (["lora_embedding_A.default"], [], ["lora_embedding_A"]),
+        (["base_layer.weight", "lora_magnitude_vector.default.weight"], ["weight"], ["lora_magnitude_vector"]),
+        (["base_layer.weight", "ia3_l.mine"], ["weight"], ["ia3_l"]),
+        (
+            ["lora_A.default.weight", "original_module.weight", "modules_to_save.default.weight"],
+            ["weight"],
+            ["lora_A.weight", "weight"],
+        ),
+        (["lora_A.weight", "lora_B.weight"], [], ["lora_A.weight", "lora_B.weight"]),
+    ],
+)
+def test_names_of_adapters(names: list[str], model: list[str], adapter: list[str]) -> None:
+    """As PEFT itself files them: LoRA, DoRA, IA3, modules that are trained whole; and what it has filed already."""
+    naming = name_all([f"{LAYER}.{name}" for name in names])
+    assert list(naming.model.values()) == [f"m.q.{name}" for name in model]
+    assert list(naming.adapter.values()) == [f"{LAYER}.{name}" for name in adapter]
+
+
+@pytest.mark.parametrize("by_way_of", [None, "atoms"])
+def test_a_folder_of_an_adapter_stays_one(tmp_path: Path, by_way_of: str | None) -> None:
+    tensors = {
+        f"{LAYER}.lora_A.weight": torch.randn(2, 3),
+        "base_model.model.head.weight": torch.randn(3),
+        "prompt_embeddings": torch.randn(4),
+    }
+    source = tmp_path / "a"
+    source.mkdir()
+    save_file(tensors, source / "adapter_model.safetensors")
+    (source / "adapter_config.json").write_text("{}")
+    if by_way_of is not None:
+        ucp.convert(source, tmp_path / "between", to=by_way_of)
+        source = tmp_path / "between"
+    ucp.convert(source, tmp_path / "b", to="safetensors")
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    written = load_file(tmp_path / "b/adapter_model.safetensors")
+    assert {name: value.tolist() for name, value in written.items()} == {n: v.tolist() for n, v in tensors.items()}

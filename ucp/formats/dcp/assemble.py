@@ -58,7 +58,8 @@ class _Assembly:
             facts, self.left[folder.name] = take_facts(left, self.values.objects.value)
             self.facts = facts if facts.buffers or facts.step is not None else self.facts
             optimizers.extend((optimizer, read_groups(optimizer, self.values), folder) for optimizer in found)
-        wanted = [_used_names(optimizer) for optimizer, _, _ in optimizers if not optimizer.by_number]
+        named = [_used_names(optimizer) for optimizer, _, _ in optimizers if not optimizer.by_number]
+        wanted = [names for names in named if names]
         models: list[tuple[ModelKeys, Folder]] = []
         for folder in folders:
             found_models, self.left[folder.name] = find_models(folder, self.left[folder.name], wanted)

@@ -147,8 +147,9 @@ class Entries:
 
         So do its own groups: whoever reads this folder would take them for a second optimizer.
         """
+        values = {key: value for key, value in values.items() if key != GROUPS}
         if self.source.groups:
-            values = {key: value for key, value in values.items() if key != GROUPS and not _has_groups(value)}
+            values = {key: value for key, value in values.items() if not _has_groups(value)}
         left = [key for key, value in values.items() if _has_groups(value) or not _is_plain(value)]
         for path, value in flatten({_EXTRAS: {key: value for key, value in values.items() if key not in left}}):
             yield NewEntry(self.style.model.folder, path, value)

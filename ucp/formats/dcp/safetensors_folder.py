@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.errors import InconsistentError, IntegrityError, UcpError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UcpError
 from ucp.files.local import SourceFiles
 from ucp.files.safetensors import SafetensorsFile, TensorEntry, read_safetensors
 from ucp.formats.dcp.style import DETAIL, Place
@@ -53,7 +53,7 @@ def read(path: Path) -> Checkpoint:
     for file in files:
         _add(tensors, file, path)
     notes: list[Note] = []
-    copies = [read_safetensors(file) for file in wholes] if shards else []
+    copies = _copies(wholes, notes) if shards else []
     if copies:
         notes.extend(_compare_scalars(path, tensors, copies))
     elif shards:
@@ -83,6 +83,18 @@ def read(path: Path) -> Checkpoint:
         },
         details={DETAIL: {"model": Place("", ()).to_json()}},
     )
+
+
+def _copies(wholes: list[Path], notes: list[Note]) -> list[SafetensorsFile]:
+    """Consolidated files beside shards. Nothing depends on them, so one with an unknown type is only told of: torch
+    writes tensors of no type where its mapping names one that no shard has."""
+    found: list[SafetensorsFile] = []
+    for file in wholes:
+        try:
+            found.append(read_safetensors(file))
+        except NotUnderstoodError as error:
+            notes.append(Note("consolidated-unreadable", f"{error}. The shards are read"))
+    return found
 
 
 @dataclass(slots=True)

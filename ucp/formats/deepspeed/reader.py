@@ -176,7 +176,9 @@ def _extras(reading: Reading, place: folder.Place, files: StepFiles) -> Extras:
                 before.appendleft((bare, tree))
         if tree is not None:
             extras.trees[name] = tree
-    if folder.wrapper_of(place.root) is not None and place.root != place.step:
+    # Without a trainer, too, there may be a model's configuration: that of weights which were converted to this.
+    beside = folder.wrapper_of(place.root) is not None or (place.root / "config.json").is_file()
+    if beside and place.root != place.step:
         carry_neighbours(reading, place.root, extras.trees, extras.files)
     carry_unknown(reading, place.step, files.other, extras.files)
     return extras

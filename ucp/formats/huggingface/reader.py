@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +77,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         framework=_framework(config),
         extras=Extras({}, {name: name for name in beside if not _is_pickle(name)}),
         sizes=sizes,
-        details=_details(config, stored),
+        details=_details(config, stored) | ({"adapter": True} if _is_adapter(files) else {}),
     )
 
 
@@ -200,6 +200,11 @@ def _config(path: Path) -> dict[str, Any]:
 def _framework(config: Mapping[str, Any]) -> str:
     version = config.get("transformers_version")
     return f"transformers {version}" if isinstance(version, str) else "Hugging Face"
+
+
+def _is_adapter(files: Sequence[str]) -> bool:
+    """Whether the weights are those of an adapter, which are names and shapes to add to another model's."""
+    return all(file.startswith("adapter_model.") for file in files)
 
 
 def _details(config: Mapping[str, Any], stored: Mapping[str, _Stored]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Writer:
         self.options = options
         self.notes: list[Note] = []
         self.mesh = None
-        self._naming = name_all(source.parameters)
+        self._naming = name_all(source.parameters, adapter=source.details.get("adapter") is True)
         if self._naming.stripped:
             self._note("prefix-stripped", f"'{self._naming.stripped}' was taken off the front of every name")
         self._config = self._read_config()
