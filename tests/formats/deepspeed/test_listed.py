@@ -137,6 +137,20 @@ def test_parameters_without_elements_are_not_each_other(tmp_path: Path) -> None:
     assert shapes == {**SHAPES, "none": (0, 4), "void": (2, 0), "nil": (0,)}
 
 
+def test_groups_that_tell_the_names_are_believed(tmp_path: Path) -> None:
+    """An optimizer that was made from `named_parameters()`: in an order of its own, which no shape would tell."""
+    frozen = {"frozen.weight": torch.ones(SHAPES["up.weight"])}
+    names = list(reversed(SHAPES))
+    optimizer = adam([names])
+    optimizer["param_groups"][0]["param_names"] = names
+    checkpoint = read(zero_off(tmp_path / "c", optimizer, **frozen))
+    assert [group.names for group in checkpoint.groups] == [names]
+    assert checkpoint.parameters["frozen.weight"].role == "frozen"
+    assert not any(note.id == "names-inferred" for note in checkpoint.notes)
+    optimizer["param_groups"][0]["param_names"] = list(reversed(names))  # shapes contradict them
+    assert not read(zero_off(tmp_path / "d", optimizer, **frozen)).groups
+
+
 def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:
     """A group whose parameters are all frozen: ZeRO-3 writes it without members, and wants as many groups back."""
     files: dict[str, Any] = {}

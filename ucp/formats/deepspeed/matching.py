@@ -41,6 +41,20 @@ class Slot:
         return self.shape == shape if self.shape is not None else states_fit(self.states, shape)
 
 
+def match_by_name(
+    groups: Sequence[Sequence[Slot]], told: Sequence[Sequence[str]], candidates: Sequence[Candidate]
+) -> list[list[str]] | None:
+    """The names that the groups tell themselves, when every slot has one of its own that the module has too."""
+    shapes = {candidate.name: candidate.shape for candidate in candidates}
+    names = [name for group in told for name in group]
+    if [len(group) for group in groups] != [len(group) for group in told] or len(set(names)) != len(names):
+        return None
+    slots = [slot for group in groups for slot in group]
+    if not all(name in shapes and slot.fits(shapes[name]) for slot, name in zip(slots, names, strict=True)):
+        return None
+    return [list(group) for group in told]
+
+
 def match_by_value(
     source: SourceFiles, groups: Sequence[Sequence[Slot]], candidates: Sequence[Candidate]
 ) -> list[list[str]] | None:

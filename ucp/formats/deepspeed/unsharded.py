@@ -9,7 +9,15 @@ from typing import Any
 from ucp.files.inert import Inert, TensorRef
 from ucp.formats.deepspeed.holdings import Group, Holder, Holding
 from ucp.formats.deepspeed.hyper import group_hyper
-from ucp.formats.deepspeed.matching import Candidate, Slot, find_copies, match_by_shape, match_by_value, match_in_order
+from ucp.formats.deepspeed.matching import (
+    Candidate,
+    Slot,
+    find_copies,
+    match_by_name,
+    match_by_shape,
+    match_by_value,
+    match_in_order,
+)
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.scalars import is_scalar, stored_scalar
 from ucp.formats.deepspeed.shards import RankFile, describe, holds_tensor, tensor_of
@@ -114,6 +122,12 @@ def _params(group: Mapping[str, Any]) -> list[Any]:
     return list(params) if isinstance(params, (list, tuple)) else []
 
 
+def _told_names(group: Mapping[str, Any]) -> list[str]:
+    """What an optimizer that was made from `named_parameters()` calls the parameters of a group."""
+    names = group.get("param_names")
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+
 def _make_alias(reading: Reading, holder: Holder, alias: str, owner: str) -> None:
     held, owned = reading.holdings.get(alias, holder), reading.holdings.get(owner, holder)
     reading.holdings.aliases[alias] = owner
@@ -132,6 +146,9 @@ def _read_by_parameter(
     contiguous: bool,
 ) -> list[list[str]] | None:
     slots = _slots(reading, found)
+    dealt = match_by_name(slots, [_told_names(group) for group in found.groups], [*candidates, *tied])
+    if dealt is not None:
+        return _take_by_parameter(reading, holder, found, dealt, [*candidates, *tied])
     dealt = match_by_value(reading.source, slots, [*candidates, *tied])
     how = "by comparing master weights with the module's"
     count = sum(map(len, slots))
@@ -151,7 +168,14 @@ def _read_by_parameter(
         f"{found.file.name}: the optimizer numbers its parameters without naming them (ZeRO is off);"
         f" they were told {how}",
     )
-    shapes = {candidate.name: candidate.shape for candidate in (*candidates, *tied)}
+    return _take_by_parameter(reading, holder, found, dealt, [*candidates, *tied])
+
+
+def _take_by_parameter(
+    reading: Reading, holder: Holder, found: Unsharded, dealt: list[list[str]], candidates: Sequence[Candidate]
+) -> list[list[str]]:
+    """Put masters and states where their names are known."""
+    shapes = {candidate.name: candidate.shape for candidate in candidates}
     for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
         for position, (index, name) in enumerate(zip(_params(group), names, strict=True)):
             held = reading.holdings.home(name, holder, shapes[name], found.file.name)
