@@ -35,11 +35,21 @@ from ucp.checks.spans import archive_ranges
 from ucp.errors import UcpError
 from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.checkpoint import Checkpoint
+from ucp.model.checkpoint import Checkpoint, Fragment
 
 PROJECT = Path(__file__).resolve().parent.parent
 OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+OTHERS: dict[str, dict[str, Any]] = {"atoms": {}, "dcp": {}, "safetensors": {"max_shard_size": 8192}}
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")
+TENSORS = (".pt", ".distcp", ".safetensors")
+RANK_FILES = ("_states.pt", "model_optim_rng.pt")
+SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+NAN = {
+    "float64": bytes(6) + b"\xf8\x7f",
+    "float32": b"\0\0\xc0\x7f",
+    "float16": b"\0\x7e",
+    "bfloat16": b"\xc0\x7f",
+}
 LARGEST = 8_000_000  # bytes of a checkpoint: it is copied, and verified for every fault
 
 
@@ -54,6 +64,7 @@ class Victim:
     name: str
     root: Path
     saved: dict[Path, bytes] = field(default_factory=dict)
+    added: list[Path] = field(default_factory=list)
     notes: frozenset[str] = frozenset()
 
     @cached_property
@@ -70,14 +81,24 @@ class Victim:
         return sorted(path for name in self.index.sizes if (path := self.index.root / name).is_file())
 
     @cached_property
+    def fragments(self) -> list[Fragment]:
+        """All that the files hold of atoms, copies included."""
+        covers = (cover for atom in self.index.atoms() for cover in (atom.fragments, *atom.replicas))
+        return [f for cover in covers for f in cover if f.inline is None and f.region.numel]
+
+    @cached_property
     def holding(self) -> list[Path]:
         """The files that hold an atom."""
-        covers = (cover for atom in self.index.atoms() for cover in (atom.fragments, *atom.replicas))
-        return sorted({self.index.root / fragment.file for cover in covers for fragment in cover})
+        return sorted({self.index.root / fragment.file for fragment in self.fragments})
 
     def write(self, path: Path, data: bytes) -> None:
         self.saved.setdefault(path, path.read_bytes())
         path.write_bytes(data)
+
+    def add(self, path: Path, data: bytes) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        self.added.append(path)
 
     def remove(self, path: Path) -> None:
         self.saved.setdefault(path, path.read_bytes())
@@ -86,7 +107,12 @@ class Victim:
     def mend(self) -> None:
         for path, data in self.saved.items():
             path.write_bytes(data)
+        for path in self.added:
+            path.unlink()
+            if not any(path.parent.iterdir()):
+                path.parent.rmdir()
         self.saved.clear()
+        self.added.clear()
 
 
 @dataclass
@@ -148,13 +174,29 @@ def flip_atoms(victim: Victim, dice: random.Random) -> str:
     return _flip(victim, path, dice.randrange(path.stat().st_size), dice.randrange(8))
 
 
+def write_nan(victim: Victim, dice: random.Random) -> str:
+    """One element of a weight or a state; also in files of which nobody has a checksum."""
+    floats = [f for f in victim.fragments if f.dtype.name in NAN and (victim.index.root / f.file).is_file()]
+    fragment = dice.choice(_some(floats))
+    path = victim.index.root / fragment.file
+    data = bytearray(path.read_bytes())
+    size = fragment.dtype.itemsize
+    at = fragment.offset + size * (dice.randrange(fragment.region.numel) if fragment.strides is None else 0)
+    data[at : at + size] = NAN[fragment.dtype.name]
+    victim.write(path, bytes(data))
+    return f"{path.relative_to(victim.root)}: NaN at byte {at}"
+
+
 # ---- whole files --------------------------------------------------------------------------------------------------
 
 
 def truncate(victim: Victim, dice: random.Random) -> str:
-    path = dice.choice(_some(victim.archives if victim.index.format != "atoms" else victim.files))
+    """A file that holds parameters, or whose end says where they are."""
+    path = dice.choice(sorted({*victim.archives, *victim.holding, *_indexes(victim)}))
     data = path.read_bytes()
     cut = dice.choice([1, dice.randrange(1, min(len(data), 200)), dice.randrange(1, len(data))])
+    if path.suffix == ".json" and not data[-cut:].strip():
+        raise NotApplicableError  # a line break after the last brace: all is there
     victim.write(path, data[:-cut])
     return f"{path.relative_to(victim.root)}: the last {cut} bytes"
 
@@ -163,9 +205,10 @@ def remove(victim: Victim, dice: random.Random) -> str:
     if victim.index.format == "deepspeed" and victim.index.mesh.zero == 0:
         raise NotApplicableError  # a folder without its only optimizer file is a checkpoint of weights
     # Universal folders have files that nobody reads: copies of tied parameters and buffers.
-    path = dice.choice(_some(victim.holding if victim.index.format == "deepspeed-universal" else victim.files))
-    if path.suffix not in (".pt", ".distcp", ".safetensors"):
-        raise NotApplicableError
+    files = victim.holding if victim.index.format == "deepspeed-universal" else victim.files
+    path = dice.choice(_some([*(file for file in files if file.suffix in TENSORS), *_indexes(victim)]))
+    if victim.index.format == "safetensors" and len(victim.holding) == 1:
+        raise NotApplicableError  # what is left is no checkpoint at all
     victim.remove(path)
     return str(path.relative_to(victim.root))
 
@@ -186,6 +229,58 @@ def swap(victim: Victim, dice: random.Random) -> str:
     return f"{one.name} with {other.name}"
 
 
+def exchange(victim: Victim, dice: random.Random) -> str:
+    """Two files of other formats: ranks of Megatron, data files of torch.distributed, shards, atoms."""
+    if victim.index.format in ("deepspeed", "deepspeed-universal"):
+        raise NotApplicableError
+    pairs = [
+        (one, other)
+        for number, one in enumerate(victim.holding)
+        for other in victim.holding[number + 1 :]
+        if one.suffix == other.suffix and (one.suffix != ".pt" or one.name == other.name)
+    ]
+    one, other = dice.choice(_some(pairs))
+    first, second = one.read_bytes(), other.read_bytes()
+    if first == second or (victim.index.format == "torch-dist" and _is_chunk(one)):
+        raise NotApplicableError  # chunks of zarr have no names inside, nor a second copy
+    victim.write(one, second)
+    victim.write(other, first)
+    return f"{one.relative_to(victim.root)} with {other.relative_to(victim.root)}"
+
+
+def leave_behind(victim: Victim, dice: random.Random) -> str:
+    """A file of a rank or shard that the job no longer had."""
+    root, form = victim.index.root, victim.index.format
+    if form == "deepspeed":
+        path = dice.choice(_some([path for path in victim.archives if OPTIMIZER.search(path.name)]))
+        stray = path.with_name(re.sub(r"pp_rank_\d+", "pp_rank_97", path.name))
+    elif form == "megatron":
+        path = dice.choice(sorted(root.glob("mp_rank_*/model_optim_rng.pt")))
+        stray = root / re.sub(r"mp_rank_\d+", "mp_rank_97", path.parent.name) / path.name
+    elif form in ("dcp", "torch-dist"):
+        path = dice.choice(_some([path for path in victim.holding if path.suffix == ".distcp"]))
+        stray = path.with_name("__97_0.distcp")
+    elif form == "safetensors":
+        path = dice.choice(_some([path for path in victim.holding if "-of-" in path.name]))
+        stray = path.with_name(re.sub(r"-\d{5}-of", "-00097-of", path.name))
+    elif form == "atoms":
+        path = dice.choice(victim.holding)
+        stray = path.with_name(f"left.{path.name}")
+    else:
+        raise NotApplicableError  # of a universal folder nothing says which parameters it should have
+    victim.add(stray, path.read_bytes())
+    return str(stray.relative_to(victim.root))
+
+
+def _indexes(victim: Victim) -> list[Path]:
+    """Files that say where the tensors of others lie."""
+    return [path for path in victim.files if path.name in (".metadata", "ucp.json", *SHARD_INDEXES)]
+
+
+def _is_chunk(path: Path) -> bool:
+    return path.suffix not in TENSORS
+
+
 # ---- other contents, saved again by torch -------------------------------------------------------------------------
 
 
@@ -195,9 +290,9 @@ def _resaved(change: Callable[[Victim, Any, random.Random], str]) -> Callable[[V
     def inject(victim: Victim, dice: random.Random) -> str:
         import torch
 
-        if victim.index.format != "deepspeed":
+        if victim.index.format not in ("deepspeed", "megatron"):
             raise NotApplicableError
-        path = dice.choice(_some([path for path in victim.archives if path.name.endswith("_states.pt")]))
+        path = dice.choice(_some([path for path in victim.archives if path.name.endswith(RANK_FILES)]))
         tree = torch.load(path, weights_only=False, map_location="cpu")
         what = change(victim, tree, dice)
         victim.saved.setdefault(path, path.read_bytes())
@@ -274,9 +369,12 @@ def kinds() -> list[Fault]:
         ),
         Fault("flipped bit between members", flip_between, 0.15),
         Fault("flipped bit of atoms", flip_atoms, 0.08),
+        Fault("NaN", write_nan, 0.05),
         Fault("truncated tail", truncate, 0.08),
-        Fault("missing file", remove, 0.04),
+        Fault("missing file", remove, 0.06),
         Fault("swapped ranks", swap, 0.05),
+        Fault("exchanged files", exchange, 0.05),
+        Fault("file left behind", leave_behind, 0.05),
         Fault("stale file", _resaved(make_stale), 0.05),
         Fault("dropped state", _resaved(drop_state), 0.05),
         Fault("altered step", _resaved(alter_step), 0.05),
@@ -311,16 +409,17 @@ def sources(folders: list[Path]) -> Iterator[Path]:
             yield path
 
 
-def victims(folders: list[Path], work: Path, atoms: int) -> Iterator[Victim]:
-    """Working copies, and of every so many a folder of atoms too."""
-    for number, path in enumerate(sources(folders)):
+def victims(folders: list[Path], work: Path, atoms: int, damaged: set[str]) -> Iterator[Victim]:
+    """Working copies, and of every so many a folder of atoms, of torch.distributed's and of Hugging Face's too."""
+    for number, path in enumerate(path for path in sources(folders) if path.name not in damaged):
         name = f"{path.parent.name}/{path.name}"
         target = work / str(number)
         shutil.copytree(path, target, ignore=shutil.ignore_patterns("reference"))
         yield Victim(name, target)
         if number % atoms == 0:
-            convert(target, work / f"{number}-atoms")
-            yield Victim(f"{name} as atoms", work / f"{number}-atoms")
+            for form, options in OTHERS.items():
+                convert(target, work / f"{number}-{form}", to=form, **options)
+                yield Victim(f"{name} as {form}", work / f"{number}-{form}")
 
 
 def run(given: argparse.Namespace, work: Path) -> int:
@@ -328,7 +427,7 @@ def run(given: argparse.Namespace, work: Path) -> int:
     herd: list[Victim] = []
     false: list[str] = []
     folders = [given.fixtures, *(folder for folder in given.corpus or ())]
-    for victim in victims(folders, work, given.atoms):
+    for victim in victims(folders, work, given.atoms, set(given.damaged)):
         found = alarms(verify(victim.root, "deep", jobs=1))
         if found:
             false.append(f"{victim.name}: {' | '.join(found.values())}")
@@ -390,8 +489,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=[fault.title for fault in kinds()], help="only these kinds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fixtures", type=Path, default=PROJECT / "fixtures", help="folder of checkpoints")
-    parser.add_argument("--corpus", type=Path, nargs="*", help="further folders of checkpoints")
-    parser.add_argument("--atoms", type=int, default=5, help="every so many checkpoints also as a folder of atoms")
+    parser.add_argument("--corpus", type=Path, nargs="*", action="extend", help="further folders of checkpoints")
+    parser.add_argument("--damaged", nargs="*", default=["gpt_pp2_dp2_do_full_torchdist"], help="names to leave out")
+    parser.add_argument("--atoms", type=int, default=5, help="every so many checkpoints also in other formats")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:

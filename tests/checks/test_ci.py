@@ -64,7 +64,7 @@ def test_the_action_fails_and_annotates_a_damaged_one(project: Path, tmp_path: P
     damage(checkpoint)
     code, log, outputs = act(project, tmp_path, UCP_CHECKPOINT=str(checkpoint), UCP_LEVEL="deep")
     assert code == 4
-    assert "::error file=global_step3/mp_rank_00_model_states.pt,title=ucp verify%3A zip-crc::" in log
+    assert f"::error file={checkpoint}/global_step3/mp_rank_00_model_states.pt,title=ucp verify%3A zip-crc::" in log
     assert (outputs["ok"], outputs["exit-code"]) == ("false", "4")
     assert json.loads(Path(outputs["sarif"]).read_text())["runs"][0]["results"]
 

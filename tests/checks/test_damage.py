@@ -15,6 +15,7 @@ import torch
 from tests.checks.made import flip
 from ucp.api import convert
 from ucp.checks import Finding, Report, verify
+from ucp.checks.renderings import render
 from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions
 
@@ -206,6 +207,27 @@ def test_only_files_of_the_checkpoint_that_is_meant_are_diagnosed(copy, tmp_path
     (tmp_path / "plain").mkdir()
     shutil.copy(folder / STEP / "mp_rank_00_model_states.pt", tmp_path / "plain/weights.pt")
     assert verify(tmp_path / "plain", "deep").bytes_read == 0
+
+
+def test_where_files_are_and_which_checks_ran(copy, tmp_path: Path) -> None:
+    """A report says where the files of its findings lie, below the path that was given; and only what was looked at."""
+    folder = copy("z1_bf16_dp2")
+    (tmp_path / "out").mkdir()
+    folder = folder.rename(tmp_path / "out/checkpoint-3")
+    lost = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    stray = lost.rename(folder / STEP / "stray.pt")
+    report = verify(tmp_path / "out")
+    told = report.to_json()
+    (hole,) = (finding for finding in told["findings"] if finding["check"] == "grid")
+    assert Path(told["root"], hole["file"]) == lost
+    assert "coverage" not in report.checks
+    assert f"file={lost}," in render(report, "github")
+    assert lost.as_uri() in render(report, "sarif")
+    assert "the checkpoint could not be opened" in render(report, "junit")
+    shutil.copy(stray, lost)
+    told = verify(tmp_path / "out").to_json()
+    assert Path(told["root"], told["findings"][0]["file"]) == stray
+    assert "coverage" in [check["id"] for check in told["checks"]]
 
 
 def test_a_path_that_nothing_is_told_of_is_an_io_error(copy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,19 @@ def test_a_state_that_one_rank_has_no_copy_of_is_named(checkpoint: Checkpoint) -
     assert "but not on pp 0 tp 0 dp 0" in only(verify(checkpoint, "quick"), "states").message
 
 
+def test_ranks_that_count_as_one_each_have_a_copy(checkpoint: Checkpoint) -> None:
+    """Expert-parallel ranks hold parameters that are no experts' under one and the same rank."""
+    atoms = checkpoint.parameters["norm.weight"].atoms
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        covers = [tuple(f._replace(rank=f.rank._replace(tp=0)) for f in cover) for cover in atoms[kind].replicas]
+        atoms[kind] = replace(atoms[kind], replicas=tuple(covers))
+    assert verify(checkpoint, "quick").findings == []
+    lost = atoms["exp_avg"].replicas[0]
+    atoms["exp_avg"] = replace(atoms["exp_avg"], replicas=())
+    finding = only(verify(checkpoint, "quick"), "states")
+    assert (finding.kind, finding.rank) == ("exp_avg", lost[0].rank)
+
+
 def test_groups_with_states_of_their_own_lack_none(checkpoint: Checkpoint) -> None:
     checkpoint.parameters["norm.weight"].group = 1
     atoms = checkpoint.parameters["norm.weight"].atoms

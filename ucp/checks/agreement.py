@@ -151,7 +151,7 @@ def _walk(
     """Read all lanes over these intervals and compare. What is found goes to the bundle's differences."""
     limit = max(1, block_bytes() // max(lane.atom.dtype.itemsize for lane in bundle.lanes))
     limit = min(limit, max(stop - start for _, start, stop in spaces))
-    reader = _Reader(files, deep, bundle.parameter.role, meter)
+    reader = _Reader(files, deep, bundle.parameter, meter)
     sizes = [limit * lane.atom.dtype.itemsize for lane in bundle.mains]
     blocks = [Block(number, size) for number, size in enumerate(sizes)]
     others = [Block(number, size) for number, size in enumerate(sizes, len(sizes))] if bundle.copies else []
@@ -187,10 +187,10 @@ def _is_finite(main: RawArray, atom: Atom, deep: Deep | None) -> bool:
 class _Reader:
     """Reads blocks of lanes; in a deep pass each goes to the ledger and is looked at for NaN."""
 
-    def __init__(self, files: SourceFiles, deep: Deep | None, role: Role, meter: Meter) -> None:
+    def __init__(self, files: SourceFiles, deep: Deep | None, parameter: Parameter, meter: Meter) -> None:
         self._files = files
         self._deep = deep
-        self._role = role
+        self._parameter = parameter
         self._meter = meter
         self._notebook = None if deep is None else Notebook(deep.ledger)
 
@@ -207,7 +207,7 @@ class _Reader:
             self._notebook.take(fragment.file, at, data.data)
         raw = aligned(data, dtype.itemsize).view(raw_dtype(dtype))
         if self._deep is not None:
-            right = self._deep.tallies.look(fragment.file, held_by(fragment, lane.atom, self._role), raw, at)
+            right = self._deep.tallies.look(fragment.file, held_by(fragment, lane.atom, self._parameter), raw, at)
         return raw, right
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ucp.checks.tasks import Context
-from ucp.model.checkpoint import Atom, Fragment, Role
+from ucp.model.checkpoint import Atom, Fragment, Parameter, Role
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 from ucp.records import dataclass
@@ -24,6 +24,7 @@ class Held:
     dtype: DType
     rank: Rank
     role: Role = "trained"
+    stateless: bool = False  # nothing but a weight is known of the parameter: it may be a buffer
 
 
 class FileMap:
@@ -36,11 +37,11 @@ class FileMap:
         if context is None:
             return
         for atom in context.atoms():
-            role = context.checkpoint.parameters[atom.name].role
+            parameter = context.checkpoint.parameters[atom.name]
             for cover in (atom.fragments, *atom.replicas):
                 for fragment in cover:
                     if fragment.inline is None and fragment.region.numel:
-                        self._held.setdefault(fragment.file, []).append(held_by(fragment, atom, role))
+                        self._held.setdefault(fragment.file, []).append(held_by(fragment, atom, parameter))
         for file, ranges in self._held.items():
             ranges.sort(key=lambda held: (held.start, held.stop))
             self._starts[file] = [held.start for held in ranges]
@@ -63,10 +64,12 @@ class FileMap:
         return [held for held in self._held[file][first:last] if held.stop > start]
 
 
-def held_by(fragment: Fragment, atom: Atom, role: Role) -> Held:
-    """The bytes that a fragment of an atom takes up."""
+def held_by(fragment: Fragment, atom: Atom, parameter: Parameter) -> Held:
+    """The bytes that a fragment of an atom of a parameter takes up."""
     start = fragment.offset
-    return Held(start, start + _span(fragment), atom.name, atom.kind, fragment.dtype, fragment.rank, role)
+    stateless = len(parameter.atoms) == 1
+    rank, role = fragment.rank, parameter.role
+    return Held(start, start + _span(fragment), atom.name, atom.kind, fragment.dtype, rank, role, stateless)
 
 
 def _span(fragment: Fragment) -> int:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from ucp.checks.companions import lost_companions
 from ucp.checks.findings import Finding
+from ucp.checks.strays import strays
 from ucp.checks.tasks import Context
 from ucp.errors import UcpError
 from ucp.formats.deepspeed.folder import Place, find
@@ -34,10 +36,12 @@ _LIKE: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def look(context: Context) -> Iterator[Finding]:
-    """Torch files of a DeepSpeed step folder that no rank writes under their name, and optimizer files all gone."""
+    """Files that belong to no rank or that nothing points at, and optimizer files that are all gone."""
     checkpoint = context.checkpoint
     if checkpoint.format == "dcp":
         yield from _without_common(checkpoint)
+    yield from strays(context)
+    yield from lost_companions(checkpoint)
     if checkpoint.format != "deepspeed":
         return
     paths = [PurePosixPath(file) for file in checkpoint.sizes]
@@ -84,42 +88,43 @@ def _without_common(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def missing(path: Path, tag: str | None) -> Iterator[Finding]:
-    """Holes in the grid of a DeepSpeed step folder that could not be indexed."""
+    """Holes in the grid of a DeepSpeed step folder that could not be indexed. Their files are relative to `path`."""
     try:
         place = find(path, tag)
         files = sort_names([entry.name for entry in place.step.iterdir() if entry.is_file()])
         grid = find_grid(files, RankFiles(place.root), place.prefix, Problems(""))
     except (UcpError, OSError):
         return
+    base = path if path.is_dir() else path.parent
     for mp in range(grid.mp):
         rank = Rank(mp // grid.tp, mp % grid.tp)
         if not grid.sharded_model and mp not in files.model:
-            yield _hole(place, model_name(mp), rank)
+            yield _hole(base, place, model_name(mp), rank)
         for dp in range(grid.dp):
             rank = Rank(mp // grid.tp, mp % grid.tp, dp)
             if grid.sharded_model and (dp, mp) not in files.sharded_model:
-                yield _hole(place, sharded_model_name(dp, mp), rank)
+                yield _hole(base, place, sharded_model_name(dp, mp), rank)
             if (files.optim or grid.sharded_model) and (dp, mp) not in files.optim:
-                yield _hole(place, optim_name(dp, mp, next(iter(files.optim.values()), _LIKE)), rank)
-    yield from _missing_layers(place, files, grid.tp)
+                yield _hole(base, place, optim_name(dp, mp, next(iter(files.optim.values()), _LIKE)), rank)
+    yield from _missing_layers(base, place, files, grid.tp)
 
 
-def _missing_layers(place: Place, files: StepFiles, tp: int) -> Iterator[Finding]:
+def _missing_layers(base: Path, place: Place, files: StepFiles, tp: int) -> Iterator[Finding]:
     """A pipeline layer has a file of each tensor-parallel rank. (Layers that are plain functions have none at all.)"""
     for layer in sorted({layer for layer, _ in files.layers}):
         for rank in range(tp):
             if (layer, rank) not in files.layers:
                 like = next(iter(files.layers.values()))
-                yield _hole(place, layer_name(layer, rank, like), Rank(tp=rank))
+                yield _hole(base, place, layer_name(layer, rank, like), Rank(tp=rank))
 
 
-def _hole(place: Place, name: str, rank: Rank) -> Finding:
-    file = f"{place.prefix}{name}"
+def _hole(base: Path, place: Place, name: str, rank: Rank) -> Finding:
+    lost = place.root / f"{place.prefix}{name}"
     return Finding(
         "grid",
         "error",
-        f"{place.root / file}: is missing ({rank})",
-        file,
+        f"{lost}: is missing ({rank})",
+        (lost.relative_to(base) if lost.is_relative_to(base) else lost).as_posix(),
         rank,
         hint="copy the file from the node that wrote it; without it the checkpoint is not whole",
     )

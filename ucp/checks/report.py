@@ -26,7 +26,8 @@ class Report:
     source: str
     level: Level
     checks: Sequence[str]  # ids of the checks that ran, most important first
-    format: str | None = None
+    format: str | None = None  # None: the checkpoint could not be opened
+    root: str | None = None  # the folder that files of findings are relative to; None: the source
     findings: list[Finding] = field(default_factory=list)
     parameters: int = 0
     atoms: int = 0
@@ -86,6 +87,7 @@ class Report:
         return {
             "schema": SCHEMA,
             "source": self.source,
+            "root": self.root or self.source,
             "format": self.format,
             "level": self.level.title,
             "ok": self.ok,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from ucp.checks.findings import Finding, Level
 from ucp.checks.policy import Policy
@@ -23,6 +23,10 @@ from ucp.model.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from ucp.checks.forked import Forking
+
+
+# What can be said about a checkpoint that cannot be opened.
+_WITHOUT_INDEX: Final = ("source-unchanged", "manifest-files", "zip-crc", "zip-structure", "readable", "grid")
 
 
 class Progress(Protocol):
@@ -78,14 +82,16 @@ def verify(
         from ucp.checks.unreadable import diagnose
 
         # The CRCs of small members are looked at whatever the level: a pickle that makes no sense may be a damaged one.
-        report.checks = [check.id for check in CHECKS if check in checks or check.id == "zip-crc"]
+        report.checks = [c.id for c in CHECKS if c.id == "zip-crc" or (c in checks and c.id in _WITHOUT_INDEX)]
         with SourceFiles(_folder(path)) as files:
+            report.root = str(files.root)
             _carry_out(report, diagnose(path, options, level, files, error), jobs, meter_to)
         report.add(_unreadable(error, report.findings))
         report.sort()
         report.seconds = time.monotonic() - began
         return report
     report.format = checkpoint.format
+    report.root = str(checkpoint.root)
     report.parameters = len(checkpoint.parameters)
     report.atoms = sum(len(parameter.atoms) for parameter in checkpoint.parameters.values())
     report.files = len(checkpoint.sizes)

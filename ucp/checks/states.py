@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ucp.checks.findings import Finding, Severity, place
 from ucp.checks.tasks import Context
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Parameter
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 
 
 def look(context: Context) -> Iterator[Finding]:
@@ -100,8 +100,7 @@ def _copies(parameter: Parameter, severity: Severity) -> Iterator[Finding]:
     for kind, count in counts.items():
         if count < counts[most] and parameter.role == "trained":
             fuller, held = parameter.atoms[most], parameter.atoms[kind]
-            having = {fragment.rank for cover in (held.fragments, *held.replicas) for fragment in cover}
-            lacking = [cover[0] for cover in (fuller.fragments, *fuller.replicas) if cover[0].rank not in having]
+            lacking = _lacking(fuller, held)
             if not lacking:  # ranks that have a part of one state, and all of another (Muon's momentum)
                 continue
             where = f", but not on {place(lacking[0])}"
@@ -116,6 +115,22 @@ def _copies(parameter: Parameter, severity: Severity) -> Iterator[Finding]:
                 kind,
                 hint="the copy that is there is taken; is that rank's file from another save?",
             )
+
+
+def _lacking(fuller: Atom, held: Atom) -> list[Fragment]:
+    """Fragments of one state on ranks that have fewer of the other.
+
+    Several ranks may count as one (expert-parallel ones, of parameters that are no experts'): files tell them apart.
+    """
+    wanted, having = list(_fragments(fuller)), list(_fragments(held))
+    more = Counter(fragment.rank for fragment in wanted) - Counter(fragment.rank for fragment in having)
+    on_those = [fragment for fragment in wanted if fragment.rank in more]
+    places = {(fragment.rank, fragment.file) for fragment in having}
+    return [fragment for fragment in on_those if (fragment.rank, fragment.file) not in places] or on_those
+
+
+def _fragments(atom: Atom) -> Iterator[Fragment]:
+    return (fragment for cover in (atom.fragments, *atom.replicas) for fragment in cover)
 
 
 def _own_shapes(parameter: Parameter) -> Iterator[Finding]:

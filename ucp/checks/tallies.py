@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ucp.checks.filemap import Held
 from ucp.checks.findings import Finding
-from ucp.checks.values import SECOND_MOMENTS, bits_of, negative, not_finite, quite_right, scannable
+from ucp.checks.values import SECOND_MOMENTS, bits_of, is_mask, negative, not_finite, quite_right, scannable
 from ucp.engine.casting import RawArray
 from ucp.model.dtypes import BY_NAME
 from ucp.model.layout import Rank
@@ -47,6 +47,8 @@ class Tallies:
         squares = held.kind in SECOND_MOMENTS
         bits = bits_of(data, held.dtype)
         if quite_right(bits, held.dtype, squares):
+            return True
+        if held.stateless and is_mask(bits, held.dtype):
             return True
         size = held.dtype.itemsize
         count, first = not_finite(bits, held.dtype)

@@ -66,6 +66,12 @@ def negative(bits: RawArray, dtype: DType) -> tuple[int, int]:
     return int(np.count_nonzero(bad)), int(np.argmax(bad))
 
 
+def is_mask(bits: RawArray, dtype: DType) -> bool:
+    """Are there several elements, all of them zero or negative infinity? So are masks of attention, and no weights."""
+    hidden = bits == (1 << (8 * dtype.itemsize - 1) | _INFINITY[dtype.name])
+    return bits.size > 1 and bool((hidden | (bits == 0)).all()) and dtype.name != "float8_e4m3fn"
+
+
 def is_nan(bits: RawArray, dtype: DType) -> RawArray:
     """Which elements are NaN."""
     magnitude = _magnitude(bits, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import PurePath
 from typing import Final
 
 from ucp.checks.findings import Finding
@@ -20,16 +21,16 @@ def render(report: Report) -> str:
     for finding in counted(report):
         printed[finding.check] += 1
         if printed[finding.check] <= _SHOWN:
-            lines.append(_annotation(finding))
+            lines.append(_annotation(report.root or report.source, finding))
     lines += [f"… {count - _SHOWN} more of {check}" for check, count in printed.items() if count > _SHOWN]
     lines.append(f"{report.source}: {verdict(report)}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _annotation(finding: Finding) -> str:
+def _annotation(root: str, finding: Finding) -> str:
     properties = {"title": f"ucp verify: {finding.check}"}
-    if finding.file:
-        properties = {"file": finding.file, **properties}
+    if finding.file:  # GitHub looks for it from where the command was run
+        properties = {"file": str(PurePath(root, finding.file)), **properties}
     listed = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
     message = finding.message + (f"\n→ {finding.hint}" if finding.hint else "")
     return f"::{_COMMANDS[finding.severity]} {listed}::{_escaped(message)}"

@@ -7,7 +7,7 @@ from typing import Final
 from xml.etree import ElementTree
 
 from ucp.checks.findings import Finding
-from ucp.checks.registry import CHECKS
+from ucp.checks.registry import CHECKS, Check
 from ucp.checks.renderings import counted
 from ucp.checks.report import Report
 
@@ -33,7 +33,7 @@ def render(report: Report) -> str:
     for check in CHECKS:
         case = ElementTree.SubElement(suite, "testcase", classname="ucp.verify", name=check.id, time="0")
         if check.id not in ran:
-            ElementTree.SubElement(case, "skipped", message=f"runs at level {check.level.title} and deeper")
+            ElementTree.SubElement(case, "skipped", message=_why_skipped(report, check))
             continue
         failures = failed.get(check.id, [])
         if failures:
@@ -45,6 +45,12 @@ def render(report: Report) -> str:
             ElementTree.SubElement(case, "system-out").text = _listed(others)
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _why_skipped(report: Report, check: Check) -> str:
+    if check.level > report.level:
+        return f"runs at level {check.level.title} and deeper"
+    return "runs with --log" if check.of_logs else "the checkpoint could not be opened"
 
 
 def _listed(findings: list[Finding]) -> str:

@@ -59,7 +59,10 @@ def _location(report: Report, finding: Finding) -> dict[str, Any]:
         start, stop = finding.byte_range
         region |= {"byteOffset": start, "byteLength": stop - start}
     location: dict[str, Any] = {
-        "physicalLocation": {"artifactLocation": {"uri": _uri(report.source, finding.file)}, "region": region}
+        "physicalLocation": {
+            "artifactLocation": {"uri": _uri(report.root or report.source, finding.file)},
+            "region": region,
+        }
     }
     if finding.parameter is not None:
         name = finding.parameter if finding.kind is None else f"{finding.parameter}|{finding.kind}"
@@ -67,7 +70,7 @@ def _location(report: Report, finding: Finding) -> dict[str, Any]:
     return location
 
 
-def _uri(source: str, file: str | None) -> str:
+def _uri(root: str, file: str | None) -> str:
     """Relative to where the command was run, as services resolve it; absolute where the source was given so."""
-    path = PurePath(source, file) if file else PurePath(source)
+    path = PurePath(root, file) if file else PurePath(root)
     return path.as_uri() if path.is_absolute() else quote(path.as_posix())
