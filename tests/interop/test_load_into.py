@@ -300,6 +300,15 @@ def test_gradients_that_are_half_accumulated_are_not_mixed_in(worlds: Worlds, sa
     assert all("gradients are half accumulated" in result["text"] for result in results)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_job_begins_again_from_before_its_first_step(worlds: Worlds, tmp_path: Path, stage: int) -> None:
+    # Of several groups, DeepSpeed shows the moments of the first one only after a first step.
+    (result,) = worlds.run(1, RANKS + "begin_again", tmp_path / "run", spec=asdict(Spec(zero=stage, groups=1)))
+    assert result["first"] == result["again"]
+    assert result["seen"]
+    assert result["left"] == []
+
+
 def test_lenient_loads_leave_the_rest_and_say_so(worlds: Worlds, saved: Saved, tmp_path: Path) -> None:
     source = saved(Spec(zero=1), 2)
     deeper = replace(Spec(zero=2), layers=3, seed=5)

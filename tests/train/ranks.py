@@ -74,6 +74,20 @@ def resume(out: Path, rank: int, *, spec: dict[str, Any], steps: int, more: int,
     return {"first": first, "second": second}
 
 
+def begin_again(out: Path, rank: int, *, spec: dict[str, Any]) -> dict[str, Any]:
+    """Save before the first step, train, load that: losses of both times, and what DeepSpeed sees of the moments."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    made = spec_of(spec)
+    engine, place = build(made, dist.get_world_size(), rank, universal=False)
+    save(engine, Job(made, dist.get_world_size(), 0, str(out), save_dir=str(out / "saved")))
+    first = train(engine, made, place, 2)
+    report = ucp.load_into(engine, out / "saved")
+    again = train(engine, made, place, 2)
+    seen = [safe_get_full_optimizer_state(p, "exp_avg") is not None for p in engine.module.parameters()]
+    return {"first": first, "again": again, "seen": all(seen), "left": report.not_restored}
+
+
 def native(out: Path, rank: int, *, spec: dict[str, Any], path: str) -> dict[str, Any]:
     """Load with DeepSpeed's own `load_checkpoint`."""
     engine, place = build(spec_of(spec), dist.get_world_size(), rank, universal=False)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.formats.deepspeed import made
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 
 torch = pytest.importorskip("torch")
@@ -109,6 +110,24 @@ def test_a_parameter_that_never_had_a_gradient_has_no_states(tmp_path: Path) -> 
     ucp.convert(tmp_path / "atoms", tmp_path / "weights", only="weights")
     with pytest.raises(InconsistentError, match=r"has no 'exp_avg' for 0\.bias"):
         ucp.load_into(nets[1], bare, tmp_path / "weights")
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -> None:
+    """A job that was saved to begin with: nothing is lost, and a job that loads it begins again."""
+    files: dict[str, Any] = {"mp_rank_00_model_states.pt": made.model_state(global_steps=0, dp_world_size=1)}
+    optim = made.flat_optim(1, 0)
+    optim["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
+    files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"] = optim
+    parts = {"embed": nn.Embedding(5, 3), "up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)}
+    net = nn.ModuleDict({**parts, "norm": nn.RMSNorm(3)})
+    groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) is matrices]} for matrices in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert ucp.load_into(net, optimizer, made.save(tmp_path / "saved", files)).step == 0
+    assert torch.equal(net["up"].weight, made.value("up.weight", "master"))
+    assert not optimizer.state
 
 
 def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class SteppedPlan:
     states: dict[str, list[Read]] = field(default_factory=dict)  # one value an element
     numbers: dict[str, tuple[float, DType]] = field(default_factory=dict)  # one value a tensor
     whole: dict[str, Atom] = field(default_factory=dict)  # states with a shape of their own (factored moments)
-    untouched: bool = False  # the optimizer of the checkpoint has no states of it, where it has of others: no gradient
+    untouched: bool = False  # the checkpoint has no states of it, and none is lost: no gradient, or no step yet
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Matcher:
         kinds: dict[str, None] = {}
         for parameter in members:
             kinds.update(dict.fromkeys(_states(parameter)))
-        plan.untouched = not kinds and self._has_states
+        plan.untouched = not kinds and (self._has_states or self.source.step == 0)
         for kind in () if plan.untouched else sorted(expected - set(kinds)):
             told = self.plan.left if _is_lone(live.get(kind)) and kind != STEP else self.plan.problems
             told.append(

@@ -169,9 +169,11 @@ def _flat_groups(
             _gather_in_slices(optimizer.real_dp_process_group, partitions, low)
         else:
             optimizer.update_lp_params()
-        # So that DeepSpeed's accessors see the moments: their links were made before these tensors were.
+        # So that DeepSpeed's accessors see the moments: their links were made before these tensors were. Where there
+        # are none yet, DeepSpeed makes the links after the first step.
         optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
+        if any(job.optimizer.state.get(partition) for partition in partitions):
+            optimizer._lazy_init_hp_params_optimizer_state()
 
     job.begin, job.refresh = _clear_gradients(optimizer), refresh
 
