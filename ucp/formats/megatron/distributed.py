@@ -38,6 +38,12 @@ class ArchiveBlock:
         return Found(found.offset, found.strides)
 
 
+def tensor_of(archives: Archives, key: str, entry: TensorEntry) -> ShardedTensor:
+    """An entry as a tensor under this key."""
+    blocks: dict[Box, Block] = {box: ArchiveBlock(archives, entry, box, item) for box, item in entry.chunks.items()}
+    return ShardedTensor(key, entry.shape, entry.dtype, blocks)
+
+
 def read_torch_dist(root: Path) -> Sharded:
     """Every tensor and every object of the folder; an object lies there as the only item of a list."""
     archives = Archives(root)
@@ -47,10 +53,7 @@ def read_torch_dist(root: Path) -> Sharded:
         values = Objects(files)
         for key, entry in read_folder(root).entries.items():
             if isinstance(entry, TensorEntry):
-                blocks: dict[Box, Block] = {
-                    box: ArchiveBlock(archives, entry, box, item) for box, item in entry.chunks.items()
-                }
-                tensors[key] = ShardedTensor(key, entry.shape, entry.dtype, blocks)
+                tensors[key] = tensor_of(archives, key, entry)
             else:
                 value = values.value(entry)
                 objects[key] = value[0] if isinstance(value, list) and len(value) == 1 else value

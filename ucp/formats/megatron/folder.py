@@ -10,7 +10,7 @@ from typing import Final, Literal
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
 from ucp.records import dataclass
 
-Layout = Literal["torch", "torch_dist", "zarr"]
+Layout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 METADATA: Final = "metadata.json"
@@ -20,6 +20,7 @@ MODEL_FILE: Final = "model_optim_rng.pt"
 OPTIMIZER_FILE: Final = "distrib_optim.pt"
 RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION: Final = re.compile(r"iter_(\d{7,})")
+_GROUPS: Final = b"param_groups.0.wd_mult"  # in a key of a state dict that was saved as it is
 _LARGEST_TRACKER: Final = 64
 _LARGEST_METADATA: Final = 1 << 20
 
@@ -34,7 +35,7 @@ class Place:
     @property
     def is_finished(self) -> bool:
         """Whether the file that sharded saves write last is there."""
-        return self.layout == "torch" or (self.root / METADATA).is_file()
+        return self.layout in ("torch", "torch_dcp") or (self.root / METADATA).is_file()
 
 
 def recognises(path: Path) -> bool:
@@ -107,7 +108,19 @@ def _direct(path: Path) -> Place | None:
         backend = _backend(path / METADATA)
         if backend == "torch_dist" or backend == "zarr":
             return Place(path, backend)
+    if _is_plain_dcp(path):
+        return Place(path, "torch_dcp")
     return Place(path, "torch") if any(model_files(path)) else None
+
+
+def _is_plain_dcp(path: Path) -> bool:
+    """Whether a folder of torch's own holds an optimizer of Megatron's, which numbers its parameters."""
+    if not _ITERATION.fullmatch(path.name) or not (path / INDEX).is_file():
+        return False
+    try:
+        return _GROUPS in (path / INDEX).read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path / INDEX}: cannot be read: {error.strerror}") from error
 
 
 def _backend(file: Path) -> object:

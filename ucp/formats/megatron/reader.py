@@ -13,7 +13,7 @@ from ucp.formats.megatron.carried import carried_tree, without_states
 from ucp.formats.megatron.folder import METADATA, TRACKER, Place, must_find, recognises
 from ucp.formats.megatron.order import order_key
 from ucp.formats.registry import ReadOptions
-from ucp.model.checkpoint import Checkpoint, Extras, Note, Parameter, ParamGroup
+from ucp.model.checkpoint import STEP, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.layout import Mesh
 
 __all__ = ["read", "recognises"]
@@ -41,9 +41,16 @@ def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
             hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
         )
     # Of the layouts, a command reads one: the others' modules would take longer to import than the index takes to read.
-    from ucp.formats.megatron.sharded_reader import ShardedReader
+    from ucp.formats.megatron.sharded_reader import Common, CommonFile, ShardedReader
 
-    if place.layout == "torch_dist":
+    steps: dict[str, Atom] = {}
+    common: Common
+    if place.layout == "torch_dcp":
+        from ucp.formats.megatron.plain_dcp import PlainDcp
+
+        common = PlainDcp(place.root)
+        sharded, steps = common.sharded(), common.steps()
+    elif place.layout == "torch_dist":
         from ucp.formats.megatron.distributed import read_torch_dist
 
         sharded = read_torch_dist(place.root)
@@ -51,9 +58,13 @@ def _read_sharded(place: Place, options: ReadOptions) -> Checkpoint:
         from ucp.formats.megatron.zarr import read_zarr
 
         sharded = read_zarr(place.root)
-    reader = ShardedReader(place.root, sharded, options.rules, repair=options.repair)
+    if place.layout != "torch_dcp":
+        common = CommonFile(place.root)
+    reader = ShardedReader(place.root, sharded, common, options.rules, repair=options.repair)
     parameters = reader.parameters()
     groups = reader.groups(parameters)
+    for name, step in steps.items():
+        parameters[name].atoms[STEP] = step
     iteration = reader.common.mapping().get("iteration")
     return checkpoint_of(place, reader.arguments, parameters, groups, reader.trees(), reader.notes, iteration)
 

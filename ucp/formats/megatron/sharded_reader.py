@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ucp.files.inert import TensorRef
 from ucp.formats.megatron.arguments import Arguments, arguments_of
@@ -30,12 +30,42 @@ from ucp.model.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
 _OPTIMIZER: Final = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1$")
 
 
+class Common(Protocol):
+    """What all ranks have in common: a tree without tensors of the model."""
+
+    def mapping(self) -> Mapping[Any, Any]: ...
+
+    def step(self, optimizer: Mapping[str, Any]) -> Scalar | None:
+        """The step that an optimizer counts for all of its parameters."""
+
+    def carried(self, tree: Any) -> Any:
+        """A copy of a part of it with atoms in place of tensors."""
+
+
+class CommonFile:
+    """`common.pt`."""
+
+    def __init__(self, root: Path) -> None:
+        self._file = RankFile(root, COMMON)
+
+    def mapping(self) -> Mapping[Any, Any]:
+        return self._file.mapping()
+
+    def step(self, optimizer: Mapping[str, Any]) -> Scalar | None:
+        return _common_step(self._file, optimizer)
+
+    def carried(self, tree: Any) -> Any:
+        return carried_tree(COMMON, self._file.archive, tree, COMMON)
+
+
 class ShardedReader:
     """The parameters, groups and extras of one sharded checkpoint."""
 
-    def __init__(self, root: Path, sharded: Sharded, user: RuleBook | None, *, repair: bool = False) -> None:
-        self.common = RankFile(root, COMMON)
-        self.arguments: Arguments = arguments_of(self.common.mapping().get("args"), str(root / COMMON))
+    def __init__(
+        self, root: Path, sharded: Sharded, common: Common, user: RuleBook | None, *, repair: bool = False
+    ) -> None:
+        self.common = common
+        self.arguments: Arguments = arguments_of(common.mapping().get("args"), str(root / COMMON))
         self.notes: list[Note] = []
         self._root = root
         self._sharded = sharded
@@ -113,7 +143,7 @@ class ShardedReader:
     def _groups(self, left: list[Parameter]) -> Iterator[ParamGroup]:
         dealt: list[tuple[Flags, Mapping[str, Any], Scalar | None, list[Parameter]]] = []
         for optimizer in self._optimizers():
-            step = _common_step(self.common, optimizer)
+            step = self.common.step(optimizer)
             for group in groups_of(optimizer):
                 wanted = said_of(group, self.arguments)
                 mine = [p for p in left if self._flags(p) == wanted]
@@ -142,7 +172,7 @@ class ShardedReader:
         rest = {
             key: strip_optimizer(value) if key == "optimizer" else value for key, value in self.common.mapping().items()
         }
-        trees = {COMMON: carried_tree(COMMON, self.common.archive, rest, COMMON)}
+        trees = {COMMON: self.common.carried(rest)}
         if self._sharded.objects:
             trees["objects"] = {key: value for key, value in self._sharded.objects.items() if not is_state(key)}
         return trees
