@@ -19,6 +19,7 @@ from ucp.model.region import Region
 from ucp.records import dataclass, replace
 
 _EXTRAS: Final = "extras"
+_DEEPEST_GROUPS: Final = 3
 _PLAIN: Final = (type(None), bool, int, float, str, bytes)
 
 
@@ -168,8 +169,14 @@ def _as_step(atom: Atom) -> Atom:
     return atom if atom.dtype == FLOAT32 else replace(atom, dtype=FLOAT32)
 
 
-def _has_groups(value: Any) -> bool:
-    return isinstance(value, dict) and GROUPS in value
+def _has_groups(value: Any, depth: int = 0) -> bool:
+    """Whether an optimizer's groups are in it: at its top, below what wraps optimizers, or in a chain of them."""
+    if depth > _DEEPEST_GROUPS:
+        return False
+    if isinstance(value, dict) and GROUPS in value:
+        return True
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(_has_groups(item, depth + 1) for item in items)
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
