@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from safetensors.torch import save_file
 from ucp.api import convert
 from ucp.checks import verify
 from ucp.checks.companions import lost_companions
+from ucp.checks.megatron_ranks import exchanged_ranks
+from ucp.files.pickles import read_pickle
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter
 from ucp.model.dtypes import FLOAT32
@@ -87,3 +91,35 @@ def test_random_states_of_accelerate() -> None:
     (finding,) = lost_companions(Checkpoint("deepspeed", Path("out"), Mesh(dp=3), {}, sizes=sizes))
     assert (finding.file, finding.severity) == ("random_states_1.pkl", "warning")
     assert "the random states of rank 1" in finding.message
+
+
+@pytest.mark.parametrize(
+    "ranks, exchanged",
+    [
+        ({"00_000": 0, "01_000": 1, "00_001": 2, "01_001": 3}, ""),
+        ({"00_000": 0, "01_000": 4, "00_001": 1, "01_001": 5}, ""),  # another order of the job's ranks
+        ({"00_000": 1, "01_000": 0, "00_001": 2, "01_001": 3}, "00_000 01_000"),
+        ({"00": 0, "01": 2, "02": 1, "03": 3}, "01 02"),
+        ({"00": 0, "01": 0, "02": 0}, ""),  # made by one process
+        ({"00": 0, "01": None}, ""),
+    ],
+)
+def test_rank_folders_of_megatron_that_were_exchanged(ranks: dict[str, int | None], exchanged: str) -> None:
+    trees = {
+        f"mp_rank_{name}/model_optim_rng.pt": {"args": read_pickle(pickle.dumps(Namespace(rank=rank)), name)}
+        for name, rank in ranks.items()
+    }
+    checkpoint = Checkpoint("megatron", Path("iter"), Mesh(tp=4), {}, extras=Extras(trees))
+    found = list(exchanged_ranks(checkpoint))
+    assert [finding.file for finding in found] == [f"mp_rank_{name}/model_optim_rng.pt" for name in exchanged.split()]
+
+
+def test_objects_of_old_megatron_folders() -> None:
+    sizes = dict.fromkeys([f"a._extra_state/shard_{i}.{j}_2.3.pt" for i in range(2) for j in range(3)], 1)
+    checkpoint = Checkpoint("torch-dist", Path("iter"), Mesh(), {}, sizes=sizes)
+    assert list(lost_companions(checkpoint)) == []
+    del sizes["a._extra_state/shard_1.0_2.3.pt"]
+    (finding,) = lost_companions(checkpoint)
+    assert finding.file == "a._extra_state/shard_1.0_2.3.pt"
+    sizes["b/shard_0_99999999999.pt"] = 1
+    assert len(list(lost_companions(checkpoint))) == 1  # no job had as many

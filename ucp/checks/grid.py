@@ -12,6 +12,7 @@ from typing import Final
 
 from ucp.checks.companions import lost_companions
 from ucp.checks.findings import Finding
+from ucp.checks.megatron_ranks import exchanged_ranks
 from ucp.checks.strays import strays
 from ucp.checks.tasks import Context
 from ucp.errors import UcpError
@@ -38,6 +39,8 @@ _LIKE: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 def look(context: Context) -> Iterator[Finding]:
     """Files that belong to no rank or that nothing points at, and optimizer files that are all gone."""
     checkpoint = context.checkpoint
+    if checkpoint.format == "megatron":
+        yield from exchanged_ranks(checkpoint)
     if checkpoint.format == "dcp":
         yield from _without_common(checkpoint)
     yield from strays(context)

@@ -1,0 +1,62 @@
+"""Megatron's rank files say which rank wrote them: folders that were exchanged contradict the order of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ucp.checks.findings import Finding
+from ucp.files.inert import Inert
+from ucp.formats.megatron.folder import MODEL_FILE, RANK_FOLDER
+from ucp.model.checkpoint import Checkpoint
+from ucp.model.layout import Rank
+
+_HINT: Final = "give the folders of these ranks their names back, or restore the files of one save"
+
+Numbers = tuple[int, ...]
+"""What stands in a folder's name: the tensor-parallel rank, then the pipeline's and the expert-parallel one."""
+
+
+def exchanged_ranks(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Files of ranks that do not grow along one of the numbers in their folders' names, whatever order the job had."""
+    writers = _writers(checkpoint)
+    seen: set[Numbers] = set()
+    for line in _lines(writers):
+        for numbers, rank in zip(line, sorted(writers[numbers] for numbers in line), strict=True):
+            if writers[numbers] != rank and numbers not in seen:
+                seen.add(numbers)
+                file = f"{_folder(numbers)}/{MODEL_FILE}"
+                yield Finding(
+                    "grid",
+                    "error",
+                    f"{file}: was written by rank {writers[numbers]}, where a file of rank {rank} belongs",
+                    file,
+                    Rank(tp=numbers[0]),
+                    hint=_HINT,
+                )
+
+
+def _writers(checkpoint: Checkpoint) -> dict[Numbers, int]:
+    """The folders' numbers, and the rank that wrote each; nothing where tools without ranks made the files."""
+    found: dict[Numbers, int] = {}
+    for file, tree in checkpoint.extras.trees.items():
+        folder, slash, name = file.partition("/")
+        match = RANK_FOLDER.fullmatch(folder) if slash and name == MODEL_FILE else None
+        arguments = tree.get("args") if isinstance(tree, dict) else None
+        rank = arguments.get("rank") if isinstance(arguments, Inert) else None
+        if match is not None and type(rank) is int:
+            found[tuple(int(number) for number in match.groups() if number is not None)] = rank
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _lines(writers: Mapping[Numbers, int]) -> Iterator[list[Numbers]]:
+    """Folders that differ in one number only, in its order."""
+    for place in range(max(map(len, writers), default=0)):
+        lines: dict[Numbers, list[Numbers]] = {}
+        for numbers in sorted(numbers for numbers in writers if len(numbers) > place):
+            lines.setdefault((*numbers[:place], -1, *numbers[place + 1 :]), []).append(numbers)
+        yield from lines.values()
+
+
+def _folder(numbers: Numbers) -> str:
+    return f"mp_rank_{numbers[0]:02d}" + "".join(f"_{number:03d}" for number in numbers[1:])
