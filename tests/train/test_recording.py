@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.errors import InconsistentError, StorageError, UsageError
+from ucp.errors import InconsistentError, StorageError, UcpError, UsageError
 from ucp.log.bases import list_bases, usable_bases
 from ucp.log.payloads import LrKind, Stage
 from ucp.log.reader import Log
@@ -229,7 +230,7 @@ def test_everything_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
 def test_after_closing_nothing_is_left_in_the_job(tmp_path: Path) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0])
     before = len(job.optimizer._optimizer_step_pre_hooks), len(job.optimizer._optimizer_step_post_hooks)
-    assert before == (2, 1)
+    assert before == (3, 1)
     job.train(1)
     job.recorder.close()
     assert (len(job.optimizer._optimizer_step_pre_hooks), len(job.optimizer._optimizer_step_post_hooks)) == (1, 0)
@@ -416,3 +417,77 @@ def test_the_interval_between_bases_is_chosen(tmp_path: Path, monkeypatch: pytes
     costs = Log.open(tmp_path / "b").epochs[0].streams[0].aux(12)["costs"]
     assert costs["steps"] == 12
     assert costs["record_seconds"] > 0
+
+
+def test_steps_without_any_gradient(tmp_path: Path) -> None:
+    job = Trained(tmp_path, optimizers()["adamw single"][0])
+    job.optimizer.zero_grad()
+    job.optimizer.step()
+    job.recorder.close()
+    log = Log.open(tmp_path)
+    assert log.recoverable_step == 1
+    assert not log.epochs[0].streams[0].blocks(1)
+    first = dict(job.model.named_parameters())["first.weight"]
+    assert torch.equal(ucp.open(tmp_path, log=tmp_path, exact=True)["first.weight"].read(as_torch=True), first)
+
+
+def clamp(job: Trained) -> None:
+    with torch.no_grad():
+        next(iter(job.model.parameters())).clamp_(-0.01, 0.01)
+
+
+def replace_data(job: Trained) -> None:
+    parameter = next(iter(job.model.parameters()))
+    parameter.data = parameter.data * 2
+
+
+def load_states(job: Trained) -> None:
+    job.optimizer.load_state_dict(job.optimizer.state_dict())
+
+
+def halve(job: Trained) -> None:
+    def gradients(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    job.optimizer.register_step_pre_hook(gradients)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (clamp, "was changed by something else"),
+        (replace_data, "was changed by something else"),
+        (load_states, "states were loaded"),
+        (halve, "is not what the optimizer is given"),
+    ],
+)
+def test_what_the_log_would_not_know_ends_the_recording(tmp_path: Path, change: Any, message: str) -> None:
+    job = Trained(tmp_path, optimizers()["adamw single"][0])
+    job.train(3)
+    change(job)
+    with pytest.raises(UcpError, match=message):
+        job.train(1)
+    assert Log.open(tmp_path).recoverable_step == 3
+
+
+def test_a_hook_that_leaves_gradients_alone_may_come_later(tmp_path: Path) -> None:
+    job = Trained(tmp_path, optimizers()["adamw single"][0])
+    job.optimizer.register_step_pre_hook(lambda *_: None)
+    job.train(4)
+    job.recorder.close()
+    assert logged(tmp_path) == job.given
+
+
+def test_sparse_gradients_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    for what, expected in (("gradients", pytest.raises(UsageError, match="sparse")), ("state", nullcontext())):
+        with expected, ucp.record(table, optimizer, tmp_path / what, what=what, step=0):
+            optimizer.zero_grad()
+            table(torch.tensor([1, 3])).sum().backward()
+            optimizer.step()
+    merged = ucp.open(tmp_path / "state", log=tmp_path / "state", exact=True)
+    assert torch.equal(merged["weight"].read(as_torch=True), table.weight)

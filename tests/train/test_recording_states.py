@@ -162,6 +162,25 @@ def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
         Job(tmp_path / "c", optimizers()["rmsprop"], what="everything")
 
 
+def test_a_log_of_states_begins_with_a_closure_and_ends_with_a_thawed_parameter(tmp_path: Path) -> None:
+    job = Job(tmp_path, optimizers()["rmsprop"])
+
+    def closure() -> Any:
+        job.optimizer.zero_grad()
+        loss = job.model(torch.randn(4, 13), rare=True)
+        loss.backward()
+        return loss
+
+    job.optimizer.step(closure)
+    job.history.append(job.state())
+    job.train(1)
+    job.model.frozen.requires_grad_(True)
+    with pytest.raises(UsageError, match="or that was frozen then"):
+        job.train(1)
+    for step in (1, 2):
+        assert_same(merged(tmp_path, step), job.history[step])
+
+
 def test_a_log_of_states_without_steps_can_be_opened(tmp_path: Path) -> None:
     Job(tmp_path, optimizers()["rmsprop"]).recorder.close()
     assert Log.open(tmp_path, "inspect").recoverable_step == 0

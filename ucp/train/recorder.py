@@ -23,6 +23,7 @@ from ucp.train.recording_notes import job_notes, plain_notes, state_digests
 from ucp.train.recording_start import Start
 from ucp.train.recording_taker import Taker
 from ucp.train.recording_values import Values
+from ucp.train.recording_watch import Watch
 
 OnError = Literal["raise", "stop"]
 
@@ -69,7 +70,10 @@ class Recorder:
         self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, gradients=gradients, **writer)
         self._taker = Taker(self._writer, self._schema, self._keys, start.groups, gradients=gradients)
         self._values = Values(start, model, self._writer, self._sink)
+        self._watch: Watch | None = None
         if gradients:
+            names = [tensor.names[0] for tensor in self._schema.tensors]
+            self._watch = Watch(self._job, self._taker, names, self._hooks)  # before what takes gradients
             self._early = hang_in(self._job, self._taker, self._stage, self._hooks, model=model, early=early)
         else:
             self._early = hang_in_scalars(self._job, self._taker, self._hooks)
@@ -104,10 +108,14 @@ class Recorder:
             return
         begin, cpu = time.perf_counter(), time.thread_time()
         try:
+            if self._watch is not None:
+                self._watch.end_update()
             if self._taker.failure is not None:
                 raise self._taker.failure
             self._hand_over()
             self._early.next_step()
+            if self._watch is not None:
+                self._watch.end_step()
             self._bases.drop_superfluous(self._writer)
             self._spent.hook_seconds += time.perf_counter() - begin
             self._spent.hook_cpu_seconds += time.thread_time() - cpu
@@ -142,7 +150,7 @@ class Recorder:
     def _hand_over(self) -> None:
         engine = self._job.engine
         skipped = engine is not None and bool(getattr(engine.optimizer, "overflow", False))
-        if not skipped and not self._taker.scalars:
+        if not skipped and not self._taker.called:
             raise UcpError(f"step {self.step + 1}: the optimizer was not called, and says that nothing overflowed")
         slot = self._taker.begin()
         slot.values = self._values.of_step(slot.number, skipped=skipped)

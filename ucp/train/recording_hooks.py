@@ -25,12 +25,13 @@ def hang_in(job: LiveJob, taker: Taker, stage: Stage, hooks: Hooks, *, model: An
 
     `early` as `ucp.record` has it. `model` is what the user gave.
     """
-    known = {id(stepped.key): stepped.group for stepped in job.stepped if is_trained(stepped)}
+    known = _trained(job)
     ddp = find_ddp(model)
     sooner = Early(taker, marked=ddp is None)
 
     def before_update(optimizer: Any, args: Any, kwargs: Any) -> None:
         def take() -> None:
+            taker.called = True
             if any(callable(each) for each in (*args, *kwargs.values())):
                 raise UsageError(
                     "an optimizer step that computes the gradients itself (closure) cannot be recorded",
@@ -40,7 +41,8 @@ def hang_in(job: LiveJob, taker: Taker, stage: Stage, hooks: Hooks, *, model: An
 
         guarded(taker, take)
 
-    hooks.add(job.optimizer.register_step_pre_hook(before_update))
+    taker.hook = job.optimizer.register_step_pre_hook(before_update)
+    hooks.add(taker.hook)
     if stage == Stage.CONSUMED:
         if early and ddp is not None:
             hang_into_buckets(ddp, sooner, taker)
@@ -58,13 +60,16 @@ def hang_in(job: LiveJob, taker: Taker, stage: Stage, hooks: Hooks, *, model: An
 
 
 def hang_in_scalars(job: LiveJob, taker: Taker, hooks: Hooks) -> Early:
-    """Note the scalars of every step, and take no gradients."""
-    known = {id(stepped.key): stepped.group for stepped in job.stepped}
+    """Note the scalars of every step, and take no gradients: a closure may compute them only then."""
+    known = _trained(job)
 
     def before_update(optimizer: Any, *_: Any) -> None:
         def note() -> None:
+            taker.called = True
             for group in optimizer.param_groups:
-                stepped = [p for p in group["params"] if p.grad is not None and id(p) in known]
+                stepped = [p for p in group["params"] if p.requires_grad]
+                if not all(id(p) in known for p in stepped):
+                    raise _unknown()
                 if stepped:
                     taker.note_group(optimizer, group, known[id(stepped[0])])
 
@@ -74,7 +79,21 @@ def hang_in_scalars(job: LiveJob, taker: Taker, hooks: Hooks) -> Early:
     return Early(taker, marked=True)
 
 
+def _trained(job: LiveJob) -> dict[int, int]:
+    """The groups of the tensors that are logged, by their ids."""
+    return {id(stepped.key): stepped.group for stepped in job.stepped if is_trained(stepped)}
+
+
+def _unknown() -> UsageError:
+    return UsageError(
+        "the optimizer steps a parameter that it did not have when recording began, or that was frozen then",
+        hint="close the recorder and record again after adding or thawing parameters",
+    )
+
+
 def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, optimizer: Any, early: Early) -> None:
+    import torch
+
     if getattr(optimizer, "grad_scale", None) is not None:
         raise UsageError(
             "a fused optimizer that unscales gradients itself (GradScaler) cannot be recorded",
@@ -88,10 +107,11 @@ def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, 
         stepped = [p for p in group["params"] if p.grad is not None]
         for p in stepped:
             if id(p) not in known:
+                raise _unknown()
+            if p.grad.layout is not torch.strided:
                 raise UsageError(
-                    "the optimizer has a gradient of a parameter that it did not have when recording began, or that was"
-                    " frozen then",
-                    hint="close the recorder and record again after adding or thawing parameters",
+                    "the optimizer has a gradient that is sparse, which cannot be recorded",
+                    hint='record states instead: what="state"; or make the embedding with sparse=False',
                 )
             number = taker.number.get(id(p))
             if number is None:

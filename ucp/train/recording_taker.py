@@ -41,6 +41,8 @@ class Taker:
         self.scalars: dict[int, GroupScalars] = {}
         self._most: dict[int, int] = {}  # group → the most updates that it was ever found to have counted
         self.scale: np.float32 | None = None
+        self.called = False  # the optimizer was, in this step, though perhaps with no gradient at all
+        self.hook: Any = None  # the handle of what takes gradients when the optimizer is called
         self.failure: UcpError | None = None
         self.seconds = 0.0  # spent in hooks
         self.cpu_seconds = 0.0
@@ -124,14 +126,14 @@ class Taker:
         self._most[number] = max(step, -1 if most is None else most)
         return step
 
-    def check(self, number: int, consumed: torch.Tensor) -> None:
+    def check(self, number: int, consumed: torch.Tensor, *, all_of_it: bool = False) -> None:
         """Compare what was taken with what the optimizer is given: a sample, or now and then all of it."""
         import torch
 
         if number not in self.taken or self.slot is None:
             return
         flat = local_part(consumed).reshape(-1)
-        full = self.checks_all
+        full = all_of_it or self.checks_all
         views = self._views[self.slot.number][number]
         for block, view in zip(self._blocks[number], views, strict=True):
             count = block.count if full else min(block.count, SAMPLE)
@@ -173,7 +175,7 @@ class Taker:
         self._reset()
 
     def _reset(self) -> None:
-        self.slot, self.scale = None, None
+        self.slot, self.scale, self.called = None, None, False
         self.taken, self.scalars = set(), {}
 
 
