@@ -110,13 +110,14 @@ class Objects:
         archive = TorchFile(self._files.root / item.file, item.start, item.stop)
         value = archive.tree
         if any("/data/" in name for name in archive.entries):
-            return replace_leaves(value, TensorRef, lambda ref, n: _extra(archive, item, f"{entry.key}#{n}", ref))
+            return replace_leaves(value, TensorRef, lambda ref, n: extra_atom(archive, item, f"{entry.key}#{n}", ref))
         if small:
             self._known[data] = value
         return value
 
 
-def _extra(archive: TorchFile, item: Item, name: str, ref: TensorRef) -> Atom:
+def extra_atom(archive: TorchFile, item: Item, name: str, ref: TensorRef) -> Atom:
+    """A tensor inside an object, which belongs to no parameter."""
     if 0 in ref.shape:
         return Atom(name, "extra", ref.shape, ref.dtype, ())
     region, strides = Region.all_of(ref.shape), None if ref.is_contiguous else ref.strides

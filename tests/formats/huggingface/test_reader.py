@@ -113,3 +113,11 @@ def test_the_configuration_comes_back_from_deepspeed(tmp_path: Path) -> None:
     ucp.convert(folder, tmp_path / "zero", to="deepspeed", zero=1)
     ucp.convert(tmp_path / "zero", tmp_path / "again", to="safetensors")
     assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "mine"
+
+
+def test_an_optimizer_that_is_not_read_is_told(tmp_path: Path) -> None:
+    folder = write_weights(tmp_path / "model", numbers(llama_shapes()), LLAMA)
+    assert ucp.open(folder).index.notes == []
+    (folder / "optimizer.pt").write_bytes(b"")
+    (note,) = ucp.open(folder).index.notes
+    assert note.text == "weights alone are read here, not optimizer.pt"

@@ -16,6 +16,7 @@ from ucp.formats.dcp.numbering import match_numbers, told_names
 from ucp.formats.dcp.own_facts import OwnFacts, take_facts
 from ucp.formats.dcp.roles import find_copies, find_roles, find_ties
 from ucp.formats.dcp.style import Place
+from ucp.formats.dcp.whole_files import WholeArchives, WholeFiles, WholeObjects
 from ucp.formats.distcp_archives import Archives, Objects
 from ucp.formats.distcp_index import METADATA, Entry, Folder, ObjectEntry, TensorEntry
 from ucp.model.checkpoint import STEP, WEIGHT, Atom, Fragment, Note, Parameter, ParamGroup
@@ -37,18 +38,23 @@ class Contents:
     style: dict[str, Any] = field(default_factory=dict)  # how keys were built, so that a writer can do the same
 
 
-def assemble(root: Path, folders: list[Folder]) -> Contents:
-    """Index the folders as one checkpoint (Accelerate keeps model and optimizer in a folder each)."""
+def assemble(root: Path, folders: list[Folder], whole: WholeFiles | None = None) -> Contents:
+    """Index the folders as one checkpoint (Accelerate keeps model and optimizer in a folder each).
+
+    `whole` is where the entries are from that lie in no archives of their own.
+    """
     with SourceFiles(root) as files:
-        return _Assembly(root, files, folders).contents
+        archives = Archives(root) if whole is None else WholeArchives(root, whole)
+        objects = Objects(files) if whole is None else WholeObjects(files, whole)
+        return _Assembly(root, files, folders, Values(archives, files, objects)).contents
 
 
 class _Assembly:
-    def __init__(self, root: Path, files: SourceFiles, folders: list[Folder]) -> None:
+    def __init__(self, root: Path, files: SourceFiles, folders: list[Folder], values: Values) -> None:
         self.root = root
         self.files = files
-        self.archives = Archives(root)
-        self.values = Values(self.archives, files, Objects(files))
+        self.archives = values.archives
+        self.values = values
         self.contents = Contents()
         self.facts = OwnFacts()
         self.left: dict[str, list[Entry]] = {folder.name: [] for folder in folders}

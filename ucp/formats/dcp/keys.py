@@ -194,9 +194,12 @@ def _text_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _largest_prefix(tensors: list[TensorEntry]) -> KeyPath | None:
-    """Without an optimizer: the top dictionary with the most bytes in it, as deep as it has one child only."""
+    """Without an optimizer: the top dictionary with the most bytes in it, as deep as it has one child only.
+
+    Of numbers with a fraction, where there are any: random states are bytes, and more than a small model has.
+    """
     weights: Counter[KeyPath] = Counter()
-    for entry in tensors:
+    for entry in [entry for entry in tensors if entry.dtype.family == "float"] or tensors:
         weights[entry.path[:1] if len(entry.path) > 1 else ()] += max(entry.nbytes, 1)
     if not weights:
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import NotUnderstoodError, UsageError
-from ucp.formats.distcp_index import has_data_files, metadata_files
+from ucp.formats.distcp_index import KeyPath, has_data_files, metadata_files
 from ucp.records import dataclass
 from ucp.tunables import MIB
 
@@ -16,20 +16,27 @@ _OPTIMIZER: Final = re.compile(r"optimizer(?:_(\d+))?")
 _STEP: Final = re.compile(r"(?:step|checkpoint|iter|epoch)[-_](\d+)")
 _WEIGHT_COPIES: Final = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 _LARGEST_NEIGHBOUR: Final = 16 * MIB
+_TORCH_FILES: Final = (".pt", ".pth", ".ckpt", ".bin")
+_ZIP: Final = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A checkpoint: `root`, and the folders with metadata below it (with a slash at the end; empty for the root)."""
+    """A checkpoint: `root`, and the folders with metadata below it (with a slash at the end; empty for the root).
+
+    Or the files of whole state dicts, each with the place in the checkpoint's own; `alone` is one that a user names.
+    """
 
     root: Path
     folders: tuple[str, ...]
+    whole: tuple[tuple[str, KeyPath], ...] = ()
+    alone: bool = False
 
 
 def find(path: Path, tag: str | None) -> Place | None:
     """The checkpoint at `path`, or the step `tag` (else the newest) in a folder of steps; None where there is none."""
     if not path.is_dir():
-        return None
+        return _one_file(path) if tag is None else None
     if tag is not None:
         return _direct(path / tag)
     found = _direct(path)
@@ -40,7 +47,11 @@ def find(path: Path, tag: str | None) -> Place | None:
     )
     places = (_direct(child) for _, child in reversed(steps))
     # A save that was cut short has no metadata: the newest finished one counts.
-    return next((p for p in places if p is not None and all(metadata_files(p.root / f) for f in p.folders)), None)
+    return next((p for p in places if p is not None and _is_finished(p)), None)
+
+
+def _is_finished(place: Place) -> bool:
+    return bool(place.whole) or all(metadata_files(place.root / folder) for folder in place.folders)
 
 
 def _direct(path: Path) -> Place | None:
@@ -59,8 +70,29 @@ def _direct(path: Path) -> Place | None:
             hint="give the folder of one of them",
         )
     if not models and not optimizers:
-        return None
+        return _whole_pair(path)
     return Place(path, tuple(f"{name}/" for name in (*models, *optimizers)))
+
+
+def _whole_pair(path: Path) -> Place | None:
+    """Accelerate's FULL_STATE_DICT: one file of the model and one of the optimizer, of one of each."""
+    found = [name for name in ("pytorch_model_fsdp.bin", "optimizer.bin") if (path / name).is_file()]
+    if not found or not found[0].startswith("pytorch"):
+        return None
+    prefixes: tuple[KeyPath, ...] = (("model",), ("optimizer",))
+    return Place(path, ("",), tuple(zip(found, prefixes, strict=False)))
+
+
+def _one_file(path: Path) -> Place | None:
+    """A file that a user's own `torch.save` wrote. Files of weights that have a name of their own are not meant."""
+    if path.suffix not in _TORCH_FILES or path.name.startswith(("pytorch_model", "adapter_model")):
+        return None
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:
+            return None
+    return Place(path.parent, ("",), ((path.name, ()),), alone=True)
 
 
 def must_find(path: Path, tag: str | None) -> Place:
@@ -77,6 +109,8 @@ def neighbours(place: Place, used: set[str]) -> tuple[dict[str, int], list[str]]
     """Files beside the data: small ones by name with their bytes, to be carried; and names of what is left behind."""
     carried: dict[str, int] = {}
     skipped: list[str] = []
+    if place.alone:
+        return carried, skipped
     for folder in dict.fromkeys(("", *place.folders)):
         for path in sorted((place.root / folder).iterdir()):
             name = folder + path.name

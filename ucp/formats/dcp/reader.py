@@ -9,6 +9,7 @@ from ucp.formats.dcp import safetensors_folder
 from ucp.formats.dcp.assemble import assemble
 from ucp.formats.dcp.places import Place, find, must_find, neighbours
 from ucp.formats.dcp.style import DETAIL
+from ucp.formats.dcp.whole_files import read_whole
 from ucp.formats.distcp_index import Folder, TensorEntry, read_folder
 from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note
@@ -16,8 +17,8 @@ from ucp.model.layout import Mesh
 
 
 def recognises(path: Path) -> bool:
-    """A folder with `.metadata` (or data files without it), Accelerate's pair of such, a folder of steps, or shards of
-    HuggingFaceStorageWriter."""
+    """A folder with `.metadata` (or data files without it), Accelerate's pair of such or of whole files, a folder of
+    steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
     try:
         return find(path, None) is not None or safetensors_folder.recognises(path)
     except NotUnderstoodError:
@@ -29,12 +30,13 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     if find(path, options.tag) is None and safetensors_folder.recognises(path / (options.tag or "")):
         return safetensors_folder.read(path / (options.tag or ""))
     place = must_find(path, options.tag)
-    folders = [read_folder(place.root, name) for name in place.folders]
-    contents = assemble(place.root, folders)
+    whole = read_whole(place.root, dict(place.whole)) if place.whole else None
+    folders = [read_folder(place.root, name) for name in place.folders] if whole is None else [whole.folder]
+    contents = assemble(place.root, folders, whole)
     sizes = {file: size for folder in folders for file, size in folder.files.items()}
     carried, skipped = neighbours(place, set(sizes))
     notes = contents.notes
-    if place.root != path:
+    if place.root != path and not place.alone:
         notes.append(Note("step-folder", f"{place.root.name} is read, the newest complete save in {path}"))
     if skipped:
         notes.append(
@@ -68,7 +70,9 @@ def _mesh(folders: list[Folder]) -> Mesh:
 
 
 def _framework(place: Place, folders: list[Folder]) -> str:
-    if place.folders != ("",):
+    if place.alone:
+        return "torch.save"
+    if place.folders != ("",) or place.whole:
         return "torch.distributed.checkpoint (Accelerate)"
     keys = folders[0].entries
     if "train_state.step" in keys or any(key.startswith("dataloader.dp_rank_") for key in keys):

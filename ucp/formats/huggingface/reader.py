@@ -14,7 +14,7 @@ from ucp.files.safetensors import read_safetensors
 from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions
 from ucp.model.box import Shape
-from ucp.model.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Parameter
+from ucp.model.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter
 from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh
 from ucp.model.region import Region
@@ -67,6 +67,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     sizes = {child.name: child.stat().st_size for child in sorted(root.iterdir()) if child.is_file()}
     beside = [] if path.is_file() else [name for name in sizes if name not in files and name not in _INDEXES]
     config = _config(root / CONFIG)
+    left = [name for name in beside if _is_state(name)]
     parameters = {name: _parameter(name, tensor, options) for name, tensor in stored.items()}
     _tie(parameters, stored, config)
     return Checkpoint(
@@ -76,6 +77,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         parameters=parameters,
         framework=_framework(config),
         extras=Extras({}, {name: name for name in beside if not _is_pickle(name)}),
+        notes=[Note("left-behind", f"weights alone are read here, not {', '.join(left)}")] if left else [],
         sizes=sizes,
         details=_details(config, stored) | ({"adapter": True} if _is_adapter(files) else {}),
     )
@@ -215,6 +217,11 @@ def _details(config: Mapping[str, Any], stored: Mapping[str, _Stored]) -> dict[s
     kind = config.get("model_type")
     details: dict[str, Any] = {"dtype": max(sizes, key=lambda name: sizes[name])} if sizes else {}
     return {**details, **({"model": kind} if isinstance(kind, str) else {})}
+
+
+def _is_state(name: str) -> bool:
+    """Whether a file keeps a trainer's optimizer or scheduler."""
+    return name.endswith((".bin", ".pt")) and name.startswith(("optimizer", "scheduler"))
 
 
 def _is_pickle(name: str) -> bool:
