@@ -34,12 +34,13 @@ def torch_schedule(steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("key", ["lr_scheduler", "app"])
+@pytest.mark.parametrize("key", ["lr_scheduler", "app", "lr_schedulers"])
 def test_there_and_back(tmp_path: Path, zero: int, key: str) -> None:
+    """Under a key of the job's choice, in a dictionary of it, and in a list, as Lightning keeps schedulers."""
     import torch
 
     schedule = torch_schedule(3)
-    state = made(key, {"schedule": schedule} if key == "app" else schedule)
+    state = made(key, {"app": {"schedule": schedule}, "lr_schedulers": [schedule]}.get(key, schedule))
     save(state, tmp_path / "a")
     conversion = ucp.plan(tmp_path / "a", tmp_path / "zero", to="deepspeed", zero=zero, dp=2)
     conversion.run()
@@ -52,7 +53,7 @@ def test_there_and_back(tmp_path: Path, zero: int, key: str) -> None:
 
     ucp.convert(tmp_path / "zero", tmp_path / "b", to="dcp", like=tmp_path / "a")
     got = load_all(tmp_path / "b", tmp_path / "b.pt")
-    back = got[key]["schedule"] if key == "app" else got[key]
+    back = {"app": lambda held: held["schedule"], "lr_schedulers": lambda held: held[0]}.get(key, dict)(got[key])
     assert {name: back[name] for name in schedule} == schedule
     assert (got["note"], got["train_state"]["tokens"].tolist()) == ("mine", [7])
     assert not got["extras"].keys() & {"note", "train_state", "rng", "lr_scheduler"}

@@ -15,7 +15,7 @@ _RATES: Final = "_last_lr"
 _NAMED_SO: Final = "sched"
 _DEEPEST: Final = 4  # dictionaries inside each other that are looked into
 
-KeyPath = tuple[str, ...]
+KeyPath = tuple[str | int, ...]  # keys of dictionaries, numbers in lists
 
 
 def find_schedule(tree: Mapping[str, Any]) -> tuple[KeyPath, dict[str, Any]] | None:
@@ -27,13 +27,11 @@ def find_schedule(tree: Mapping[str, Any]) -> tuple[KeyPath, dict[str, Any]] | N
     return found[0] if len(found) == 1 else None
 
 
-def _schedules(path: KeyPath, tree: Mapping[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    for key, value in tree.items():
-        if not isinstance(value, dict) or not isinstance(key, str):
-            continue
-        if _is_schedule(key, value):
+def _schedules(path: KeyPath, tree: Mapping[str, Any] | list[Any]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, dict) and _is_schedule(str(key), value):
             yield (*path, key), value
-        elif len(path) + 1 < _DEEPEST:
+        elif isinstance(value, (dict, list)) and len(path) + 1 < _DEEPEST:
             yield from _schedules((*path, key), value)
 
 

@@ -67,14 +67,24 @@ def _rates(checkpoint: Checkpoint) -> list[Any]:
     return [group.hyper.get("lr") for group in checkpoint.groups]
 
 
-def _without(tree: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+def _without(tree: Any, path: KeyPath) -> Any:
     """The tree without what lies at `path`, and without what is empty then."""
     first, *below = path
-    inner = _without(tree[first], tuple(below)) if below else {}
-    return {key: inner if key == first else value for key, value in tree.items() if key != first or inner}
+    inner = _without(tree[first], tuple(below)) if below else None
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    left = {key: inner if key == first else value for key, value in pairs if key != first or inner}
+    return left if isinstance(tree, dict) else list(left.values())
 
 
-def _with(tree: Mapping[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
+def _with(tree: Any, path: KeyPath, value: Any) -> Any:
+    """The tree with `value` at `path`."""
+    if not path:
+        return value
     first, *below = path
-    held = tree.get(first)
-    return {**tree, first: _with(held if isinstance(held, dict) else {}, tuple(below), value) if below else value}
+    if isinstance(first, int):
+        items = list(tree) if isinstance(tree, list) else []
+        items += [None] * (first + 1 - len(items))
+        items[first] = _with(items[first], tuple(below), value)
+        return items
+    held = tree if isinstance(tree, dict) else {}
+    return {**held, first: _with(held.get(first), tuple(below), value)}
