@@ -401,3 +401,14 @@ def test_a_tag_that_is_a_path_becomes_one_folder(tmp_path: Path) -> None:
     ucp.convert(saved, tmp_path / "u", to="deepspeed-universal")
     assert (tmp_path / "u" / "latest_universal").read_text() == "epoch3_step7_universal"
     assert ucp.diff(saved, tmp_path / "u").same
+
+
+def test_a_number_of_one_element_stays_a_number(tmp_path: Path) -> None:
+    """A parameter of one element and NAdam's 0-d `mu_product` have as many elements, and are of different shapes."""
+    numbers = {"step": torch.tensor(1.0), "mu_product": torch.tensor(0.5)}
+    moments = {"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
+    optimizer = {"state": {"scale": {**moments, **numbers}}, "param_groups": [{"lr": 0.5, "params": ["scale"]}]}
+    torch.save({"model": {"scale": torch.ones(1)}, "optim": optimizer}, tmp_path / "a.pt")
+    ucp.convert(tmp_path / "a.pt", tmp_path / "universal", to="deepspeed-universal")
+    atoms = ucp.open(tmp_path / "universal").index.parameters["scale"].atoms
+    assert (atoms["mu_product"].shape, atoms["exp_avg"].shape) == ((), (1,))

@@ -63,12 +63,12 @@ def read_state(files: RankFiles, name: str, kind: str, path: str, shape: Shape |
     """One state file as an atom of `shape` (None: as stored); None when it is a number that no atom can hold.
 
     A tensor with as many elements but another shape (ZeRO-3 states are flat, fused ones may be viewed) takes `shape`;
-    any other shape stays as stored, for the caller to judge.
+    any other shape stays as stored, for the caller to judge, and so does a number, be the parameter one element or not.
     """
     file = files.open(path)
     value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
     if isinstance(value, TensorRef) and (value.shape or kind != STEP):
-        if shape is not None and prod(shape) == value.numel and value.is_contiguous:
+        if shape is not None and value.shape and prod(shape) == value.numel and value.is_contiguous:
             return _atom(file, value, name, kind, shape)
         return _atom(file, value, name, kind, value.shape)
     number = stored_scalar(file, value, 0)
