@@ -213,3 +213,11 @@ def test_the_loss_scale_crosses_and_comes_back(corpus: Path, tmp_path: Path, sou
     with (ucp.open(tmp_path / "back").index.root / fragment.file).open("rb") as file:
         file.seek(fragment.offset)
         assert np.frombuffer(file.read(4), np.float32)[0] == 256.0
+
+
+@pytest.mark.parametrize("source", ["moe_ep2_dp2_do_torch", "moe_ep2_torchdist"])
+def test_experts_under_their_own_names_are_dense_in_deepspeed(corpus: Path, tmp_path: Path, source: str) -> None:
+    given = corpus / "megatron" / source
+    ucp.convert(given, tmp_path / "zero", to="deepspeed", zero=1, dp=2, tp=1)
+    assert not list((tmp_path / "zero").rglob("*expert*"))
+    assert ucp.diff(given, tmp_path / "zero", extras=False).same

@@ -56,7 +56,10 @@ def into_deepspeed(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -> Check
     trees: dict[str, Any] = {"mp_rank_00_model_states.pt": tree}
     if CONFIG in checkpoint.extras.trees:
         trees[CONFIG] = checkpoint.extras.trees[CONFIG]
-    parameters = {name: _with_step(p, checkpoint.groups) for name, p in checkpoint.parameters.items()}
+    # Experts are parameters like all others there: DeepSpeed's own have other names, and files for each.
+    parameters = {
+        name: replace(_with_step(p, checkpoint.groups), expert=None) for name, p in checkpoint.parameters.items()
+    }
     details = {**checkpoint.details, "tag": f"global_step{step}"}
     notes = [
         *checkpoint.notes,
