@@ -33,11 +33,14 @@ def strays(context: Context) -> Iterator[Finding]:
 
 
 def _unlisted(context: Context) -> Iterator[tuple[str, str]]:
-    """Data files that no `.metadata` names; the index has only those that one does."""
+    """Data files that no `.metadata` names; the index has only those that one does.
+
+    A rank that has nothing to write leaves an empty file.
+    """
     checkpoint = context.checkpoint
     for folder in sorted({PurePosixPath(file).parent for file in checkpoint.sizes if file.endswith(_DATA)}):
         with scan(checkpoint.root / folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.name.endswith(_DATA))
+            names = sorted(entry.name for entry in entries if entry.name.endswith(_DATA) and entry.stat().st_size)
         for name in names:
             file = (folder / name).as_posix()
             if file not in checkpoint.sizes:
@@ -48,7 +51,7 @@ def _unlisted_of_megatron(context: Context) -> Iterator[tuple[str, str]]:
     """The same where the index has all files of the folder. Most hold parameters: metadata are read for the rest."""
     checkpoint = context.checkpoint
     held = _holding(context)
-    unknown = [file for file in checkpoint.sizes if file.endswith(_DATA) and file not in held]
+    unknown = [file for file, size in checkpoint.sizes.items() if size and file.endswith(_DATA) and file not in held]
     listed = read_folder(checkpoint.root).files if unknown else {}
     return ((file, "is not named in .metadata") for file in unknown if file not in listed)
 
