@@ -35,7 +35,7 @@ from ucp.checks.spans import archive_ranges
 from ucp.errors import UcpError
 from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.checkpoint import Checkpoint, Fragment
+from ucp.model.checkpoint import WEIGHT, Checkpoint, Fragment
 
 PROJECT = Path(__file__).resolve().parent.parent
 OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
@@ -90,6 +90,14 @@ class Victim:
     def holding(self) -> list[Path]:
         """The files that hold an atom."""
         return sorted({self.index.root / fragment.file for fragment in self.fragments})
+
+    @cached_property
+    def keeping_states(self) -> list[Path]:
+        """The files that hold states of the optimizer."""
+        covers = (
+            cover for atom in self.index.atoms() if atom.kind != WEIGHT for cover in (atom.fragments, *atom.replicas)
+        )
+        return sorted({self.index.root / fragment.file for cover in covers for fragment in cover})
 
     def write(self, path: Path, data: bytes) -> None:
         self.saved.setdefault(path, path.read_bytes())
@@ -284,15 +292,22 @@ def _is_chunk(path: Path) -> bool:
 # ---- other contents, saved again by torch -------------------------------------------------------------------------
 
 
-def _resaved(change: Callable[[Victim, Any, random.Random], str]) -> Callable[[Victim, random.Random], str]:
-    """A fault that loads a file as training would, changes it, and saves it: all its CRCs are right."""
+def _resaved(
+    change: Callable[[Victim, Any, random.Random], str], *, of_states: bool = False
+) -> Callable[[Victim, random.Random], str]:
+    """A fault that loads a file as training would, changes it, and saves it: all its CRCs are right.
+
+    With `of_states` only files that optimizer states are read from: without ZeRO, model files of pipelines and of
+    experts have a second copy, which the index leaves alone.
+    """
 
     def inject(victim: Victim, dice: random.Random) -> str:
         import torch
 
         if victim.index.format not in ("deepspeed", "megatron"):
             raise NotApplicableError
-        path = dice.choice(_some([path for path in victim.archives if path.name.endswith(RANK_FILES)]))
+        files = victim.keeping_states if of_states else victim.archives
+        path = dice.choice(_some([path for path in files if path.name.endswith(RANK_FILES)]))
         tree = torch.load(path, weights_only=False, map_location="cpu")
         what = change(victim, tree, dice)
         victim.saved.setdefault(path, path.read_bytes())
@@ -376,8 +391,8 @@ def kinds() -> list[Fault]:
         Fault("exchanged files", exchange, 0.05),
         Fault("file left behind", leave_behind, 0.05),
         Fault("stale file", _resaved(make_stale), 0.05),
-        Fault("dropped state", _resaved(drop_state), 0.05),
-        Fault("altered step", _resaved(alter_step), 0.05),
+        Fault("dropped state", _resaved(drop_state, of_states=True), 0.05),
+        Fault("altered step", _resaved(alter_step, of_states=True), 0.05),
     ]
 
 
