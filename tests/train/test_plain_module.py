@@ -130,6 +130,34 @@ def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -
     assert not optimizer.state
 
 
+class Strange(torch.optim.Optimizer):  # type: ignore[misc]
+    """States under names that mean something else to us, of other dtypes, and one that is not there yet."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state.setdefault("weight", torch.zeros_like(p)).add_(p.grad)
+            state.setdefault("codes", torch.zeros_like(p, dtype=torch.uint8)).add_(3)
+            state.setdefault("later", None)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_states_that_are_no_floats_and_states_that_are_not_there_yet(tmp_path: Path, used: bool) -> None:
+    nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [Strange(net.parameters()) for net in nets]
+    for net, optimizer in list(zip(nets, optimizers, strict=True))[: 1 + used]:
+        net(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    ucp.save(nets[0], optimizers[0], tmp_path / "atoms")
+    assert ucp.load_into(nets[1], optimizers[1], tmp_path / "atoms").not_restored == []
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        for name in ("weight", "codes"):
+            assert same(optimizers[0].state[p][name], optimizers[1].state[q][name]), name
+
+
 def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:
     net, made = job("amsgrad", 1, 1)
     made.param_groups[0]["lr"].fill_(0.5)

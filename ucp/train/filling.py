@@ -70,9 +70,10 @@ class Filler:
             self._fill_tensor(key, plan.values, shares)
             return
         state = optimizer.state[key]
-        for name in map(state_of_kind, plan.states):
-            if name not in state:
-                state[name] = torch.zeros_like(key, requires_grad=False)
+        for kind, kept_as in plan.dtypes.items():
+            name = state_of_kind(kind)
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(key, dtype=getattr(torch, kept_as.name), requires_grad=False)
         filled = [(key, plan.values), *((state[state_of_kind(kind)], reads) for kind, reads in plan.states.items())]
         computed = any(read.atom.computed for read in plan.values)
         if computed and all(flat_view(tensor) is not None for tensor, _ in filled):

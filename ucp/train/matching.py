@@ -5,7 +5,7 @@ Nothing is changed here. What does not fit is collected, so that one run shows a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class SteppedPlan:
     stepped: Stepped
     values: list[Read] = field(default_factory=list)
     states: dict[str, list[Read]] = field(default_factory=dict)  # one value an element
+    dtypes: dict[str, DType] = field(default_factory=dict)  # of those states
     numbers: dict[str, tuple[float, DType]] = field(default_factory=dict)  # one value a tensor
     whole: dict[str, Atom] = field(default_factory=dict)  # states with a shape of their own (factored moments)
     untouched: bool = False  # the checkpoint has no states of it, and none is lost: no gradient, or no step yet
@@ -121,7 +122,7 @@ class Matcher:
         if not members:
             return  # said already
         live = self.job.optimizer.state.get(stepped.key, {})
-        expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or set(map(kind_of_state, live))
+        expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or _kept(live)
         kinds: dict[str, None] = {}
         for parameter in members:
             kinds.update(dict.fromkeys(_states(parameter)))
@@ -148,7 +149,11 @@ class Matcher:
             self._match_number(plan, kind, members)
             return
         live = self.job.optimizer.state.get(stepped.key, {}).get(state_of_kind(kind))
-        wanted = dtype if live is None or not hasattr(live, "dtype") else dtype_of(live)
+        stored = members[0].atoms[kind].dtype
+        if hasattr(live, "dtype"):
+            wanted = dtype_of(live)
+        else:  # what is no float (states in 8 bits) has no precision that a job could choose
+            wanted = dtype if stored.family == "float" else stored
         if any(parameter.atoms[kind].shape != parameter.shape for parameter in members):
             if len(members) == 1 and len(stepped.shares) == 1 and self._is_whole(stepped.shares[0]):
                 plan.whole[kind] = members[0].atoms[kind]
@@ -158,6 +163,7 @@ class Matcher:
                     f" not be cut like the parameter's {list(members[0].shape)}"
                 )
             return
+        plan.dtypes[kind] = wanted
         reads = plan.states.setdefault(kind, [])
         for share in stepped.shares:
             parameter = self.find(share.name)
@@ -273,6 +279,11 @@ def is_number(parameter: Parameter, kind: str) -> bool:
 def _is_lone(value: Any) -> bool:
     """Is it one number, as an optimizer keeps it? What ranks do not agree on (see `saved_index`) no checkpoint has."""
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
+
+
+def _kept(state: Mapping[Any, Any]) -> set[str]:
+    """Kinds of the states that an optimizer keeps; what it keeps no value in is none."""
+    return {kind_of_state(name) for name, value in state.items() if value is not None}
 
 
 def unexpected(source: Checkpoint, used: set[str]) -> Iterator[Parameter]:

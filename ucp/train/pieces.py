@@ -136,6 +136,8 @@ class Collector:
 
         for name, value in self.job.optimizer.state.get(stepped.key, {}).items():
             kind = kind_of_state(name)
+            if value is None:  # room for a state that the optimizer has not made
+                continue
             if not isinstance(value, torch.Tensor) or _is_number(value, kind, stepped):
                 self._add_number(stepped, kind, value)
             elif value.shape == stepped.key.shape:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import ucp
 from tests.formats.deepspeed.made import (
     GROUPS,
     SHAPES,
@@ -177,6 +178,25 @@ def test_a_number_that_every_rank_has_for_its_share(tmp_path: Path) -> None:
     assert any(note.id == "state-unplaced" and "'RMS'" in note.text for note in checkpoint.notes)
     for parameter in checkpoint.parameters.values():
         assert parameter.atoms.keys() == {"weight", "master", *STATES, "step", "mu_product"}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_states_that_are_called_as_we_call_weights(tmp_path: Path, zero: int) -> None:
+    """An optimizer looks for them under the names that it gave them."""
+    files: dict[str, Any] = {MODEL: model_state()}
+    for rank in range(2):
+        files[optim(rank)] = flat_optim(2, rank)
+        for g, slot in files[optim(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
+            slot["weight"] = flat_group(GROUPS[g], "exp_avg", 2)[rank].clone()
+    ucp.convert(save(tmp_path / "c", files), tmp_path / "new", to="deepspeed", zero=zero, dp=1)
+    folder = tmp_path / "new" / "global_step7"
+    if zero == 0:
+        state = torch.load(folder / MODEL, weights_only=False)["optimizer"]["optimizer_state_dict"]["state"]
+    else:
+        made = torch.load(folder / optim(0), weights_only=False)["optimizer_state_dict"]
+        state = made["base_optimizer_state" if zero == 1 else "optimizer_state_dict"]["state"]
+    assert all(slot.keys() == {"step", *STATES, "weight"} for slot in state.values())
+    assert set(read(tmp_path / "new").parameters["up.bias"].atoms) >= {"state_weight", "master"}
 
 
 def test_weights_that_lie_strided_in_their_file(tmp_path: Path) -> None:

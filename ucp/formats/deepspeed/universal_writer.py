@@ -19,7 +19,7 @@ from ucp.formats.deepspeed.emit.tensors import whole_tensor
 from ucp.formats.deepspeed.emit.world import World
 from ucp.formats.registry import WriteOptions
 from ucp.formats.torchtrees import with_tensors
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter, state_of_kind
 from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh
 from ucp.model.target import Digests, Literal, OutputFile, Target
@@ -105,9 +105,9 @@ class Writer:
         yield _MASTER_FILE, {"param": whole_tensor(master), **cut}
         local = self._whole(parameter)
         for kind in element_kinds([local]):
-            yield kind, {"param": whole_tensor(parameter.atoms[kind]), **cut}
+            yield state_of_kind(kind), {"param": whole_tensor(parameter.atoms[kind]), **cut}
         for kind, value in scalars.each(local).items():
-            yield kind, value
+            yield state_of_kind(kind), value
 
     def _whole(self, parameter: Parameter) -> Local:
         return self.world.slicer.local(parameter, 0)

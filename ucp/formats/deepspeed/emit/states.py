@@ -11,7 +11,7 @@ from ucp.files.local import SourceFiles
 from ucp.files.torchzip_writer import NewTensor
 from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.tensors import whole_tensor
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Parameter
+from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Parameter, state_of_kind
 from ucp.model.dtypes import DType
 from ucp.records import dataclass
 
@@ -54,7 +54,7 @@ class GroupStates:
     def entries(self, shares: dict[str, NewTensor]) -> dict[str, Any]:
         """The group's entry of the optimizer's `state`, as torch orders it: the step, the tensors, other scalars."""
         first = {kind: value for kind, value in self.scalars.items() if kind == "step"}
-        return {**first, **shares, **self.scalars}
+        return {state_of_kind(kind): value for kind, value in {**first, **shares, **self.scalars}.items()}
 
 
 class Scalars:

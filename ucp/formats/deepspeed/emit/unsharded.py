@@ -10,7 +10,7 @@ from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.states import Scalars, element_kinds
 from ucp.formats.deepspeed.emit.tensors import shaped_tensor, whole_tensor
 from ucp.formats.deepspeed.emit.world import LocalGroup, World
-from ucp.model.checkpoint import MASTER, WEIGHT, Atom
+from ucp.model.checkpoint import MASTER, WEIGHT, Atom, state_of_kind
 from ucp.model.dtypes import FLOAT16, FLOAT32
 
 
@@ -57,7 +57,7 @@ def _entries(world: World, member: Local, scalars: Scalars) -> dict[str, Any]:
         entries[kind] = shaped_tensor(atom, member.region, member.shape)
     entries.update((kind, whole_tensor(atom)) for kind, atom in odd.items())
     entries.update((kind, value) for kind, value in numbers.items() if kind != "step")
-    return entries
+    return {state_of_kind(kind): value for kind, value in entries.items()}
 
 
 def _odd_states(member: Local) -> dict[str, Atom]:
