@@ -23,7 +23,7 @@ JOBS: dict[str, tuple[int, Spec, str]] = {
     "zero 0, bf16": (2, Spec(zero=0), "engine"),
     "bf16 optimizer": (2, Spec(config=BF16_OPTIMIZER), "engine"),
     "zero 1": (2, Spec(zero=1), "engine"),
-    "zero 2, groups": (2, Spec(zero=2, groups=3, frozen=("pos",)), "engine"),
+    "zero 2, groups": (2, Spec(zero=2, groups=3, frozen=("pos",), optimizer="nadam"), "engine"),
     "zero 3, sub-groups": (2, Spec(zero=3, config=zero(3, sub_group_size=700)), "engine"),
     "ddp": (2, Spec(dtype="fp32"), "ddp"),
     "fsdp": (2, Spec(dtype="fp32"), "fsdp"),

@@ -273,3 +273,17 @@ def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
     assert [[type(beta) for beta in group["betas"]] for group in optimizer.param_groups] == [
         [type(beta) for beta in betas] for betas in before
     ]
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=1.0), lambda p: torch.optim.NAdam(p, lr=1.0)])
+def test_the_rate_of_a_base_is_that_of_the_next_step(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    """A base is saved when the optimizer has taken its step, and a scheduler takes its own after that."""
+    job = Job(tmp_path, make, base_every=2, keep_bases=None)
+    for step in range(1, 6):
+        job.train(1)
+        job.optimizer.param_groups[0]["lr"] = 0.5**step
+    job.recorder.close()
+    assert [base.step for base in list_bases(tmp_path)] == [0, 2, 4]
+    for step in range(1, 5):
+        merged = ucp.open(tmp_path, log=tmp_path, step=step)
+        assert merged.index.groups[0].hyper["lr"] == 0.5**step

@@ -40,11 +40,30 @@ def advance(checkpoint: Checkpoint, span: Span) -> Checkpoint:
     return replace(checkpoint, groups=groups, extras=extras, notes=[*checkpoint.notes, *notes])
 
 
+def settle(base: Checkpoint, span: Span) -> Checkpoint:
+    """A base as it is, with the hyper-parameters of the step after it, the first of the span.
+
+    It was saved when the optimizer had taken its step: a scheduler may have taken its own after that.
+    """
+    stream = span.epoch.streams[min(span.epoch.streams)]
+    number, before = _group_numbers(span), replace(span, last=span.first - 1)
+    found = []
+    for group in base.groups:
+        mine = next((number[name] for name in group.names if name in number), None)
+        following = {} if mine is None else _set_after(group.hyper, stream, before, mine, {})
+        found.append(ParamGroup({**group.hyper, **following}, group.names))
+    return replace(base, groups=found)
+
+
+def _group_numbers(span: Span) -> dict[str, int]:
+    """Parameter → its group in the log."""
+    return {name: number for number, group in enumerate(span.epoch.manifest.groups) for name in group.names}
+
+
 def _groups(
     checkpoint: Checkpoint, span: Span, stream: Stream, aux: Mapping[str, Any]
 ) -> tuple[list[ParamGroup], list[Note]]:
-    manifest = span.epoch.manifest
-    number = {name: n for n, group in enumerate(manifest.groups) for name in group.names}
+    number = _group_numbers(span)
     found = []
     notes: list[Note] = []
     for group in checkpoint.groups:

@@ -15,7 +15,7 @@ from ucp.log.bases import Base, list_bases
 from ucp.log.reader import Log, Span
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.records import dataclass, field, replace
-from ucp.replay.aftermath import advance
+from ucp.replay.aftermath import advance, settle
 from ucp.replay.building import Builder
 from ucp.replay.chunks import ReplayedTensor
 from ucp.replay.computed import ReplayedFiles
@@ -92,7 +92,19 @@ def derive(base: Checkpoint, log: Log, step: int | None = None) -> Derived:
     if checkpoint is not base:
         checkpoint.details = {**checkpoint.details, "replay": told}
         derived.labels[:0] = _left_behind(known, spans, log)
+    elif not steps:
+        derived.checkpoint = _settled(base, known, log)
     return derived
+
+
+def _settled(base: Checkpoint, known: Base, log: Log) -> Checkpoint:
+    """The base itself, where the step is its own; what was set after it the next step knows, if there is one."""
+    following = known.step + 1
+    for epoch in reversed(log.epochs):
+        goes_on = known.epoch in (-1, epoch.number) or epoch.manifest.start == known.step
+        if goes_on and following in epoch.steps:
+            return settle(base, Span(epoch, following, epoch.steps.stop - 1))
+    return base
 
 
 def _check_fuzzy(base: Checkpoint, steps: Mapping[str, int], last: int) -> None:
