@@ -287,3 +287,23 @@ def test_loading_and_saving_need_little_memory(tmp_path: Path) -> None:
         extra, state = map(int, done.stdout.split())
         assert state > 200_000_000
         assert extra < 64 * 2**20, (verb, extra)
+
+
+def test_states_that_belong_to_no_parameter_are_named_as_not_restored(tmp_path: Path) -> None:
+    """A dictionary inside a state is carried by the checkpoint, and no live optimizer gets it."""
+    from tests.formats.deepspeed.made import flat_optim, model_state, save
+    from tests.formats.deepspeed.test_forms import MODEL, optim
+
+    files: dict[str, Any] = {MODEL: model_state()}
+    for rank in range(2):
+        files[optim(rank)] = flat_optim(2, rank)
+        for slot in files[optim(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            slot["inner"] = {"moment": torch.ones(3), "count": 2}
+    source = save(tmp_path / "c", files)
+    net = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
+    net.update({"embed": nn.Embedding(5, 3), "norm": nn.RMSNorm(3)})
+    for path in (source, tmp_path / "atoms"):
+        if path != source:
+            ucp.convert(source, path)
+        report = ucp.load_into(net, torch.optim.AdamW(net.parameters()), path, strict=False)
+        assert any("optimizer state 'inner'" in text for text in report.not_restored), report

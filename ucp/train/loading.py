@@ -151,7 +151,9 @@ class _Loader:
             self.files.close()
         agree(error)
         self.job.refresh()
-        left = [*self.plan.left, *apply_training_state(self.state, self.source, self.job)]
+        # What the source could not give to any parameter (a dictionary in a state) does not come back either.
+        unplaced = [note.text for note in self.source.notes if note.id == "state-unplaced"]
+        left = [*self.plan.left, *unplaced, *apply_training_state(self.state, self.source, self.job)]
         return LoadReport(
             step=self.source.step,
             bytes_read=self.files.nbytes,
@@ -165,7 +167,7 @@ class _Loader:
     def _notes(self) -> list[str]:
         notes = [f"{count} tensors were cast from {old} to {new}" for (old, new), count in self.plan.casts.items()]
         notes.extend(f"{name}: padding rows of the vocabulary are zero" for name in sorted(self.plan.padded))
-        return [*notes, *(note.text for note in self.source.notes)]
+        return [*notes, *(note.text for note in self.source.notes if note.id != "state-unplaced")]
 
 
 def _check_between_steps(job: LiveJob) -> None:
