@@ -125,3 +125,10 @@ def test_objects_of_old_megatron_folders() -> None:
     assert finding.file == "a._extra_state/shard_1.0_2.3.pt"
     sizes["b/shard_0_99999999999.pt"] = 1
     assert len(list(lost_companions(checkpoint))) == 1  # no job had as many
+
+
+def test_optimizer_files_without_states_are_there(project: Path, tmp_path: Path) -> None:
+    """Of weights alone DeepSpeed's optimizer files are written, and have nothing in them."""
+    convert(project / "fixtures/z1_bf16_dp2", tmp_path / "hf", to="safetensors", dtype="bf16")
+    convert(tmp_path / "hf", tmp_path / "engine", to="deepspeed", zero=1, dp=2)
+    assert strays(tmp_path / "engine") == []

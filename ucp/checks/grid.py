@@ -49,17 +49,19 @@ def look(context: Context) -> Iterator[Finding]:
         return
     paths = [PurePosixPath(file) for file in checkpoint.sizes]
     folders = {path.parent for path in paths if is_state_file(path.name)}
+    found = {folder: sort_names([path.name for path in paths if path.parent == folder]) for folder in sorted(folders)}
     zero = checkpoint.details.get("zero")
     stage = zero.get("configured_stage") if isinstance(zero, dict) else None
-    if stage and not any(kind != WEIGHT for parameter in checkpoint.parameters.values() for kind in parameter.atoms):
+    has_states = any(kind != WEIGHT for parameter in checkpoint.parameters.values() for kind in parameter.atoms)
+    if stage and not has_states and not any(files.optim for files in found.values()):
         yield Finding(
             "grid",
             "error",
             f"saved with ZeRO stage {stage}, but no rank's optimizer file is here: only weights could be read",
             hint="restore the *_optim_states.pt files; without them training cannot go on from here",
         )
-    for folder in sorted(folders):
-        for name in sort_names([path.name for path in paths if path.parent == folder]).other:
+    for folder, files in found.items():
+        for name in files.other:
             if name.endswith(".pt"):
                 file = (folder / name).as_posix()
                 yield Finding(
