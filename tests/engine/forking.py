@@ -23,6 +23,7 @@ class Happening(Progress):
 
     def __init__(self, what: str) -> None:
         self.what = what
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
     def advance(self, nbytes: int) -> None:
         if nbytes == 0 or not WORKERS:
