@@ -181,7 +181,8 @@ class ReshardBench(Bench):
         source = self.make("tp2", gb, "--tp", "2", "--dp", "2")
         self.reshard(source, f"tp 2 · dp 2 → tp 4 · dp 1, {gb:g} GB", "--tp", "4", "--dp", "1")
         shutil.rmtree(source)
-        self.planning()
+        if self.given.plan_ranks:
+            self.planning()
         if not self.given.skip_engines:
             self.resuming()
 
