@@ -159,6 +159,28 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys
     assert "cannot be reached" in capsys.readouterr().err
 
 
+def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    """At a step, while the job goes on; twice, and once more of the same step."""
+    torch.set_num_threads(1)
+    net, optimizer = trainer.build()
+    shadow, url = processes.shadow("--save", tmp_path / "kept")
+    with ucp.record(net, optimizer, tmp_path / "run", to=url) as recorder:
+        for step in (1, 2, 3):
+            trainer.step(net, optimizer, step)
+            recorder.flush()
+            until_told(capsys, url, lambda found, step=step: found["step"] == step)
+            if step != 2:
+                shadow.send_signal(signal.SIGUSR1)
+                until((tmp_path / f"kept/step-{step}").exists)
+    shadow.send_signal(signal.SIGUSR1)
+    shadow.send_signal(signal.SIGTERM)
+    assert shadow.wait(300) == 0
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-1", "step-3"]
+    for step in (1, 3):
+        assert ucp.verify(tmp_path / f"kept/step-{step}", "deep").ok
+        assert_same(state_of(ucp.open(tmp_path / f"kept/step-{step}").index), expected(step)[2])
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -168,6 +190,7 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys
         (["--listen", "nowhere"], "no address"),
         (["--listen", "shm://a/b"], "no address"),
         (["--log", "nowhere", "--share", "3/2"], "not a share"),
+        (["--log", "nowhere", "--share", "1/2", "--save", "kept"], "a share alone"),
     ],
 )
 def test_what_cannot_be_a_shadow(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

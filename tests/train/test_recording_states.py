@@ -137,11 +137,7 @@ def test_without_zstandard_values_are_absolute(tmp_path: Path, monkeypatch: pyte
         assert_same(merged(tmp_path, step), job.history[step])
 
 
-def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
-    """Also with a closure, which cannot be replayed; and gradients of one that nobody can replay."""
-    job = Job(tmp_path / "a", lambda p: torch.optim.AdamW(p, lr=1e-2), what="state")
-    job.train(2)
-
+def step_with_closure(job: Job) -> None:
     def closure() -> Any:
         job.optimizer.zero_grad()
         loss = job.model(torch.randn(4, 13), rare=True)
@@ -150,6 +146,13 @@ def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
 
     job.optimizer.step(closure)
     job.history.append(job.state())
+
+
+def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
+    """Also with a closure, which cannot be replayed; and gradients of one that nobody can replay."""
+    job = Job(tmp_path / "a", lambda p: torch.optim.AdamW(p, lr=1e-2), what="state")
+    job.train(2)
+    step_with_closure(job)
     job.recorder.close()
     for step in (1, 2, 3):
         assert_same(merged(tmp_path / "a", step), job.history[step])
@@ -164,15 +167,7 @@ def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
 
 def test_a_log_of_states_begins_with_a_closure_and_ends_with_a_thawed_parameter(tmp_path: Path) -> None:
     job = Job(tmp_path, optimizers()["rmsprop"])
-
-    def closure() -> Any:
-        job.optimizer.zero_grad()
-        loss = job.model(torch.randn(4, 13), rare=True)
-        loss.backward()
-        return loss
-
-    job.optimizer.step(closure)
-    job.history.append(job.state())
+    step_with_closure(job)
     job.train(1)
     job.model.frozen.requires_grad_(True)
     with pytest.raises(UsageError, match="or that was frozen then"):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
-import threading
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
 from ucp import api
 from ucp.cli.options import FILE, PATH, human_bytes, reading_options
 from ucp.engine.shares import Share
-from ucp.errors import UsageError
+from ucp.errors import UcpError, UsageError
+
+if TYPE_CHECKING:
+    from ucp.formats.registry import ReadOptions
+    from ucp.shadow.following import Shadow
 
 _token = click.option(
     "--token",
@@ -44,6 +49,7 @@ def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> Sha
 @click.option(
     "--share", callback=_share, metavar="I/N", help="Hold this share of the state, 1/2 or 2/2 of two shadows."
 )
+@click.option("--save", type=PATH, metavar="DIR", help="SIGUSR1 writes what it holds to DIR/step-N, as atoms.")
 @_token
 @reading_options
 @click.option("--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, help="Threads that apply steps.")
@@ -54,6 +60,7 @@ def command(
     log: Path | None,
     listen: tuple[str, ...],
     share: Share | None,
+    save: Path | None,
     token: Path | None,
     tag: str | None,
     rules: Path | None,
@@ -69,7 +76,8 @@ def command(
 
     The steps come from the log that `ucp.record` writes, or straight from the job:
     `ucp.record(…, to="shadow://127.0.0.1:7007")`. The shadow goes on while it is converted, and keeps the last
-    complete step when the job dies. It ends with SIGTERM or SIGINT.
+    complete step when the job dies. With --save it writes that step when it gets SIGUSR1, and goes on. It ends with
+    SIGTERM or SIGINT.
 
     Several shadows can hold a share each: start them with --share 1/2 and 2/2, name both to the job
     (`to=["shadow://…", "shadow://…"]`), and convert shadow://…,shadow://….
@@ -80,6 +88,8 @@ def command(
         return
     if base is None and log is None and not listen:
         raise UsageError("a shadow needs a job to follow", hint="give --log, or --listen with --base")
+    if save is not None and share is not None:
+        raise UsageError("a share alone is no checkpoint", hint="convert all shares: shadow://…,shadow://…")
     import torch
 
     from ucp.shadow.addresses import parse_address
@@ -87,14 +97,14 @@ def command(
     from ucp.shadow.server import Door
 
     torch.set_num_threads(1)
-    ended = threading.Event()
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()  # which a handler of signals may put into
 
-    def end(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        ended.set()
+    def take(number: int, frame: FrameType | None) -> None:
+        del frame
+        told.put(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if save is not None else ())):
+        signal.signal(number, take)
     options = api.read_options(tag, rules, preset)
     addresses = [parse_address(text, token) for text in listen]
     held = {} if share is None else {"share": share}
@@ -105,7 +115,9 @@ def command(
         for address in addresses:
             doors.append(Door(shadow, address, _say))
             click.echo(str(doors[-1].address))
-        ended.wait()
+        while told.get() == signal.SIGUSR1:
+            assert save is not None
+            _save(shadow, save, options)
     finally:
         for door in doors:
             door.close()
@@ -141,6 +153,18 @@ def status(ctx: click.Context, address: str, token: Path | None, as_json: bool) 
         if told["proven_step"] is not None:
             click.echo(f"the job's own digests were met at step {told['proven_step']}")
     ctx.exit(1 if told["condition"] == "stale" else 0)
+
+
+def _save(shadow: Shadow, folder: Path, options: ReadOptions) -> None:
+    """What fails is told, and the shadow goes on: it may be all that is left of the job."""
+    from ucp.cli.shadow_save import save
+
+    try:
+        path, is_new = save(shadow, folder, options)
+    except UcpError as error:
+        _say(f"nothing was saved: {error}")
+    else:
+        _say(f"{path}: {'saved' if is_new else 'is there already'}")
 
 
 def _say(text: str) -> None:
