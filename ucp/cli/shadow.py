@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import queue
 import signal
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
 from ucp import api
 from ucp.cli.options import FILE, PATH, human_bytes, reading_options
+from ucp.cli.signals import Signals
 from ucp.engine.shares import Share
 from ucp.errors import UcpError, UsageError
 
@@ -97,31 +96,24 @@ def command(
     from ucp.shadow.server import Door
 
     torch.set_num_threads(1)
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()  # which a handler of signals may put into
-
-    def take(number: int, frame: FrameType | None) -> None:
-        del frame
-        told.put(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if save is not None else ())):
-        signal.signal(number, take)
     options = api.read_options(tag, rules, preset)
     addresses = [parse_address(text, token) for text in listen]
     held = {} if share is None else {"share": share}
-    shadow = Shadow(base, log, options=options, jobs=jobs, note=_say, wait_for_job=bool(listen), **held)
-    shadow.start()
     doors: list[Door] = []
-    try:
-        for address in addresses:
-            doors.append(Door(shadow, address, _say))
-            click.echo(str(doors[-1].address))
-        while told.get() == signal.SIGUSR1:
-            assert save is not None
-            _save(shadow, save, options)
-    finally:
-        for door in doors:
-            door.close()
-        shadow.stop()
+    with Signals(signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if save is not None else ())) as signals:
+        shadow = Shadow(base, log, options=options, jobs=jobs, note=_say, wait_for_job=bool(listen), **held)
+        shadow.start()
+        try:
+            for address in addresses:
+                doors.append(Door(shadow, address, _say))
+                click.echo(str(doors[-1].address))
+            while signals.wait() == signal.SIGUSR1:
+                assert save is not None
+                _save(shadow, save, options)
+        finally:
+            for door in doors:
+                door.close()
+            shadow.stop()
 
 
 @command.command("status", short_help="Say what a shadow holds.")
