@@ -194,7 +194,7 @@ class Gpt(nn.Module):
         self.pos = nn.Embedding(spec.positions, spec.hidden)
         self.scale = nn.Parameter(torch.ones(1))
         self.blocks = nn.ModuleList(Block(spec, tp, moe=bool(spec.experts) and i % 2 == 1) for i in range(spec.layers))
-        self.ln_f = nn.LayerNorm(spec.hidden)
+        self.add_module(spec.last_norm, nn.LayerNorm(spec.hidden))
         self.head = Linear(spec.hidden, spec.padded_vocab, tp, "column", bias=False)
         self.register_buffer("seen", torch.tensor([3.0, 1.5, -2.0]))
         if spec.tied:
@@ -205,7 +205,8 @@ class Gpt(nn.Module):
         x = x * self.scale
         for block in self.blocks:
             x = block(x)
-        return cross_entropy(logits(self.ln_f(x), self.head.weight, self.tp, self.spec.vocab), targets)
+        x = getattr(self, self.spec.last_norm)(x)
+        return cross_entropy(logits(x, self.head.weight, self.tp, self.spec.vocab), targets)
 
 
 class PipeEmbedding(nn.Module):

@@ -27,6 +27,7 @@ class Spec:
     tied: bool = True  # the head is the embedding
     swiglu: bool = False  # gate and up in one weight: two sub-parameters
     frozen: tuple[str, ...] = ()  # parameters whose name contains one of these are not trained
+    last_norm: str = "ln_f"  # its name
     optimizer: str = "adamw"  # see OPTIMIZERS in model.py
     groups: int = 2  # 1: one; 2: with and without decay; 3: the 1-element `scale` on its own as well
     gas: int = 1  # gradient accumulation steps

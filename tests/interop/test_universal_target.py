@@ -28,6 +28,7 @@ CASES: dict[str, tuple[Spec, int, list[tuple[Spec, int]]]] = {
     "sgd, no info": (Spec(optimizer="sgd", uc_info=False), 2, [(Spec(optimizer="sgd", uc_info=False), 3)]),
     "bf16 optimizer": (Spec(config={"data_types": {"grad_accum_dtype": "fp32"}}), 2, [(Spec(zero=2), 3)]),
     "pp 2": (Spec(pp=2, gas=2), 1, [(Spec(pipeline=True), 2)]),
+    "a name with a slash": (Spec(last_norm="norm/f"), 2, [(Spec(zero=2, last_norm="norm/f"), 1)]),
     "experts": (Spec(experts=4, ep=2), 2, [(Spec(experts=4), 2)]),
 }
 

@@ -412,3 +412,36 @@ def test_a_number_of_one_element_stays_a_number(tmp_path: Path) -> None:
     ucp.convert(tmp_path / "a.pt", tmp_path / "universal", to="deepspeed-universal")
     atoms = ucp.open(tmp_path / "universal").index.parameters["scale"].atoms
     assert (atoms["mu_product"].shape, atoms["exp_avg"].shape) == ((), (1,))
+
+
+def saved_with_names(path: Path, *names: str) -> Path:
+    net = torch.nn.Module()
+    for number, name in enumerate(names):
+        *above, last = name.split(".")
+        holder = net
+        for part in above:
+            holder.add_module(part, torch.nn.Module())
+            holder = holder.get_submodule(part)
+        holder.add_module(last, torch.nn.Linear(2, number + 1))
+    optimizer = torch.optim.Adam(net.parameters())
+    torch.stack([p.square().sum() for p in net.parameters()]).sum().backward()
+    optimizer.step()
+    ucp.save(net, optimizer, path)
+    return path
+
+
+def test_names_with_slashes_are_folders_in_folders(tmp_path: Path) -> None:
+    saved = saved_with_names(tmp_path / "saved", "a", "a/b", "a/b/c", "d/e")
+    ucp.convert(saved, tmp_path / "u", to="deepspeed-universal")
+    (made,) = (tmp_path / "u").glob("*/zero/a/b/c.weight/fp32.pt")
+    assert ucp.diff(saved, tmp_path / "u").same
+    made.unlink()
+    with pytest.raises(InconsistentError, match=r"a/b/c\.weight"):
+        ucp.open(tmp_path / "u")
+
+
+@pytest.mark.parametrize("name", ["a//b", "/a", "x.pt/a"])
+def test_names_that_are_no_paths_are_refused(tmp_path: Path, name: str) -> None:
+    saved = saved_with_names(tmp_path / "saved", name)
+    with pytest.raises(UsageError, match="cannot be one"):
+        ucp.convert(saved, tmp_path / "u", to="deepspeed-universal")

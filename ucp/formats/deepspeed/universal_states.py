@@ -24,6 +24,7 @@ from ucp.records import dataclass, field
 
 MASTER_FILE: Final = "fp32"
 SUFFIX: Final = ".pt"
+_MAX_DEPTH: Final = 8  # folders in folders: more are no name of a parameter, but links that lead back
 
 
 @dataclass(slots=True)
@@ -40,23 +41,32 @@ class StateFolder:
 
 
 def state_folders(root: Path, states: str) -> dict[str, StateFolder]:
-    """Every folder below `root/states`, by parameter name, sorted."""
+    """Every folder of states below `root/states`, by parameter name, sorted. Names with `/` are folders in folders."""
     found: dict[str, StateFolder] = {}
     try:
-        with scan(root / states) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir())
-        for parameter in names:
-            folder = found[parameter] = StateFolder(parameter)
-            with scan(root / states / parameter) as entries:
-                files = sorted(entry.name for entry in entries)
-            for name in files:
-                if name.endswith(SUFFIX):
-                    stem = name.removesuffix(SUFFIX)
-                    kind = MASTER if stem == MASTER_FILE else kind_of(stem)
-                    folder.kinds[kind] = f"{states}/{parameter}/{name}"
+        _search(root, states, "", found)
     except OSError as error:
         raise StorageError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return found
+
+
+def _search(root: Path, states: str, above: str, found: dict[str, StateFolder]) -> None:
+    with scan(root / states / above) as entries:
+        names = sorted(above + entry.name for entry in entries if entry.is_dir())
+    for parameter in names:
+        with scan(root / states / parameter) as entries:
+            files = {entry.name: entry.is_dir() for entry in entries}
+        folder = StateFolder(parameter)
+        for name in sorted(files):
+            if name.endswith(SUFFIX) and not files[name]:
+                stem = name.removesuffix(SUFFIX)
+                kind = MASTER if stem == MASTER_FILE else kind_of(stem)
+                folder.kinds[kind] = f"{states}/{parameter}/{name}"
+        has_folders = any(files.values())
+        if folder.kinds or not has_folders:
+            found[parameter] = folder
+        if has_folders and parameter.count("/") < _MAX_DEPTH:
+            _search(root, states, f"{parameter}/", found)
 
 
 def read_state(files: RankFiles, name: str, kind: str, path: str, shape: Shape | None) -> Atom | None:

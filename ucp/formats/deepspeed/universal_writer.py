@@ -17,6 +17,7 @@ from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.states import Scalars, element_kinds
 from ucp.formats.deepspeed.emit.tensors import whole_tensor
 from ucp.formats.deepspeed.emit.world import World
+from ucp.formats.deepspeed.universal_states import SUFFIX
 from ucp.formats.registry import WriteOptions
 from ucp.formats.torchtrees import with_tensors
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter, state_of_kind
@@ -172,5 +173,7 @@ def _how_to_cut(parameter: Parameter) -> dict[str, Any]:
 
 
 def _check_name(name: str) -> None:
-    if "/" in name or "\0" in name or name in ("", ".", ".."):
+    """DeepSpeed joins names to paths: `/` in one makes folders in folders, which its loader finds as well."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") or part.endswith(SUFFIX) for part in parts):
         raise UsageError(f"parameter {name!r}: universal folders use names as folder names, and this one cannot be one")
