@@ -43,6 +43,9 @@ GATHERED_BYTES = 16 * MIB
 # nothing, small enough that threads balance and that a killed run loses little.
 PART_BYTES = 64 * MIB
 
+# What is finished is written down so often; a killed run does again what it did since then.
+JOURNAL_SECONDS = 1.0
+
 # Processes that write one target together look after each other this often, and give up on one that is gone so long.
 LOOK_AT_OTHERS_SECONDS = 1.0
 MISSING_PROCESS_SECONDS = 60.0
@@ -78,8 +81,8 @@ REMOTE_PART_BYTES = 16 * MIB
 # Payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
 DATA_ALIGNMENT = 4096
 
-# A worker process tells how far it is whenever it has moved so many bytes.
-TOLD_BYTES = 16 * MIB
+# A worker process tells so often how far it is. Whoever hears it takes time from one that works.
+TOLD_SECONDS = 0.1
 
 # Open descriptors kept for reading; the rest are closed in least-recently-used order.
 OPEN_FILES = 256

@@ -21,7 +21,7 @@ from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
 
 PARENT = os.getpid()
-SIZES = {"SLAB_BYTES": 1024, "PART_BYTES": 4096, "TOLD_BYTES": 1}
+SIZES = {"SLAB_BYTES": 1024, "PART_BYTES": 4096, "TOLD_SECONDS": 0}
 
 
 def main(what: str, *sources: str) -> None:

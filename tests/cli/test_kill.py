@@ -17,7 +17,8 @@ from tests.trees import contents
 DRIVER = """
 import os, signal, sys
 from ucp import tunables
-tunables.SLAB_BYTES, tunables.PART_BYTES, tunables.TOLD_BYTES = 1024, 4096, 1
+tunables.SLAB_BYTES, tunables.PART_BYTES = 1024, 4096
+tunables.TOLD_SECONDS, tunables.JOURNAL_SECONDS = 0.0, 0.0
 from ucp.cli import progress
 left = int(sys.argv[1])
 class Killer(progress.Bar):

@@ -42,7 +42,7 @@ class Happening(Progress):
 
 
 def main(what: str, src: str, dst: str) -> None:
-    tunables.TOLD_BYTES = 1
+    tunables.TOLD_SECONDS = 0.0
     tunables.PART_BYTES = 4096
     count_forks()
     conversion = api.plan(src, dst)

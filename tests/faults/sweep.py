@@ -150,6 +150,7 @@ def _write(path: Path, calls: list[tuple[str, str]]) -> None:
 def main() -> None:
     asked = json.load(sys.stdin)
     tunables.SLAB_BYTES, tunables.PART_BYTES, tunables.RESERVED_FILE_BYTES = 4096, 16384, 8192
+    tunables.JOURNAL_SECONDS = 0.0
     sweep = Sweep(Path(asked["folder"]), asked["commands"], asked["hit"])
     calls = sweep.calls()
     for kind in asked["kinds"]:

@@ -20,7 +20,7 @@ DRIVER = """
 import sys, time
 from ucp import tunables
 tunables.SPACE_RESERVE_BYTES, tunables.PART_BYTES, tunables.SLAB_BYTES = -(1 << 40), 16384, 4096
-tunables.RESERVED_FILE_BYTES = 1 << 40
+tunables.RESERVED_FILE_BYTES, tunables.JOURNAL_SECONDS = 1 << 40, 0.0
 from ucp.cli import progress
 class Sleeper(progress.Bar):
     def advance(self, nbytes):

@@ -99,4 +99,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    gc.freeze()  # the interpreter would look for garbage among all of it once more before it ends
+    sys.exit(code)

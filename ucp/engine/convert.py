@@ -91,7 +91,7 @@ def run(
             staging.end_share(durable=options.durable)
     except (KeyboardInterrupt, StorageError) as error:
         # What was done is good: a full disk or an impatient person should not cost it.
-        staging.close()
+        staging.leave()
         if isinstance(error, StorageError) and error.hint is None and staging.folder.exists():
             again = "with --resume " if options.share.is_whole else ""
             error.hint = f"what was done is kept in {staging.folder}: repeat the command {again}to go on"

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from select import POLLIN, poll
@@ -152,10 +153,13 @@ class Told:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._nbytes = 0
+        self._told_at = time.monotonic()
 
     def progress(self, nbytes: int) -> None:
         self._nbytes += nbytes
-        if self._nbytes >= tunables.TOLD_BYTES:
+        now = time.monotonic()
+        if now - self._told_at >= tunables.TOLD_SECONDS:
+            self._told_at = now
             self._channel.send({"bytes": self.flush()})
 
     def flush(self) -> int:

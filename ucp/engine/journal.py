@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ucp import tunables
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 
@@ -18,7 +20,12 @@ class BusyError(UsageError):
 
 
 class Journal:
-    """An open journal, locked. `taken` tells whether it holds anything yet."""
+    """An open journal, locked. `taken` tells whether it holds anything yet.
+
+    Lines are written together, once in a while: a kill costs the work of that while. A file that Linux is about to
+    write to the disk can only be removed when it is there, behind all that was written before it; so a run that is
+    over in that while leaves nothing to wait for.
+    """
 
     def __init__(self, path: Path, busy: BusyError) -> None:
         """Open or make it; `busy` is raised where another process holds it."""
@@ -28,9 +35,11 @@ class Journal:
             self.close()
             raise busy
         self.taken = bool(_whole_lines(path.read_bytes()))  # else it was killed before it had said anything
+        self._pending: list[bytes] = []  # lines that are not written yet
+        self._written_at = time.monotonic()
 
     def begin(self, fingerprint: str) -> None:
-        """Write the first line."""
+        """Begin anew, with the first line."""
         assert self._fd is not None
         os.ftruncate(self._fd, 0)
         self._append({"ucp": "journal", "version": 1, "fingerprint": fingerprint})
@@ -49,6 +58,14 @@ class Journal:
     def finish(self) -> None:
         """Note that this process has done all that it had to do."""
         self._append({"done": True})
+        self._write()
+
+    def keep(self) -> None:
+        """Write down what is known, as far as the system lets us: what it does not will be done again."""
+        try:
+            self._write()
+        except StorageError:
+            self._pending.clear()
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -57,13 +74,20 @@ class Journal:
             self._fd = None
 
     def _append(self, record: dict[str, Any]) -> None:
+        self._pending.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        if time.monotonic() - self._written_at >= tunables.JOURNAL_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
         assert self._fd is not None
-        line = memoryview((json.dumps(record, separators=(",", ":")) + "\n").encode())
+        lines = memoryview(b"".join(self._pending))
+        self._pending.clear()
         try:
-            while line:
-                line = line[os.write(self._fd, line) :]
+            while lines:
+                lines = lines[os.write(self._fd, lines) :]
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self._written_at = time.monotonic()
 
 
 class Record:

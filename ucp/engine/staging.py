@@ -165,8 +165,14 @@ class Staging:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
+    def leave(self) -> None:
+        """Let go; what was done stays for --resume."""
+        if self._journal is not None:
+            self._journal.keep()
+        self.close()
+
     def close(self) -> None:
-        """Let go of the lock; what was done stays for --resume."""
+        """Let go of the lock."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None

@@ -209,8 +209,12 @@ def allocate(fd: int, size: int) -> None:
 
 def make_file(path: Path, size: int, mode: int = 0o644) -> None:
     """A file of this size below folders that are made, to be filled in place; one that is there keeps its bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, mode)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, flags, mode)
     try:
         allocate(fd, size)
     except OSError as error:

@@ -1,0 +1,54 @@
+"""The journal of a run: what is written down, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ucp import tunables
+from ucp.engine.journal import BusyError, Journal
+from ucp.engine.worker import Written
+
+PART = [Written(0, 0, 64, "00")]
+
+
+def begun(path: Path) -> Journal:
+    journal = Journal(path, BusyError("busy"))
+    journal.begin("run")
+    return journal
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def test_lines_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "JOURNAL_SECONDS", 3600.0)
+    journal = begun(tmp_path / "journal")
+    journal.record(PART)
+    assert lines(tmp_path / "journal") == 0, "a short run leaves nothing that the disk must have before it can go"
+    monkeypatch.setattr(tunables, "JOURNAL_SECONDS", 0.0)
+    journal.record(PART)
+    assert lines(tmp_path / "journal") == 3
+    journal.close()
+
+
+@pytest.mark.parametrize("end", ["keep", "finish"])
+def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(tunables, "JOURNAL_SECONDS", 3600.0)
+    journal = begun(tmp_path / "journal")
+    journal.record(PART)
+    getattr(journal, end)()
+    journal.close()
+    again = Journal(tmp_path / "journal", BusyError("busy"))
+    assert again.taken
+    assert again.load("run") == [PART]
+    again.close()
+
+
+def test_a_killed_run_that_had_said_nothing_begins_again(tmp_path: Path) -> None:
+    begun(tmp_path / "journal").close()
+    again = Journal(tmp_path / "journal", BusyError("busy"))
+    assert not again.taken
+    again.close()
