@@ -81,6 +81,9 @@ REMOTE_PART_BYTES = 16 * MIB
 # Payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
 DATA_ALIGNMENT = 4096
 
+# So do the elements of an archive of at least this size in the data files of torch's distributed checkpoints.
+ALIGNED_ARCHIVE_BYTES = 1 * MIB
+
 # A worker process tells so often how far it is. Whoever hears it takes time from one that works.
 TOLD_SECONDS = 0.1
 

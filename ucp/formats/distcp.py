@@ -1,4 +1,4 @@
-"""Data files of torch's distributed checkpoints to write: archives end to end, and where each came to lie."""
+"""Data files of torch's distributed checkpoints to write: archives one after the other, and where each came to lie."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any, Final
 
+from ucp import tunables
 from ucp.files.torchzip_writer import Fill, TorchSkeleton, Zeros, new_tensor
 from ucp.formats.torchtrees import with_tensors
 from ucp.model.box import Shape
@@ -49,14 +50,22 @@ class _DataFile:
     seals: list[tuple[int, tuple[tuple[int, int], ...], _Close]] = field(default_factory=list)  # base, spans, close
 
     def add(self, archive: OutputFile) -> Item:
-        """Append an archive that was laid out to start at byte 0."""
-        base = self.size
+        """Append an archive that was laid out to start at byte 0.
+
+        Elements of a large one begin a page, with zeros before it: copying to odd addresses takes half as long again.
+        Readers go by the index and do not see what lies between two archives.
+        """
+        is_large = archive.size >= tunables.ALIGNED_ARCHIVE_BYTES and archive.holes
+        gap = -(self.size + archive.holes[0].offset) % tunables.DATA_ALIGNMENT if is_large else 0
+        if gap:
+            self.zeros.append(ZeroRange(self.size, gap))
+        base = self.size + gap
         self.literals.extend(Literal(base + literal.offset, literal.data) for literal in archive.literals)
         self.holes.extend(Hole(hole.atom, hole.region, base + hole.offset) for hole in archive.holes)
         self.zeros.extend(ZeroRange(base + zero.offset, zero.nbytes) for zero in archive.zeros)
         if archive.seal is not None:
             self.seals.append((base, archive.seal.spans, archive.seal.close))
-        self.size += archive.size
+        self.size = base + archive.size
         return Item(self.name, base, self.size)
 
     def output(self, folder: str) -> OutputFile:

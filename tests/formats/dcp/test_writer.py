@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
+import ucp.api
 from tests.formats.dcp.saving import flat, load_all, same, save, small_state
+from ucp import tunables
 from ucp.errors import UsageError
 from ucp.formats.dcp import cutting
 from ucp.model.box import Box
@@ -66,6 +68,21 @@ def test_nothing_is_lost_or_changed(tmp_path: Path, files: int) -> None:
     for group in (*state["optim"]["param_groups"], *got["optim"]["param_groups"]):
         group.setdefault("initial_lr", group["lr"])  # written for jobs with a scheduler
     assert_same(state, got)
+
+
+def test_elements_of_large_archives_begin_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunables, "ALIGNED_ARCHIVE_BYTES", 1024)
+    state = small_state(groups=2)
+    conversion = ucp.api.plan(save(state, tmp_path / "a"), tmp_path / "b", to="dcp", dp=2)
+    holes = [hole for file in conversion.target.files for hole in file.holes]
+    assert sum(hole.offset % 4096 == 0 for hole in holes) > len(holes) // 2
+    conversion.run()
+    got = load_all(tmp_path / "b", tmp_path / "b.pt")
+    got.pop("ucp")
+    for group in (*state["optim"]["param_groups"], *got["optim"]["param_groups"]):
+        group.setdefault("initial_lr", group["lr"])
+    assert_same(state, got)
+    assert not ucp.verify(tmp_path / "b", level="deep").findings
 
 
 def test_by_way_of_atoms(tmp_path: Path) -> None:
