@@ -23,10 +23,12 @@ BEFORE_IT_DIES = 40  # lines of the journal
 
 def misbehave() -> None:
     """Runs in every worker when it starts. Also notes who wrote what."""
+    from ucp import tunables
     from ucp.conversion import Conversion
     from ucp.engine.journal import Journal
     from ucp.engine.worker import Written
 
+    tunables.JOURNAL_SECONDS = 0.0
     folder = Path(os.environ["UCP_TEST_FOLDER"])
     die, wait, log = folder / "die", folder / "wait", folder / "written"
     record, run = Journal.record, Conversion.run
@@ -35,7 +37,7 @@ def misbehave() -> None:
         record(self, written)
         with log.open("a") as file:
             file.writelines(f"{self.path.name} {os.getpid()} {w.file} {w.offset}\n" for w in written)
-        is_second, lines = self.path.name.startswith("journal-2-"), len(self.path.read_bytes().splitlines())
+        is_second, lines = self.path.name.startswith(".ucp-journal-2-"), len(self.path.read_bytes().splitlines())
         if is_second and lines > BEFORE_IT_DIES and die.exists():
             die.unlink()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ import ucp
 from tests.remote.conftest import s3_port as s3_port
 from tests.trees import contents
 from ucp.cli.main import run
-from ucp.engine.place import OUTPUT, staging_folder
+from ucp.engine.place import staging_folder
 from ucp.engine.shares import Share
 from ucp.errors import UsageError
 from ucp.files.paths import COMPLETE
@@ -148,7 +148,7 @@ def test_one_part_that_fails_ends_all_with_its_words(tmp_path: Path, cluster: Cl
     out = tmp_path / "out"
     target = ucp.plan(SOURCE, out, to="deepspeed", tp=1, dp=3).target
     second = target.files[min(Share(1, 2).files(target))].path
-    obstacle = staging_folder(out) / OUTPUT / second
+    obstacle = staging_folder(out) / second
     obstacle.mkdir(parents=True)
     (cluster.folder / "wait").touch()  # part 1 would never end
     code, said = cluster.convert(out)

@@ -137,7 +137,7 @@ def test_resume_writes_only_what_is_missing(job: tuple[Target, Checkpoint, Path]
     assert not path.exists()
     with pytest.raises(UsageError, match="half-done"):
         run(target, source, path, options(), nothing_last, Progress())
-    journal = staging_folder(path) / "journal.jsonl"
+    journal = staging_folder(path) / ".ucp-journal.jsonl"
     done = len(journal.read_bytes().splitlines()) - 1
     assert done > 3
     journal.write_bytes(journal.read_bytes() + b'{"written": [[0, 0,')  # torn by a kill
@@ -165,7 +165,7 @@ def test_resume_does_not_believe_a_damaged_part(job: tuple[Target, Checkpoint, P
     target, source, path = job
     with pytest.raises(KeyboardInterrupt):
         run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
-    half = staging_folder(path) / "output" / "0/shard"
+    half = staging_folder(path) / "0/shard"
     damaged = bytearray(half.read_bytes())
     damaged[20] ^= 1
     half.write_bytes(damaged)

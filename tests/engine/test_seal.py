@@ -242,7 +242,7 @@ def test_resume_heals_any_damage(job: tuple[Target, Checkpoint, Path], where: st
     assert file.seal is not None
     offset, nbytes = file.seal.spans[0]
     place = {"hole": offset + 1000, "zeros": offset + 3, "seal": offset + nbytes + 5, "directory": file.size - 150}
-    half = staging_folder(path) / "output" / file.path
+    half = staging_folder(path) / file.path
     damaged = bytearray(half.read_bytes())
     damaged[place[where]] ^= 1
     half.write_bytes(damaged)

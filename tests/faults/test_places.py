@@ -76,7 +76,7 @@ def test_a_full_disk_is_named_and_what_was_done_is_kept(small_disk: Path, whole:
     assert "--resume" in said
     assert "Traceback" not in said
     assert not (small_disk / "out").exists()
-    journal = small_disk / ".out.ucp-partial" / "journal.jsonl"
+    journal = small_disk / ".out.ucp-partial" / ".ucp-journal.jsonl"
     assert journal.read_bytes().count(b"\n") > 3, "some parts were written before the end"
     ballast.unlink()
     assert end(start(small_disk / "out", "--resume"))[0] == 0

@@ -73,7 +73,7 @@ def run(
             write = partial(
                 stream,
                 source=files,
-                folder=staging.output,
+                folder=staging.folder,
                 files=target.files,
                 done=staging.record,
                 progress=progress.advance,

@@ -22,9 +22,9 @@ class BusyError(UsageError):
 class Journal:
     """An open journal, locked. `taken` tells whether it holds anything yet.
 
-    Lines are written together, once in a while: a kill costs the work of that while. A file that Linux is about to
-    write to the disk can only be removed when it is there, behind all that was written before it; so a run that is
-    over in that while leaves nothing to wait for.
+    Lines are written together, once in a while: a kill costs the work of that while. A run that is over sooner never
+    writes any, and an empty file is gone at once: blocks of one that has some may have to wait for the disk (see
+    `publish`).
     """
 
     def __init__(self, path: Path, busy: BusyError) -> None:

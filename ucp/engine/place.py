@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Final
 
 from ucp.engine.journal import BusyError, Journal, is_held
 from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.errors import StorageError, UsageError
 
-OUTPUT: Final = "output"
-
 
 def staging_folder(target: Path) -> Path:
-    """Where the unfinished form of `target` lives."""
+    """Where the unfinished form of `target` lives: its files, and journals, whose names begin with `OWN`."""
     return target.parent / f".{target.name}.ucp-partial"
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ucp.engine.journal import Record, is_held
-from ucp.engine.place import OUTPUT, check_place, staging_folder
-from ucp.engine.shares import WHOLE, Share, found_shares
+from ucp.engine.place import check_place, staging_folder
+from ucp.engine.shares import OWN, WHOLE, Share, found_shares
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import sync, write_all
@@ -44,9 +44,9 @@ def gather(path: Path, target: Target, fingerprint: str) -> Digests:
         )
     digests = digests_of(target, written.values())
     for file, ranges in zip(target.files, digests, strict=True):
-        if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (folder / OUTPUT / file.path).is_file():
+        if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (folder / file.path).is_file():
             raise StorageError(
-                f"{folder / OUTPUT / file.path}: not all of it was written",
+                f"{folder / file.path}: not all of it was written",
                 hint="do all machines see the same folder? Remove it and run the parts again",
             )
     return digests
@@ -63,43 +63,56 @@ def digests_of(target: Target, written: Iterable[Written]) -> Digests:
 
 
 def publish(path: Path, target: Target, last: OutputFile | None, *, durable: bool) -> None:
-    """Write `last` (the manifest) into the staging folder of `path`, then let the output appear under its name."""
+    """Write `last` (the manifest) into the staging folder of `path`, then let that folder appear under its name.
+
+    Journals come along and go last: where blocks of a disk are given back at once, to remove a folder of their own
+    would take as long as all that was written before takes to reach the disk.
+    """
     folder = staging_folder(path)
-    output = folder / OUTPUT
     try:
         if last is not None:
-            _write_whole(output / last.path, b"".join(literal.data for literal in last.literals))
-        _remove_strays(output, {file.path for file in (*target.files, *(() if last is None else (last,)))})
+            _write_whole(folder / last.path, b"".join(literal.data for literal in last.literals))
+        _remove_strays(folder, {file.path for file in (*target.files, *(() if last is None else (last,)))})
         if durable:
-            _sync_tree(output)
-        os.rename(output, path)
+            _sync_tree(folder)
+        os.rename(folder, path)
+        _put_away(path)
         if durable:
             sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: cannot be published: {error.strerror}") from error
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def was_published(path: Path, fingerprint: str, *, durable: bool) -> bool:
     """Whether an earlier run let the output appear, and was killed before it had put its things away. Does that now."""
-    folder = staging_folder(path)
-    if not path.is_dir() or not folder.is_dir() or (folder / OUTPUT).exists():
+    journals = [path / share.journal for share in (WHOLE, *found_shares(path)) if (path / share.journal).exists()]
+    if not journals or not all(_was_left(journal, fingerprint) for journal in journals):
         return False
-    for share in (WHOLE, *found_shares(folder)):
-        journal = folder / share.journal
-        if journal.exists() and (is_held(journal) or not Record.belongs(journal.read_bytes(), fingerprint)):
-            return False
+    _put_away(path)
     if durable:
         sync(path.parent)
-    shutil.rmtree(folder, ignore_errors=True)
     return True
 
 
-def _remove_strays(output: Path, known: Container[str]) -> None:
+def _was_left(journal: Path, fingerprint: str) -> bool:
+    """Is it of this run, and of a process that is gone?"""
+    return not is_held(journal) and Record.belongs(journal.read_bytes(), fingerprint)
+
+
+def _put_away(path: Path) -> None:
+    """Remove our own files from an output that has appeared. It is whole, whatever becomes of them."""
+    for own in path.glob(f"{OWN}*"):
+        with suppress(OSError):
+            own.unlink()
+
+
+def _remove_strays(folder: Path, known: Container[str]) -> None:
     """Remove files that are no part of the output: a run that was killed while it threw them away left them."""
-    for base, _, names in os.walk(output):
+    for base, _, names in os.walk(folder):
         for name in names:
-            if (path := Path(base) / name).relative_to(output).as_posix() not in known:
+            path = Path(base) / name
+            relative = path.relative_to(folder).as_posix()
+            if relative not in known and not relative.startswith(OWN):
                 path.unlink()
 
 

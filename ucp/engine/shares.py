@@ -10,7 +10,8 @@ from ucp.errors import UsageError
 from ucp.model.target import Target
 from ucp.records import dataclass
 
-_NAME: Final = re.compile(r"journal-(\d+)-of-(\d+)\.jsonl")
+OWN: Final = ".ucp-"  # beginning of the names of files in a staging folder that are not the target's
+_NAME: Final = re.compile(rf"{re.escape(OWN)}journal-(\d+)-of-(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,16 @@ class Share:
     @property
     def journal(self) -> str:
         """Name of the journal in the staging folder."""
-        return "journal.jsonl" if self.is_whole else f"journal-{self.number + 1}-of-{self.count}.jsonl"
+        return OWN + ("journal.jsonl" if self.is_whole else f"journal-{self._label}.jsonl")
+
+    @property
+    def failure(self) -> str:
+        """Name of the note in the staging folder that says why this share failed."""
+        return f"{OWN}failed-{self._label}.json"
+
+    @property
+    def _label(self) -> str:
+        return f"{self.number + 1}-of-{self.count}"
 
     def files(self, target: Target) -> frozenset[int]:
         """Numbers of the files that are written here: all shares together take every file once.
@@ -59,5 +69,5 @@ WHOLE: Final = Share(0, 1)
 
 def found_shares(folder: Path) -> list[Share]:
     """The shares that have a journal in a staging folder."""
-    found = (_NAME.fullmatch(path.name) for path in folder.glob("journal-*.jsonl"))
+    found = (_NAME.fullmatch(path.name) for path in folder.glob(f"{OWN}journal-*.jsonl"))
     return sorted((Share(int(m[1]) - 1, int(m[2])) for m in found if m), key=lambda share: (share.count, share.number))

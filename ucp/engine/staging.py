@@ -17,7 +17,7 @@ import xxhash
 
 from ucp import tunables
 from ucp.engine.journal import Journal, is_held
-from ucp.engine.place import OUTPUT, busy, check_place, discard_half_done, staging_folder
+from ucp.engine.place import busy, check_place, discard_half_done, staging_folder
 from ucp.engine.plan import Extent, Part
 from ucp.engine.publishing import digests_of, publish
 from ucp.engine.shares import WHOLE, Share, found_shares
@@ -47,7 +47,6 @@ class Staging:
         self.fingerprint = fingerprint
         self.share = share
         self.folder = staging_folder(path)
-        self.output = self.folder / OUTPUT
         self.files = share.files(target)
         self._journal: Journal | None = None
         self.finished: dict[tuple[tuple[int, int, int], ...], list[Written]] = {}
@@ -85,7 +84,7 @@ class Staging:
     def _begin(self, restart: bool) -> None:
         made = not self.folder.exists()
         try:
-            self.output.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             journal = self._journal = Journal(self.folder / self.share.journal, busy(self.path, self.share))
             check_place(self.path)  # again: now no one else can publish it
             if journal.taken and not restart:
@@ -96,7 +95,7 @@ class Staging:
             own = [file for number, file in enumerate(self.target.files) if number in self.files]
             _check_space(self.path.parent, sum(file.size for file in own) - self.finished_bytes)
             for file in own:
-                make_file(self.output / file.path, file.size)
+                make_file(self.folder / file.path, file.size)
         except BaseException as error:
             if made and self.share.is_whole and (self._journal is not None or isinstance(error, OSError)):
                 self.discard()
@@ -124,7 +123,7 @@ class Staging:
             digest.update(extent.data)
             if digest.hexdigest() != written.digest:
                 return False
-        path = self.output / self.target.files[written.file].path
+        path = self.folder / self.target.files[written.file].path
         return digest_range(path, written.offset, written.nbytes, new()) == written.digest
 
     def written(self) -> Iterator[Written]:
@@ -146,7 +145,7 @@ class Staging:
         assert self._journal is not None
         if durable:
             for number in self.files:
-                sync(self.output / self.target.files[number].path)
+                sync(self.folder / self.target.files[number].path)
         self._journal.finish()
         self.close()
 

@@ -112,7 +112,7 @@ class Together(Progress):
             return None
 
     def _note(self, share: Share) -> Path:
-        return self._folder / f"failed-{share.number + 1}-of-{share.count}.json"
+        return self._folder / share.failure
 
 
 def _read(journal: Path, fingerprint: str) -> Record | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ucp.engine.place import OUTPUT, staging_folder
+from ucp.engine.place import staging_folder
 from ucp.engine.staging import Staging
 from ucp.engine.worker import Written
 from ucp.errors import StorageError
@@ -120,7 +120,7 @@ class Saver:
 
     @property
     def folder(self) -> Path:
-        return staging_folder(self.path) / OUTPUT
+        return staging_folder(self.path)
 
     def prepare(
         self, model: Any, optimizer: Any, client_state: dict[str, Any], rules: str | Path | None, preset: str | None
