@@ -43,6 +43,9 @@ GATHERED_BYTES = 16 * MIB
 # nothing, small enough that threads balance and that a killed run loses little.
 PART_BYTES = 64 * MIB
 
+# Stretches of the plan for each worker: enough that little is gone through twice when one helps another at the end.
+STRETCHES_OF_A_WORKER = 8
+
 # What is finished is written down so often; a killed run does again what it did since then.
 JOURNAL_SECONDS = 1.0
 

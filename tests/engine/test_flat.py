@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.engine.shards import DTYPES, Cut, cuts, shapes, values_of, write_shards
 from ucp import tunables
-from ucp.engine.flat import StraightReader, Views, is_stored_as_is
+from ucp.engine.flat import StraightReader, Views, is_stored_as_is, stored_stripes
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import Atom
@@ -27,8 +27,10 @@ THREE_INTERVALS = Cut(Rule("replicated"), 1, (300, 600))
 
 def read(folder: Path, atom: Atom, start: int, stop: int) -> bytes:
     out = bytearray(stop - start)
+    stored = stored_stripes(atom)
+    assert stored is not None
     with SourceFiles(folder) as files:
-        StraightReader(files, atom).read(start, stop, Views(memoryview(out)))
+        StraightReader(files, atom, stored).read(start, stop, Views(memoryview(out)))
     return bytes(out)
 
 

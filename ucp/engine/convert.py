@@ -78,7 +78,7 @@ def run(
                 done=staging.record,
                 progress=progress.advance,
             )
-            walks = stretches(target, max(1, options.budget.jobs), staging.files)
+            walks = stretches(target, tunables.STRETCHES_OF_A_WORKER * max(1, options.budget.jobs), staging.files)
             # What is resumed is checked first, and that once: not by every process.
             in_threads = replace(options.budget, processes=False)
             write(

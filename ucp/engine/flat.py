@@ -60,8 +60,16 @@ def are_long(held: Iterable[Stripe], dtype: DType) -> bool:
     return all(stripe.times == 1 or stripe.run * dtype.itemsize >= tunables.LONG_RUN_BYTES for stripe in held)
 
 
-def stored_stripes(atom: Atom) -> list[tuple[Stripe, Fragment]] | None:
-    """Where the stored elements of an atom go in the flattened tensor; None where they go there one by one."""
+Stored = Sequence[tuple[Stripe, Fragment]]
+
+
+def stored_stripes(atom: Atom) -> Stored | None:
+    """Where the stored elements of an atom go in the flattened tensor.
+
+    None where they are not its bytes, or go there in runs so short that they are better moved together.
+    """
+    if not is_stored_as_is(atom):
+        return None
     held: list[tuple[Stripe, Fragment]] = []
     for fragment in atom.fragments:
         found = stripes(fragment.region, atom.shape, padded=True)
@@ -98,14 +106,12 @@ class Views:
 class StraightReader:
     """Reads byte ranges of an atom that is stored as it is, in stripes. Safe to share between threads."""
 
-    def __init__(self, files: SourceFiles, atom: Atom) -> None:
+    def __init__(self, files: SourceFiles, atom: Atom, stored: Stored) -> None:
+        """`stored` is what `stored_stripes` gives for this atom."""
         self._files = files
-        held = stored_stripes(atom)
-        if held is None:
-            raise AssertionError(f"{atom.name}, {atom.kind}: not stored in stripes")
-        _check_cover(atom, [stripe for stripe, _ in held])
+        _check_cover(atom, [stripe for stripe, _ in stored])
         size = atom.dtype.itemsize
-        self._held = sorted((stripe.scaled(size, fragment.offset), fragment.file) for stripe, fragment in held)
+        self._held = sorted((stripe.scaled(size, fragment.offset), fragment.file) for stripe, fragment in stored)
         self._starts = [stripe.first for stripe, _ in self._held]
         self._ends = list(accumulate((stripe.stop for stripe, _ in self._held), max))
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from ucp import tunables
 from ucp.engine import forks
 from ucp.engine.forks import Channel, Fork, Forks, Told
-from ucp.engine.plan import Part, bundles
+from ucp.engine.plan import Part, bundles, first_stretch
 from ucp.engine.worker import Budget, Work, Worker, Written
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import ForkableFiles
@@ -37,9 +37,10 @@ def is_possible(source: SourceFiles) -> bool:
 def stream(stretches: Sequence[Iterable[Part]], work: Work, done: Callable[[list[Written]], None]) -> None:
     """Write every part. `done` and the work's `progress` are called here, in the parent.
 
-    Workers walk along all stretches, each in its own copy: it must give every one of them the same parts.
+    A worker walks along its own copy of a stretch, which must give all of them the same parts. It takes stretches that
+    nobody has begun first: to help with another's, it goes through what that one has done.
     """
-    parent = _Parent(len(stretches), done)
+    parent = _Parent(len(stretches), work.budget.jobs, done)
     with Forks(work.progress) as started:
         for _ in range(work.budget.jobs):
             started.start(partial(_work, stretches, work))
@@ -51,8 +52,10 @@ class _Parent:
     """Hands out bundles of parts, and hears what became of them."""
 
     stretches: int
+    workers: int
     done: Callable[[list[Written]], None]
     taken: dict[int, int] = field(default_factory=dict)  # stretch → bundles that were handed out
+    walked: dict[int, int] = field(default_factory=dict)  # worker → the stretch that it is on
     ended: set[int] = field(default_factory=set)  # stretches with no more of them
 
     def hear(self, fork: Fork, message: dict[str, Any]) -> None:
@@ -62,11 +65,15 @@ class _Parent:
             self._assign(fork, message["next"], message["ended"])
 
     def _assign(self, fork: Fork, count: int, ended: int | None) -> None:
-        """Give a worker so many bundles of its own stretch, or of another's when that is walked."""
+        """Give a worker so many bundles of the stretch that it is on, or when that is walked of another one."""
         if ended is not None:
             self.ended.add(ended)
-        order = (*range(fork.number, self.stretches), *range(min(fork.number, self.stretches)))
-        stretch = next((n for n in order if n not in self.ended), _NOTHING)
+        stretch = self.walked.get(fork.number, _NOTHING)
+        if stretch == _NOTHING or stretch in self.ended:
+            begin = first_stretch(fork.number, self.workers, self.stretches)
+            order = [n for n in (*range(begin, self.stretches), *range(begin)) if n not in self.ended]
+            stretch = next((n for n in order if n not in self.taken), order[0] if order else _NOTHING)
+            self.walked[fork.number] = stretch
         first = self.taken.get(stretch, 0)
         self.taken[stretch] = first + count
         fork.answer([stretch, first, count])

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Final, TypeVar
 
 from ucp import tunables
-from ucp.engine.flat import are_long, can_flatten, is_stored_as_is, stored_stripes
+from ucp.engine.flat import Stored, are_long, can_flatten, stored_stripes
 from ucp.engine.sweep import Sweep
 from ucp.model.box import Box, Shape, flat_index, intersect
 from ucp.model.checkpoint import Atom
@@ -50,6 +50,7 @@ class Part:
     flat: bool  # the block and all extents are those of the flattened atom
     block: Box
     extents: tuple[Extent, ...]
+    stored: Stored | None = None  # of a flat part: where its bytes are, if they go as they are
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +63,10 @@ def parts(target: Target) -> Iterator[Part]:
 
 
 def stretches(target: Target, count: int, only: Container[int] | None = None) -> list[Iterator[Part]]:
-    """All the work that a target takes in `count` stretches of about as many bytes, each for one thread to walk along.
+    """All the work that a target takes in `count` stretches of about as many bytes, each for one worker to walk along.
 
     With `only`, the work for files of these numbers. Neighbours in the plan go to the same file, which Linux lets one
-    thread write at a time: threads that walk far from each other do not wait for each other.
+    worker write at a time: workers that walk far from each other do not wait for each other.
     """
     numbered = [(number, file) for number, file in enumerate(target.files) if only is None or number in only]
     holes: dict[int, list[tuple[int, Hole]]] = {}
@@ -76,6 +77,11 @@ def stretches(target: Target, count: int, only: Container[int] | None = None) ->
     together = _together(holes.values())
     atoms = _shares([(sum(hole.nbytes for at in some for _, hole in at), some) for some in together], count)
     return [_stretch(*shares) for shares in zip(files, atoms, strict=True)]
+
+
+def first_stretch(worker: int, workers: int, stretches: int) -> int:
+    """The stretch that a worker begins with, so that all of them begin far from each other."""
+    return worker * stretches // workers
 
 
 def _together(places: Iterable[_Places]) -> list[list[_Places]]:
@@ -166,19 +172,23 @@ def _batched(extents: Iterable[Extent]) -> Iterator[Part]:
 def _parts_of(atom: Atom, places: Sequence[tuple[int, Hole]]) -> Iterator[Part]:
     found = [stripes(hole.region, atom.shape) for _, hole in places]
     held = [some for some in found if some is not None]
-    if len(held) == len(found) and _is_flat(atom, held):
-        return _flat_parts(atom, places, held)
+    if len(held) == len(found):
+        stored = stored_stripes(atom)
+        if _is_flat(atom, held, stored):
+            return _flat_parts(atom, places, held, stored)
     return _shaped_parts(atom, places)
 
 
-def _is_flat(atom: Atom, held: Sequence[Sequence[Stripe]]) -> bool:
+def _is_flat(atom: Atom, held: Sequence[Sequence[Stripe]], stored: Stored | None) -> bool:
     """Can the atom be taken as if it had one dimension: where bytes go as they are, or all places are intervals?"""
-    if is_stored_as_is(atom) and stored_stripes(atom) is not None:
+    if stored is not None:
         return all(are_long(some, atom.dtype) for some in held)
     return can_flatten(atom) and all(stripe.times == 1 for some in held for stripe in some)
 
 
-def _flat_parts(atom: Atom, places: Sequence[tuple[int, Hole]], held: Sequence[Sequence[Stripe]]) -> Iterator[Part]:
+def _flat_parts(
+    atom: Atom, places: Sequence[tuple[int, Hole]], held: Sequence[Sequence[Stripe]], stored: Stored | None
+) -> Iterator[Part]:
     """Parts of the flattened atom, of which each place holds some stripes."""
     itemsize = atom.dtype.itemsize
     waiting = sorted(
@@ -201,7 +211,7 @@ def _flat_parts(atom: Atom, places: Sequence[tuple[int, Hole]], held: Sequence[S
         if extents:
             # From the first wanted element, which may be in the first stripe, to the last.
             begin, end = max(met[0][0].first, start), min(max(stripe.stop for stripe, _, _ in met), stop)
-            yield Part(atom, True, Box((begin,), (end - begin,)), tuple(extents))
+            yield Part(atom, True, Box((begin,), (end - begin,)), tuple(extents), stored)
         met = [entry for entry in met if entry[0].stop > stop]
 
 

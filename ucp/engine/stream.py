@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from ucp.engine.plan import Part
+from ucp.engine.plan import Part, first_stretch
 from ucp.engine.worker import Budget, StoppedError, Work, Worker, Written
 from ucp.files.local import SourceFiles
 from ucp.model.target import OutputFile
@@ -67,7 +67,8 @@ class _Shared:
 
     def work_on(self, number: int) -> None:
         """Take parts until none is left. The first failure of any worker is kept and stops all of them."""
-        todo = chain(self.todo[number:], self.todo[:number])
+        begin = first_stretch(number, max(1, self.work.budget.jobs), len(self.todo))
+        todo = chain(self.todo[begin:], self.todo[:begin])
         stretch: Iterator[Part] | None = next(todo, None)
         worker = Worker(self.work)
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ucp import tunables
-from ucp.engine.flat import StraightReader, Views, is_stored_as_is
+from ucp.engine.flat import Stored, StraightReader, Views
 from ucp.engine.outputs import Outputs
 from ucp.engine.plan import Extent, Part
 from ucp.engine.sweep import Sweep
@@ -114,15 +114,15 @@ class Worker:
             left -= some
 
     def _write_atom(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
-        if part.flat and is_stored_as_is(atom):
-            self._copy(part, atom, targets)
+        if part.stored is not None:
+            self._copy(part, atom, part.stored, targets)
         else:
             self._reshape(part, atom, targets)
 
-    def _copy(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
+    def _copy(self, part: Part, atom: Atom, stored: Stored, targets: Sequence[_Target]) -> None:
         """Bytes that go as they are: no arrays."""
         if self.straight is None or self.straight[0] is not atom:
-            self.straight = atom, StraightReader(self.work.source, atom)
+            self.straight = atom, StraightReader(self.work.source, atom, stored)
         reader = self.straight[1]
         itemsize = atom.dtype.itemsize
         begin = part.block.start[0] * itemsize
