@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.without import without_matplotlib
 from ucp.cli.main import run
 
 SCHEDULE: dict[str, Any] = {
@@ -83,10 +84,14 @@ def test_parts_of_several_steps_and_rests_are_shown(folder: Path, capsys: pytest
     assert told["spread"] == 8  # 750 bytes in the 0.1 s before 0.5 s that are free
 
 
-def test_a_png_where_matplotlib_is(folder: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_a_png_where_matplotlib_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.png")]) == 0
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+    without_matplotlib(monkeypatch)
+    assert run(["snapshot", "plan", str(folder), "-o", str(folder / "again.png")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from tests.without import without_matplotlib
 from ucp.compare.layers import layer_of
 from ucp.compare.plot import svg, write_plot
 from ucp.compare.updates import Update, Updates
@@ -87,12 +87,13 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_png(tmp_path: Path) -> None:
-    path = tmp_path / "plot.png"
-    if importlib.util.find_spec("matplotlib") is None:
-        with pytest.raises(UsageError, match="matplotlib") as refused:
-            write_plot(updates(), path, "title")
-        assert ".svg" in (refused.value.hint or "")
-        assert not path.exists()
-    else:
-        write_plot(updates(), path, "costs $5 and $6")
-        assert path.read_bytes().startswith(b"\x89PNG")
+    write_plot(updates(), tmp_path / "plot.png", "costs $5 and $6")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_matplotlib(monkeypatch)
+    with pytest.raises(UsageError, match="matplotlib") as refused:
+        write_plot(updates(), tmp_path / "plot.png", "title")
+    assert ".svg" in (refused.value.hint or "")
+    assert not (tmp_path / "plot.png").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 import xml.etree.ElementTree as ET
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.without import without_matplotlib
 from ucp.errors import StorageError, UsageError
 from ucp.log.tuning import (
     Costs,
@@ -145,7 +145,7 @@ def test_the_time_between_failures_is_learned() -> None:
     assert estimated_mtbf(100_000, 99, prior_seconds=1000) == pytest.approx(1010)
 
 
-def test_the_curve_is_drawn(tmp_path: Path) -> None:
+def test_the_curve_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = Costs(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
     choice = choose(c)
     drawing = ET.fromstring(svg(list(curve(c, choice.batch_steps)), choice, "a <b> & c"))
@@ -159,9 +159,8 @@ def test_the_curve_is_drawn(tmp_path: Path) -> None:
         write_plot(c, choice, tmp_path / "waste.gif", "waste")
     with pytest.raises(StorageError):
         write_plot(c, choice, tmp_path / "nowhere" / "waste.svg", "waste")
-    if importlib.util.find_spec("matplotlib") is None:
-        with pytest.raises(UsageError, match="matplotlib"):
-            write_plot(c, choice, tmp_path / "waste.png", "waste")
-    else:
-        write_plot(c, choice, tmp_path / "waste.png", "waste")
-        assert (tmp_path / "waste.png").read_bytes().startswith(b"\x89PNG")
+    write_plot(c, choice, tmp_path / "waste.png", "waste")
+    assert (tmp_path / "waste.png").read_bytes().startswith(b"\x89PNG")
+    without_matplotlib(monkeypatch)
+    with pytest.raises(UsageError, match="matplotlib"):
+        write_plot(c, choice, tmp_path / "again.png", "waste")
