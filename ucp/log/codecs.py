@@ -233,7 +233,8 @@ def pack_varints(numbers: npt.NDArray[np.uint64]) -> Bytes:
         lengths[columns[place] > 0] = place + 1
     places = np.arange(len(columns))
     digits[places[None, :] < lengths[:, None] - 1] |= 0x80
-    return cast(Bytes, digits[places[None, :] < lengths[:, None]])
+    packed: Bytes = digits[places[None, :] < lengths[:, None]]
+    return packed
 
 
 def unpack_varints(data: Bytes, count: int) -> npt.NDArray[np.uint64]:

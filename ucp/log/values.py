@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ucp.log.codecs import Bits, Encoding, encode, encode_difference
+from ucp.log.codecs import Bits, Bytes, Encoding, encode, encode_difference
 from ucp.log.steps import EncodedBlock, StateFrames
 from ucp.model.dtypes import DType
 from ucp.records import dataclass
@@ -72,7 +72,7 @@ class ValueEncoder:
             np.copyto(before, value.bits)
 
 
-def _block(value: Value, encoding: Encoding, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> EncodedBlock:
+def _block(value: Value, encoding: Encoding, data: Bytes) -> EncodedBlock:
     return EncodedBlock(value.block, encoding, value.dtype, len(value.bits), data, value.state)
 
 

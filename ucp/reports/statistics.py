@@ -122,7 +122,8 @@ class Statistics:
 
 def _letters(counts: NDArray[np.int64], peak: int) -> str:
     levels = np.rint(counts * ((len(_LEVELS) - 1) / peak)).astype(np.int64)
-    return _LEVELS[np.where(counts > 0, np.maximum(levels, 1), 0)].tobytes().decode()
+    letters: bytes = _LEVELS[np.where(counts > 0, np.maximum(levels, 1), 0)].tobytes()
+    return letters.decode()
 
 
 def _short(value: float) -> float | None:
