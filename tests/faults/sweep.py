@@ -21,7 +21,7 @@ from tests.faults.injection import KINDS, Injector, always_short, points, signal
 from tests.trees import contents
 from ucp import tunables
 from ucp.cli.main import run
-from ucp.engine.shares import OWN
+from ucp.files.paths import OUR_NOTES
 
 BUG = 70  # exit code of a child that shows a traceback
 KILLED = -signal.SIGKILL
@@ -145,7 +145,7 @@ class Sweep:
 
 def without_journals(files: dict[str, bytes]) -> dict[str, bytes]:
     """What a run leaves that was killed in its last act: the next one removes its journals."""
-    return {name: data for name, data in files.items() if not name.startswith(OWN)}
+    return {name: data for name, data in files.items() if not name.startswith(OUR_NOTES)}
 
 
 def _write(path: Path, calls: list[tuple[str, str]]) -> None:

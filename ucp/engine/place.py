@@ -12,7 +12,7 @@ from ucp.errors import StorageError, UsageError
 
 
 def staging_folder(target: Path) -> Path:
-    """Where the unfinished form of `target` lives: its files, and journals, whose names begin with `OWN`."""
+    """Where the unfinished form of `target` lives: its files, and journals, whose names begin with `OUR_NOTES`."""
     return target.parent / f".{target.name}.ucp-partial"
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ucp.engine.journal import Record, is_held
 from ucp.engine.place import check_place, staging_folder
-from ucp.engine.shares import OWN, WHOLE, Share, found_shares
+from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import sync, write_all
+from ucp.files.paths import OUR_NOTES
 from ucp.model.target import Digests, OutputFile, Target
 
 
@@ -101,7 +102,7 @@ def _was_left(journal: Path, fingerprint: str) -> bool:
 
 def _put_away(path: Path) -> None:
     """Remove our own files from an output that has appeared. It is whole, whatever becomes of them."""
-    for own in path.glob(f"{OWN}*"):
+    for own in path.glob(f"{OUR_NOTES}*"):
         with suppress(OSError):
             own.unlink()
 
@@ -112,7 +113,7 @@ def _remove_strays(folder: Path, known: Container[str]) -> None:
         for name in names:
             path = Path(base) / name
             relative = path.relative_to(folder).as_posix()
-            if relative not in known and not relative.startswith(OWN):
+            if relative not in known and not relative.startswith(OUR_NOTES):
                 path.unlink()
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import UsageError
+from ucp.files.paths import OUR_NOTES
 from ucp.model.target import Target
 from ucp.records import dataclass
 
-OWN: Final = ".ucp-"  # beginning of the names of files in a staging folder that are not the target's
-_NAME: Final = re.compile(rf"{re.escape(OWN)}journal-(\d+)-of-(\d+)\.jsonl")
+_NAME: Final = re.compile(rf"{re.escape(OUR_NOTES)}journal-(\d+)-of-(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Share:
     @property
     def journal(self) -> str:
         """Name of the journal in the staging folder."""
-        return OWN + ("journal.jsonl" if self.is_whole else f"journal-{self._label}.jsonl")
+        return OUR_NOTES + ("journal.jsonl" if self.is_whole else f"journal-{self._label}.jsonl")
 
     @property
     def failure(self) -> str:
         """Name of the note in the staging folder that says why this share failed."""
-        return f"{OWN}failed-{self._label}.json"
+        return f"{OUR_NOTES}failed-{self._label}.json"
 
     @property
     def _label(self) -> str:
@@ -69,5 +69,5 @@ WHOLE: Final = Share(0, 1)
 
 def found_shares(folder: Path) -> list[Share]:
     """The shares that have a journal in a staging folder."""
-    found = (_NAME.fullmatch(path.name) for path in folder.glob(f"{OWN}journal-*.jsonl"))
+    found = (_NAME.fullmatch(path.name) for path in folder.glob(f"{OUR_NOTES}journal-*.jsonl"))
     return sorted((Share(int(m[1]) - 1, int(m[2])) for m in found if m), key=lambda share: (share.count, share.number))

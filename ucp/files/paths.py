@@ -43,7 +43,7 @@ _URL: Final = r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.-]+)*:/"
 _LOCAL: Final = r"(?:file|local):/+"
 _NOT_STORES: Final = ("shadow:/", "shm:/")
 
-# Objects of ours that say how far the writing of a folder is. They are no part of what it holds.
+# Names of our own that say how far the writing of a folder is begin so. They are no part of what it holds.
 OUR_NOTES: Final = ".ucp-"
 JOURNAL: Final = ".ucp-journal-"  # beginning of the names of folders: what was written so far
 COMPLETE: Final = ".ucp-complete.json"  # the folder is whole
