@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucp.conversion import DEFAULT_MEMORY, Conversion, default_jobs
 from ucp.errors import UsageError
-from ucp.files.paths import as_path, is_url
+from ucp.files.paths import as_path, is_shadow, is_url
 from ucp.formats.registry import (
     ExpertForm,
     OptimizerKind,
@@ -92,7 +92,7 @@ def index_state(
 
     Where that may differ from what the job held, notes say so; with `exact` it is an error.
     """
-    if os.fspath(path).startswith(("shadow:/", "shm:/", "gloo:/")):
+    if is_shadow(path):
         if log is not None or step is not None:
             raise UsageError(
                 f"{path}: a shadow holds one step, the newest; --log and --step are about others",

@@ -23,7 +23,7 @@ from ucp.engine.journal import BusyError
 from ucp.engine.publishing import was_published
 from ucp.engine.shares import WHOLE, Share
 from ucp.errors import StorageError, UcpError, UsageError
-from ucp.files.paths import RemotePath, is_url
+from ucp.files.paths import RemotePath, is_shadow, is_url
 from ucp.version import VERSION
 
 _PATHS: Final = ("like", "rules", "model_config", "log")  # options that name files
@@ -224,7 +224,7 @@ def everywhere(options: Mapping[str, Any]) -> dict[str, Any]:
 def absolute(path: str | os.PathLike[str]) -> str | Path:
     """A path that means the same in every folder; an address is left as it is."""
     text = os.fspath(path)
-    return text if is_url(text) or text.startswith(("shadow:/", "shm:/")) else Path(os.path.abspath(text))
+    return text if is_url(text) or is_shadow(text) else Path(os.path.abspath(text))
 
 
 def _import_ray() -> Any:

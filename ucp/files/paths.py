@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # compiled when there is something to match: most paths have no colon.
 _URL: Final = r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.-]+)*:/"
 _LOCAL: Final = r"(?:file|local):/+"
-_NOT_STORES: Final = ("shadow:/", "shm:/")
+_SHADOWS: Final = ("shadow:/", "shm:/", "gloo:/")
 
 # Names of our own that say how far the writing of a folder is begin so. They are no part of what it holds.
 OUR_NOTES: Final = ".ucp-"
@@ -49,12 +49,17 @@ JOURNAL: Final = ".ucp-journal-"  # beginning of the names of folders: what was 
 COMPLETE: Final = ".ucp-complete.json"  # the folder is whole
 
 
+def is_shadow(name: str | os.PathLike[str]) -> bool:
+    """Whether a name is the address of a shadow, which is asked over a connection and holds no files."""
+    return str(name).startswith(_SHADOWS)
+
+
 def is_url(name: str | os.PathLike[str]) -> bool:
     """Whether a name is that of something in an object store."""
     if isinstance(name, RemotePath):
         return True
     text = os.fspath(name)
-    if ":/" not in text or text.startswith(_NOT_STORES):
+    if ":/" not in text or is_shadow(text):
         return False
     return re.match(_URL, text) is not None and re.match(_LOCAL, text) is None
 

@@ -47,11 +47,6 @@ class Address:
         return b"" if self.token_file is None else read_token(self.token_file)
 
 
-def is_address(path: str | os.PathLike[str]) -> bool:
-    """Does a source name a shadow, and no file?"""
-    return _SCHEME.match(os.fspath(path)) is not None
-
-
 def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> Address:
     """`shadow://host:port`, `host:port`, `:port`, `gloo://host:port` or `shm://name`; `?token=FILE` may follow."""
     given = os.fspath(text)
