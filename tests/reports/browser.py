@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -104,9 +103,6 @@ class Browser:
     def console(self) -> list[str]:
         """What was logged since the last time, errors and refusals among it."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
 
     def __enter__(self) -> Browser:
         return self

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64, DType
+from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64
 from ucp.store.layout import Entry, Schema
 
 ENTRIES = (
@@ -35,10 +35,6 @@ def fill(store: Any, step: int, wait: float = 0.0) -> None:
     store.begin(step, wait=wait)
     for number, entry in enumerate(store.schema.entries):
         store.write(entry.name, entry.kind, content(number, entry, step))
-
-
-def numpy_type(dtype: DType) -> str:
-    return {"bfloat16": "u2"}.get(dtype.name, dtype.name)
 
 
 def is_of_one_step(loaded: Any) -> bool:

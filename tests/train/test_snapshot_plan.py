@@ -14,7 +14,6 @@ from ucp.train.snapshot_plan import (
     Tensor,
     deal_parts,
     is_feasible,
-    least_memory,
     make_schedule,
     open_time,
     smoothed,
@@ -74,6 +73,14 @@ def test_nothing_is_late_where_the_demand_test_says_so(
 ) -> None:
     made = make_schedule(wanted, rates, busy)
     assert is_feasible(wanted, rates.rate, busy) == (made.late_bytes < 1e-6)
+
+
+def least_memory(tensors: list[Tensor], costs: Costs, blocked: list[tuple[float, float]]) -> float:
+    """Bytes that must be copied locally where all tensors have one window: what the link does not manage in it."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    start = min((tensor.release for tensor in tensors), default=0.0)
+    stop = min((tensor.deadline for tensor in tensors), default=inf)
+    return 0.0 if stop == inf else max(0.0, total - costs.rate * open_time(start, stop, blocked))
 
 
 @given(tensors(one_window=True), costs, blocked)

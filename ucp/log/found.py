@@ -94,7 +94,6 @@ class StreamScan:
     defects: list[Defect] = field(default_factory=list)
     ended: bool = False  # the writer closed the stream
     next_lsn: int = 0  # of the frame that would come next
-    commit_lsn: int = -1  # of the last complete step's commit (or of what follows it outside of a step)
 
 
 def forget_from(scan: StreamScan, ref: FrameRef) -> None:

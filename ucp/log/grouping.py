@@ -27,7 +27,6 @@ def group_steps(scan: StreamScan, frames: list[FrameRef]) -> None:
                 scan.ended = header.type == FrameType.EPOCH_END
                 if not scan.ended:
                     scan.loose.append(ref)
-                scan.commit_lsn = header.lsn
             elif header.step != opened.step:
                 raise BadBytesError(f"a frame of step {header.step} inside step {opened.step}")
             elif header.type == FrameType.COMMIT:
@@ -37,7 +36,6 @@ def group_steps(scan: StreamScan, frames: list[FrameRef]) -> None:
                     raise BadBytesError(f"the commit of step {opened.step} does not agree with its frames")
                 opened.commit = ref
                 scan.steps[opened.step] = opened
-                scan.commit_lsn = header.lsn
                 opened = opening = None
             elif header.type == FrameType.GRAD:
                 opened.grads.append(ref)

@@ -30,7 +30,7 @@ class ReplayedFiles:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, int], Future[Chunk]] = OrderedDict()
         self._kept_bytes = tunables.REPLAY_CACHE_BYTES  # at most, or four stretches
-        self.replayed = 0  # elements times updates, for benchmarks
+        self.replayed = 0  # elements times updates, so far
         weakref.finalize(self, base.close)
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:

@@ -69,12 +69,10 @@ def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> Ad
     )
 
 
-def parse_addresses(
-    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], token: Path | None = None
-) -> list[Address]:
+def parse_addresses(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Address]:
     """One address or several: a list of them, or a text with commas between them (`%2C` is a comma in a file name)."""
     texts = [given] if isinstance(given, str | os.PathLike) else given
-    found = [parse_address(each, token) for text in texts for each in os.fspath(text).split(",")]
+    found = [parse_address(each) for text in texts for each in os.fspath(text).split(",")]
     if len(set(found)) < len(found) or not found:
         raise UsageError(f"{given!r} names a shadow twice, or none")
     return found

@@ -32,9 +32,7 @@ def status(address: str | os.PathLike[str], token: Path | None = None) -> dict[s
         return told
 
 
-def open_shadow(
-    address: str | os.PathLike[str], options: ReadOptions | None = None, token: Path | None = None
-) -> Checkpoint:
+def open_shadow(address: str | os.PathLike[str], options: ReadOptions) -> Checkpoint:
     """The checkpoint of the newest complete step that a shadow holds, or several that hold a share each.
 
     The shadows go on; this stays as it is. What no step changes (frozen parameters, extras) is read from a
@@ -42,12 +40,12 @@ def open_shadow(
     """
     shadows: list[Questions] = []
     try:
-        for one in parse_addresses(address, token):
+        for one in parse_addresses(address):
             shadows.append(Questions(one))
         with _understood(address):
             told = _told(shadows)
             path = _base(told[0])
-        base = open_checkpoint(path, replace(options or ReadOptions(), spread=True))
+        base = open_checkpoint(path, replace(options, spread=True))
         with _understood(address):
             files: list[ComputedFiles] = []
             for shadow, one_told in zip(shadows, told, strict=True):

@@ -20,7 +20,6 @@ class Tail:
         self.folder = folder
         self.epoch = epoch
         self.tables = tables
-        self.waits_for = ""  # why the last `poll` ended where it did
         self._hash = tables.schema.hash()
         self._segment: Segment | None = None
         self._header: SegmentHeader | None = None
@@ -68,18 +67,14 @@ class Tail:
         if not fitting:
             if segments:
                 raise GapError(wanted, segments[0].first_lsn)
-            self.waits_for = f"{self.folder} has no files yet"
-            return False
+            return False  # it has no files yet
         return self._enter(fitting[-1])
 
     def _enter(self, segment: Segment) -> bool:
         try:
             with open(segment.path, "rb") as file:
                 header = SegmentHeader.unpack(file.read(SEGMENT_BYTES))
-        except FileNotFoundError:
-            return False
-        except BadBytesError as error:
-            self.waits_for = f"{segment.path}: {error}"
+        except (FileNotFoundError, BadBytesError):  # dropped, or its header is not whole yet
             return False
         if (header.epoch, header.stream, header.schema_hash) != (self.epoch, self.tables.schema.stream, self._hash):
             raise StorageError(f"{segment.path}: is of another stream than the manifest's")
@@ -98,7 +93,6 @@ class Tail:
     def _next(self, fd: int) -> Frame | None:
         """The frame at the place that was come to, or None where it is not whole (yet)."""
         assert self._header is not None
-        assert self._segment is not None
         try:
             header = FrameHeader.unpack(os.pread(fd, FRAME_BYTES, self._offset), self._header.salt)
             if (header.offset, header.lsn) != (self._offset, self._lsn):
@@ -110,8 +104,7 @@ class Tail:
                 raise BadBytesError("the bytes after a payload are not zero")
             frame = Frame(header, payload[: header.length])
             check(frame, self.tables)
-        except BadBytesError as error:
-            self.waits_for = f"{self._segment.path}, byte {self._offset}: {error}"
+        except BadBytesError:
             return None
         return frame
 

@@ -51,10 +51,6 @@ class Bases:
         self._publish(base)
         return str(base.folder.relative_to(self._run))
 
-    def begin_from(self, steps: list[int]) -> None:
-        """Begin with bases that are there."""
-        self._finished = list(steps)
-
     def take(self, step: int) -> None:
         """Take a base of the state as it is now, in the background. Collective."""
         self.wait()

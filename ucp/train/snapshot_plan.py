@@ -151,14 +151,6 @@ def make_schedule(tensors: Sequence[Tensor], costs: Costs, blocked: Blocked = ()
     return Schedule(tuple(copies), tuple(late), shift, end)
 
 
-def least_memory(tensors: Sequence[Tensor], costs: Costs, blocked: Blocked = ()) -> float:
-    """Bytes that must be copied locally where all tensors have one window: what the link does not manage in it."""
-    total = sum(tensor.nbytes for tensor in tensors)
-    start = min((tensor.release for tensor in tensors), default=0.0)
-    stop = min((tensor.deadline for tensor in tensors), default=inf)
-    return 0.0 if stop == inf else max(0.0, total - costs.rate * open_time(start, stop, blocked))
-
-
 def spread(total: int, costs: Costs, window: float) -> int:
     """Over how many iterations a snapshot of `total` bytes must be spread so that none of them waits.
 

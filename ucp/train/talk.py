@@ -68,7 +68,7 @@ def to_first(value: Any, group: Any = None) -> list[Any] | None:
     return values
 
 
-def from_first(values: list[Any] | None, group: Any = None) -> Any:
+def from_first(values: list[Any] | None) -> Any:
     """What rank 0 has for this rank: entry `rank` of its list. Collective."""
     _, size = world()
     if size == 1:
@@ -77,7 +77,7 @@ def from_first(values: list[Any] | None, group: Any = None) -> Any:
     import torch.distributed as dist
 
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, values, src=0, group=group)
+    dist.scatter_object_list(mine, values, src=0)
     return mine[0]
 
 

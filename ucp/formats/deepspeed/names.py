@@ -36,11 +36,6 @@ class StepFiles:
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)  # (ep rank, mp rank), ZeRO off
     other: list[str] = field(default_factory=list)
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether any file of a DeepSpeed checkpoint is there at all."""
-        return bool(self.model or self.sharded_model or self.optim)
-
 
 def is_state_file(name: str) -> bool:
     """Whether DeepSpeed writes model or optimizer files under such a name (layer and expert files left out)."""
