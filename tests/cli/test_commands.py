@@ -144,6 +144,7 @@ def refused(run: subprocess.CompletedProcess[str], code: int, *words: str) -> No
 def both(checkpoint: Path, code: int, *words: str) -> None:
     """inspect and convert say the same, and convert leaves nothing behind."""
     before = sorted(os.listdir(checkpoint.parent))
+    refused(ucp("inspect", checkpoint), code, *words)
     refused(ucp("convert", checkpoint, checkpoint.parent / "out"), code, *words)
     assert sorted(os.listdir(checkpoint.parent)) == before
 
