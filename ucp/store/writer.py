@@ -11,7 +11,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ucp import tunables
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import sync, write_all
 from ucp.store.blocks import NO_SLOT, AtomRecord, Head, SlotHeader, Superblock, no_header, seal_of
@@ -27,8 +26,7 @@ from ucp.store.layout import HEAD_AT, HEADER_FIXED, SCHEMA_AT, SUPERBLOCKS_AT, E
 from ucp.store.leases import BusyError, become_writer, lock, stop_writing
 from ucp.store.medium import MappedFile, Medium
 from ucp.store.survey import Shape, read_shape, reader_of, survey
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+from ucp.store.tensor_bytes import Bytes, blocks_of
 
 
 class Store:
@@ -132,7 +130,7 @@ class Store:
         target = self._bytes(number)
         digest = xxhash.xxh3_128()
         at = 0
-        for block in _blocks(tensor, entry):
+        for block in blocks_of(tensor, entry):
             np.copyto(target[at : at + len(block)], block)
             digest.update(target[at : at + len(block)].data)
             at += len(block)
@@ -269,38 +267,3 @@ class Store:
         at = self._layout.atom_at(self._must_have_begun(), number)
         nbytes = self.schema.entries[number].nbytes
         return np.frombuffer(self._medium.view, np.uint8, nbytes, at) if nbytes else np.empty(0, np.uint8)
-
-
-def _blocks(tensor: Any, entry: Entry) -> Iterator[Bytes]:
-    """The bytes of an atom, row-major, in blocks that stay in the CPU's cache until they are digested."""
-    if isinstance(tensor, (bytes, bytearray, memoryview)):
-        flat: Any = np.frombuffer(tensor, np.uint8)
-        fits = len(flat) == entry.nbytes
-    else:
-        name = str(tensor.dtype).removeprefix("torch.")
-        fits = tuple(tensor.shape) == entry.shape and name == entry.dtype.name
-        flat = tensor.reshape(-1) if isinstance(tensor, np.ndarray) else _flat(tensor)
-    if not fits:
-        given = f"{tensor.dtype} {list(tensor.shape)}" if hasattr(tensor, "dtype") else f"{len(flat)} bytes"
-        raise UsageError(
-            f"parameter {entry.name}, {entry.kind}: {given} was given, the store has room for"
-            f" {entry.dtype} {list(entry.shape)}"
-        )
-    itemsize = entry.dtype.itemsize if hasattr(tensor, "dtype") else 1
-    count = max(1, tunables.SLAB_BYTES // itemsize)
-    for start in range(0, len(flat), count):
-        yield _as_bytes(flat[start : start + count])
-
-
-def _flat(tensor: Any) -> Any:
-    local = tensor.detach()
-    return getattr(local, "_local_tensor", local).reshape(-1)
-
-
-def _as_bytes(block: Any) -> Bytes:
-    if isinstance(block, np.ndarray):
-        return np.ascontiguousarray(block).view(np.uint8)
-    import torch
-
-    made: Bytes = block.cpu().contiguous().view(torch.uint8).numpy()
-    return made
