@@ -7,7 +7,6 @@ about its name: the converter also makes one, upcast and without moments, for ev
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -31,14 +30,14 @@ from ucp.formats.deepspeed.shards import RankFile, RankFiles, shapes_of
 from ucp.formats.deepspeed.ucinfo import speaks_of_tp
 from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE, STATES, find, recognises
 from ucp.formats.deepspeed.universal_optimizer import read_groups, shards, steps, zero_stage
-from ucp.formats.deepspeed.universal_states import StateFolder, read_state, rule_of_state, state_folders
+from ucp.formats.deepspeed.universal_rules import rules_of_states
+from ucp.formats.deepspeed.universal_states import StateFolder, read_state, state_folders
 from ucp.formats.deepspeed.weights import buffers_of, module_of, read_frozen, read_module, shared_of
 from ucp.formats.deepspeed.zero3 import read_frozen_slices
 from ucp.formats.registry import ReadOptions
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Extras, Parameter
 from ucp.model.layout import Mesh, Rank
-from ucp.model.rules import REPLICATED, Rule, RuleBook
 from ucp.records import dataclass, replace
 
 __all__ = ["read", "recognises"]
@@ -79,7 +78,7 @@ class _Universal:
         info = info if isinstance(info, dict) else None
         rules = self.options.rules
         if grid.tp > 1 and not (info and speaks_of_tp(info)):
-            rules = self._with_rules_of_states(rules, folders)
+            rules = rules_of_states(self.reading, rules, folders)
         rulings = rule_all(self.reading, grid.tp, rules, info, first.name)
         parameters = assemble(self.reading, rulings, grid.tp)
         self._add_states(parameters, folders)
@@ -182,24 +181,6 @@ class _Universal:
             ),
         )
 
-    def _with_rules_of_states(self, user: RuleBook | None, folders: Mapping[str, StateFolder]) -> RuleBook:
-        """Rules where the model files have none: the user's, as the state files say, or from whole and local shapes."""
-        book = RuleBook()
-        for name, folder in folders.items():
-            path = folder.kinds.get(MASTER)
-            named = user.find(name) if user is not None else None
-            if named is not None:
-                book.add(f"^{re.escape(name)}$", named.rule, named.origin)
-            if named is not None or path is None or not folder.has_moments or name not in self.reading.holdings:
-                continue
-            tree = self.reading.files.open(path).tree
-            said = rule_of_state(tree)
-            local = next(iter(self.reading.holdings.row(name).values())).shape
-            param = tree.get("param") if isinstance(tree, dict) else tree
-            whole = param.shape if isinstance(param, TensorRef) else local
-            book.add(f"^{re.escape(name)}$", _cut(said, whole, local, tree), "universal: " + _said(said))
-        return book
-
     def _add_states(self, parameters: dict[str, Parameter], folders: Mapping[str, StateFolder]) -> None:
         problems, aliases = self.reading.problems, self.reading.holdings.aliases
         made_up = 0
@@ -288,19 +269,6 @@ def _shapes(file: RankFile) -> list[dict[str, Shape]]:
 def _layer(name: str) -> int:
     number, dot, _ = name.partition(".")
     return int(number) if dot and number.isascii() and number.isdigit() else -1
-
-
-def _cut(said: Rule | None, whole: Shape, local: Shape, tree: Any) -> Rule:
-    if said is None or said.cut != "split":
-        dims = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=False)) if a != b]
-        return Rule("split", dims[0]) if len(dims) == 1 else REPLICATED
-    if isinstance(tree, dict) and tree.get("vocab_tensor") and said.dim == 0 and whole:
-        return replace(said, cut="vocab", true_size=whole[0])
-    return said
-
-
-def _said(rule: Rule | None) -> str:
-    return "as the state file says" if rule is not None else "whole and local shape compared"
 
 
 def _sort_kinds(parameter: Parameter) -> None:

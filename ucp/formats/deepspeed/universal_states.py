@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ucp.errors import NotUnderstoodError, StorageError
-from ucp.files.inert import Inert, TensorRef
+from ucp.files.inert import TensorRef
 from ucp.files.paths import scan
 from ucp.formats.deepspeed.fragments import scalar_fragments
 from ucp.formats.deepspeed.scalars import stored_scalar
 from ucp.formats.deepspeed.shards import RankFile, RankFiles, describe
 from ucp.formats.deepspeed.states import kind_of
-from ucp.formats.deepspeed.ucinfo import fused_rule
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, Atom, Fragment
 from ucp.model.layout import Rank
 from ucp.model.region import Region
-from ucp.model.rules import Rule
 from ucp.records import dataclass, field
 
 MASTER_FILE: Final = "fp32"
@@ -91,20 +88,3 @@ def _atom(file: RankFile, ref: TensorRef, name: str, kind: str, shape: Shape) ->
     strides = None if ref.is_contiguous else ref.strides
     fragments = [Fragment(Region.all_of(shape), file.name, file.spot(ref).offset, ref.dtype, strides=strides)]
     return Atom(name, kind, shape, ref.dtype, fragments if ref.numel else ())
-
-
-def rule_of_state(tree: Any) -> Rule | None:
-    """How a state file says that its parameter was cut; None where it does not say (replicated, averaged, mapped)."""
-    if not isinstance(tree, Mapping):
-        return None
-    dim = tree.get("cat_dim")
-    fused = tree.get("sub_param_shape")
-    if isinstance(fused, Inert):
-        sizes, at = fused.get("shape"), fused.get("partition_dim")
-        if isinstance(sizes, (list, tuple)) and isinstance(at, int) and -len(sizes) <= at < len(sizes):
-            return fused_rule(at % len(sizes), sizes[at], None)
-        return None
-    parts = tree.get("param_n_sub_params")
-    if isinstance(parts, int) and parts > 1:
-        return Rule("split", dim if isinstance(dim, int) else 0, ratio=(1,) * parts)
-    return Rule("split", dim) if isinstance(dim, int) else None
