@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
 
 from ucp.errors import InconsistentError, UsageError
 from ucp.files.local import SourceFiles
 from ucp.log.kinds import kind_logged_as, logged_kind
 from ucp.log.reader import Span, StoredBlock
-from ucp.log.schema import Block, LoggedParameter
+from ucp.log.schema import Block
 from ucp.model.box import intersect, whole
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 from ucp.model.dtypes import BY_NAME, FLOAT32, DType
@@ -18,11 +17,10 @@ from ucp.model.region import Region
 from ucp.records import replace
 from ucp.replay.chunks import Origin, ReplayedTensor, file_of
 from ucp.replay.kernels import PARAM, Kernel
+from ucp.replay.origins import COUNTER_FORMS, Origins, is_counter
 from ucp.replay.stored import StoredStates
 from ucp.replay.timeline import Timelines, Update, stood_still
 from ucp.replay.values import logged_atom
-
-_NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
 class Builder:
@@ -37,11 +35,9 @@ class Builder:
         self.span = span
         self.kernel = kernel
         self.manifest = span.epoch.manifest
-        self._aliases = base.aliases()
         self._files = SourceFiles(base.root, computed=base.computed)
         self._own_steps = steps
-        self._origins: dict[int, Origin] = {}
-        self._counts_some = any(STEP in parameter.atoms for parameter in base.parameters.values())
+        self._origins = Origins(base, self._files, self.manifest.parameters, step, steps)
         self.stored: dict[int, StoredStates] = {}  # by stream, once `tensors` was called
         self.logged: dict[str, StoredBlock] = {}  # computed files that are in the log as they are
 
@@ -59,11 +55,11 @@ class Builder:
                 blocks = stream.schema.blocks_of(index)
                 updates = timelines.of_tensor(index)
                 group = timelines.of_group(schema.group)
-                origins = {block.parameter: self._origin(block.parameter, updates, group) for block in blocks}
+                origins = {block.parameter: self._origins.of(block.parameter, updates, group) for block in blocks}
                 if self.kernel is None and not stored and span.first <= span.last:
                     raise self._no_kernel()
                 dtype = BY_NAME[schema.dtype]
-                self._check(origins.values(), dtype, updates, stream.number)
+                self._origins.check(origins.values(), dtype, updates, stream.number)
                 yield ReplayedTensor(
                     file_of(span.epoch.number, number, index, span.last),
                     stream,
@@ -89,89 +85,12 @@ class Builder:
 
     def _resumed_at(self, timelines: Timelines, group: int) -> int:
         """Updates that the optimizer had counted when the epoch began, where its first steps are still there."""
-        steps = self.span.epoch.steps
-        if not steps:
-            return 0
-        stream = timelines.stream
-        for step in steps:
-            record = stream.record(step)
+        for step in self.span.epoch.steps:
+            record = timelines.stream.record(step)
             scalars = next((one for one in record.groups if one.group == group), None)
             if not record.skipped and scalars is not None and scalars.opt_step >= 0:
                 return scalars.opt_step
         return 0
-
-    def _parameter(self, logged: LoggedParameter) -> Parameter:
-        found = self.base.parameters.get(self._aliases.get(logged.name, logged.name))
-        if found is None:
-            raise InconsistentError(
-                f"{self.base.root}: has no parameter {logged.name}, which the log trains",
-                hint="give a base of the same run",
-            )
-        if found.shape != logged.shape:
-            raise InconsistentError(
-                f"parameter {logged.name}: shape {list(found.shape)} in {self.base.root}, {list(logged.shape)} in the"
-                " log",
-                hint="give a base of the same run",
-            )
-        return found
-
-    def _origin(self, number: int, updates: Sequence[Update], group: Sequence[Update]) -> Origin:
-        """A parameter in the base; `updates` are those of its tensor, `group` those of any tensor of its group."""
-        if number not in self._origins:
-            parameter = self._parameter(self.manifest.parameters[number])
-            atoms = {
-                logged_kind(kind): atom
-                for kind, atom in parameter.atoms.items()
-                if kind not in (WEIGHT, MASTER) and not _is_counter(atom)
-            }
-            held = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
-            if held is None:
-                raise InconsistentError(
-                    f"parameter {parameter.name}: {self.base.root} has neither weight nor master of it",
-                    hint="take a base with all states: --only and --exclude leave some out",
-                )
-            step = self._own_steps.get(parameter.name, self._step)
-            counter = self._counter(parameter)
-            began = next((update.before for update in group if update.step > step), -1)
-            if counter is None and not atoms and (began <= 0 or self._counts_some):
-                counter = 0  # it had no gradient yet: the count of a step is the most of its group's
-            if counter is None:
-                after = next((update.before for update in updates if update.step > step), -1)
-                counter = max(after, 0)
-                if counter and len(atoms) == 0:
-                    raise InconsistentError(
-                        f"parameter {parameter.name}: {self.base.root} has no optimizer states of it, after"
-                        f" {counter} updates",
-                        hint="take a base with all states: --only and --exclude leave some out",
-                    )
-            self._origins[number] = Origin(parameter.name, step, counter, {PARAM: held, **atoms})
-        return self._origins[number]
-
-    def _counter(self, parameter: Parameter) -> int | None:
-        atom = parameter.atoms.get(STEP)
-        if atom is None or atom.numel != 1 or atom.dtype.name not in _NUMBERS:
-            return None
-        fragment = atom.fragments[0]
-        size = fragment.dtype.itemsize
-        data = fragment.inline or self._files.read(fragment.file, fragment.offset, size)
-        return int(struct.unpack(_NUMBERS[fragment.dtype.name], data)[0])
-
-    def _check(self, origins: Iterable[Origin], dtype: DType, updates: Sequence[Update], stream: int) -> None:
-        """The base must be the state that the log goes on from."""
-        for origin in origins:
-            held = origin.atoms[PARAM]
-            if held.dtype != dtype:
-                raise InconsistentError(
-                    f"parameter {origin.name}: the optimizer stepped it in {dtype}, the base has it in {held.dtype}",
-                    hint="take a base with masters in full precision",
-                )
-            after = next((update for update in updates if update.step > origin.step), None)
-            if after is not None and after.before >= 0 and origin.counter > after.before:
-                raise InconsistentError(
-                    f"parameter {origin.name}: its optimizer had counted {origin.counter} updates in {self.base.root},"
-                    f" and {after.before} before step {after.step} of the log (stream {stream})",
-                    hint="the base is not of this run, or not of the step that it says",
-                )
 
     def _kinds(
         self,
@@ -257,7 +176,7 @@ class Builder:
                 # The module's copy is the master, cast.
                 fragments = _fragments(held, PARAM)
                 atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
-            elif _is_counter(atom):
+            elif is_counter(atom):
                 atoms[kind] = self._stepped(atom, first, parameter)
             elif logged_kind(kind) in first.kinds:
                 fragments = _fragments(held, logged_kind(kind))
@@ -286,14 +205,9 @@ class Builder:
         """The optimizer's counter after the span."""
         origin = next(origin for origin in tensor.origins.values() if origin.name == parameter.name)
         count = origin.counter + sum(update.step > origin.step for update in tensor.updates)
-        data = struct.pack(_NUMBERS[atom.dtype.name], count)
+        data = struct.pack(COUNTER_FORMS[atom.dtype.name], count)
         region = Region.all_of(atom.shape)
         return replace(atom, fragments=(Fragment(region, "", 0, atom.dtype, inline=data),), replicas=(), combine="copy")
-
-
-def _is_counter(atom: Atom) -> bool:
-    """Is it the number of updates, and not one for every element?"""
-    return atom.kind == STEP and atom.numel == 1
 
 
 def _fragments(held: Sequence[tuple[ReplayedTensor, Block]], kind: str) -> tuple[Fragment, ...]:
