@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ucp.compare.layers import layer_of
 from ucp.compare.updates import Update, Updates
-from ucp.errors import StorageError, UsageError
+from ucp.files.pictures import write_picture
 
 _HEIGHT: Final = 420
 _MARGIN: Final = (64, 24, 96, 84)  # top, right, bottom, left
@@ -26,15 +26,8 @@ stroke-width:2;fill:none;stroke-linejoin:round}.layer{fill:#1e40af}.none{fill:no
 
 def write_plot(updates: Updates, path: Path, title: str) -> None:
     """Draw the relative updates of all layers and their parameters to `path`, an SVG or PNG by its suffix."""
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise UsageError(f"{path}: a plot is an .svg or a .png file")
-    if path.suffix.lower() == ".png":
-        _write_png(updates, path, title)
-        return
-    try:
-        path.write_text(svg(updates, title), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+    inches = (min(24.0, max(7.0, 0.2 * len(updates.layers))), 5.0)
+    write_picture(path, lambda: svg(updates, title), lambda axes: _draw(axes, updates, title), inches=inches, dpi=150)
 
 
 def svg(updates: Updates, title: str) -> str:
@@ -108,20 +101,9 @@ def _short(layer: str) -> str:
     return layer if len(layer) <= 22 else "…" + layer[-21:]
 
 
-def _write_png(updates: Updates, path: Path, title: str) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            f"{path}: PNG plots need matplotlib, which is not installed",
-            hint="name an .svg file, which needs nothing, or `pip install universal-checkpoint[report]`",
-        ) from None
+def _draw(axes: Any, updates: Updates, title: str) -> None:
     columns = {layer.name: place for place, layer in enumerate(updates.layers)}
     low, high = _decades([*updates.parameters, *updates.layers])
-    figure = Figure(figsize=(min(24.0, max(7.0, 0.2 * len(columns))), 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
 
     def shown(update: Update) -> float:
         return min(max(update.relative, 10.0**low), 10.0**high)
@@ -138,7 +120,3 @@ def _write_png(updates: Updates, path: Path, title: str) -> None:
     axes.set_xticks([columns[layer] for layer in some], [_short(layer) for layer in some], rotation=45, ha="right")
     for label in axes.get_xticklabels():
         label.set_parse_math(False)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from html import escape
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from ucp.errors import StorageError, UsageError
+from ucp.files.pictures import write_picture
 from ucp.log.tuning import Choice, Costs, Waste, curve
 
 _SIZE: Final = (760, 420)
@@ -22,16 +22,13 @@ text{font:12px system-ui,sans-serif;fill:#1f2430}.title{font-size:16px;font-weig
 
 def write_plot(costs: Costs, choice: Choice, path: Path, title: str) -> None:
     """Draw to `path`, an SVG or PNG by its suffix."""
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise UsageError(f"{path}: a plot is an .svg or a .png file")
     points = list(curve(costs, choice.batch_steps))
-    try:
-        if path.suffix.lower() == ".png":
-            _write_png(points, choice, path, title)
-        else:
-            path.write_text(svg(points, choice, title), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+    write_picture(
+        path,
+        lambda: svg(points, choice, title),
+        lambda axes: _draw(axes, points, choice, title),
+        inches=(8.0, 4.5),
+    )
 
 
 def _values(waste: Waste) -> tuple[float, float, float]:
@@ -81,18 +78,7 @@ def svg(points: list[tuple[int, Waste]], choice: Choice, title: str) -> str:
     return "\n".join([*out, "</svg>\n"])
 
 
-def _write_png(points: list[tuple[int, Waste]], choice: Choice, path: Path, title: str) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            f"{path}: PNG plots need matplotlib, which is not installed",
-            hint="name an .svg file, which needs nothing, or `pip install universal-checkpoint[report]`",
-        ) from None
-    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+def _draw(axes: Any, points: list[tuple[int, Waste]], choice: Choice, title: str) -> None:
     for number, (name, colour) in enumerate(_LINES):
         shown = [100 * _values(waste)[number] for _, waste in points]
         axes.plot([every for every, _ in points], shown, color=colour, label=name)
@@ -103,4 +89,3 @@ def _write_png(points: list[tuple[int, Waste]], choice: Choice, path: Path, titl
     axes.set_ylabel("time wasted, %")
     axes.set_title(title, parse_math=False)
     axes.legend()
-    figure.savefig(path, dpi=120)

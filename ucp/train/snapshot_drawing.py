@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.errors import StorageError, UsageError
+from ucp.files.pictures import write_picture
 from ucp.records import dataclass
 
 _ROWS: Final = 60  # tensors that get a line of their own
@@ -38,17 +38,13 @@ Blocked = Sequence[tuple[float, float]]
 
 def draw(rows: Sequence[Row], path: Path, title: str, blocked: Blocked = ()) -> None:
     """Draw to `path`, an SVG or PNG by its suffix. `blocked` is when nothing is copied."""
-    suffix = path.suffix.lower()
-    if suffix not in (".svg", ".png"):
-        raise UsageError(f"{path}: a picture is an .svg or a .png file")
     shown = list(rows[:_ROWS])
-    try:
-        if suffix == ".svg":
-            path.write_text(svg(shown, title, len(rows) - len(shown), blocked), encoding="utf-8")
-        else:
-            _write_png(shown, path, title, blocked)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+    write_picture(
+        path,
+        lambda: svg(shown, title, len(rows) - len(shown), blocked),
+        lambda axes: _draw(axes, shown, title, blocked),
+        inches=(11.0, 1.5 + 0.22 * len(shown)),
+    )
 
 
 def _end(rows: Sequence[Row]) -> float:
@@ -107,31 +103,21 @@ def _bar(style: str, start: float, stop: float, y: float, height: float) -> str:
     return f'<rect class="{style}" x="{start:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"/>'
 
 
-def _write_png(rows: Sequence[Row], path: Path, title: str, blocked: Blocked) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("a PNG needs matplotlib", hint="install it, or draw an .svg") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 1.5 + 0.22 * len(rows)))
-    axis: Any = axes
+def _draw(axes: Any, rows: Sequence[Row], title: str, blocked: Blocked) -> None:
     for start, stop in blocked:
-        axis.axvspan(start * 1e3, stop * 1e3, color="#e5e7eb")
+        axes.axvspan(start * 1e3, stop * 1e3, color="#e5e7eb")
     for number, row in enumerate(rows):
-        axis.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in row.planned], (number, 0.4), color="#93c5fd")
+        axes.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in row.planned], (number, 0.4), color="#93c5fd")
         if row.measured is not None:
             start, stop = row.measured
-            axis.broken_barh(
+            axes.broken_barh(
                 [(start * 1e3, (stop - start) * 1e3)], (number + 0.4, 0.4), color="#dc2626" if row.late else "#1e40af"
             )
         if row.deadline is not None:
-            axis.plot([row.deadline * 1e3] * 2, [number, number + 0.9], color="#dc2626", linewidth=1)
-    axis.set_yticks([number + 0.4 for number in range(len(rows))], [label(row, rows) for row in rows], fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel("ms after the step")
-    axis.set_title(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+            axes.plot([row.deadline * 1e3] * 2, [number, number + 0.9], color="#dc2626", linewidth=1)
+    axes.set_yticks([number + 0.4 for number in range(len(rows))], [label(row, rows) for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms after the step")
+    for name in axes.get_yticklabels():
+        name.set_parse_math(False)
+    axes.set_title(title, parse_math=False)
