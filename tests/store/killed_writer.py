@@ -30,7 +30,11 @@ def write_for_ever(path: Path, told: int) -> None:
 
 
 def kill_one(path: Path, chance: random.Random, seconds: float) -> int:
-    """Let a writer run for a moment; the last generation that it said was committed (0: none)."""
+    """Kill a writer somewhere in a generation; the last one that it said was committed (0: none).
+
+    Up to two generations are waited for, so that a slow machine sees as many as a fast one. `seconds` is about what one
+    takes.
+    """
     ours, told = os.pipe()
     writer = os.fork()
     if writer == 0:
@@ -40,13 +44,14 @@ def kill_one(path: Path, chance: random.Random, seconds: float) -> int:
         finally:
             os._exit(1)
     os.close(told)
-    os.read(ours, 8)
-    time.sleep(chance.uniform(0, 2.5 * seconds))
+    last = 0
+    for _ in range(1 + chance.randrange(3)):  # the first says that it has begun
+        last = int.from_bytes(os.read(ours, 8), "little")
+    time.sleep(chance.uniform(0, seconds))
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
-    last = 0
     while data := os.read(ours, 8):
-        last = struct.unpack("<q", data)[0]
+        last = int.from_bytes(data, "little")
     os.close(ours)
     return last
 

@@ -162,11 +162,14 @@ def test_a_running_job_is_read_without_a_mixture(tmp_path: Path) -> None:
     job = subprocess.Popen([sys.executable, "-c", code, str(path)], cwd=PROJECT, stdout=subprocess.DEVNULL)
     try:
         steps = set()
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while len(steps) < 5 and time.monotonic() < until:
             report = ucp.verify(path, "deep")
             assert not [f for f in report.findings if f.check in ("manifest-checksums", "store")], report.findings
-            opened = ucp.open(path)
+            try:
+                opened = ucp.open(path)
+            except BusyError:  # the job was too fast for a reader that has to share its core
+                continue
             first = np.asarray(opened["big"].read("weight")).tobytes()
             time.sleep(0.01)
             assert np.asarray(opened["big"].read("weight")).tobytes() == first  # nobody overwrites it
