@@ -30,7 +30,6 @@ from ucp.formats.registry import (
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.dtypes import DType, parse_dtype
-from ucp.model.rules import RuleBook
 from ucp.model.selection import Only, Selection, select
 from ucp.views import OpenCheckpoint
 
@@ -49,14 +48,9 @@ def read_options(
     """Options for reading from what a user says: a rule file wins over a preset, both over the checkpoint."""
     if rules is None and preset is None:
         return ReadOptions(tag, repair=repair)
-    from ucp.formats.rulefiles import load_preset, load_rules
+    from ucp.formats.rulefiles import rule_book
 
-    book = RuleBook()
-    if rules is not None:
-        book.rules.extend(load_rules(Path(rules)).rules)
-    if preset is not None:
-        book.rules.extend(load_preset(preset).rules)
-    return ReadOptions(tag, book, repair)
+    return ReadOptions(tag, rule_book(rules, preset), repair)
 
 
 def open_checkpoint(

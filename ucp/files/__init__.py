@@ -1,1 +1,1 @@
-"""Containers and bytes: torch zip archives read without executing anything, safetensors, local storage."""
+"""Containers and bytes: torch zip archives (nothing in them is executed), safetensors, local files, object stores."""

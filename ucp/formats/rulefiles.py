@@ -33,6 +33,18 @@ _KEYS: Final[dict[str, frozenset[str]]] = {
 }
 
 
+def rule_book(rules: str | Path | None, preset: str | None) -> RuleBook | None:
+    """The user's rules: those of a file, then those of a preset; None where the user gave neither."""
+    if rules is None and preset is None:
+        return None
+    book = RuleBook()
+    if rules is not None:
+        book.rules.extend(load_rules(Path(rules)).rules)
+    if preset is not None:
+        book.rules.extend(load_preset(preset).rules)
+    return book
+
+
 def load_rules(path: Path) -> RuleBook:
     """The rules of a TOML file that the user wrote."""
     return parse_rules(read_toml(path, "rule file"), str(path), f"file: {path.name}")

@@ -1,1 +1,1 @@
-"""What runs inside a training job: loading a checkpoint into live ranks, and saving atoms from them."""
+"""What runs inside a training job: load a checkpoint into live ranks, save atoms from them, record, take snapshots."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from ucp.errors import InconsistentError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions
+from ucp.formats.rulefiles import rule_book
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.rules import RuleBook
 from ucp.records import dataclass, field
@@ -20,7 +21,6 @@ from ucp.train.filling import CountingFiles, Filler
 from ucp.train.grouping import match_groups
 from ucp.train.live import LiveJob
 from ucp.train.matching import LoadPlan, Matcher, unexpected
-from ucp.train.rulebooks import rule_book
 from ucp.train.talk import agree, gather, world
 
 _SHOWN = 12  # problems that an error spells out

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ucp.errors import UsageError
+from ucp.formats.rulefiles import rule_book
 from ucp.log.bases import list_bases
 from ucp.log.kinds import FIRST_KINDS
 from ucp.log.manifest import Manifest, write_manifest
@@ -23,7 +24,6 @@ from ucp.train.recording_deepspeed import grad_dtypes, stage_of
 from ucp.train.recording_kernel import kernel_of, own_step
 from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
 from ucp.train.recording_sinks import To, go_on_from_shadows
-from ucp.train.rulebooks import rule_book
 from ucp.train.saving import SaveHandle, save
 from ucp.train.talk import agree, gather, world
 

@@ -17,6 +17,7 @@ from ucp.files.local import write_all
 from ucp.files.paths import local_path
 from ucp.formats.atoms.writer import Writer
 from ucp.formats.registry import WriteOptions
+from ucp.formats.rulefiles import rule_book
 from ucp.model.checkpoint import Atom, Checkpoint
 from ucp.model.region import Region
 from ucp.model.rules import RuleBook
@@ -25,7 +26,6 @@ from ucp.records import dataclass, field
 from ucp.train.describe import describe
 from ucp.train.live import dtype_of
 from ucp.train.pieces import Collector, Holdings, Piece, SliceRules, numbers_of
-from ucp.train.rulebooks import rule_book
 from ucp.train.saved_index import Gathered, build_index
 from ucp.train.saved_state import collect_state
 from ucp.train.shared_write import Offer, Sealing, Shares, Task, digest_literal, seal, write_task

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ucp.formats.rulefiles import rule_book
 from ucp.train.describe import describe
 from ucp.train.pieces import SliceRules
-from ucp.train.rulebooks import rule_book
 from ucp.train.saved_state import collect_state
 from ucp.train.snapshot_layout import Sight, look
 from ucp.train.talk import agree
