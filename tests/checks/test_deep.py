@@ -205,6 +205,20 @@ def test_archives_end_to_end_are_told_apart(tmp_path: Path) -> None:
     assert archive_ranges(tmp_path / "1.pt") == [(0, len(parts[1]))]
 
 
+@pytest.mark.parametrize("gaps", [(0, 1, 4095), (4095, 0, 700)])
+def test_archives_with_zeros_before_them_are_told_apart(tmp_path: Path, gaps: tuple[int, ...]) -> None:
+    data, ranges = b"", []
+    for number, gap in enumerate(gaps):
+        torch.save(torch.arange(10 * number), tmp_path / "one.pt")
+        part = (tmp_path / "one.pt").read_bytes()
+        ranges.append((len(data) + gap, len(data) + gap + len(part)))
+        data += bytes(gap) + part
+    (tmp_path / "joined").write_bytes(data)
+    assert archive_ranges(tmp_path / "joined") == ranges
+    (tmp_path / "joined").write_bytes(data[: ranges[2][0] - 1] + b"x" + data[ranges[2][0] :])
+    assert archive_ranges(tmp_path / "joined") == ([(0, len(data))] if gaps[2] else ranges)
+
+
 def test_a_flipped_bit_of_any_archive_of_a_file_is_found(tmp_path: Path) -> None:
     saved = save(tmp_path, tensors())
     data = saved.path.read_bytes()

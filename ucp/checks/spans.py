@@ -6,10 +6,11 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import BinaryIO, Final, Protocol
 
 import xxhash
 
+from ucp import tunables
 from ucp.checks.filemap import FileMap, Held
 from ucp.checks.findings import Finding
 from ucp.errors import NotUnderstoodError
@@ -20,6 +21,7 @@ from ucp.records import dataclass
 # The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
 _TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")
 _END_BYTES: Final = 22
+_END_SIGNATURE: Final = b"PK\5\6"
 
 
 class Digest(Protocol):
@@ -155,8 +157,8 @@ def _plain_span(file: str, run: Sequence[Held], stop: int) -> Span:
 def archive_ranges(path: Path) -> list[tuple[int, int]]:
     """Bytes `[start, stop)` of each archive in a file: torch.save writes one, data files of DCP are many end to end.
 
-    Found from the back: the records at the end of an archive say how long it is. What they do not explain is left to
-    the reader of archives to complain about.
+    Found from the back: the records at the end of an archive say how long it is. Zeros may stand before an archive, so
+    that its elements begin a page. What this does not explain is left to the reader of archives to complain about.
     """
     ranges: list[tuple[int, int]] = []
     with path.open("rb", buffering=0) as file:
@@ -164,7 +166,7 @@ def archive_ranges(path: Path) -> list[tuple[int, int]]:
         while stop >= _TAIL.size:
             file.seek(stop - _TAIL.size)
             signature, wide_at, last, length, offset = _TAIL.unpack(file.read(_TAIL.size))
-            if last != b"PK\5\6":
+            if last != _END_SIGNATURE:
                 break
             if signature == b"PK\6\7":  # the zip64 record, 56 bytes before its locator, says where it is in the archive
                 start = stop - _TAIL.size - 56 - wide_at
@@ -173,13 +175,24 @@ def archive_ranges(path: Path) -> list[tuple[int, int]]:
             if not 0 <= start < stop:
                 break
             ranges.append((start, stop))
-            stop = start
+            stop = _end_before(file, start)
     return list(reversed(ranges)) if ranges and stop == 0 else [(0, size)]
+
+
+def _end_before(file: BinaryIO, start: int) -> int:
+    """Where the archive ends that lies before byte `start`, which zeros may follow; 0 where there is none."""
+    look = min(start, tunables.DATA_ALIGNMENT + _END_BYTES)
+    file.seek(start - look)
+    data = file.read(look)
+    if not data.strip(b"\0"):
+        return start - look
+    end = data.rfind(_END_SIGNATURE) + _END_BYTES
+    return start - look + end if end >= _END_BYTES and not data[end:].strip(b"\0") else start
 
 
 def _is_zip(path: Path) -> bool:
     try:
         with path.open("rb", buffering=0) as file:
-            return file.read(4) == b"PK\x03\x04"
+            return file.read(tunables.DATA_ALIGNMENT).lstrip(b"\0").startswith(b"PK\x03\x04")
     except OSError:
         return False

@@ -83,6 +83,16 @@ def test_elements_of_large_archives_begin_a_page(tmp_path: Path, monkeypatch: py
         group.setdefault("initial_lr", group["lr"])
     assert_same(state, got)
     assert not ucp.verify(tmp_path / "b", level="deep").findings
+    for file in conversion.target.files:
+        damage(tmp_path / "b" / file.path, max(hole.offset for hole in file.holes))
+    assert [finding.check for finding in ucp.verify(tmp_path / "b", level="deep").findings] == ["zip-crc"] * 2
+
+
+def damage(path: Path, offset: int) -> None:
+    """Flip the lowest bit of a number."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
 
 
 def test_by_way_of_atoms(tmp_path: Path) -> None:
