@@ -67,7 +67,7 @@ class Builder:
                     schema.numel,
                     dtype,
                     self.kernel,
-                    self._kinds(origins.values(), dtype, updates, schema.group, stored, blocks),
+                    self._kinds(origins.values(), dtype, updates, stored, blocks),
                     blocks,
                     origins,
                     updates,
@@ -97,7 +97,6 @@ class Builder:
         origins: Iterable[Origin],
         dtype: DType,
         updates: Sequence[Update],
-        group: int,
         stored: StoredStates,
         blocks: Sequence[Block],
     ) -> dict[str, DType]:
@@ -115,8 +114,8 @@ class Builder:
                     if atom.shape == origin.atoms[PARAM].shape
                 }
             return {PARAM: dtype, **{kind: found for kind, found in logged.items() if kind != PARAM}}
-        hyper = updates[0].hyper if updates else self.manifest.groups[group].hyper
-        kinds = self.kernel.kinds(hyper) if updates else tuple(held)
+        made = (kind for update in updates for kind in self.kernel.kinds(update.hyper))
+        kinds = dict.fromkeys(made if updates else held)  # momentum may be turned on in any step
         return {PARAM: dtype, **{kind: held.get(kind, dtype) for kind in kinds}}
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -149,7 +148,8 @@ class Builder:
         for parameter in self.base.parameters.values():
             found = held.get(parameter.name)
             if found is None:
-                if parameter.role == "trained" and parameter.group is not None and parameter.name not in resting:
+                known = parameter.name in resting or parameter.numel == 0
+                if parameter.role == "trained" and parameter.group is not None and not known:
                     raise InconsistentError(
                         f"parameter {parameter.name}: is trained, but the log knows nothing of it",
                         hint="a log of all ranks is needed; convert the base as it is without --log",

@@ -8,6 +8,7 @@ import xxhash
 
 from ucp.files.local import SourceFiles
 from ucp.log.payloads import Digest
+from ucp.model.checkpoint import STEP
 from ucp.records import dataclass, field
 from ucp.replay.chunks import Replay, ReplayedTensor, memory_of
 from ucp.replay.derive import Derived
@@ -61,7 +62,7 @@ def _prove_tensor(proof: Proof, tensor: ReplayedTensor, base: SourceFiles) -> No
     names = sorted({origin.name for origin in tensor.origins.values()})
     begin = max(origin.step for origin in tensor.origins.values()) if tensor.origins else tensor.last
     known = {
-        step: [digest for digest in digests if digest.tensor == tensor.index]
+        step: [digest for digest in digests if digest.tensor == tensor.index and not _is_counter(digest, tensor)]
         for step, digests in sorted(tensor.stream.digests().items())
         if (begin <= step if tensor.kernel is not None else step == tensor.last) and step <= tensor.last
     }
@@ -87,6 +88,11 @@ def _prove_tensor(proof: Proof, tensor: ReplayedTensor, base: SourceFiles) -> No
         if {_kind(d) for d in digests} >= set(tensor.kinds):
             for name in names:
                 proof.proven[name] = max(proof.proven[name], step)
+
+
+def _is_counter(digest: Digest, tensor: ReplayedTensor) -> bool:
+    """Is it of the number of updates? Logs of parameters that are numbers once had digests of it."""
+    return digest.kind == STEP and tensor.numel == 1
 
 
 def _kind(digest: Digest) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ucp.model.checkpoint import STEP
+from ucp.model.checkpoint import STEP, kind_of_state
 
 
 def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
@@ -20,6 +20,11 @@ def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
     if "RMSprop" in families:
         return {"square_avg"}
     return set()
+
+
+def is_counter(name: str, value: Any) -> bool:
+    """Is a state the number of updates, and not one for every element? (Of a parameter that is a number, both fit.)"""
+    return kind_of_state(name) == STEP and value.numel() == 1
 
 
 def updates_counted(state: Mapping[str, Any]) -> int | None:

@@ -149,7 +149,7 @@ class Recorder:
 
     def _hand_over(self) -> None:
         engine = self._job.engine
-        skipped = engine is not None and bool(getattr(engine.optimizer, "overflow", False))
+        skipped = self._taker.skipped or (engine is not None and bool(getattr(engine.optimizer, "overflow", False)))
         if not skipped and not self._taker.called:
             raise UcpError(f"step {self.step + 1}: the optimizer was not called, and says that nothing overflowed")
         slot = self._taker.begin()

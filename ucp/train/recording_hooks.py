@@ -99,6 +99,9 @@ def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, 
             "a fused optimizer that unscales gradients itself (GradScaler) cannot be recorded",
             hint="call scaler.unscale_(optimizer) before scaler.step, or build the optimizer with fused=False",
         )
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and bool(found_inf):  # the fused operator itself leaves everything as it is
+        taker.skipped = True
     outer = None if job.engine is None else job.engine.optimizer
     if type(outer).__name__ == "BF16_Optimizer" and taker.scale is None and stage == Stage.REDUCED:
         taker.scale = bf16_scale(outer)
@@ -108,6 +111,11 @@ def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, 
         for p in stepped:
             if id(p) not in known:
                 raise _unknown()
+            if known[id(p)] != known[id(stepped[0])]:
+                raise UsageError(
+                    "a parameter has moved to another group of the optimizer since recording began",
+                    hint="close the recorder and record again after it",
+                )
             if p.grad.layout is not torch.strided:
                 raise UsageError(
                     "the optimizer has a gradient that is sparse, which cannot be recorded",

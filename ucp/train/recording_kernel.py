@@ -11,6 +11,7 @@ from ucp.log.payloads import GroupScalars, LrKind
 from ucp.train.optimizers import updates_counted
 
 _VECTOR_BYTES: Final = {"AVX512": 64, "AVX512_VNNI": 64, "AVX512_BF16": 64, "AMX": 64, "AVX2": 32}
+_CONSTANT: Final = ("lr_decay", "decoupled_weight_decay", "bias_correction")
 _TORCH: Final = {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop"}
 
 
@@ -23,6 +24,21 @@ def kernel_of(optimizer: Any) -> Kernel:
     name, library = _id(optimizer, device)
     told = device if device == "cpu" else f"{device} {_device_name(device)}".strip()
     return Kernel(name, str(torch.__version__), capability, told, _VECTOR_BYTES.get(capability, 16), library)
+
+
+def sees_vectors(kernel: Kernel) -> bool:
+    """Do the bits of an element depend on where it lies in memory? Not where torch's own operations are called."""
+    return kernel.id.rpartition(".")[2] not in ("single", "foreach")
+
+
+def constants(optimizer: Any) -> dict[int, tuple[Any, ...]]:
+    """What a kernel depends on besides the scalars that every step logs, by the group's id: a manifest has it once."""
+    device = _device(optimizer)
+    found = {}
+    for group in optimizer.param_groups:
+        fused = _variant_of(group, device) == "fused"  # the other two give the same bits
+        found[id(group)] = (fused, _is_unusual(group), *map(group.get, _CONSTANT))
+    return found
 
 
 def _id(optimizer: Any, device: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from ucp.log.schema import StreamSchema
 from ucp.model.checkpoint import kind_of_state
 from ucp.train.extras import COUNTERS, SCALER_FIELDS, live_scaler
 from ucp.train.live import LiveJob, flat_view, local_part
+from ucp.train.optimizers import is_counter
 from ucp.train.pieces import digest_of
 from ucp.train.recording_kernel import plain_hyper
 
@@ -68,10 +69,12 @@ def state_digests(optimizer: Any, schema: StreamSchema, keys: Sequence[Any]) -> 
     found = []
     for number, key in enumerate(keys):
         blocks = schema.blocks_of(number)
+        if not blocks:
+            continue  # a tensor without elements
         states = {
             logged_kind(kind_of_state(name)): value
             for name, value in optimizer.state.get(key, {}).items()
-            if isinstance(value, torch.Tensor) and value.shape == key.shape
+            if isinstance(value, torch.Tensor) and value.shape == key.shape and not is_counter(name, value)
         }
         for kind, tensor in {PARAM: key, **states}.items():
             flat = flat_view(tensor)

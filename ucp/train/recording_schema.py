@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from ucp.errors import UsageError
+from ucp.log.codecs import DTYPE_CODES
 from ucp.log.kinds import FIRST_KINDS
 from ucp.log.manifest import Kernel, Manifest, OptimizerGroup
 from ucp.log.schema import Block, LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
@@ -16,7 +17,7 @@ from ucp.model.rules import Rule, RuleBook
 from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, Stepped, dtype_of, local_part
 from ucp.train.pieces import Collector, SliceRules
-from ucp.train.recording_kernel import plain_hyper
+from ucp.train.recording_kernel import kernel_of, plain_hyper, sees_vectors
 from ucp.train.talk import agree, gather
 
 
@@ -92,6 +93,12 @@ def _offers(job: LiveJob, slices: SliceRules) -> RankOffers:
     steppable = {name for stepped in job.stepped if is_trained(stepped) for name in stepped.names}
     trained = {name: group for name, group in collector.note_parameters().items() if name in steppable}
     notes = collector.found.notes
+    for stepped in job.stepped:
+        if is_trained(stepped) and dtype_of(stepped.key).name not in DTYPE_CODES:
+            raise UsageError(
+                f"parameter {stepped.names[0]} has the element type {dtype_of(stepped.key)}, which a log does not hold",
+                hint="save this job with ucp.save or ucp.snapshot, or keep real and imaginary parts as two parameters",
+            )
     parameters = []
     held = {share.name: dtype_of(tensor) for share, tensor in ((h.share, h.tensor) for h in job.weights)}
     dtypes = {name: dtype_of(stepped.key) for stepped in job.stepped for name in stepped.names}
@@ -119,14 +126,15 @@ def _offers(job: LiveJob, slices: SliceRules) -> RankOffers:
     cut = []
     for number, buffer in enumerate(job.buffers):
         note = notes[job.logical_name(buffer.share.name)]
-        if buffer.share.region.numel == prod(note.shape) and note.rule.cut != "average":
+        whole = buffer.share.region.numel == prod(note.shape) and note.rule.cut != "average"
+        if whole and dtype_of(buffer.tensor).name in DTYPE_CODES:
             told.buffers.append((LoggedParameter(note.name, note.shape, str(dtype_of(buffer.tensor)), -1), number))
         else:
             cut.append(note.name)
     if cut:
         names = ", ".join(cut[:3])
         told.notes.append(f"buffers are not logged, they are those of the base: {names} ({len(cut)} in all)")
-    if any(not local_part(stepped.key).is_contiguous() for stepped in job.stepped):
+    if sees_vectors(kernel_of(job.optimizer)) and not all(local_part(s.key).is_contiguous() for s in job.stepped):
         told.notes.append(
             "some optimizer tensors are not row-major: a fused kernel sees their elements in another order"
         )

@@ -14,6 +14,7 @@ from ucp.log.schema import Block, StreamSchema
 from ucp.log.values import Value
 from ucp.model.checkpoint import STEP, kind_of_state
 from ucp.train.live import dtype_of, local_part
+from ucp.train.optimizers import is_counter
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ class StateTaker:
         assert self.numbers is not None
         found = []
         for number, blocks in enumerate(self._blocks):
-            for name, tensor, is_own in self._states(number):
+            for name, tensor, is_own in self._states(number) if blocks else ():  # it may have no elements
                 if name not in self.numbers:
                     raise UsageError(
                         f"the optimizer has a state {name} of {self._schema.tensors[number].names[0]} that it did not"
@@ -66,7 +67,7 @@ class StateTaker:
             if value is None:
                 continue
             kind = kind_of_state(name)
-            if isinstance(value, torch.Tensor) and value.shape == key.shape and (kind != STEP or value.numel() > 1):
+            if isinstance(value, torch.Tensor) and value.shape == key.shape and not is_counter(name, value):
                 yield logged_kind(kind), local_part(value), False
             else:
                 plain = self._own(number, kind, value)

@@ -41,6 +41,7 @@ class Taker:
         self.scalars: dict[int, GroupScalars] = {}
         self._most: dict[int, int] = {}  # group → the most updates that it was ever found to have counted
         self.scale: np.float32 | None = None
+        self.skipped = False  # the optimizer was called, and left everything as it was
         self.called = False  # the optimizer was, in this step, though perhaps with no gradient at all
         self.hook: Any = None  # the handle of what takes gradients when the optimizer is called
         self.failure: UcpError | None = None
@@ -175,7 +176,7 @@ class Taker:
         self._reset()
 
     def _reset(self) -> None:
-        self.slot, self.scale, self.called = None, None, False
+        self.slot, self.scale, self.called, self.skipped = None, None, False, False
         self.taken, self.scalars = set(), {}
 
 
