@@ -445,6 +445,37 @@ def load_states(job: Trained) -> None:
     job.optimizer.load_state_dict(job.optimizer.state_dict())
 
 
+def clamp_data(job: Trained) -> None:
+    for parameter in job.model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def forget_states(job: Trained) -> None:
+    job.optimizer.state.clear()
+
+
+def zero_moments(job: Trained) -> None:
+    for state in job.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def average_what_rests(job: Trained) -> None:
+    job.model.frozen.data.mul_(0.9)
+
+
+def replace_what_rests(job: Trained) -> None:
+    job.model.frozen.data = job.model.frozen.data * 0.9
+
+
+def fuse(job: Trained) -> None:
+    job.optimizer.param_groups[0]["fused"] = True
+    job.optimizer.param_groups[0]["foreach"] = False
+
+
+def couple_decay(job: Trained) -> None:
+    job.optimizer.param_groups[0]["decoupled_weight_decay"] = False
+
+
 def halve(job: Trained) -> None:
     def gradients(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -460,6 +491,13 @@ def halve(job: Trained) -> None:
     [
         (clamp, "was changed by something else"),
         (replace_data, "was changed by something else"),
+        (clamp_data, "rare was changed by something else, through .data"),
+        (forget_states, "a state of rare was changed"),
+        (zero_moments, "a state of rare was changed"),
+        (average_what_rests, "frozen, which the recorded optimizer does not step, was changed"),
+        (replace_what_rests, "frozen, which the recorded optimizer does not step, was changed"),
+        (fuse, "its settings were changed"),
+        (couple_decay, "its settings were changed"),
         (load_states, "states were loaded"),
         (halve, "is not what the optimizer is given"),
     ],
@@ -491,3 +529,40 @@ def test_sparse_gradients_are_refused_with_a_way_out(tmp_path: Path) -> None:
             optimizer.step()
     merged = ucp.open(tmp_path / "state", log=tmp_path / "state", exact=True)
     assert torch.equal(merged["weight"].read(as_torch=True), table.weight)
+
+
+def test_what_gives_the_same_bits_may_change(tmp_path: Path) -> None:
+    job = Trained(tmp_path, optimizers()["adamw single"][0])
+    job.train(2)
+    job.optimizer.param_groups[0]["foreach"] = True
+    job.train(2)
+    job.recorder.close()
+    assert logged(tmp_path) == job.given
+
+
+def test_a_parameter_that_changes_its_group_ends_the_recording(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
+    ucp.record(model, optimizer, tmp_path)
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+    model(torch.randn(2, 3)).sum().backward()
+    with pytest.raises(UsageError, match="moved to another group"):
+        optimizer.step()
+
+
+def test_a_second_optimizer_of_the_model_is_noticed(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    first, second = (torch.optim.SGD([p], lr=0.1) for p in (model.weight, model.bias))
+    ucp.record(model, first, tmp_path, what="state")
+    model(torch.randn(2, 3)).sum().backward()
+    first.step()
+    second.step()
+    with pytest.raises(UsageError, match="bias, which the recorded optimizer does not step"):
+        first.step()
+    assert Log.open(tmp_path).recoverable_step == 1
+
+
+def test_types_that_a_log_does_not_hold_are_refused_at_once(tmp_path: Path) -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(UsageError, match="parameter 0 has the element type complex64"):
+        ucp.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)

@@ -23,7 +23,7 @@ from ucp.train.recording_notes import job_notes, plain_notes, state_digests
 from ucp.train.recording_start import Start
 from ucp.train.recording_taker import Taker
 from ucp.train.recording_values import Values
-from ucp.train.recording_watch import Watch
+from ucp.train.recording_watch import Resting, Watch
 
 OnError = Literal["raise", "stop"]
 
@@ -70,6 +70,7 @@ class Recorder:
         self._writer = Writer(folder, start.epoch, self._schema, durable_step=self.step, gradients=gradients, **writer)
         self._taker = Taker(self._writer, self._schema, self._keys, start.groups, gradients=gradients)
         self._values = Values(start, model, self._writer, self._sink)
+        self._resting = Resting(self._job)
         self._watch: Watch | None = None
         if gradients:
             names = [tensor.names[0] for tensor in self._schema.tensors]
@@ -112,6 +113,7 @@ class Recorder:
                 self._watch.end_update()
             if self._taker.failure is not None:
                 raise self._taker.failure
+            self._resting.check()
             self._hand_over()
             self._early.next_step()
             if self._watch is not None:

@@ -1,19 +1,28 @@
-"""Whether anything but the optimizer has changed what it steps: a log of gradients would know nothing of that."""
+"""Whether anything but the optimizer has changed parameters or its states: a log of gradients knows nothing of that."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from ucp.errors import UsageError
 from ucp.train.hooks import Hooks
-from ucp.train.live import LiveJob
+from ucp.train.live import LiveJob, local_part
+from ucp.train.recording_kernel import constants
+from ucp.train.recording_schema import is_trained
 from ucp.train.recording_taker import Taker
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE: Final = 16  # elements of each tensor that are looked at
 
 
 class Watch:
-    """Looks at the optimizer's tensors after a step and before the next. Autograd counts writes, so that is cheap.
+    """Looks at the optimizer's tensors and states after a step and before the next.
 
-    What it does not see (writes through `.data`) only a digest finds.
+    Autograd counts writes, so that is cheap. Writes through `.data` it does not count: a sample of the elements is
+    compared. What that does not see only a digest finds.
     """
 
     def __init__(self, job: LiveJob, taker: Taker, names: Sequence[str], hooks: Hooks) -> None:
@@ -21,8 +30,10 @@ class Watch:
         self._taker = taker
         self._names = names
         self._engine, self._optimizer = job.engine, job.optimizer
-        self._keys = [] if self._engine is not None else [getattr(key, "_local_tensor", key) for key in taker.keys]
-        self._seen = self._look()
+        self._keys = [] if self._engine is not None else taker.keys
+        self._sample = Sample(self._keys)
+        self._constants = constants(self._optimizer)
+        self.end_step()
         hooks.add(job.optimizer.register_load_state_dict_post_hook(lambda _: self._fail("states were loaded into it")))
         hooks.add(job.optimizer.register_step_pre_hook(lambda *_: self._compare()))
 
@@ -40,24 +51,110 @@ class Watch:
     def end_step(self) -> None:
         """The step is over: from now on nobody else may write."""
         self._seen = self._look()
+        self._values = self._sample.take()
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _look(self) -> list[Any]:
         if self._engine is not None:
-            return [(int(self._engine.global_steps), 0)]
-        return [(key._version, key.data_ptr()) for key in self._keys]
+            return [int(self._engine.global_steps)]
+        states = self._optimizer.state
+        return [[mark_of(key), *map(mark_of, states.get(key, {}).values())] for key in self._keys]
 
     def _compare(self) -> None:
+        found = constants(self._optimizer)  # ZeRO steps one group after the other; one that is new is told of later
+        if any(self._constants.get(group, told) != told for group, told in found.items()):
+            self._fail("its settings were changed otherwise than a step can tell (fused, lr_decay, …)")
         now = self._look()
-        if now == self._seen:
-            return
         if self._engine is not None:
-            self._fail(f"its engine is at step {now[0][0]}, and was at step {self._seen[0][0]}")
-        else:
-            number = next(i for i, (a, b) in enumerate(zip(now, self._seen, strict=True)) if a != b)
-            self._fail(f"{self._names[number]} was changed by something else")
+            if now != self._seen:
+                self._fail(f"its engine is at step {now[0]}, and was at step {self._seen[0]}")
+            return
+        number = next((i for i, (a, b) in enumerate(zip(now, self._seen, strict=True)) if a != b), None)
+        if number is not None:
+            what = "" if now[number][0] != self._seen[number][0] else "a state of "
+            self._fail(f"{what}{self._names[number]} was changed by something else")
+        elif (number := self._sample.changed_since(self._values)) is not None:
+            self._fail(f"{self._names[number]} was changed by something else, through .data")
 
     def _fail(self, what: str) -> None:
         self._taker.failure = self._taker.failure or UsageError(
             f"since the optimizer's last step, {what}: a log of gradients does not lead there",
             hint='close the recorder and record again after it; or record states: what="state"',
         )
+
+
+class Resting:
+    """Parameters that this optimizer does not step. The log has them as they are in the base, so they must stay so."""
+
+    def __init__(self, job: LiveJob) -> None:
+        """An engine may hold them elsewhere between steps: of its parameters, values alone are looked at."""
+        held = [(held.share.name, held.tensor) for held in job.frozen]
+        held += [(stepped.names[0], stepped.key) for stepped in job.stepped if not is_trained(stepped)]
+        self._names = [name for name, _ in held]
+        self._marked = [tensor for _, tensor in held] if job.engine is None else []
+        self._seen = [mark_of(tensor) for tensor in self._marked]
+        self._sample = Sample([tensor for _, tensor in held])
+        self._values = self._sample.take()
+
+    def check(self) -> None:
+        """Raise where one of them was changed."""
+        marks = enumerate(zip(self._marked, self._seen, strict=True))
+        number = next((number for number, (tensor, seen) in marks if mark_of(tensor) != seen), None)
+        number = self._sample.changed_since(self._values) if number is None else number
+        if number is None:
+            return
+        raise UsageError(
+            f"parameter {self._names[number]}, which the recorded optimizer does not step, was changed by something"
+            " else: the log has it only as it was when recording began",
+            hint="record the part of the model that the optimizer trains, every optimizer with a folder of its own;"
+            " what is averaged from weights (EMA) can be a buffer",
+        )
+
+
+def mark_of(value: Any) -> Any:
+    """What tells whether a tensor was written to or replaced, as autograd counts; a number itself."""
+    if not hasattr(value, "data_ptr"):
+        return value if isinstance(value, (int, float)) else id(value)
+    # To ask a tensor for what it does not have takes longer than all the rest.
+    local = value._local_tensor if type(value).__name__ == "DTensor" else value
+    return local._version, local.data_ptr()
+
+
+class Sample:
+    """A few elements of every tensor, spread over it; one copy for all tensors of a type."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._views: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+        for number, tensor in enumerate(tensors):
+            view = _few(tensor)
+            if view is not None:
+                self._views.setdefault((view.device, view.dtype), []).append((number, view))
+
+    def take(self) -> list[torch.Tensor]:
+        """The elements as they are now."""
+        import torch
+
+        return [torch.cat([view for _, view in views]) for views in self._views.values()]
+
+    def changed_since(self, taken: Sequence[torch.Tensor]) -> int | None:
+        """The first tensor that is not what it was; None where all are."""
+        for views, before, now in zip(self._views.values(), taken, self.take(), strict=True):
+            if not _same(before, now):
+                parts = before.split([view.numel() for _, view in views])
+                return next(number for (number, view), part in zip(views, parts, strict=True) if not _same(view, part))
+        return None
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A view of some elements; None where a tensor does not lie densely in memory, in whatever order."""
+    local = local_part(tensor)
+    extent = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
+    if not local.numel() or extent != local.numel():
+        return None
+    return local.as_strided((local.numel(),), (1,))[:: -(-local.numel() // SAMPLE)]
+
+
+def _same(some: torch.Tensor, others: torch.Tensor) -> bool:
+    """The same bits? (NaN is no other value than NaN.)"""
+    import torch
+
+    return bool(torch.equal(some.contiguous().view(torch.uint8), others.contiguous().view(torch.uint8)))
