@@ -11,7 +11,7 @@ import pytest
 
 import ucp
 from tests.formats.deepspeed import made
-from ucp.errors import InconsistentError, IntegrityError, UsageError
+from ucp.errors import InconsistentError, IntegrityError, UcpError, UsageError
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -307,3 +307,32 @@ def test_states_that_belong_to_no_parameter_are_named_as_not_restored(tmp_path: 
             ucp.convert(source, path)
         report = ucp.load_into(net, torch.optim.AdamW(net.parameters()), path, strict=False)
         assert any("optimizer state 'inner'" in text for text in report.not_restored), report
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda p: torch.optim.RMSprop(p),
+        lambda p: torch.optim.SGD(p, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.Adamax(p),
+        lambda p: torch.optim.Adadelta(p),
+    ],
+)
+def test_an_optimizer_that_lacks_states_begins_anew(tmp_path: Path, other: Any) -> None:
+    """With a part of its states it would fail in its next step: torch makes them where there are none at all."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    ucp.save(net, optimizer, tmp_path / "atoms").wait()
+    twin = torch.nn.Linear(3, 2)
+    another = other(twin.parameters())
+    with pytest.raises(UcpError, match="which this optimizer"):
+        ucp.load_into(twin, another, tmp_path / "atoms")
+    report = ucp.load_into(twin, another, tmp_path / "atoms", strict=False)
+    assert torch.equal(twin.weight, net.weight)
+    assert any("which this optimizer" in text for text in report.not_restored)
+    assert not another.state
+    twin(torch.ones(1, 3)).sum().backward()
+    another.step()

@@ -133,6 +133,8 @@ class Matcher:
                 f"the checkpoint has no '{kind}' for {_some([p.name for p in members])}, which this optimizer"
                 f" ({type(self.job.optimizer).__name__}) needs"
             )
+            if told is self.plan.problems and kind not in _kept(live):
+                return  # with a part of its states it would not make the others, and fail in its next step
         for kind in kinds:
             lacking = [parameter.name for parameter in members if kind not in parameter.atoms]
             if lacking:

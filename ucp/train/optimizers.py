@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from ucp.model.checkpoint import STEP, kind_of_state
+
+_OTHERS: Final = {
+    "Adamax": ("exp_avg", "exp_inf"),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "Rprop": ("prev", "step_size"),
+    "ASGD": ("ax",),
+    "Lion": ("exp_avg",),
+}
 
 
 def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
@@ -18,8 +26,9 @@ def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
     if "Adagrad" in families:
         return {"sum"}
     if "RMSprop" in families:
-        return {"square_avg"}
-    return set()
+        momentum = {"momentum_buffer"} if group.get("momentum") else set()
+        return {"square_avg"} | momentum | ({"grad_avg"} if group.get("centered") else set())
+    return next((set(kinds) for family, kinds in _OTHERS.items() if family in families), set())
 
 
 def is_counter(name: str, value: Any) -> bool:
