@@ -566,3 +566,17 @@ def test_types_that_a_log_does_not_hold_are_refused_at_once(tmp_path: Path) -> N
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     with pytest.raises(UsageError, match="parameter 0 has the element type complex64"):
         ucp.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
+
+
+def test_a_job_that_another_takes_the_folder_from_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ucp.train import recorder
+
+    monkeypatch.setattr(recorder, "LOOK_EVERY", 0.0)
+    first = Trained(tmp_path, optimizers()["adamw single"][0])
+    first.train(2)
+    second = Trained(tmp_path, optimizers()["adamw single"][0], step=1)
+    with pytest.raises(UsageError, match="another job records here"):
+        first.train(1)
+    second.train(3)
+    second.recorder.close()
+    assert [(s.epoch.number, s.first, s.last) for s in Log.open(tmp_path, "strict").spans()] == [(0, 1, 1), (1, 2, 4)]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.log.frames import FrameType
 from ucp.log.payloads import pack_digests
-from ucp.log.reader import stream_folder
+from ucp.log.reader import epoch_folder, stream_folder
 from ucp.log.tuning import Tuner
 from ucp.log.writer import Writer
 from ucp.shadow.sink import Sinks
@@ -27,6 +27,7 @@ from ucp.train.recording_watch import Resting, Watch
 
 OnError = Literal["raise", "stop"]
 
+LOOK_EVERY = 1.0  # seconds, whether another job has begun to record here
 TUNE_EVERY = 100  # steps, with an automatic interval between bases
 
 
@@ -80,6 +81,7 @@ class Recorder:
             self._early = hang_in_scalars(self._job, self._taker, self._hooks)
         self._hang_in_end()
         self._start = self.step
+        self._looked = time.monotonic()
         self._spent = Spent(first_base_seconds=start.base_seconds)
         self._open = True
 
@@ -114,6 +116,7 @@ class Recorder:
             if self._taker.failure is not None:
                 raise self._taker.failure
             self._resting.check()
+            self._check_alone()
             self._hand_over()
             self._early.next_step()
             if self._watch is not None:
@@ -127,6 +130,18 @@ class Recorder:
                 self.base()
         except UcpError as error:
             self._stop(error)
+
+    def _check_alone(self) -> None:
+        """A job that records into the same folder has begun a newer epoch: what this one logs leads nowhere."""
+        if self.path is None or time.monotonic() - self._looked < LOOK_EVERY:
+            return
+        self._looked = time.monotonic()
+        if epoch_folder(self.path / "log", self.epoch + 1).exists():
+            raise UsageError(
+                f"{self.path}: another job records here since this one began (epoch {self.epoch + 1}): steps of this"
+                f" one after step {self.step} do not count",
+                hint="give every job a folder of its own; where the other is a restart of this one, end this one",
+            )
 
     def _tune(self) -> None:
         """Choose the interval between bases anew, from what the slowest rank has measured. Collective."""
