@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,15 @@ def test_what_round_robin_makes_of_a_universal_folder_is_told(project: Path) -> 
     assert noted == {"z2_bf16_roundrobin_dp3": True, "z1_bf16_dp2": False}
 
 
+def test_what_expert_parallelism_makes_of_a_universal_folder_is_told(project: Path) -> None:
+    """DeepSpeed looks for folders under the numbers that experts have on their rank: the wrong ones on all but one."""
+    noted = {}
+    for fixture in ("z1_bf16_moe4_ep2_dp4", "z1_bf16_dp2"):
+        source = open_checkpoint(project / "fixtures" / fixture, ReadOptions())
+        noted[fixture] = "universal-experts" in {note.id for note in Writer(source, WriteOptions()).notes}
+    assert noted == {"z1_bf16_moe4_ep2_dp4": True, "z1_bf16_dp2": False}
+
+
 @pytest.mark.parametrize("fixture", ["z1_bf16_dp2", "z1_fp16_dp2", "pp2_z1_bf16_tied_dp2"])
 def test_what_comes_of_a_universal_folder_is_what_comes_of_its_source(
     project: Path, tmp_path: Path, fixture: str
@@ -445,3 +455,31 @@ def test_names_that_are_no_paths_are_refused(tmp_path: Path, name: str) -> None:
     saved = saved_with_names(tmp_path / "saved", name)
     with pytest.raises(UsageError, match="cannot be one"):
         ucp.convert(saved, tmp_path / "u", to="deepspeed-universal")
+
+
+def test_weights_alone_are_refused(tmp_path: Path) -> None:
+    """An engine loads by groups: without any it says that it loaded, and keeps the weights that it was built with."""
+    torch.save({"linear.weight": torch.ones(3, 2)}, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match=r"the source has no optimizer, .*: of linear\.weight and all others"):
+        ucp.convert(tmp_path / "weights.pt", tmp_path / "u", to="deepspeed-universal")
+
+
+def test_an_optimizer_that_nobody_can_read_is_refused(tmp_path: Path) -> None:
+    """ZeRO off and fp32, before the first step: two groups of numbers, and nothing tells which number is whose."""
+    step = tmp_path / "saved" / "global_step0"
+    step.mkdir(parents=True)
+    (tmp_path / "saved" / "latest").write_text("global_step0")
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1]}]
+    tree = {
+        "module": OrderedDict({"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2), "c.weight": torch.ones(2)}),
+        "buffer_names": [],
+        "optimizer": {"state": {}, "param_groups": groups},
+        "global_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+        "ds_config": {},
+    }
+    torch.save(tree, step / "mp_rank_00_model_states.pt")
+    with pytest.raises(UsageError, match="nobody can tell whose states"):
+        ucp.convert(tmp_path / "saved", tmp_path / "u", to="deepspeed-universal")

@@ -40,6 +40,7 @@ class Writer:
         self.source = source
         self.notes: list[Note] = []
         self.mesh = None
+        _check_groups(source)
         self._options = WriteOptions(dtype=options.dtype)
         self.world = World(source, Mesh(zero=1), self._options)
         tag = source.details.get("tag")
@@ -60,6 +61,15 @@ class Writer:
                     "an engine with round_robin_gradients puts what it loads from a universal folder into the wrong"
                     " places (it goes by param_slice_mappings, which DeepSpeed computes from the wrong order); set"
                     " round_robin_gradients to false where load_universal is true, or take `--to deepspeed`",
+                )
+            )
+        if self.world.has_experts:
+            self.notes.append(
+                Note(
+                    "universal-experts",
+                    "an engine with expert parallelism numbers the experts of every rank from 0, and takes those"
+                    " numbers for the folder's: each of its ranks loads the same first experts; load with an"
+                    " ep_size of 1, or take `--to deepspeed`",
                 )
             )
         numbers = {k: p.name for p in source.parameters.values() for k, a in p.atoms.items() if _is_lone(p, k, a)}
@@ -149,6 +159,20 @@ class Writer:
         tree["dp_world_size"] = self.source.mesh.dp
         tree["ds_config"] = self.world.carried.config
         return tree
+
+
+def _check_groups(source: Checkpoint) -> None:
+    """DeepSpeed loads group by group: of a folder without any it loads nothing, and its job keeps fresh weights."""
+    trained = next((p.name for p in source.parameters.values() if p.role == "trained"), None)
+    if trained is None or source.groups:
+        return
+    unknown = any(note.id == "optimizer-unnamed" for note in source.notes)
+    why = "nobody can tell whose states the source's optimizer has" if unknown else "the source has no optimizer"
+    raise UsageError(
+        f"{why}, and DeepSpeed loads universal folders by the optimizer's groups: of {trained} and all others it would"
+        " load nothing, without a word",
+        hint="use --to deepspeed --zero 0, 1 or 2 and load with load_module_only=True; or --to safetensors",
+    )
 
 
 def _is_lone(parameter: Parameter, kind: str, atom: Atom) -> bool:
