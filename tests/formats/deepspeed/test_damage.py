@@ -122,6 +122,86 @@ def test_a_missing_expert_file(real: Callable[[str], Path]) -> None:
         read(folder)
 
 
+def test_all_expert_files_missing(real: Callable[[str], Path]) -> None:
+    """Their masters are in the optimizer's files, and DeepSpeed loads the experts from here."""
+    folder = real("z1_bf16_moe4_ep2_dp4")
+    for path in (folder / "global_step3").glob("layer_0_expert_*"):
+        path.unlink()
+    with pytest.raises(InconsistentError, match=r"expert file layer_0_expert_3_mp_rank_00_model_states\.pt is missing"):
+        read(folder)
+
+
+def test_expert_files_that_were_exchanged(real: Callable[[str], Path]) -> None:
+    folder = real("z1_bf16_moe4_ep2_dp4")
+    exchange(*(folder / "global_step3" / f"layer_0_expert_{n}_mp_rank_00_model_states.pt" for n in (0, 3)))
+    with pytest.raises(
+        InconsistentError, match=r"layer_0_expert_0_mp.* is named for expert 0, but holds .*experts\.3\."
+    ):
+        read(folder)
+
+
+def test_the_last_optimizer_file_of_experts_missing(tmp_path: Path) -> None:
+    """ZeRO off: one optimizer file an expert-parallel rank. The groups' names say how many there were."""
+    name = "mlp.deepspeed_moe.experts.deepspeed_experts.{}.weight"
+    files: dict[str, Any] = {
+        "mp_rank_00_model_states.pt": model_state({"gate": torch.ones(3)}, dp_world_size=2, num_experts=[2])
+        | {"param_shapes": None}
+    }
+    for expert in range(2):
+        weight = torch.full((2, 2), float(expert))
+        files[f"layer_0_expert_{expert}_mp_rank_00_model_states.pt"] = {name.format(expert): weight}
+        state = {0: {"exp_avg": torch.ones(3)}, 1: {"exp_avg": weight}}
+        groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1], "name": "ep_size_2", "moe": True}]
+        tree = {"optimizer": {"state": state, "param_groups": groups}}
+        files[f"expp_rank_{expert}_mp_rank_00_optim_states.pt"] = tree
+    folder = save(tmp_path / "c", files)
+    assert "exp_avg" in read(folder).parameters[name.format(1)].atoms
+    one, other = (folder / "global_step7" / f"expp_rank_{n}_mp_rank_00_optim_states.pt" for n in (0, 1))
+    exchange(one, other)
+    with pytest.raises(InconsistentError, match=f"{one.name} .*was saved as {other.name}"):
+        read(folder)
+    exchange(one, other)
+    other.unlink()
+    with pytest.raises(InconsistentError, match=f"{other.name} is missing"):
+        read(folder)
+
+
+def test_all_optimizer_files_of_experts_missing(tmp_path: Path) -> None:
+    """The model file repeats the optimizer of the first expert-parallel rank: the experts of others have none in it."""
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1], "name": "ep_size_2", "moe": True}]
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}, 1: {"exp_avg": torch.ones(2, 2)}}, "param_groups": groups}
+    model = model_state({"gate": torch.ones(3)}, dp_world_size=2, num_experts=[2], optimizer=optimizer)
+    files: dict[str, Any] = {MODEL: {**model, "param_shapes": None}}
+    for expert in range(2):
+        weight = {f"mlp.deepspeed_moe.experts.deepspeed_experts.{expert}.weight": torch.full((2, 2), float(expert))}
+        files[f"layer_0_expert_{expert}_mp_rank_00_model_states.pt"] = weight
+    assert "expp_rank_1_mp_rank_00_optim_states.pt is missing" in refusal(tmp_path, files)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_files_of_stage_3_that_were_exchanged(tmp_path: Path, kind: str) -> None:
+    """Shards of ZeRO-3 look all alike; only the name that torch gave the archive tells them apart."""
+    folder = save_even(tmp_path / "c", 3)
+    name = {"model": "zero_pp_rank_{}_mp_rank_00_model_states.pt", "optim": OPTIM}[kind]
+    exchange(*(folder / "global_step7" / name.format(rank) for rank in (1, 2)))
+    with pytest.raises(InconsistentError, match=f"{name.format(1)} .*was saved as {name.format(2)}"):
+        read(folder)
+
+
+def test_ranks_that_were_copied_from_one_are_noted(tmp_path: Path) -> None:
+    folder = save_even(tmp_path / "c", 3)
+    for rank in (1, 2):
+        shutil.copy(folder / "global_step7" / OPTIM.format(0), folder / "global_step7" / OPTIM.format(rank))
+    (note,) = [note for note in read(folder).notes if note.id == "saved-under-other-names"]
+    assert f"{OPTIM.format(1)} was saved as {OPTIM.format(0)}, and 1 more" in note.text
+
+
+def exchange(one: Path, other: Path) -> None:
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+
+
 def test_a_truncated_file(real: Callable[[str], Path]) -> None:
     folder = real("z1_bf16_dp2")
     path = folder / "global_step3" / OPTIM.format(1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from ucp.records import dataclass
 
@@ -46,6 +46,13 @@ def global_name(name: str, ep: int, experts: dict[str, int]) -> str:
     if found is None:
         return name
     return f"{found[1]}{ep * experts[found[1]] + int(found[2])}{found[3]}"
+
+
+def named_degree(hyper: Mapping[str, Any]) -> int | None:
+    """The expert-parallel degree after which DeepSpeed names a group of experts."""
+    name = hyper.get("name")
+    number = name.removeprefix("ep_size_") if isinstance(name, str) and name.startswith("ep_size_") else ""
+    return int(number) if number.isascii() and number.isdigit() and int(number) > 0 else None
 
 
 def sharers(dp: int, partitions: int, data_first: bool) -> list[Sharers]:

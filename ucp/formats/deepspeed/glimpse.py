@@ -24,6 +24,7 @@ class Glimpse(OpenedFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self.saved_as = ""  # torch names the archive after the file that it first was; empty where that cannot be seen
         try:
             self._start = self._find_start()
         except BaseException:
@@ -39,6 +40,7 @@ class Glimpse(OpenedFile):
         name = head[_HEADER.size : _HEADER.size + name_length]
         if signature != b"PK\x03\x04" or method != 0 or not name.endswith(b"/data.pkl"):
             return -1
+        self.saved_as = name.removesuffix(b"/data.pkl").decode(errors="replace")
         return _HEADER.size + int(name_length) + int(extra_length)
 
     def starts_with(self, pickled: bytes) -> bool:

@@ -95,7 +95,7 @@ def optim_name(dp: int, mp: int, like: str) -> str:
 
 def missing_expert_files(experts: Mapping[tuple[int, int, int], str], mp: int, counts: object) -> list[str]:
     """Files of experts that must exist and do not, by the number of experts of each MoE layer of this mp rank."""
-    if not experts or not isinstance(counts, (list, tuple)):
+    if not isinstance(counts, (list, tuple)):
         return []
     sizes = [count if type(count) is int else 0 for count in counts]
     wanted = [(layer, expert) for layer, count in enumerate(sizes) for expert in range(min(count, 10**5))]

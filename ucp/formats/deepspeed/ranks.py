@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ucp.errors import NotUnderstoodError
 from ucp.files.inert import Inert
+from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.grid import Grid
 from ucp.formats.deepspeed.holdings import Holder
 from ucp.formats.deepspeed.missing import check_frozen, check_order
@@ -30,6 +31,7 @@ from ucp.formats.deepspeed.zero12 import Partition, open_partitions, read_partit
 from ucp.model.box import Shape
 from ucp.records import dataclass, field
 
+_COMPLETE = "restore the missing files, or give a checkpoint that is complete"
 _RESTORE = "look for a file of another run or of another save among them"
 
 
@@ -227,18 +229,28 @@ def _read_unsharded(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks
 def _read_pipeline(reading: Reading, files: StepFiles, grid: Grid, stages: Mapping[int, StageNames]) -> None:
     for name in missing_layer_files(files.layers, stages, grid.tp):
         reading.problems.add(f"layer file {name} is missing")
-    reading.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
+    reading.problems.raise_any(_COMPLETE)
     read_layers(reading, files.layers, stages)
 
 
 def _read_experts(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> None:
+    missing: list[str] = []
     for holder, (model, *_) in ranks.models.items():
         mp = holder.pp * grid.tp + holder.tp
-        for name in missing_expert_files(files.experts, mp, model.mapping().get("num_experts")):
-            reading.problems.add(f"expert file {name} is missing")
-    for (_, expert, mp), name in sorted(files.experts.items()):
+        if files.experts or files.expert_optim or _lists_experts(model):
+            missing += missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
+    for name in missing:
+        reading.problems.add(f"expert file {name} is missing")
+    if missing:
+        reading.problems.raise_any(_COMPLETE)
+    for (layer, expert, mp), name in sorted(files.experts.items()):
         file = reading.files.open(reading.prefix + name)
-        read_expert_file(reading, Holder(mp // grid.tp, mp % grid.tp), file, expert)
+        read_expert_file(reading, Holder(mp // grid.tp, mp % grid.tp), file, expert, layer)
+
+
+def _lists_experts(model: RankFile) -> bool:
+    """Whether the optimizer owned experts. `num_experts` alone may be a key of the client's."""
+    return any(expert_number(name) is not None for name in _joined(param_shapes(model, None) or ()))
 
 
 def _note_frozen(reading: Reading, ranks: Ranks, stage: int) -> None:

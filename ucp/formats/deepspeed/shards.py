@@ -20,14 +20,17 @@ _REMEMBERED_PICKLES: Final = 4
 class RankFile:
     """One `.pt` file: its name relative to the root and its tree. Files may share a tree: never change one.
 
+    `saved_as` is the name, without suffix, that the archive itself has; empty where it cannot be seen.
+
     The archive's directory is read when the place of a tensor is first asked for, unless it had to be before.
     """
 
-    __slots__ = ("_archive", "_path", "name", "tree")
+    __slots__ = ("_archive", "_path", "name", "saved_as", "tree")
 
-    def __init__(self, name: str, path: Path, tree: Any, archive: TorchFile | None = None) -> None:
+    def __init__(self, name: str, path: Path, tree: Any, archive: TorchFile | None = None, saved_as: str = "") -> None:
         self.name = name
         self.tree = tree
+        self.saved_as = saved_as
         self._path = path
         self._archive = archive
 
@@ -89,12 +92,12 @@ class RankFiles:
         with Glimpse(path) as glimpse:
             for pickled, tree in self._recent:
                 if glimpse.starts_with(pickled):
-                    return RankFile(name, path, tree)
+                    return RankFile(name, path, tree, saved_as=glimpse.saved_as)
             archive = TorchFile(path)
             tree = archive.tree
             pickled = glimpse.pickle_of(archive)
         self._recent.appendleft((pickled, tree))
-        return RankFile(name, path, tree, archive)
+        return RankFile(name, path, tree, archive, glimpse.saved_as)
 
 
 def describe(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ucp.formats.deepspeed.experts import expert_number
+from ucp.formats.deepspeed.experts import expert_number, named_degree
 from ucp.formats.deepspeed.holdings import Holder
 from ucp.formats.deepspeed.names import StepFiles
 from ucp.formats.deepspeed.reading import Reading
@@ -15,7 +15,7 @@ from ucp.formats.deepspeed.unsharded import read_unsharded, unwrap
 def read_stages(reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]) -> int:
     """Put the optimizer states of every model-parallel rank into the holdings; returns the ep degree."""
     before = _parameters(reading)
-    if files.expert_optim:
+    if files.expert_optim or _degree(reading, files, models) > 1:
         owned, degree = _read_expert_parallel(reading, files, tp, models)
     else:
         owned, degree = _read_models(reading, models, pipeline=bool(files.layers)), 1
@@ -59,21 +59,33 @@ def _read_expert_parallel(
 ) -> tuple[set[str], int]:
     """Mixture of experts: one optimizer file an ep rank, with its experts and a copy of everything dense."""
     owned: set[str] = set()
-    degree = max(ep for ep, _ in files.expert_optim) + 1
-    for ep in range(degree):
-        for holder, model in models.items():
-            mp = holder.pp * tp + holder.tp
-            name = files.expert_optim.get((ep, mp))
-            if name is None:
-                reading.problems.add(f"rank file expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt is missing")
-                continue
-            file = reading.files.open(reading.prefix + name)
-            found = unwrap(file, file.mapping().get("optimizer"))
-            if found is not None:
-                owned |= read_unsharded(reading, holder, found, _local(reading, holder, ep, degree))
-            if ep == 0 and reading.take_all(model.mapping().get("optimizer")):
-                reading.note("second-copy", f"{model.name}: its 'optimizer' repeats that of {name}; left behind")
+    degree = _degree(reading, files, models)
+    holders = {holder.pp * tp + holder.tp: holder for holder in models}
+    missing = [(ep, mp) for ep in range(degree) for mp in holders if (ep, mp) not in files.expert_optim]
+    for ep, mp in missing:
+        reading.problems.add(f"rank file expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt is missing")
+    if missing:
+        reading.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
+    for (ep, mp), name in sorted(files.expert_optim.items()):
+        if mp not in holders:
+            continue
+        file, holder = reading.files.open(reading.prefix + name), holders[mp]
+        found = unwrap(file, file.mapping().get("optimizer"))
+        if found is not None:
+            owned |= read_unsharded(reading, holder, found, _local(reading, holder, ep, degree))
+        if ep == 0 and reading.take_all(models[holder].mapping().get("optimizer")):
+            reading.note("second-copy", f"{models[holder].name}: its 'optimizer' repeats that of {name}; left behind")
     return owned, degree
+
+
+def _degree(reading: Reading, files: StepFiles, models: Mapping[Holder, RankFile]) -> int:
+    """How many expert-parallel ranks saved their optimizer: by the files, and by the names of the groups in one."""
+    some = [reading.files.open(reading.prefix + name) for name in sorted(files.expert_optim.values())[:1]]
+    degrees = [ep + 1 for ep, _ in files.expert_optim]
+    for file in (*some, *models.values()):
+        found = unwrap(file, file.mapping().get("optimizer"))
+        degrees += [named_degree(group) or 1 for group in found.groups] if found is not None else []
+    return max(degrees, default=1)
 
 
 def _local(reading: Reading, holder: Holder, ep: int, degree: int) -> list[str]:

@@ -119,8 +119,11 @@ def read_frozen(reading: Reading, holder: Holder, file: RankFile) -> None:
             reading.holdings.put(name, holder, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
 
 
-def read_expert_file(reading: Reading, holder: Holder, file: RankFile, expert: int) -> None:
-    """The weights of one expert; names carry the global expert number."""
+def read_expert_file(reading: Reading, holder: Holder, file: RankFile, expert: int, layer: int) -> None:
+    """The weights of one expert; names carry the global expert number. The oldest releases give no layer (-1)."""
+    other = next((name for name in file.mapping() if expert_number(str(name)) not in (None, expert)), None)
+    if layer >= 0 and other is not None:
+        reading.problems.add(f"{file.name}: is named for expert {expert}, but holds {other}: files were exchanged")
     for name, value in file.mapping().items():
         if isinstance(value, TensorRef):
             reading.take(value)

@@ -10,7 +10,7 @@ from ucp.errors import UsageError
 from ucp.formats.deepspeed.emit.carried import Carried
 from ucp.formats.deepspeed.emit.slices import Local, Slicer
 from ucp.formats.deepspeed.emit.stages import Pipeline, place
-from ucp.formats.deepspeed.experts import local_experts, split_name
+from ucp.formats.deepspeed.experts import local_experts, named_degree, split_name
 from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32
@@ -63,7 +63,7 @@ class World:
         known: dict[str, int] = {}
         for group in self.source.groups:
             for split in filter(None, map(split_name, group.names)):
-                known[split[0]] = _named_degree(group.hyper) or self.source.mesh.ep
+                known[split[0]] = named_degree(group.hyper) or self.source.mesh.ep
         largest = max(known.values(), default=1)
         degrees = {layer: self.mesh.ep if k == largest else min(k, self.mesh.ep) for layer, k in known.items()}
         return {layer: degrees.get(layer, self.mesh.ep) for layer in self._expert_counts()}
@@ -98,7 +98,7 @@ class World:
             if members or (self.mesh.zero in (0, 3) and not self._any_listed(group.names)):
                 hyper = _hyper(group.hyper or self.carried.configured_hyper, degree)
                 found.append(LocalGroup(hyper, tuple(members), degree or 1))
-                was.append(_named_degree(group.hyper))
+                was.append(named_degree(group.hyper))
         return self._merged(found, was)
 
     def _merged(self, groups: list[LocalGroup], was: Sequence[int | None]) -> list[LocalGroup]:
@@ -209,17 +209,10 @@ def round_robin(count: int, ranks: int) -> list[int]:
     return [i for first in range(min(ranks, count)) for i in range(first, count, ranks)]
 
 
-def _named_degree(hyper: dict[str, Any]) -> int | None:
-    """The expert-parallel degree after which DeepSpeed names a group of experts."""
-    name = hyper.get("name")
-    number = name.removeprefix("ep_size_") if isinstance(name, str) and name.startswith("ep_size_") else ""
-    return int(number) if number.isascii() and number.isdigit() and int(number) > 0 else None
-
-
 def _hyper(hyper: dict[str, Any], degree: int) -> dict[str, Any]:
     """A group's hyper-parameters; `degree` is that of its experts, 0 where it has none."""
     hyper = {key: value for key, value in hyper.items() if key != "params"}
-    return {**hyper, "name": f"ep_size_{degree}"} if degree and _named_degree(hyper) else hyper
+    return {**hyper, "name": f"ep_size_{degree}"} if degree and named_degree(hyper) else hyper
 
 
 def _is_float(atom: Atom) -> bool:
