@@ -206,6 +206,21 @@ def test_a_full_disk_keeps_what_was_done(job: tuple[Target, Checkpoint, Path]) -
     assert path.exists()
 
 
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_worker_without_memory_is_no_success(
+    job: tuple[Target, Checkpoint, Path], monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    target, source, path = job
+
+    def no_memory(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("ucp.engine.worker.mmap.mmap", no_memory)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        run(target, source, path, options(jobs), nothing_last, Progress())
+    assert not path.exists()
+
+
 def test_no_space_is_said_before_any_work(
     job: tuple[Target, Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

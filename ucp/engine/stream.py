@@ -40,13 +40,15 @@ def stream(
     if budget.jobs <= 1:
         shared.work_on(0)
     else:
-        threads = [threading.Thread(target=shared.work_on, args=(n,), name=f"ucp-slab-{n}") for n in range(budget.jobs)]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
         try:
+            for number in range(budget.jobs):
+                thread = threading.Thread(target=shared.work_on, args=(number,), name=f"ucp-slab-{number}")
+                thread.start()
+                threads.append(thread)
             for thread in threads:
                 thread.join()
-        finally:  # an interrupt of the waiting thread ends the workers too
+        finally:  # an interrupt of the waiting thread ends the workers too, and so does one that cannot be started
             stop.set()
             for thread in threads:
                 thread.join()
@@ -70,8 +72,9 @@ class _Shared:
         begin = first_stretch(number, max(1, self.work.budget.jobs), len(self.todo))
         todo = chain(self.todo[begin:], self.todo[:begin])
         stretch: Iterator[Part] | None = next(todo, None)
-        worker = Worker(self.work)
+        worker: Worker | None = None
         try:
+            worker = Worker(self.work)  # there may be no memory for it
             while stretch is not None and not self.stop.is_set():
                 with self.lock:
                     part = next(stretch, None)
@@ -88,4 +91,5 @@ class _Shared:
                 self.failure = self.failure or error
             self.stop.set()
         finally:
-            worker.outputs.close()
+            if worker is not None:
+                worker.outputs.close()
