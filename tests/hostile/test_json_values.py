@@ -134,6 +134,14 @@ def test_the_files_of_atoms(tmp_path: Path, file: str) -> None:
     survives_all(Target("x", read, list), tree, tmp_path, lambda text: text)
 
 
+def test_extras_that_are_no_text_give_a_short_message(tmp_path: Path) -> None:
+    ucp.convert(RANKS, tmp_path / "atoms", include=["blocks.0.ln1.bias"])
+    (tmp_path / "atoms" / "extras" / "extras.json").write_bytes(bytes(5001))
+    with pytest.raises(IntegrityError, match=r"extras\.json: cannot be read: UnicodeDecodeError") as error:
+        ucp.open(tmp_path / "atoms")
+    assert len(str(error.value)) < 500
+
+
 @pytest.mark.parametrize("kind", [FrameType.AUX, FrameType.DIGEST])
 @pytest.mark.parametrize("payload", [b"[" * 3000, b"[[Infinity,1,2]]", b"\xff", b"[[1]]"])
 def test_notes_and_digests_in_a_log(tmp_path: Path, kind: FrameType, payload: bytes) -> None:

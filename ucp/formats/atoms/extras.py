@@ -50,7 +50,8 @@ def read_extras(folder: Path, carried: list[str]) -> Extras:
         failure = IntegrityError if isinstance(error, FileNotFoundError) else StorageError
         raise failure(f"{path}: cannot be read: {error.strerror}", hint=_RESTORE) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path}: cannot be read: {error!r}", hint=_RESTORE) from None
+        # (The repr of a UnicodeDecodeError holds the whole file.)
+        raise IntegrityError(f"{path}: cannot be read: {type(error).__name__}: {error}", hint=_RESTORE) from None
     tensors: dict[str, Atom] = {}
     if (folder / TENSORS).exists():
         for key, entry in read_safetensors(folder / TENSORS).entries.items():
