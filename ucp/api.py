@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ucp.arguments import check_choices, check_counts, numbers, size, words
 from ucp.conversion import DEFAULT_MEMORY, Conversion, default_jobs
 from ucp.errors import UsageError
 from ucp.files.paths import as_path, is_shadow, is_url
@@ -34,6 +35,8 @@ from ucp.model.selection import Only, Selection, select
 from ucp.views import OpenCheckpoint
 
 if TYPE_CHECKING:
+    import torch
+
     from ucp.checks import Report
     from ucp.compare import Comparison
     from ucp.engine.convert import Progress
@@ -119,9 +122,9 @@ def plan(
     to: str = "atoms",
     link: bool = False,
     only: Only | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    dtype: str | DType | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    dtype: str | DType | torch.dtype | None = None,
     tp: int | None = None,
     pp: int | None = None,
     vpp: int | None = None,
@@ -135,7 +138,7 @@ def plan(
     experts: ExpertForm | None = None,
     optimizer: OptimizerKind | None = None,
     optimizer_sharding: OptimizerSharding | None = None,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     tag: str | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
@@ -155,6 +158,13 @@ def plan(
     dimensions. `optimizer` names the one of Megatron's that is to load the target, `optimizer_sharding` how its sharded
     checkpoint keeps the state of the distributed one. `log`, `step` and `exact` as in `open_checkpoint`.
     """
+    check_choices(
+        only=(only, Only),
+        experts=(experts, ExpertForm),
+        optimizer=(optimizer, OptimizerKind),
+        optimizer_sharding=(optimizer_sharding, OptimizerSharding),
+    )
+    check_counts(tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=etp, vocab_size=vocab_size)
     wanted = _dtype(dtype)
     if only is not None and to in ("deepspeed", "deepspeed-universal"):
         raise UsageError(
@@ -162,7 +172,7 @@ def plan(
         )
     if only == "weights" and to == "safetensors":
         only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
-    selection = Selection(only, tuple(include), tuple(exclude), wanted if to == "atoms" else None)
+    selection = Selection(only, words(include), words(exclude), wanted if to == "atoms" else None)
     indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
     example = None if like is None else index_checkpoint(as_path(like), ReadOptions())
     selected = select(indexed, selection)
@@ -184,8 +194,8 @@ def plan(
         zero=zero,
         dtype=wanted,
         like=example,
-        max_shard_size=max_shard_size,
-        first_layers=None if stages is None else tuple(stages),
+        max_shard_size=None if max_shard_size is None else size("max_shard_size", max_shard_size),
+        first_layers=None if stages is None else numbers("stages", stages),
         vocab_size=vocab_size,
         experts=experts,
         optimizer=optimizer,
@@ -215,7 +225,7 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     jobs: int | None = None,
-    memory: int = DEFAULT_MEMORY,
+    memory: int | str = DEFAULT_MEMORY,
     resume: bool = False,
     restart: bool = False,
     durable: bool = False,
@@ -229,11 +239,15 @@ def convert(
 ) -> Checkpoint:
     """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index.
 
+    `memory` is a number of bytes, or a size as the command line takes it: `512M`.
     Of several processes each may write one `part`, `(1, n)` to `(n, n)`; a last call with `finish` lets `dst` appear.
     With the engine `ray`, `parts` tasks of the Ray cluster at `ray_address` write it, each with `jobs` CPUs.
     """
     from ucp.engine.shares import Share
 
+    check_choices(engine=(engine, Engine))
+    check_counts(jobs=jobs, parts=parts)
+    memory = size("memory", memory)
     if engine == "ray":
         if part is not None or finish:
             raise UsageError("with the engine ray, part and finish are its own affair", hint="leave them out")
@@ -276,7 +290,7 @@ def verify(
     level: str = "default",
     *,
     fail_on: str = "error",
-    allow: Sequence[str] = (),
+    allow: str | Sequence[str] = (),
     baseline: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
     tag: str | None = None,
@@ -295,7 +309,8 @@ def verify(
     from ucp.checks import make_policy
     from ucp.checks import verify as run_checks
 
-    policy = make_policy(fail_on, allow, baseline)
+    check_counts(jobs=jobs)
+    policy = make_policy(fail_on, words(allow), baseline)
     options, jobs = read_options(tag, rules, preset), jobs or default_jobs()
     if log is None and step is None and not exact:
         return run_checks(src, level, options=options, jobs=jobs, policy=policy)
@@ -312,8 +327,8 @@ def diff(
     atol: float = 0.0,
     ulp: int = 0,
     only: Only | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     strict: bool = False,
     extras: bool = True,
     updates: bool = False,
@@ -339,7 +354,9 @@ def diff(
     """
     from ucp.compare import Options, Tolerance, compare
 
-    options = Options(Tolerance(rtol, atol, ulp), only, tuple(include), tuple(exclude), strict, updates, extras)
+    check_choices(only=(only, Only))
+    check_counts(jobs=jobs)
+    options = Options(Tolerance(rtol, atol, ulp), only, words(include), words(exclude), strict, updates, extras)
     one, other = (
         _renamed(
             index_state(path, read_options(tag, rules, preset), log, step, exact and log is not None),
@@ -380,10 +397,10 @@ def report(
     return write_report(src, page, options, version=__version__, jobs=jobs or default_jobs(), progress=progress)
 
 
-def _dtype(dtype: str | DType | None) -> DType | None:
+def _dtype(dtype: str | DType | torch.dtype | None) -> DType | None:
     if dtype is None or isinstance(dtype, DType):
         return dtype
-    parsed = parse_dtype(dtype)
+    parsed = parse_dtype(str(dtype))
     if parsed is None or parsed.family != "float":
         raise UsageError(f"{dtype!r} is no floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
     return parsed

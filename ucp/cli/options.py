@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
+from ucp.arguments import parse_size
 from ucp.model.checkpoint import Checkpoint, Note
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,15 +21,14 @@ FILE = click.Path(path_type=Path, readable=False, dir_okay=False)
 FOLDER = click.Path(path_type=Path, readable=False, file_okay=False)
 
 _NOTES_OF_A_KIND = 5
-_UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
 def parse_bytes(text: str | int) -> int:
     """A number of bytes: `512M`, `2G`, `1048576`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(text).strip().lower())
-    if match is None:
+    found = parse_size(str(text))
+    if found is None:
         raise click.BadParameter(f"{text!r} is not a size; write 512M, 2G or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return found
 
 
 def source_argument(function: F) -> F:

@@ -157,6 +157,10 @@ _ONLY_FOR: dict[str, set[str]] = {
     "experts": {"megatron", "torch-dist"},
     "optimizer": {"megatron", "torch-dist"},
     "optimizer_sharding": {"torch-dist"},
+    "zero": {"deepspeed", "megatron", "torch-dist"},
+    "first_layers": {"deepspeed", "megatron", "torch-dist"},
+    "vocab_size": {"deepspeed", "megatron", "torch-dist"},
+    "max_shard_size": {"safetensors", "dcp"},
 }
 # Formats without ranks of their own → the options that mean something to them. The others look at all of them.
 _WITHOUT_RANKS: dict[str, set[str]] = {
@@ -171,9 +175,13 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
     if name not in WRITERS:
         raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
     for option_name in field_names(options):
-        if getattr(options, option_name) not in (None, False) and not _means_something(option_name, name):
+        value = getattr(options, option_name)
+        if value is not None and value is not False and not _means_something(option_name, name):  # ZeRO 0 is a value
             option = "stages" if option_name == "first_layers" else option_name.replace("_", "-")
-            raise UsageError(f"--{option} means nothing to --to {name}", hint=f"leave --{option} out")
+            others = " or ".join(f"--to {other}" for other in WRITERS if _means_something(option_name, other))
+            raise UsageError(
+                f"--{option} means nothing to --to {name}", hint=f"leave --{option} out, or choose {others}"
+            )
     return cast(Writer, import_module(WRITERS[name]).Writer(source, options))
 
 

@@ -204,3 +204,7 @@ class Checkpoint:
     def aliases(self) -> Mapping[str, str]:
         """Alias name → name of the parameter that owns the tensor."""
         return {alias: p.name for p in self.parameters.values() for alias in p.aliases}
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows what a call gives, and the index of a large model would fill it for minutes."""
+        return f"<index of {self.root}: {self.format}, {len(self.parameters)} parameters, {self.mesh}>"

@@ -83,6 +83,9 @@ class Target:
     def nbytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    def __repr__(self) -> str:
+        return f"<{len(self.files)} files, {self.nbytes} bytes>"
+
     def to_json(self) -> dict[str, Any]:
         """The target for people and scripts: files with their bytes and holes."""
         return {

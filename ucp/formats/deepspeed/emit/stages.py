@@ -72,6 +72,8 @@ def place(
         return {name: like.parameters[name].stages for name in source.parameters}
     if pp == source.mesh.pp and first_layers is None:
         return {name: parameter.stages for name, parameter in source.parameters.items()}
+    if first_layers is not None:
+        _check_starts(first_layers, pp)
     if pp == 1:
         return dict.fromkeys(source.parameters, (0,))
     pipeline = Pipeline.of(source)
@@ -81,8 +83,6 @@ def place(
             hint="keep --pp 1; only checkpoints of a PipelineModule can be cut into stages",
         )
     starts = list(first_layers) if first_layers is not None else _balanced_starts(source, pipeline, pp)
-    if len(starts) != pp or starts[0] != 0 or starts != sorted(set(starts)):
-        raise UsageError(f"{pp} stages need {pp} increasing first layers that begin with 0, not {starts}")
     stage_of = {layer: sum(layer >= start for start in starts) - 1 for layer in pipeline.layers}
     placed: dict[str, tuple[int, ...]] = {}
     for name in source.parameters:
@@ -97,6 +97,14 @@ def place(
             # A use that calls a function of the module has no file. It is at the end of the model: a head.
             placed[name] = tuple(sorted({*(stage_of[layer] for layer in uses), *((pp - 1,) if len(uses) == 1 else ())}))
     return placed
+
+
+def _check_starts(starts: Sequence[int], pp: int) -> None:
+    said = f"--stages {','.join(map(str, starts))}"
+    if len(starts) != pp:
+        raise UsageError(f"{said} names the first layers of {len(starts)} stages, but pp={pp}", hint="add --pp")
+    if list(starts) != sorted({0, *starts}):
+        raise UsageError(f"{said}: first layers must increase, and begin with 0")
 
 
 def _balanced_starts(source: Checkpoint, pipeline: Pipeline, pp: int) -> list[int]:

@@ -1,0 +1,78 @@
+"""What a person says to the library is checked where it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ucp
+from tests.transcripts import PROJECT
+from ucp.arguments import parse_size
+from ucp.errors import UsageError
+
+CHECKPOINT = PROJECT / "fixtures" / "z1_bf16_tp2_dp2"
+PIPELINE = PROJECT / "fixtures" / "pp2_z1_bf16_tied_dp2"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"only": "weight"}, "only='weight' means nothing"),
+        ({"to": "megatron", "optimizer": "zero"}, "optimizer='zero' means nothing"),
+        ({"engine": "spark"}, "engine='spark' means nothing"),
+        ({"to": "deepspeed", "tp": 0}, "tp=0: there must be at least one"),
+        ({"jobs": 0}, "jobs=0: there must be at least one"),
+        ({"memory": "much"}, "memory='much' is not a size"),
+        ({"to": "safetensors", "max_shard_size": "big"}, "max_shard_size='big' is not a size"),
+        ({"to": "deepspeed", "stages": "0,2"}, "stages='0,2' is not a list of numbers"),
+        ({"to": "deepspeed", "stages": [0, 2]}, "--stages 0,2 names the first layers of 2 stages, but pp=1"),
+        ({"dp": 3}, "--dp means nothing to --to atoms\n.*--to deepspeed or --to dcp"),
+        ({"zero": 0}, "--zero means nothing to --to atoms"),
+        ({"to": "dcp", "zero": 1}, "--zero means nothing to --to dcp"),
+        ({"to": "dcp", "vocab_size": 64}, "--vocab-size means nothing to --to dcp"),
+        ({"to": "deepspeed", "max_shard_size": 4096}, "--max-shard-size means nothing to --to deepspeed"),
+    ],
+)
+def test_slips_of_the_pen(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ucp.convert(CHECKPOINT, tmp_path / "out", **options)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "stages, message", [([0, 1, 2], "names the first layers of 3 stages, but pp=2"), ([1, 2], "begin with 0")]
+)
+def test_stages_that_are_none(tmp_path: Path, stages: list[int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ucp.convert(PIPELINE, tmp_path / "out", to="deepspeed", pp=2, stages=stages)
+
+
+def test_what_python_says_shorter(tmp_path: Path) -> None:
+    ucp.convert(CHECKPOINT, tmp_path / "a", include="*.bias", dtype=torch.float16, memory="64M")
+    ucp.convert(CHECKPOINT, tmp_path / "b", include=["*.bias"], dtype="fp16", memory=64 << 20)
+    assert ucp.diff(tmp_path / "a", tmp_path / "b").identical
+    assert all(name.endswith(".bias") for name in ucp.open(tmp_path / "a"))
+    assert ucp.diff(CHECKPOINT, tmp_path / "a", include="*.ln1.bias", only="optimizer").same
+    ucp.convert(CHECKPOINT, tmp_path / "c", to="safetensors", max_shard_size="4K")
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) > 1
+    assert ucp.verify(CHECKPOINT, allow="finite").ok
+
+
+def test_rows_are_a_slice() -> None:
+    with pytest.raises(UsageError, match="rows=3 is no slice"):
+        ucp.open(CHECKPOINT)["embed.weight"].read("master", rows=3)  # type: ignore[arg-type]
+
+
+def test_results_show_themselves_on_a_line(tmp_path: Path) -> None:
+    assert len(repr(ucp.convert(CHECKPOINT, tmp_path / "out"))) < 200 + len(str(CHECKPOINT))
+    assert len(repr(ucp.plan(CHECKPOINT, tmp_path / "more"))) < 600 + 2 * len(str(CHECKPOINT))
+
+
+@pytest.mark.parametrize(
+    "text, count", [("1048576", 1 << 20), ("512M", 512 << 20), ("1.5g", 3 << 29), ("2 GiB", 2 << 30), ("x", None)]
+)
+def test_sizes(text: str, count: int | None) -> None:
+    assert parse_size(text) == count
