@@ -81,6 +81,21 @@ def test_one_changed_element_is_named(source: Path, copy: Path) -> None:
     assert not diff(source, copy, include=("blocks.0.attn.proj.*",)).same
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_in_the_precision_of_masters(source: Path, tmp_path: Path, zero: int) -> None:
+    job = atoms(source, tmp_path / "job", to="deepspeed", zero=zero)
+    weights = atoms(source, tmp_path / "weights", to="safetensors")
+    found = diff(job, weights)
+    assert {kind for _, kind in found.only_a} == {"exp_avg", "exp_avg_sq"}
+    assert "B has no optimizer states; --only weights compares the weights alone" in [n.text for n in found.notes]
+    for a, b in ((job, weights), (weights, job)):
+        assert diff(a, b, only="weights").identical
+    assert diff(job, job, only="weights").compared == len(index(job).parameters), "masters of both are not looked at"
+    before = peek(weights, "pos.weight", "weight")[0, 0]
+    poke(weights, "pos.weight", "weight", (0, 0), np.nextafter(before, np.float32(9)))
+    assert [(atom.name, atom.kind) for atom in diff(job, weights, only="weights").atoms] == [("pos.weight", "master")]
+
+
 def test_missing_states_and_parameters_on_either_side(source: Path, tmp_path: Path) -> None:
     few = atoms(source, tmp_path / "few", only="weights", exclude=["pos.weight"])
     found = diff(source, few)

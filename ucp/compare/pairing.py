@@ -59,7 +59,10 @@ class Pairing:
 def narrow(
     a: Checkpoint, b: Checkpoint, only: Only | None, include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[Checkpoint, Checkpoint]:
-    """Both without what is not wanted. A pattern must match a name (or an alias) on one side at least."""
+    """Both without what is not wanted. A pattern must match a name (or an alias) on one side at least.
+
+    Beside weights masters are left, for weights that the other side keeps in the master's precision.
+    """
     for pattern in (*include, *exclude):
         if not any(_matches(p, [pattern]) for side in (a, b) for p in side.parameters.values()):
             raise UsageError(
@@ -75,7 +78,20 @@ def narrow(
                 if (not include or _matches(parameter, include)) and not _matches(parameter, exclude)
             },
         )
-        for side in (select(side, Selection(only)) for side in (a, b))
+        for side in ((_with_masters(side) if only == "weights" else select(side, Selection(only))) for side in (a, b))
+    )
+
+
+def _with_masters(side: Checkpoint) -> Checkpoint:
+    weights = select(side, Selection("weights"))
+    return replace(
+        weights,
+        parameters={
+            name: replace(parameter, atoms={**parameter.atoms, MASTER: side.parameters[name].atoms[MASTER]})
+            if MASTER in side.parameters[name].atoms
+            else parameter
+            for name, parameter in weights.parameters.items()
+        },
     )
 
 
@@ -84,8 +100,10 @@ def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def pair(a: Checkpoint, b: Checkpoint, *, strict: bool = False) -> Pairing:
+def pair(a: Checkpoint, b: Checkpoint, *, strict: bool = False, only: Only | None = None) -> Pairing:
     """Find the partner of every parameter and state.
+
+    Where `only` weights count, a master does so for the one side that has it: a weight of the other stands for it.
 
     Tied parameters are found under any of their names: where one side keeps one tensor and the other two, both are
     compared with it. A weight or master that one side does not store and the other can stand for is no difference
@@ -101,7 +119,10 @@ def pair(a: Checkpoint, b: Checkpoint, *, strict: bool = False) -> Pairing:
     found.only_b = [(name, kind) for name, p in b.parameters.items() if name not in paired_b for kind in p.atoms]
     remarks: Counter[str] = Counter()
     for one, other in found.parameters:
-        _pair_states(found, one, other, remarks, strict=strict)
+        _pair_states(found, one, other, remarks, strict=strict, only=only)
+    if only == "weights":
+        found.only_a = [(name, kind) for name, kind in found.only_a if kind != MASTER]
+        found.only_b = [(name, kind) for name, kind in found.only_b if kind != MASTER]
     found.notes = [Note("stand-in", f"{count} parameters: {remark}") for remark, count in remarks.items()]
     found.tying = list(_tying(found.parameters))
     return found
@@ -113,10 +134,14 @@ def _owners(checkpoint: Checkpoint) -> dict[str, str]:
     return {**own, **{alias: name for alias, name in checkpoint.aliases().items() if alias not in own}}
 
 
-def _pair_states(found: Pairing, one: Parameter, other: Parameter, remarks: Counter[str], *, strict: bool) -> None:
+def _pair_states(
+    found: Pairing, one: Parameter, other: Parameter, remarks: Counter[str], *, strict: bool, only: Only | None
+) -> None:
     ours = one.atoms if strict else _as_kept_by(other, one, "A", remarks)
     theirs = other.atoms if strict else _as_kept_by(one, other, "B", remarks)
     for kind in dict.fromkeys([*ours, *theirs]):
+        if only == "weights" and kind == MASTER and kind in one.atoms and kind in other.atoms:
+            continue
         if kind in ours and kind in theirs:
             found.atoms.append(AtomPair(one.name, kind, ours[kind], theirs[kind]))
         elif kind == STEP and not strict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from ucp.compare.extras import extra_remarks, extras
@@ -40,7 +40,7 @@ def compare(
     """Compare every state of every parameter of `a` and `b`. Each byte is read once, in bounded memory."""
     options = options or Options()
     a, b = narrow(a, b, options.only, options.include, options.exclude)
-    pairing = pair(a, b, strict=options.strict)
+    pairing = pair(a, b, strict=options.strict, only=options.only)
     found, setting_notes = settings(a, b, pairing.parameters)
     result = Comparison(a, b, options.tolerance, options.strict, only_a=pairing.only_a, only_b=pairing.only_b)
     result.notes = [*pairing.notes, *setting_notes]
@@ -59,6 +59,8 @@ def compare(
         found_extras, extra_notes = extras(a, b)
         result.extras = found_extras
         result.notes += [*extra_notes, *extra_remarks(found_extras, strict=options.strict)]
+    if options.only is None:
+        result.notes += _weights_alone(a, b)
     alike = [pair for pair in pairing.atoms if pair.comparable]
     tallies = _read(a, b, alike, options, jobs, progress)
     result.compared = len(alike)
@@ -69,6 +71,16 @@ def compare(
     if options.updates:
         result.updates = updates_of((alike[i].name, tallies[i]) for i in _moving(alike, a))
     return result
+
+
+def _weights_alone(a: Checkpoint, b: Checkpoint) -> Iterator[Note]:
+    """A folder of weights differs from a job's checkpoint by all that it lacks: say how to leave that out."""
+    has_states = {
+        side: any(atom.kind not in (WEIGHT, MASTER) for atom in of.atoms()) for side, of in (("A", a), ("B", b))
+    }
+    for side, has in has_states.items():
+        if not has and any(has_states.values()):
+            yield Note("weights-alone", f"{side} has no optimizer states; --only weights compares the weights alone")
 
 
 def _read(
