@@ -24,9 +24,9 @@ TOP = """\
 
 This page is made by `scripts/make_cli_docs.py` from the program itself. `ucp COMMAND --help` prints the same.
 
-Data goes to stdout, talk (progress, notes, verdicts) to stderr. `--json` prints one JSON object with a `schema` number.
-The progress bar appears only where stderr is a terminal. Sizes are powers of 1,024: `512M`, `2G`, `1048576`.
-Nothing that lies in a checkpoint is ever executed.
+Data goes to stdout; progress, notes and verdicts go to stderr. `--json` prints one JSON object with a `schema` number.
+The progress bar appears only where stderr is a terminal. Units of sizes are powers of 1,024: `512M`, `2G`; a plain
+number counts bytes. Nothing in a checkpoint is ever executed.
 """
 
 CODES = """\
@@ -38,13 +38,22 @@ CODES = """\
 """
 
 VARIABLES = """\
-A mistake of yours shows one paragraph and its code. A traceback is a bug of `ucp`: please report it.
+A mistake in a command shows one paragraph and exits with its code. A traceback is a bug in `ucp`: please report it.
 [Troubleshooting](troubleshooting.md) goes through the messages.
 
 | environment variable | effect |
 | --- | --- |
 | `UCP_DEBUG=1` | show the traceback of every failure |
 | `UCP_SHADOW_TOKEN_FILE` | file with the token of a [shadow](shadow.md) |
+
+## Completion
+
+Let the shell complete commands, options and their values, with a line in `~/.bashrc` (for zsh: `zsh_source`, in
+`~/.zshrc`):
+
+```bash
+eval "$(_UCP_COMPLETE=bash_source ucp)"
+```
 """
 
 

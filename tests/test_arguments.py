@@ -62,7 +62,7 @@ def test_what_python_says_shorter(tmp_path: Path) -> None:
 
 
 def test_rows_are_a_slice() -> None:
-    with pytest.raises(UsageError, match="rows=3 is no slice"):
+    with pytest.raises(UsageError, match="rows=3 is not a slice"):
         ucp.open(CHECKPOINT)["embed.weight"].read("master", rows=3)  # type: ignore[arg-type]
 
 

@@ -49,6 +49,8 @@ def read_options(
     tag: str | None = None, rules: str | Path | None = None, preset: str | None = None, repair: bool = False
 ) -> ReadOptions:
     """Options for reading from what a user says: a rule file wins over a preset, both over the checkpoint."""
+    if tag is not None:
+        tag = tag.rstrip("/") or tag  # a shell that completes names adds it
     if rules is None and preset is None:
         return ReadOptions(tag, repair=repair)
     from ucp.formats.rulefiles import rule_book
@@ -178,7 +180,7 @@ def plan(
     selected = select(indexed, selection)
     if indexed.parameters and not selected.parameters:
         raise UsageError(
-            f"{src}: of {len(indexed.parameters)} parameters none is left"
+            f"{src}: none of the {len(indexed.parameters)} parameters is left"
             + (", for the source has no optimizer state" if only == "optimizer" and not (include or exclude) else ""),
             hint="take less away with --only, --include and --exclude",
         )
@@ -392,7 +394,7 @@ def report(
     try:
         depth = Level[level.upper()]
     except KeyError:
-        raise UsageError(f"{level!r} is no level of verification", hint="choose quick, default or deep") from None
+        raise UsageError(f"{level!r} is not a level of verification", hint="choose quick, default or deep") from None
     options = Options(depth, statistics, sample, read_options(tag, rules, preset))
     return write_report(src, page, options, version=__version__, jobs=jobs or default_jobs(), progress=progress)
 
@@ -402,5 +404,5 @@ def _dtype(dtype: str | DType | torch.dtype | None) -> DType | None:
         return dtype
     parsed = parse_dtype(str(dtype))
     if parsed is None or parsed.family != "float":
-        raise UsageError(f"{dtype!r} is no floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
+        raise UsageError(f"{dtype!r} is not a floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
     return parsed

@@ -76,7 +76,7 @@ class ParameterView:
         if atom is None:
             raise UsageError(f"parameter {self.name} has no {kind!r}", hint=f"it has: {', '.join(self.kinds)}")
         if not isinstance(rows, slice | None):
-            raise UsageError(f"rows={rows!r} is no slice", hint="write rows=slice(first, last + 1)")
+            raise UsageError(f"rows={rows!r} is not a slice", hint="write rows=slice(first, last + 1)")
         read = read_tensor if as_torch else read_array
         return read(self._index.root, atom, rows, self._index.computed)
 

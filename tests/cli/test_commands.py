@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ucp.cli.main import COMMANDS
+
 FIXTURE = "z1_bf16_tp2_dp2"
 
 
@@ -284,7 +286,7 @@ def test_a_job_without_stderr(clean: Path, tmp_path: Path) -> None:
 
 
 def test_a_selection_that_leaves_nothing_is_refused(clean: Path, tmp_path: Path) -> None:
-    refused(ucp("convert", clean, tmp_path / "out", "--exclude", "*"), 2, "none is left")
+    refused(ucp("convert", clean, tmp_path / "out", "--exclude", "*"), 2, "none of the")
     assert ucp("convert", clean, tmp_path / "hf", "--to", "safetensors").returncode == 0
     refused(ucp("convert", tmp_path / "hf", tmp_path / "out", "--only", "optimizer"), 2, "no optimizer state")
     assert not (tmp_path / "out").exists()
@@ -294,3 +296,76 @@ def test_mistyped_names_and_parts(clean: Path, tmp_path: Path) -> None:
     refused(ucp("inspect", clean, "--param", "blocks.0.attn.qkv.wieght"), 2, "perhaps one of: blocks.0.attn.qkv.weight")
     for part in ("1/0", "²/4", "a/b"):
         assert "is not a part such as 1/4" in ucp("convert", clean, tmp_path / "out", "--part", part).stderr
+
+
+@pytest.mark.parametrize("name, suggestion", [("inspct", "'inspect'"), ("converts", "'convert'")])
+def test_mistyped_commands(name: str, suggestion: str) -> None:
+    shown = ucp(name, "x")
+    assert shown.returncode == 2
+    assert f"Did you mean {suggestion}?" in shown.stderr
+
+
+def test_paths_at_which_there_is_nothing(clean: Path, tmp_path: Path) -> None:
+    refused(ucp("inspect", clean.with_name("z1_bf16_tp2_dp3")), 5, f"perhaps one of: {clean}")
+    refused(ucp("inspect", tmp_path / "no" / "where"), 5, "no such file or folder")
+    (tmp_path / ".out.ucp-partial").mkdir()
+    refused(ucp("inspect", tmp_path / "out"), 5, "repeat that command with --resume")
+    (tmp_path / "empty").mkdir()
+    refused(ucp("inspect", tmp_path / "empty"), 3, "is an empty folder")
+    for arguments in (
+        ["inspect", ""],
+        ["verify", ""],
+        ["convert", "", "x"],
+        ["convert", clean, ""],
+        ["diff", clean, ""],
+    ):
+        shown = ucp(*arguments)
+        assert shown.returncode == 2
+        assert "an empty path" in shown.stderr
+
+
+def test_a_tag_with_the_slash_of_a_completion(clean: Path) -> None:
+    assert ucp("inspect", clean, "--tag", "global_step3/").returncode == 0
+
+
+def test_resume_and_restart_contradict_each_other(clean: Path, tmp_path: Path) -> None:
+    refused(ucp("convert", clean, tmp_path / "out", "--resume", "--restart"), 2, "choose one of them")
+
+
+@pytest.mark.parametrize("arguments", [["verify", "-o"], ["report", "-o"], ["diff", "--plot"]])
+def test_a_folder_that_is_missing_is_told_before_the_work(
+    checkpoint: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    command, option = arguments
+    checkpoints = [checkpoint, checkpoint] if command == "diff" else [checkpoint]
+    shutil.rmtree(checkpoint)  # what is not looked at is not missed
+    refused(ucp(command, *checkpoints, option, tmp_path / "no" / "file.svg"), 5, "there is no folder")
+
+
+def test_no_excuse_for_what_cannot_be_opened(checkpoint: Path, tmp_path: Path) -> None:
+    """A rank that is lost must not pass for the lesser finding that someone allowed."""
+    optimizer_file(checkpoint).unlink()
+    assert ucp("verify", checkpoint, "-o", tmp_path / "known.json").returncode == 1
+    for excuse in (["--allow", "grid"], ["--allow", "readable"], ["--baseline", tmp_path / "known.json"]):
+        assert ucp("verify", checkpoint, *excuse).returncode == 1
+    assert ucp("verify", checkpoint, "--fail-on", "never").returncode == 0
+
+
+def test_json_is_printed_beside_a_file_of_it(clean: Path, tmp_path: Path) -> None:
+    shown = ucp("verify", clean, "--json", "-o", tmp_path / "report.json")
+    assert json.loads(shown.stdout) == json.loads((tmp_path / "report.json").read_bytes())
+
+
+def test_every_command_shows_examples() -> None:
+    for command in (
+        *COMMANDS,
+        "log ls",
+        "log stat",
+        "log verify",
+        "log truncate",
+        "log compact",
+        "shadow status",
+        "snapshot plan",
+    ):
+        shown = ucp(*command.split(), "--help").stdout
+        assert f"\n    ucp {command.split()[0]} " in shown, command

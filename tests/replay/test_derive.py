@@ -259,7 +259,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     sync(run)
     with pytest.raises(UsageError, match="step 9 cannot be had; the log ends with step 3"):
         derive(run, base, 9)
-    with pytest.raises(UsageError, match="is no step"):
+    with pytest.raises(UsageError, match="is not a step"):
         ucp.open(tmp_path, log=tmp_path, step="newest")
     with pytest.raises(UsageError, match="about the steps of a log"):
         ucp.open(base, step=2)

@@ -141,7 +141,7 @@ def save_atoms(
 def save_fails(
     _: Path, rank: int, *, spec: dict[str, Any], path: str, client_state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Save where or what cannot be saved: the error on this rank. Rank 1 alone adds what is no plain data."""
+    """Save where or what cannot be saved: the error on this rank. Rank 1 alone adds what is not plain data."""
     made = spec_of(spec)
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     train(engine, made, place, 1)

@@ -71,14 +71,14 @@ def test_other_classes_stay_behind_and_are_named(tmp_path: Path) -> None:
     left: list[str] = []
     assert revive(tree, tmp_path, "client_state", left) == {"kept": 1}
     assert left == [
-        "client_state.args: an object of argparse.Namespace is no plain data",
-        "client_state.list[1]: an object of some.module.Thing is no plain data",
-        "client_state.class: the class some.module.Thing is no plain data",
+        "client_state.args: an object of argparse.Namespace is not plain data",
+        "client_state.list[1]: an object of some.module.Thing is not plain data",
+        "client_state.class: the class some.module.Thing is not plain data",
     ]
     assert revive(tree["args"], tmp_path, "x", []) is GONE
 
 
 def test_what_cannot_be_saved_is_refused_by_path() -> None:
-    with pytest.raises(UsageError, match=r"client_state.a\[0\] is a pathlib.*Path, which is no plain data"):
+    with pytest.raises(UsageError, match=r"client_state.a\[0\] is a pathlib.*Path, which is not plain data"):
         still({"a": [Path("x")]}, "client_state", no_tensor)
     assert still(Namespace(lr=1), "v", no_tensor).get("lr") == 1

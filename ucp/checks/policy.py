@@ -50,10 +50,10 @@ def make_policy(
     """A policy from what a user says; `baseline` is the path of an earlier report as JSON."""
     known = next((severity for severity in FAIL_ON if severity == fail_on), None)
     if known is None:
-        raise UsageError(f"{fail_on!r} is nothing to fail on", hint=f"choose one of: {', '.join(FAIL_ON)}")
+        raise UsageError(f"{fail_on!r} is not a severity to fail on", hint=f"choose one of: {', '.join(FAIL_ON)}")
     checks = frozenset(allow)
     for check in sorted(checks - BY_ID.keys()):
-        raise UsageError(f"{check!r} is no check", hint=f"the checks are: {', '.join(BY_ID)}")
+        raise UsageError(f"{check!r} is not a check", hint=f"the checks are: {', '.join(BY_ID)}")
     return Policy(known, checks, frozenset() if baseline is None else read_baseline(Path(baseline)))
 
 
@@ -69,5 +69,5 @@ def read_baseline(path: Path) -> frozenset[str]:
         return frozenset(str(finding["fingerprint"]) for finding in json.loads(text)["findings"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(
-            f"{path}: is no report of `ucp verify`", hint="make one with `ucp verify SRC -o baseline.json`"
+            f"{path}: is not a report of `ucp verify`", hint="make one with `ucp verify SRC -o baseline.json`"
         ) from None

@@ -83,6 +83,8 @@ def verify(
 
         # The CRCs of small members are looked at whatever the level: a pickle that makes no sense may be a damaged one.
         report.checks = [c.id for c in CHECKS if c.id == "zip-crc" or (c in checks and c.id in _WITHOUT_INDEX)]
+        # No other check can look: what keeps it shut is not excused, or a lost rank would pass for what is allowed.
+        report.policy = Policy(report.policy.fail_on)
         with SourceFiles(_folder(path)) as files:
             report.root = str(files.root)
             _carry_out(report, diagnose(path, options, level, files, error), jobs, meter_to)
@@ -140,7 +142,7 @@ def _level(level: Level | str) -> Level:
         return Level[level.upper()]
     except KeyError:
         known = ", ".join(known.title for known in Level)
-        raise UsageError(f"{level!r} is no level of verification", hint=f"choose one of: {known}") from None
+        raise UsageError(f"{level!r} is not a level of verification", hint=f"choose one of: {known}") from None
 
 
 def _look(module: str, context: Context) -> Iterator[Finding | Task]:

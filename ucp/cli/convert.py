@@ -59,19 +59,29 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
 )
 @click.option("--link", is_flag=True, help="Copy nothing: write a manifest that points at byte ranges of the source.")
 @click.option("--only", type=click.Choice(["weights", "optimizer"]), help="Take only these states.")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Take only parameters that match (shell pattern).")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out parameters that match (shell pattern).")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Take only parameters that match this shell pattern. Repeatable.",
+)
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out parameters that match this shell pattern. Repeatable.",
+)
 @click.option(
     "--dtype", help="Cast `weight` to this dtype (fp32, bf16, fp16), from the master copy where there is one."
 )
 @click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree of the target.")
 @click.option("--pp", type=click.IntRange(1), help="Pipeline-parallel degree of the target.")
-@click.option("--vpp", type=click.IntRange(1), help="Model chunks of every pipeline stage of the target (Megatron).")
+@click.option("--vpp", type=click.IntRange(1), help="Model chunks per pipeline stage of the target (Megatron).")
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel degree of the target.")
 @click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree of the target.")
 @click.option("--etp", type=click.IntRange(1), help="Tensor-parallel degree of the target's experts (Megatron).")
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the target.")
-@click.option("--like", type=PATH, metavar="CHECKPOINT", help="Take the layout of this checkpoint.")
+@click.option("--like", type=PATH, metavar="CHECKPOINT", help="Copy the layout of this checkpoint.")
 @click.option("--stages", callback=_numbers, metavar="N,N,…", help="First layer of every pipeline stage: 0,5,11.")
 @click.option("--vocab-size", type=click.IntRange(1), help="Padded size of the vocabulary in the target.")
 @click.option(
@@ -89,25 +99,34 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
     type=click.Choice(["fully_reshardable", "dp_reshardable"]),
     help="How --to torch-dist keeps the distributed optimizer's state. [default: as the source's job would]",
 )
-@click.option("--max-shard-size", type=parse_bytes, metavar="BYTES", help="Largest safetensors file. [default: 5G]")
+@click.option(
+    "--max-shard-size",
+    type=parse_bytes,
+    metavar="BYTES",
+    help="Largest file of --to safetensors or dcp. [default: 5G, in dcp none]",
+)
 @reading_options
 @naming_options
 @log_options
-@click.option("--repair", is_flag=True, help="Put right what a known bug of the framework damaged, where it can be.")
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
+@click.option(
+    "--repair", is_flag=True, help="Repair what a known bug of the framework damaged, as far as its bytes survive."
+)
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Workers. [default: one per core, at most 8]")
 @click.option(
     "--memory",
     type=parse_bytes,
     metavar="BYTES",
     default="256M",
     show_default=True,
-    help="Most memory for slabs.",
+    help="Most memory for buffers.",
 )
-@click.option("--resume", is_flag=True, help="Go on with a half-done output.")
-@click.option("--restart", is_flag=True, help="Throw a half-done output away and begin again.")
-@click.option("--durable", is_flag=True, help="Flush everything to the disk before the output appears.")
-@click.option("--part", callback=_part, metavar="I/N", help="Write this part of the output: 1/4 to 4/4, anywhere.")
-@click.option("--finish", is_flag=True, help="Let the output appear when all of its parts are written.")
+@click.option("--resume", is_flag=True, help="Continue a half-done output.")
+@click.option("--restart", is_flag=True, help="Discard a half-done output and start over.")
+@click.option("--durable", is_flag=True, help="Flush everything to disk before the output appears.")
+@click.option(
+    "--part", callback=_part, metavar="I/N", help="Write only this part of the output (1/4 to 4/4), on any machine."
+)
+@click.option("--finish", is_flag=True, help="Make the output appear, once all its parts are written.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
@@ -115,8 +134,12 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
     show_default=True,
     help="What does the work: workers of this machine, or tasks of a Ray cluster.",
 )
-@click.option("--ray-address", metavar="ADDRESS", help="The Ray cluster. [default: auto, the one of this machine]")
-@click.option("--parts", type=click.IntRange(2), help="Tasks for Ray. [default: as many as the cluster runs at once]")
+@click.option(
+    "--ray-address", metavar="ADDRESS", help="Address of the Ray cluster. [default: auto, the one on this machine]"
+)
+@click.option(
+    "--parts", type=click.IntRange(2), help="Number of Ray tasks. [default: as many as the cluster runs at once]"
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan (files, bytes, reads, writes, memory) and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was planned or done as JSON.")
 def command(
@@ -139,9 +162,9 @@ def command(
     """Turn the checkpoint SRC into the new folder DST.
 
     \b
-    SRC may be a save folder (with `latest`), one step folder, a folder of a
-    Hugging Face Trainer, Accelerate or Lightning run, a folder of weights, a
-    universal folder, or atoms. Examples:
+    SRC may be a save folder (with `latest`) or one step of it, written by
+    DeepSpeed, Megatron, torch.distributed.checkpoint, the Hugging Face Trainer,
+    Accelerate or Lightning; a folder of weights; a universal folder; or atoms:
       ucp convert run/checkpoints atoms
       ucp convert run/checkpoints atoms --dry-run
       ucp convert run/checkpoints weights --only weights --dtype bf16
@@ -151,16 +174,20 @@ def command(
       ucp convert megatron/run hf --to safetensors --names hf
       ucp convert run step1200 --log run --step 1200 --to deepspeed --dp 6
 
-    Layout options that are left out keep the source's value.
-    The output appears whole or not at all. A run that was killed goes on with --resume.
-    Under torchrun, srun or mpirun the processes share the work; without a launcher,
-    --part 1/4 to --part 4/4 do, on any machines that see both folders, and --finish;
-    with --engine ray, tasks of a Ray cluster.
+    Layout options that you leave out keep the source's value. The output appears whole or not at all; a run that was
+    killed continues with --resume.
+
+    Under torchrun, srun or mpirun the processes share the work. Without a launcher, run --part 1/4 to --part 4/4 on any
+    machines that see both folders, then --finish; or let a Ray cluster do it with --engine ray.
     """
     from ucp.cli.launchers import launched_share
     from ucp.cli.progress import Bar
     from ucp.engine.place import staging_folder
 
+    if resume and restart:
+        raise UsageError(
+            "--resume goes on with a half-done output, --restart throws it away", hint="choose one of them"
+        )
     launched = None if part is not None or finish else launched_share()
     _check_engine(engine, part is not None or finish, launched, ray_address is not None or parts is not None)
     source: str | Path = src

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import FILE, PATH, counted, human_bytes, naming_options, table
+from ucp.cli.options import FILE, PATH, check_folder_of, counted, human_bytes, naming_options, table
 from ucp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.command("diff", short_help="Say whether two checkpoints are the same.")
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@click.option("--tag-a", help="Step folder inside the save folder A. [default: what `latest` names]")
-@click.option("--tag-b", help="Step folder inside the save folder B. [default: what `latest` names]")
+@click.option("--tag-a", help="Step folder inside the save folder A. [default: the one that `latest` names]")
+@click.option("--tag-b", help="Step folder inside the save folder B. [default: the one that `latest` names]")
 @click.option(
     "--rules",
     type=FILE,
@@ -38,8 +38,18 @@ if TYPE_CHECKING:
 @click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute distance that counts as equal.")
 @click.option("--ulp", type=click.IntRange(0), default=0, help="Steps in the last place that count as equal.")
 @click.option("--only", type=click.Choice(["weights", "optimizer"]), help="Compare only these states.")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Compare only parameters that match (shell pattern).")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out parameters that match (shell pattern).")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Compare only parameters that match this shell pattern. Repeatable.",
+)
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out parameters that match this shell pattern. Repeatable.",
+)
 @click.option("--strict", is_flag=True, help="Let what is merely noted otherwise be a difference.")
 @click.option(
     "--extras/--no-extras",
@@ -56,7 +66,7 @@ if TYPE_CHECKING:
 )
 @click.option("--limit", type=click.IntRange(0), default=50, show_default=True, help="Most rows to print of a table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: one per core, at most 8]")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -72,9 +82,10 @@ def command(
     """Compare the checkpoints A and B, atom by atom, whatever their formats and layouts.
 
     \b
-    One line an atom that differs: how many elements, the largest absolute and
-    relative difference and that in units in the last place, where the first
-    is. What only one side has, and other hyper-parameters, come after.
+    Prints one line per atom that differs: how many elements, the largest
+    absolute and relative difference, the largest in units in the last place,
+    and where the first is. Then what only one side has, and hyper-parameters
+    that differ.
       ucp diff run/checkpoints atoms
       ucp diff before after --rtol 1e-5
       ucp diff before after --only weights --include 'blocks.0.*'
@@ -87,6 +98,8 @@ def command(
 
     if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
         raise UsageError(f"{plot}: a plot is an .svg or a .png file")
+    if plot is not None:
+        check_folder_of(plot, "the plot")
     result = api.diff(a, b, updates=updates or plot is not None, progress=Bar(), **options)
     if plot is not None and result.updates is not None:
         from ucp.compare.plot import write_plot

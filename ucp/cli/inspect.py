@@ -19,13 +19,13 @@ from ucp.model.rule_json import rule_to_json
 
 @click.command("inspect", short_help="Show what a checkpoint holds.")
 @source_argument
-@click.option("--tag", help="Step folder inside the save folder. [default: what `latest` names]")
+@click.option("--tag", help="Step folder inside the save folder. [default: the one that `latest` names]")
 @click.option(
     "--rules",
     is_flag=False,
     flag_value="",
     metavar="[FILE]",
-    help="Show each parameter's rule and where it came from; with FILE, as that TOML file would have it.",
+    help="Show each parameter's rule and where it came from; with FILE, as that TOML file sets it.",
 )
 @click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`.")
 @naming_options
@@ -46,7 +46,7 @@ def command(
     """Show the format, mesh, optimizer and parameters of the checkpoint SRC.
 
     \b
-    Reads directories and small headers only, whatever the checkpoint's size:
+    Reads only indexes and small headers, however large the checkpoint is:
       ucp inspect run/checkpoints
       ucp inspect run/checkpoints --param model.norm.weight
       ucp inspect run/checkpoints --rules

@@ -26,6 +26,11 @@ def command() -> None:
     """Look at the gradient log that `ucp.record` writes, check it, and drop what is no longer needed.
 
     LOG is the run's folder, its `log` folder, or one epoch in it. A log may be looked at while it is written.
+
+    \b
+      ucp log ls run
+      ucp log verify run
+      ucp log compact run --dry-run
     """
 
 
@@ -95,8 +100,12 @@ def stat(log: Path, step: int | None, as_json: bool) -> None:
 def verify(ctx: click.Context, log: Path, as_json: bool) -> None:
     """Read every byte of LOG, and say what is not as it was written.
 
-    A torn end (what a crash left of the last write) and an unfinished step are told, and are no failure: nothing that
-    was durable is lost. Damage is: exit code 4, or 1 where files of a rank are missing.
+    A torn end (what a crash left of the last write) and an unfinished step are mentioned, but are no failure: nothing
+    that was durable is lost. Damage is one: exit code 4, or 1 where files of a rank are missing.
+
+    \b
+      ucp log verify run
+      ucp log verify run --json
     """
     with Log.open(log, "inspect", check="all") as opened:
         defects = [defect for epoch in opened.epochs for defect in epoch.defects]
@@ -140,8 +149,12 @@ def verify(ctx: click.Context, log: Path, as_json: bool) -> None:
 def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_json: bool) -> None:
     """Cut every stream of the newest epoch of LOG after the same step: torn ends, and steps that not all ranks have.
 
-    Nothing needs this: readers take no notice of torn ends, and a new recording begins a new epoch. It gives the space
-    back. Where the end is not torn but damaged, later steps may be good: then name the step.
+    Nothing depends on this: readers ignore torn ends, and a new recording begins a new epoch. It only frees the space.
+    Where the end is not torn but damaged, later steps may be good: then name the step.
+
+    \b
+      ucp log truncate run --dry-run
+      ucp log truncate run --step 1200 --keep-tail
     """
     _refuse_store(log)
     with Log.open(log, "inspect") as opened:
@@ -170,7 +183,11 @@ def _refuse_store(log: Path) -> None:
 def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
     """Delete the files of LOG that hold only steps that the second newest base already has.
 
-    Steps between older bases can then no longer be had. Bases are not touched.
+    Steps between older bases can then no longer be restored. Bases are not touched.
+
+    \b
+      ucp log compact run --dry-run
+      ucp log compact run
     """
     _refuse_store(log)
     with Log.open(log, "inspect", check="tail") as opened:

@@ -17,13 +17,13 @@ from ucp.version import VERSION
 COMMANDS = {
     "inspect": "Show what a checkpoint holds, and where each byte of a parameter lies.",
     "convert": "Turn a checkpoint into another format or layout, in one pass and constant memory.",
-    "merge": "Make atoms of any step of a run that was logged with ucp.record.",
-    "verify": "Say whether the shards of a checkpoint are consistent, and if not, which rank and parameter.",
-    "diff": "Say whether two checkpoints are the same, whatever their formats, and if not, by how much they differ.",
-    "log": "Look at gradient logs: what they hold, whether they are whole, and what may go.",
-    "tune": "Say how often to save bases, from measured costs and the time between failures.",
-    "shadow": "Hold the newest complete step of a running job in memory, ready to be converted.",
-    "snapshot": "Show how the snapshots of a job are scheduled, and what they cost it.",
+    "merge": "Write the state after any step of a run that was logged with ucp.record, as atoms.",
+    "verify": "Check that a checkpoint is whole; where it is not, name the file, rank and parameter.",
+    "diff": "Compare two checkpoints, whatever their formats, and show what differs and by how much.",
+    "log": "Look at gradient logs: what they hold, whether they are intact, what can be deleted.",
+    "tune": "Work out how often to save bases, from measured costs and the time between failures.",
+    "shadow": "Keep the newest complete step of a running job in memory, ready to be converted.",
+    "snapshot": "Show when a job's snapshots copy each tensor, and what that costs the job.",
     "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",
 }
 
@@ -39,6 +39,16 @@ class _Commands(click.Group):
             return None
         command: click.Command = import_module(f"ucp.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches  # only where a name is not found
+
+            close = get_close_matches(args[0], COMMANDS)
+            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
@@ -56,8 +66,17 @@ class _Commands(click.Group):
 def cli() -> None:
     """The universal checkpoint converter for DeepSpeed and Megatron.
 
-    Takes the per-rank shards of a training run apart into atoms (one whole state of one parameter, free of any
-    parallel layout). Start with `ucp inspect CHECKPOINT`.
+    Inspects, converts, reshards, verifies and compares checkpoints of parallel training jobs. It finds out by itself
+    which framework wrote them. Start with:
+
+    \b
+      ucp inspect run/checkpoints                      what is in it?
+      ucp verify run/checkpoints                       is it whole?
+      ucp convert run/checkpoints six --to deepspeed --dp 6
+                                                       for a job on 6 ranks
+      ucp convert run/checkpoints hf --to safetensors --dtype bf16
+                                                       weights for inference
+      ucp convert --help                               more about one command
     """
 
 

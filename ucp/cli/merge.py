@@ -16,11 +16,13 @@ from ucp.cli.options import PATH, log_options, parse_bytes, reading_options, sou
 @click.argument("dst", type=PATH)
 @log_options
 @reading_options
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
-@click.option("--memory", type=parse_bytes, metavar="BYTES", default="256M", show_default=True, help="Most for slabs.")
-@click.option("--resume", is_flag=True, help="Go on with a half-done output.")
-@click.option("--restart", is_flag=True, help="Throw a half-done output away and begin again.")
-@click.option("--durable", is_flag=True, help="Flush everything to the disk before the output appears.")
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Workers. [default: one per core, at most 8]")
+@click.option(
+    "--memory", type=parse_bytes, metavar="BYTES", default="256M", show_default=True, help="Most for buffers."
+)
+@click.option("--resume", is_flag=True, help="Continue a half-done output.")
+@click.option("--restart", is_flag=True, help="Discard a half-done output and start over.")
+@click.option("--durable", is_flag=True, help="Flush everything to disk before the output appears.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was planned or done as JSON.")
 @click.pass_context
@@ -28,13 +30,13 @@ def command(ctx: click.Context, /, src: Path, dst: Path, log: Path | None, **opt
     """Write the state after a step of the run SRC to DST, as atoms.
 
     \b
-    SRC is the folder that `ucp.record` was given, or a checkpoint that the log
-    named by --log goes on from. `ucp convert --log` makes other formats of it.
+    SRC is the folder that `ucp.record` was given, or a checkpoint from which the
+    log named by --log continues. For other formats use `ucp convert --log`.
       ucp merge run step1200 --step 1200
       ucp merge run newest
       ucp merge checkpoints/global_step1000 step1200 --log run --step 1200 --exact
 
-    What is written is bit for bit what the job held after that step, or it is labelled approximate, with the reason,
-    in the notes of the output; --exact refuses that.
+    What is written is bit for bit what the job held after that step. Where that cannot be promised, the notes of the
+    output call it approximate and say why; --exact refuses it instead.
     """
     ctx.invoke(convert.command, src=src, dst=dst, log=src if log is None else log, to="atoms", **options)

@@ -11,14 +11,25 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from ucp.arguments import parse_size
+from ucp.errors import StorageError
 from ucp.model.checkpoint import Checkpoint, Note
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+class _Path(click.Path):
+    """A path. An empty one, which an unset variable of the shell gives, does not mean the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("an empty path (is a variable of your shell not set?)", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 # Whether a path can be read is for its reader to say, who knows what to do and the exit code.
-PATH = click.Path(path_type=Path, readable=False)
-FILE = click.Path(path_type=Path, readable=False, dir_okay=False)
-FOLDER = click.Path(path_type=Path, readable=False, file_okay=False)
+PATH = _Path(path_type=Path, readable=False)
+FILE = _Path(path_type=Path, readable=False, dir_okay=False)
+FOLDER = _Path(path_type=Path, readable=False, file_okay=False)
 
 _NOTES_OF_A_KIND = 5
 
@@ -40,7 +51,7 @@ def reading_options(function: F) -> F:
     """How the source is to be read: --tag, --rules, --preset."""
     for option in reversed(
         (
-            click.option("--tag", help="Step folder inside the save folder. [default: what `latest` names]"),
+            click.option("--tag", help="Step folder inside the save folder. [default: the one that `latest` names]"),
             click.option(
                 "--rules",
                 type=FILE,
@@ -61,7 +72,7 @@ def log_options(function: F) -> F:
                 "--log",
                 type=FOLDER,
                 metavar="DIR",
-                help="Log of a run: SRC is brought from its own step to --step. SRC may be the run's folder.",
+                help="Log of the run, to replay on SRC up to --step. SRC may be the run's folder itself.",
             ),
             click.option("--step", metavar="N|latest", help="Step of the log. [default: latest]"),
             click.option("--exact", is_flag=True, help="Refuse a state that may differ from the job's own in any bit."),
@@ -86,13 +97,15 @@ def naming_options(function: F) -> F:
             click.option(
                 "--names",
                 metavar="NAMES",
-                help="Map names and forms: hf, megatron, megatron-deepspeed, a table of ucp's or a TOML file.",
+                help="Rename, split and fuse parameters as hf, megatron, megatron-deepspeed, a table that comes with"
+                " ucp, or a TOML file says.",
             ),
             click.option(
                 "--model-config",
                 type=FILE,
                 metavar="FILE",
-                help="JSON with what the checkpoint does not say of its model: a config.json, or Megatron's arguments.",
+                help="JSON file with what the checkpoint does not say about its model: a config.json, or Megatron's"
+                " arguments.",
             ),
         )
     ):
@@ -110,6 +123,12 @@ def echo_notes(notes: Iterable[Note]) -> None:
     for kind, count in seen.items():
         if count > _NOTES_OF_A_KIND:
             click.echo(f"note: … and {count - _NOTES_OF_A_KIND} more of this kind ({kind}); --json lists all", err=True)
+
+
+def check_folder_of(path: Path, what: str) -> None:
+    """Refuse a file to write in a folder that is not there, before the work whose result it is to hold."""
+    if not path.parent.is_dir():
+        raise StorageError(f"{path}: {what} cannot be written: there is no folder {path.parent}", hint="make it first")
 
 
 def is_watched() -> bool:

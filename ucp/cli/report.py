@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ucp import api
-from ucp.cli.options import FILE, counted, human_bytes, parse_bytes, reading_options, source_argument
+from ucp.cli.options import FILE, check_folder_of, counted, human_bytes, parse_bytes, reading_options, source_argument
 from ucp.errors import UsageError
 
 
@@ -23,14 +23,14 @@ from ucp.errors import UsageError
     help="The page to write.",
 )
 @reading_options
-@click.option("--quick", is_flag=True, help="Look at the index alone: quick checks, no statistics.")
+@click.option("--quick", is_flag=True, help="Use the index alone: quick checks, no statistics.")
 @click.option("--deep", is_flag=True, help="Run the deep checks, which read every byte.")
 @click.option("--no-stats", is_flag=True, help="Leave the statistics out.")
 @click.option(
-    "--sample", type=parse_bytes, metavar="COUNT", help="Measure at most so many elements of each state (1M)."
+    "--sample", type=parse_bytes, metavar="COUNT", help="Measure at most this many elements of each state (1M)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: cores, at most 8]")
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: one per core, at most 8]")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -51,17 +51,19 @@ def command(
     \b
     It shows the mesh, which rank holds which part of which parameter, sizes
     by layer and state, what the checks found, and the numbers of each state:
-    norm, extremes, NaN, histogram. It loads nothing: send it to anyone.
+    norm, extremes, NaN, histogram. It needs no network: send it to anyone.
       ucp report run/checkpoints -o report.html
       ucp report run/checkpoints --quick
       ucp report run/checkpoints --sample 1M
 
-    A checkpoint that cannot be opened gives a page of what is wrong with it, and the exit code of `ucp verify`.
+    For a checkpoint that cannot be opened, the page says what is wrong with it, and the exit code is that of `ucp
+    verify`.
     """
     from ucp.cli.progress import Bar
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")
+    check_folder_of(output, "the page")
     written = api.report(
         src,
         output,

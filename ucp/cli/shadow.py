@@ -125,6 +125,10 @@ def status(ctx: click.Context, address: str, token: Path | None, as_json: bool) 
     """Say which step the shadow at ADDRESS holds, how far behind the job it is, and what it takes.
 
     Exit code 1 when it is stale: it holds a step, and cannot go on from there.
+
+    \b
+      ucp shadow status 127.0.0.1:7007
+      ucp shadow status 127.0.0.1:7007 --json
     """
     from ucp.shadow.client import status as ask
 

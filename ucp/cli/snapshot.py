@@ -29,7 +29,11 @@ SCHEDULE = "schedule.json"
 
 @click.group("snapshot", short_help="Look at the schedule of snapshots.")
 def command() -> None:
-    """Look at what `ucp.snapshot` does in a running or finished job."""
+    """Look at what `ucp.snapshot` does in a running or finished job.
+
+    \b
+      ucp snapshot plan run/snapshots
+    """
 
 
 @command.command("plan", short_help="Show when each tensor is copied, and the stall.")

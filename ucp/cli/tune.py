@@ -37,13 +37,13 @@ def seconds(text: str | float) -> float:
     required=True,
     help="Mean time between failures of the whole job, for example 6h.",
 )
-@click.option("--step-time", type=seconds, metavar="TIME", help="Of one step without recording.")
-@click.option("--base-stall", type=seconds, metavar="TIME", help="That training waits for one base.")
-@click.option("--sync-stall", type=seconds, metavar="TIME", help="That training waits for one durable batch.")
-@click.option("--record-time", type=seconds, metavar="TIME", help="To record one step, in the trainer's thread.")
-@click.option("--replay-time", type=seconds, metavar="TIME", help="To replay one step.")
-@click.option("--restart-time", type=seconds, metavar="TIME", help="To load a base.")
-@click.option("--base-time", type=seconds, metavar="TIME", help="From the beginning of a base to its end.")
+@click.option("--step-time", type=seconds, metavar="TIME", help="Time of one step without recording.")
+@click.option("--base-stall", type=seconds, metavar="TIME", help="Time that training waits for one base.")
+@click.option("--sync-stall", type=seconds, metavar="TIME", help="Time that training waits for one durable batch.")
+@click.option("--record-time", type=seconds, metavar="TIME", help="Time to record one step, in the trainer's thread.")
+@click.option("--replay-time", type=seconds, metavar="TIME", help="Time to replay one step.")
+@click.option("--restart-time", type=seconds, metavar="TIME", help="Time to load a base.")
+@click.option("--base-time", type=seconds, metavar="TIME", help="Time from the beginning of a base to its end.")
 @click.option(
     "--quota", type=parse_bytes, metavar="SIZE", help="Space that the log may take between two bases, for example 200G."
 )

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import FILE, counted, human_bytes, is_watched, log_options, reading_options, source_argument
+from ucp.cli.options import (
+    FILE,
+    check_folder_of,
+    counted,
+    human_bytes,
+    is_watched,
+    log_options,
+    reading_options,
+    source_argument,
+)
 from ucp.conversion import default_jobs
 from ucp.errors import StorageError, UsageError
 
@@ -22,11 +31,11 @@ _FORMS = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "text"}
 FAIL_ON = ("error", "warning", "note", "never")
 
 
-@click.command("verify", short_help="Say whether the shards of a checkpoint are consistent.")
+@click.command("verify", short_help="Check that a checkpoint is whole.")
 @source_argument
 @reading_options
 @log_options
-@click.option("--quick", is_flag=True, help="Look at the index alone: milliseconds, whatever the size.")
+@click.option("--quick", is_flag=True, help="Check the index alone: milliseconds, whatever the size.")
 @click.option("--deep", is_flag=True, help="Read every byte once: checksums, NaN, padding.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="What to print. [default: text]")
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
@@ -37,14 +46,16 @@ FAIL_ON = ("error", "warning", "note", "never")
     type=FILE,
     help="Also write a file: .json, .sarif, .xml (JUnit), else as --format says. Repeatable.",
 )
-@click.option("--fail-on", type=click.Choice(FAIL_ON), default="error", help="Least severity that fails. [error]")
+@click.option(
+    "--fail-on", type=click.Choice(FAIL_ON), default="error", show_default=True, help="Least severity that fails."
+)
 @click.option("--allow", metavar="CHECK", multiple=True, help="Findings of this check do not count. Repeatable.")
 @click.option(
     "--baseline",
     type=FILE,
     help="Findings of this earlier report (JSON) do not count.",
 )
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Workers. [default: cores, at most 8]")
+@click.option("--jobs", "-j", type=click.IntRange(1), help="Workers. [default: one per core, at most 8]")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -65,19 +76,19 @@ def command(
     step: str | None,
     exact: bool,
 ) -> None:
-    """Check the checkpoint SRC: one line a finding, most important first.
+    """Check the checkpoint SRC. Prints one line per finding, most important first.
 
     \b
-    By default the index is checked, and what it takes to compare copies,
-    steps and master weights is read. docs/checks.md lists every check.
+    By default the index is checked, and as much is read as it takes to compare
+    copies, steps and master weights. docs/checks.md lists every check.
       ucp verify run/checkpoints
       ucp verify run/checkpoints --quick
       ucp verify run/checkpoints --deep -o report.json -o ucp.sarif
       ucp verify atoms --allow finite --fail-on warning
       ucp verify run --log run --step latest
 
-    Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Unless --fail-on says otherwise, warnings and notes
-    do not change it.
+    Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Warnings and notes do not change it, unless --fail-on
+    says so. What keeps a checkpoint from being opened is excused by neither --allow nor --baseline.
     """
     # numpy's algebra has no part in this: its threads would take a while to start, and again to stop before a fork.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -91,6 +102,8 @@ def command(
     form = "json" if as_json else form or "text"
     level = Level.QUICK if quick else Level.DEEP if deep else Level.DEFAULT
     policy = make_policy(fail_on, allow, baseline)
+    for path in output:
+        check_folder_of(path, "the report")
     options = api.read_options(tag, rules, preset)
     progress = None
     if not quick and is_watched():  # else there is no one to see the bar, and its modules need not be loaded
@@ -104,10 +117,11 @@ def command(
         report = verify_at(src, level, options, log, step, exact=exact, **how)
     else:
         report = verify(src, level, options=options, **how)
-    written = {path: _FORMS.get(path.suffix, form) for path in output}
-    for path, wanted in written.items():
-        _write(path, render(report, wanted))
-    click.echo(render(report, "text" if form in written.values() else form), nl=False)
+    for path in output:
+        _write(path, render(report, _FORMS.get(path.suffix, form)))
+    # A file that --format is about has it: the rest is for a person.
+    is_written = any(path.suffix not in _FORMS for path in output)
+    click.echo(render(report, "text" if is_written else form), nl=False)
     _conclude(report)
     ctx.exit(report.exit_code)
 

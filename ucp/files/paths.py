@@ -68,6 +68,8 @@ def as_path(name: str | os.PathLike[str]) -> Path:
     """The path that a user means. What was known of the objects below a URL is looked up again."""
     if not is_url(name):
         text = os.fspath(name)
+        if text == "":  # an unset variable, which does not mean the current folder
+            raise UsageError("the path is empty")
         local = re.match(_LOCAL, text) if ":/" in text else None
         return Path(name) if local is None else Path("/", text[local.end() :])
     path = name if isinstance(name, RemotePath) else RemotePath(os.fspath(name))

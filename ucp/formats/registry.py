@@ -71,12 +71,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
 def _format_of(path: Path) -> str:
     """The first format that recognises what is at `path`."""
     if not path.exists():
-        copy_first = (
-            "convert the shadow (`ucp convert`), and take the copy"
-            if str(path).startswith(("shadow:/", "shm:/", "gloo:/"))
-            else None
-        )
-        raise StorageError(f"{path}: no such file or folder", hint=copy_first)
+        raise StorageError(f"{path}: no such file or folder", hint=_instead_of(path))
     if isinstance(path, RemotePath) and path.is_half_done():
         raise InconsistentError(
             f"{path}: is half-done: ucp has begun to write it, and has not finished",
@@ -85,10 +80,28 @@ def _format_of(path: Path) -> str:
     for name, module in READERS.items():
         if cast(Reader, import_module(_RECOGNISERS.get(name, module))).recognises(path):
             return name
+    if path.is_dir() and not any(path.iterdir()):
+        raise NotUnderstoodError(f"{path}: is an empty folder")
     raise NotUnderstoodError(
         f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
-        hint="give the save folder (with `latest`), the step folder inside it, or a folder of atoms (with `ucp.json`)",
+        hint="give the folder that the job saved to (with `latest` or `latest_checkpointed_iteration.txt`), one step in"
+        " it, or a folder with `.metadata`, `model.safetensors` or `ucp.json`",
     )
+
+
+def _instead_of(path: Path) -> str | None:
+    """What a person may have meant by a path at which there is nothing."""
+    if str(path).startswith(("shadow:/", "shm:/", "gloo:/")):
+        return "convert the shadow (`ucp convert`), and take the copy"
+    if isinstance(path, RemotePath) or not path.parent.is_dir():
+        return None
+    beside = [entry.name for entry in path.parent.iterdir()]
+    if f".{path.name}.ucp-partial" in beside:
+        return "ucp has begun to write it, and has not finished: repeat that command with --resume"
+    from difflib import get_close_matches  # only where a path is wrong
+
+    close = get_close_matches(path.name, beside, 3)
+    return f"perhaps one of: {', '.join(str(path.parent / name) for name in close)}" if close else None
 
 
 def _mixture(path: Path, found: Checkpoint) -> UsageError:

@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import Final, Literal
 
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UsageError
 from ucp.files.paths import as_path
 from ucp.log.manifest import MANIFEST, Manifest, Parent, read_manifest
 from ucp.log.stream import StoredBlock, Stream
@@ -190,6 +190,8 @@ def _find(given: Path) -> tuple[Path, list[Path]]:
             epochs = [path for path in root.iterdir() if EPOCH.fullmatch(path.name) and (path / MANIFEST).is_file()]
             if epochs:
                 return root, sorted(epochs, key=lambda path: int(path.name.removeprefix("epoch-")))
+    if not given.exists():
+        raise StorageError(f"{given}: no such file or folder")
     raise NotUnderstoodError(
         f"{given}: holds no log (no epoch-…/{MANIFEST})", hint="give the folder that ucp.record was given"
     )

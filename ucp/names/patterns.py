@@ -95,13 +95,13 @@ def _regex(text: str, layers: int | None) -> re.Pattern[str] | None:
 def parse_pattern(text: object, place: str) -> Pattern:
     """A pattern from a table; `place` names the table and line in messages."""
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{place}: {text!r} is no name")
+        raise UsageError(f"{place}: {text!r} is not a name")
     found = [match[1] for match in _PLACE.finditer(text)]
     rest = _PLACE.sub("", text)
     unknown = [name for name in found if name not in (*NUMBERS, LAYERS)]
     if unknown or "{" in rest or "}" in rest or len(set(found)) != len(found):
         raise UsageError(
-            f"{place}: {text!r} is no pattern of names",
+            f"{place}: {text!r} is not a pattern of names",
             hint="numbers are written {layer}, {expert}, {layer+2} or {layers+2}, each once",
         )
     return Pattern(text)

@@ -57,7 +57,7 @@ def step_number(step: int | str | None) -> int | None:
         return None
     if isinstance(step, str):
         if not step.isdecimal():
-            raise UsageError(f"{step!r} is no step", hint="give a number, or latest")
+            raise UsageError(f"{step!r} is not a step", hint="give a number, or latest")
         return int(step)
     return step
 

@@ -58,12 +58,12 @@ def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> Ad
     if scheme is not None and scheme[1] == "shm":
         if not _NAME.fullmatch(plain):
             raise UsageError(
-                f"{given!r} is no address of a shadow", hint="say shm://name, a word of letters and digits"
+                f"{given!r} is not an address of a shadow", hint="say shm://name, a word of letters and digits"
             )
         return Address(plain, 0, file, "shm")
     host, colon, port = plain.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{given!r} is no address of a shadow", hint="say shadow://host:port")
+        raise UsageError(f"{given!r} is not an address of a shadow", hint="say shadow://host:port")
     return Address(
         host.strip("[]") or "127.0.0.1", int(port), file, "gloo" if scheme and scheme[1] == "gloo" else "shadow"
     )

@@ -39,7 +39,7 @@ def job_notes(job: LiveJob) -> dict[str, Any]:
 
 
 def _kept(value: Any) -> Any:
-    """A scheduler's state as JSON, with the states of the schedulers in it. What is no plain data is left out."""
+    """A scheduler's state as JSON, with the states of the schedulers in it. What is not plain data is left out."""
     if isinstance(value, dict):
         found = {key: _kept(item) for key, item in value.items() if isinstance(key, str)}
         return {key: item for key, item in found.items() if item is not _LEFT_OUT}

@@ -99,7 +99,7 @@ def _scheduler(state: Any, where: str, keep: KeepTensor, notes: list[Note]) -> A
 
 
 def _plain(value: Any) -> Any:
-    """A configuration without what is no plain data (a user may put objects into it)."""
+    """A configuration without what is not plain data (a user may put objects into it)."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

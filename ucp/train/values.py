@@ -38,7 +38,7 @@ GONE: Final = Gone()
 
 
 def revive(value: Any, root: Path, path: str, left: list[str]) -> Any:
-    """A live value from an inert one. What is no plain data is `GONE`; `left` says where it was and what.
+    """A live value from an inert one. What is not plain data is `GONE`; `left` says where it was and what.
 
     A dictionary loses the entries that are gone; a list or tuple with one is gone itself.
     """
@@ -74,7 +74,7 @@ def revive(value: Any, root: Path, path: str, left: list[str]) -> Any:
     except UcpError as error:
         left.append(f"{path}: {error.what}")
         return GONE
-    left.append(f"{path}: {_told(value)} is no plain data")
+    left.append(f"{path}: {_told(value)} is not plain data")
     return GONE
 
 
@@ -115,6 +115,6 @@ def still(value: Any, path: str, keep_tensor: Callable[[str, Any], Atom]) -> Any
     if isinstance(value, argparse.Namespace):
         return bare_object("argparse", "Namespace", still(vars(value), path, keep_tensor))
     raise UsageError(
-        f"client_state: {path} is a {type(value).__module__}.{type(value).__qualname__}, which is no plain data",
+        f"client_state: {path} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data",
         hint="give numbers, text, lists, dictionaries, tensors and numpy arrays",
     )

@@ -256,7 +256,7 @@ def test_degrees_that_mean_nothing(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "a")
     with pytest.raises(UsageError, match="--tp 2 does not apply"):
         ucp.convert(tmp_path / "a", tmp_path / "b", to="dcp", tp=2)
-    with pytest.raises(UsageError, match="0 data files"):
+    with pytest.raises(UsageError, match="dp=0: there must be at least one"):
         ucp.convert(tmp_path / "a", tmp_path / "b", to="dcp", dp=0)
 
 
