@@ -310,6 +310,10 @@ def test_paths_at_which_there_is_nothing(clean: Path, tmp_path: Path) -> None:
     refused(ucp("inspect", tmp_path / "no" / "where"), 5, "no such file or folder")
     (tmp_path / ".out.ucp-partial").mkdir()
     refused(ucp("inspect", tmp_path / "out"), 5, "repeat that command with --resume")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "model.safetensors").touch()
+    refused(ucp("inspect", tmp_path / "a"), 3, f"perhaps one of: {tmp_path / 'a' / 'b'}")
+    refused(ucp("inspect", clean / "latest"), 3, f"perhaps one of: {clean}")
     (tmp_path / "empty").mkdir()
     refused(ucp("inspect", tmp_path / "empty"), 3, "is an empty folder")
     for arguments in (

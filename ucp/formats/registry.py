@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
+from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
 from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.dtypes import DType
@@ -55,6 +55,11 @@ _RECOGNISERS: dict[str, str] = {
 }
 
 
+# Where a path is not a checkpoint, but may be near one.
+_MOST_TO_LOOK_AT = 100
+_MOST_TO_NAME = 5
+
+
 def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
     try:
@@ -69,7 +74,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _format_of(path: Path) -> str:
-    """The first format that recognises what is at `path`."""
+    """The format of what is at `path`."""
     if not path.exists():
         raise StorageError(f"{path}: no such file or folder", hint=_instead_of(path))
     if isinstance(path, RemotePath) and path.is_half_done():
@@ -77,16 +82,37 @@ def _format_of(path: Path) -> str:
             f"{path}: is half-done: ucp has begun to write it, and has not finished",
             hint="repeat the command that writes it, with --resume; or remove it",
         )
-    for name, module in READERS.items():
-        if cast(Reader, import_module(_RECOGNISERS.get(name, module))).recognises(path):
-            return name
+    name = _recognised(path)
+    if name is not None:
+        return name
     if path.is_dir() and not any(path.iterdir()):
         raise NotUnderstoodError(f"{path}: is an empty folder")
     raise NotUnderstoodError(
         f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
-        hint="give the folder that the job saved to (with `latest` or `latest_checkpointed_iteration.txt`), one step in"
+        hint=_near(path)
+        or "give the folder that the job saved to (with `latest` or `latest_checkpointed_iteration.txt`), one step in"
         " it, or a folder with `.metadata`, `model.safetensors` or `ucp.json`",
     )
+
+
+def _recognised(path: Path) -> str | None:
+    """The first format that recognises what is at `path`."""
+    for name, module in READERS.items():
+        if cast(Reader, import_module(_RECOGNISERS.get(name, module))).recognises(path):
+            return name
+    return None
+
+
+def _near(path: Path) -> str | None:
+    """A checkpoint one folder lower, or the one that a file belongs to."""
+    if isinstance(path, RemotePath):
+        return None
+    try:
+        others = sorted(path.iterdir())[:_MOST_TO_LOOK_AT] if path.is_dir() else [path.parent]
+        found = [str(other) for other in others if other.is_dir() and _recognised(other) is not None]
+    except (OSError, UcpError):
+        return None  # it is only advice
+    return f"perhaps one of: {', '.join(found[:_MOST_TO_NAME])}" if found else None
 
 
 def _instead_of(path: Path) -> str | None:
