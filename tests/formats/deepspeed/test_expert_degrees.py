@@ -11,6 +11,7 @@ import torch
 
 import ucp
 from tests.formats.deepspeed.made import model_state, read, save
+from ucp.formats.deepspeed.experts import layer_degrees
 
 WIDE = "a.deepspeed_moe.experts.deepspeed_experts"  # ep 2
 NARROW = "b.deepspeed_moe.experts.deepspeed_experts"  # ep 1
@@ -74,3 +75,61 @@ def test_layers_keep_a_degree_that_is_smaller_and_share_a_group_where_it_is_the_
     optim = torch.load(path, weights_only=False)["optimizer_state_dict"]
     assert optim["partition_count"] == partitions
     assert [group["name"] for group in optim["base_optimizer_state"]["param_groups"]] == named
+
+
+EXPERTS = {WIDE: 4, NARROW: 2}
+
+
+def number(name: str) -> torch.Tensor:
+    """What a parameter holds, and its optimizer keeps of it: told apart by its name."""
+    return torch.full((4,), float(sum(map(ord, name))))
+
+
+def unsharded(folder: Path, wide_first: bool) -> Path:
+    """Two ranks without ZeRO, in fp32: one optimizer file a rank, numbers instead of names, all of one shape."""
+    files: dict[str, Any] = {
+        "mp_rank_00_model_states.pt": model_state(
+            {"dense.weight": number("dense.weight")}, num_experts=[4, 2], param_shapes=None
+        )
+    }
+    for layer, (prefix, count) in enumerate(EXPERTS.items()):
+        for expert in range(count):
+            name = f"{prefix}.{expert}.up"
+            files[f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"] = {name: number(name)}
+    for rank in range(2):
+        local = {2: [f"{WIDE}.{2 * rank + n}.up" for n in range(2)], 1: [f"{NARROW}.{n}.up" for n in range(2)]}
+        names = ["dense.weight"]
+        groups: list[dict[str, Any]] = [{"lr": 0.1, "name": "all", "params": [0]}]
+        for degree in sorted(local, reverse=wide_first):
+            numbers = [len(names), len(names) + 1]
+            names += local[degree]
+            groups.append({"lr": 0.1, "name": f"ep_size_{degree}", "moe": True, "params": numbers})
+        state = {at: {"exp_avg": number(name)} for at, name in enumerate(names)}
+        tree = {"optimizer": {"state": state, "param_groups": groups}}
+        files[f"expp_rank_{rank}_mp_rank_00_optim_states.pt"] = tree
+    return save(folder, files)
+
+
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_degrees_of_layers_without_zero(tmp_path: Path, wide_first: bool) -> None:
+    """Which layer has which degree follows from how many parameters the groups of each degree have."""
+    opened = ucp.open(unsharded(tmp_path / "c", wide_first))
+    for name in ("dense.weight", *(f"{prefix}.{n}.up" for prefix, count in EXPERTS.items() for n in range(count))):
+        assert torch.equal(opened[name].read("exp_avg", as_torch=True), number(name)), name
+    assert ucp.verify(tmp_path / "c", "deep").ok
+
+
+@pytest.mark.parametrize(
+    "slots, degrees",
+    [
+        ({2: 2, 1: 2}, {"a": 2, "b": 1}),  # four experts over two ranks, two on every rank
+        ({2: 3}, {"a": 2, "b": 2}),
+        ({4: 1, 2: 1}, {"a": 4, "b": 2}),
+        ({}, {"a": 2, "b": 2}),  # groups without names
+        ({3: 7}, {"a": 2, "b": 2}),  # nothing fits
+    ],
+)
+def test_degrees_from_counts(slots: dict[int, int], degrees: dict[str, int]) -> None:
+    layers = {key: f"{key}.deepspeed_moe.experts.deepspeed_experts." for key in ("a", "b")}
+    names = [f"{layers['a']}{n}.up" for n in range(4)] + [f"{layers['b']}{n}.up" for n in range(2)]
+    assert layer_degrees(names, slots, 2) == {layers[key]: degree for key, degree in degrees.items()}

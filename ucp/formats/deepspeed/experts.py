@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 from ucp.records import dataclass
@@ -38,6 +40,35 @@ def local_experts(names: Iterable[str]) -> dict[str, int]:
         if found := _EXPERT.fullmatch(name):
             highest[found[1]] = max(highest.get(found[1], 0), int(found[2]) + 1)
     return highest
+
+
+def layer_degrees(names: Sequence[str], slots: Mapping[int, int], largest: int) -> dict[str, int]:
+    """MoE layer → its expert-parallel degree, from all its parameters and from how many a rank has of each degree.
+
+    Where no way or more than one of giving layers the degrees of `slots` comes out even, all have the `largest`.
+    """
+    totals = Counter(split[0] for name in names if (split := split_name(name)))
+    experts = local_experts(names)
+    layers = list(totals)
+
+    @cache
+    def ways(at: int, left: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The first two ways to give the layers from `at` on their degrees, with so many slots left of each."""
+        if at == len(layers):
+            return () if any(left) else ((),)
+        found: list[tuple[int, ...]] = []
+        for position, degree in enumerate(degrees):
+            taken, odd = divmod(totals[layers[at]], degree)
+            if not odd and experts[layers[at]] % degree == 0 and taken <= left[position] and len(found) < 2:
+                rest = (*left[:position], left[position] - taken, *left[position + 1 :])
+                found += [(degree, *way) for way in ways(at + 1, rest)]
+        return tuple(found[:2])
+
+    degrees = sorted(slots)
+    possible = ways(0, tuple(slots[degree] for degree in degrees))
+    if len(possible) != 1:
+        return {layer: largest if experts[layer] % largest == 0 else 1 for layer in layers}
+    return dict(zip(layers, possible[0], strict=True))
 
 
 def global_name(name: str, ep: int, experts: dict[str, int]) -> str:

@@ -26,6 +26,7 @@ class Candidate:
     name: str
     shape: Shape
     weight: Stored | None
+    degree: int = 0  # expert-parallel degree of its layer; 0 where it is dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Slot:
     master: Stored | None = None
     shape: Shape | None = None  # of the master
     states: tuple[Shape, ...] = ()
+    degree: int = 0  # expert-parallel degree after which its group is named; 0 where it is not
 
     def fits(self, shape: Shape) -> bool:
         """Whether a parameter of this shape can be meant."""
@@ -82,9 +84,22 @@ def match_by_value(
 
 
 def match_by_shape(groups: Sequence[Sequence[Slot]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
-    """Names of every group's slots when exactly one way of dealing the module out in order fits; else None."""
-    tests = [[slot.fits for slot in group] for group in groups]
-    return deal(tests, [(candidate.name, candidate.shape) for candidate in candidates])
+    """Names of every group's slots when exactly one way of dealing the module out in order fits; else None.
+
+    Groups that are named after an expert-parallel degree have experts of that degree, and the others have none.
+    """
+    degrees = [next((slot.degree for slot in group), 0) for group in groups]
+    dealt: list[list[str]] = [[] for _ in groups]
+    for degree in sorted(set(degrees)):
+        among = [candidate for candidate in candidates if not any(degrees) or candidate.degree == degree]
+        members = [number for number, own in enumerate(degrees) if own == degree]
+        tests = [[slot.fits for slot in groups[number]] for number in members]
+        found = deal(tests, [(candidate.name, candidate.shape) for candidate in among])
+        if found is None:
+            return None
+        for number, names in zip(members, found, strict=True):
+            dealt[number] = names
+    return dealt
 
 
 def match_in_order(groups: Sequence[Sequence[Slot]], candidates: Sequence[Candidate]) -> list[list[str]] | None:

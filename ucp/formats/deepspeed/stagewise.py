@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from ucp.formats.deepspeed.experts import expert_number, named_degree
+from ucp.formats.deepspeed.experts import layer_degrees, local_experts, named_degree, split_name
 from ucp.formats.deepspeed.holdings import Holder
 from ucp.formats.deepspeed.names import StepFiles
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile
-from ucp.formats.deepspeed.unsharded import read_unsharded, unwrap
+from ucp.formats.deepspeed.unsharded import Unsharded, read_unsharded, unwrap
 
 
 def read_stages(reading: Reading, files: StepFiles, tp: int, models: Mapping[Holder, RankFile]) -> int:
@@ -72,7 +73,10 @@ def _read_expert_parallel(
         file, holder = reading.files.open(reading.prefix + name), holders[mp]
         found = unwrap(file, file.mapping().get("optimizer"))
         if found is not None:
-            owned |= read_unsharded(reading, holder, found, _local(reading, holder, ep, degree))
+            names = _trained(reading, holder)
+            degrees = layer_degrees(names, _slots_by_degree(found), degree)
+            local = _local(reading, names, ep, degrees)
+            owned |= read_unsharded(reading, holder, found, list(local), degrees=local)
         if ep == 0 and reading.take_all(models[holder].mapping().get("optimizer")):
             reading.note("second-copy", f"{models[holder].name}: its 'optimizer' repeats that of {name}; left behind")
     return owned, degree
@@ -88,22 +92,27 @@ def _degree(reading: Reading, files: StepFiles, models: Mapping[Holder, RankFile
     return max(degrees, default=1)
 
 
-def _local(reading: Reading, holder: Holder, ep: int, degree: int) -> list[str]:
-    """Dense parameters and the experts of one expert-parallel rank: the `ep`-th block of every layer's experts."""
-    counts: dict[str, int] = {}
-    names = _trained(reading, holder)
+def _slots_by_degree(found: Unsharded) -> Counter[int]:
+    """How many parameters the optimizer has in groups that are named after each expert-parallel degree."""
+    slots: Counter[int] = Counter()
+    for group in found.groups:
+        slots[named_degree(group) or 0] += len(group.get("params", ()))
+    del slots[0]
+    return slots
+
+
+def _local(reading: Reading, names: Sequence[str], ep: int, degrees: Mapping[str, int]) -> dict[str, int]:
+    """Dense parameters (0) and the experts of one expert-parallel rank, a block of every layer's (its degree)."""
+    counts = local_experts(names)
+    local: dict[str, int] = {}
     for name in names:
-        number = expert_number(name)
-        if number is not None:
-            layer = name.rsplit(f".{number}.", 1)[0]
-            counts[layer] = max(counts.get(layer, 0), number + 1)
-    local: list[str] = []
-    for name in names:
-        number = expert_number(name)
-        if number is not None:
-            per = counts[name.rsplit(f".{number}.", 1)[0]] // degree
-            if per == 0 or number // per != ep:
-                continue
-            reading.holdings.experts[name] = (number, ep)
-        local.append(name)
+        split = split_name(name)
+        if split is None:
+            local[name] = 0
+            continue
+        layer, number, _ = split
+        block = number // (counts[layer] // degrees[layer])
+        if block == ep % degrees[layer]:
+            local[name] = degrees[layer]
+            reading.holdings.experts[name] = (number, block)
     return local

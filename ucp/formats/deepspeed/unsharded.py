@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from ucp.files.inert import Inert, TensorRef
+from ucp.formats.deepspeed.experts import named_degree
 from ucp.formats.deepspeed.holdings import Group, Holder, Holding
 from ucp.formats.deepspeed.hyper import group_hyper
 from ucp.formats.deepspeed.matching import (
@@ -65,13 +66,14 @@ def read_unsharded(
     names: Sequence[str],
     tied: Sequence[str] = (),
     contiguous: bool = False,
+    degrees: Mapping[str, int] | None = None,
 ) -> set[str]:
     """Put the states of one model-parallel rank into the holdings; returns the names that the optimizer owns.
 
     `names`: parameters that it may own, in the model's order; the first ones where `contiguous` (pipeline stages).
-    `tied`: parameters of earlier stages, of which it may own a copy.
+    `tied`: parameters of earlier stages, of which it may own a copy. `degrees`: expert-parallel degrees of experts.
     """
-    candidates = _candidates(reading, holder, names)
+    candidates = _candidates(reading, holder, names, degrees or {})
     slots = sum(len(_params(group)) for group in found.groups)
     if found.flat is None and not contiguous and len(candidates) > slots:
         copies = find_copies(reading.source, candidates)
@@ -81,7 +83,9 @@ def read_unsharded(
     if found.flat is not None:
         dealt = _read_flat(reading, holder, found, candidates)
     else:
-        dealt = _read_by_parameter(reading, holder, found, candidates, _candidates(reading, holder, tied), contiguous)
+        dealt = _read_by_parameter(
+            reading, holder, found, candidates, _candidates(reading, holder, tied, {}), contiguous
+        )
     if dealt is None:
         reading.note(
             "optimizer-unnamed",
@@ -106,14 +110,14 @@ def _merge_groups(known: list[Group], groups: list[Group]) -> None:
         mine.names.extend(name for name in other.names if name not in set(mine.names))
 
 
-def _candidates(reading: Reading, holder: Holder, names: Sequence[str]) -> list[Candidate]:
+def _candidates(reading: Reading, holder: Holder, names: Sequence[str], degrees: Mapping[str, int]) -> list[Candidate]:
     found: list[Candidate] = []
     for name in names:
         row = reading.holdings.row(name)
         held = row.get(holder) or next((item for at, item in row.items() if at.tp == holder.tp), None)
         if held is not None:
             weights = held.kinds.get(WEIGHT)
-            found.append(Candidate(name, held.shape, weights[0] if weights else None))
+            found.append(Candidate(name, held.shape, weights[0] if weights else None, degrees.get(name, 0)))
     return found
 
 
@@ -217,15 +221,16 @@ def _slots(reading: Reading, found: Unsharded) -> list[list[Slot]]:
             )
             reading.problems.raise_any("the file contradicts itself; restore it from where it is whole")
         slots: list[Slot] = []
+        degree = named_degree(group) or 0
         for position, index in enumerate(params):
             if found.masters is not None:
                 ref = found.masters[g][position]
-                slots.append(Slot(found.file.whole(ref), ref.shape))
+                slots.append(Slot(found.file.whole(ref), ref.shape, degree=degree))
                 continue
             state = found.state.get(index)
             tensors = [v for v in state.values() if isinstance(v, TensorRef)] if isinstance(state, dict) else []
             # A lone `step` says nothing about the parameter.
-            slots.append(Slot(states=tuple(ref.shape for ref in tensors if ref.shape)))
+            slots.append(Slot(states=tuple(ref.shape for ref in tensors if ref.shape), degree=degree))
         groups.append(slots)
     return groups
 
