@@ -158,7 +158,7 @@ def test_the_last_optimizer_file_of_experts_missing(tmp_path: Path) -> None:
     assert "exp_avg" in read(folder).parameters[name.format(1)].atoms
     one, other = (folder / "global_step7" / f"expp_rank_{n}_mp_rank_00_optim_states.pt" for n in (0, 1))
     exchange(one, other)
-    with pytest.raises(InconsistentError, match=f"{one.name} .*was saved as {other.name}"):
+    with pytest.raises(InconsistentError, match=f"{one.name}: was saved as {other.name}"):
         read(folder)
     exchange(one, other)
     other.unlink()
@@ -184,7 +184,32 @@ def test_files_of_stage_3_that_were_exchanged(tmp_path: Path, kind: str) -> None
     folder = save_even(tmp_path / "c", 3)
     name = {"model": "zero_pp_rank_{}_mp_rank_00_model_states.pt", "optim": OPTIM}[kind]
     exchange(*(folder / "global_step7" / name.format(rank) for rank in (1, 2)))
-    with pytest.raises(InconsistentError, match=f"{name.format(1)} .*was saved as {name.format(2)}"):
+    with pytest.raises(InconsistentError, match=f"{name.format(1)}: was saved as {name.format(2)}"):
+        read(folder)
+
+
+def test_a_file_of_stage_3_that_was_copied_over_another(tmp_path: Path) -> None:
+    folder = save_even(tmp_path / "c", 3)
+    shutil.copy(folder / "global_step7" / OPTIM.format(2), folder / "global_step7" / OPTIM.format(1))
+    with pytest.raises(InconsistentError, match=f"{OPTIM.format(1)}: was saved as {OPTIM.format(2)}"):
+        read(folder)
+
+
+def test_files_of_stage_1_that_were_exchanged_are_noted(real: Callable[[str], Path]) -> None:
+    """Masters that are not their weights' say more: `ucp verify` names the parameters."""
+    folder = real("z1_bf16_tp2_dp2")
+    names = [f"bf16_zero_pp_rank_0_mp_rank_0{tp}_optim_states.pt" for tp in (0, 1)]
+    exchange(*(folder / "global_step3" / name for name in names))
+    (note,) = [note for note in read(folder).notes if note.id == "saved-under-other-names"]
+    assert f"{names[0]} was saved as {names[1]}" in note.text
+
+
+def test_model_files_without_zero_that_were_exchanged(tmp_path: Path) -> None:
+    """Weights and optimizer are in one file a rank, and agree with each other wherever it lies."""
+    names = ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+    folder = save(tmp_path / "c", {name: model_state(param_shapes=None, mp_world_size=2) for name in names})
+    exchange(*(folder / "global_step7" / name for name in names))
+    with pytest.raises(InconsistentError, match=f"{names[0]}: was saved as {names[1]}"):
         read(folder)
 
 

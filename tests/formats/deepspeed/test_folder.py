@@ -18,10 +18,11 @@ def step(path: Path) -> Path:
     return path
 
 
-def test_latest_names_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["global_step2", "global_step2\n", "global_step2/"])
+def test_latest_names_the_step(tmp_path: Path, text: str) -> None:
     step(tmp_path / "global_step1")
     newest = step(tmp_path / "global_step2")
-    (tmp_path / "latest").write_text("global_step2\n")
+    (tmp_path / "latest").write_text(text)
     assert recognises(tmp_path)
     place = find(tmp_path, None)
     assert (place.root, place.step, place.prefix) == (tmp_path, newest, "global_step2/")

@@ -119,7 +119,7 @@ def _names_step(path: Path) -> str | None:
     latest = path / "latest"
     if not latest.is_file() or latest.stat().st_size > 4096:
         return None
-    text = latest.read_bytes().decode("utf-8", "replace").strip()
+    text = latest.read_bytes().decode("utf-8", "replace").strip().rstrip("/")  # DeepSpeed joins it to a path
     return text if _stays_inside(text) else None
 
 

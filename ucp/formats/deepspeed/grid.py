@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError
-from ucp.formats.deepspeed.names import StepFiles, model_name, optim_name, sharded_model_name, sort_names
+from ucp.formats.deepspeed.names import StepFiles, model_name, optim_name, sharded_model_name
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFile, RankFiles
 from ucp.records import dataclass
@@ -137,30 +137,6 @@ def check_same_save(models: Mapping[str, RankFile], optims: Mapping[str, RankFil
     _same(models, "global_steps", "step", problems)
     _same(models, "dp_world_size", "data-parallel ranks", problems)
     _same({**models, **optims}, "ds_version", "DeepSpeed version", problems)
-
-
-def check_exchanged(files: Mapping[tuple[int, int], RankFile], role: str, problems: Problems) -> str | None:
-    """Report files of one role, by (dp rank, mp rank), that bear each other's names; the words for a note on others.
-
-    Nothing in a shard of ZeRO-3 tells its rank, but torch names the archive after the file that was saved. Files that
-    were copied under other names (all ranks from one) are no exchange, and only noted.
-    """
-    saved = {rank: _saved_rank(file, role) or rank for rank, file in files.items()}
-    wrong = [rank for rank in sorted(files) if saved[rank] != rank]
-    if len(set(saved.values())) < len(saved):
-        first = files[wrong[0]]
-        return f"{first.name} was saved as {first.saved_as}.pt, and {len(wrong) - 1} more under other names"
-    for dp, mp in wrong:
-        file = files[dp, mp]
-        problems.add(
-            f"{file.name} (dp rank {dp}, mp rank {mp}): was saved as {file.saved_as}.pt, the file of another rank"
-        )
-    return None
-
-
-def _saved_rank(file: RankFile, role: str) -> tuple[int, int] | None:
-    found: dict[tuple[int, int], str] = getattr(sort_names([f"{file.saved_as}.pt"]), role)
-    return next(iter(found), None)
 
 
 def _same(files: Mapping[str, RankFile], key: str, what: str, problems: Problems) -> None:

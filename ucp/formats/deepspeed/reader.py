@@ -16,8 +16,9 @@ from ucp.formats.deepspeed import folder
 from ucp.formats.deepspeed.alike import Alike
 from ucp.formats.deepspeed.assemble import assemble, merge_groups, ordered
 from ucp.formats.deepspeed.description import details_of, framework_of, step_of
+from ucp.formats.deepspeed.exchanged import check_names
 from ucp.formats.deepspeed.extras import TreeCarrier, carry_neighbours, carry_unknown, without_layout
-from ucp.formats.deepspeed.grid import Grid, check_exchanged, check_same_save, find_grid
+from ucp.formats.deepspeed.grid import Grid, check_same_save, find_grid
 from ucp.formats.deepspeed.holdings import Holder, Holdings
 from ucp.formats.deepspeed.missing import note_missing
 from ucp.formats.deepspeed.names import SWAP_FOLDER, StepFiles, sort_names
@@ -73,9 +74,11 @@ def _read(
     reading: Reading, place: folder.Place, files: StepFiles, sizes: dict[str, int], options: ReadOptions
 ) -> Checkpoint:
     grid = find_grid(files, reading.files, reading.prefix, reading.problems)
-    reading.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
+    reading.problems.raise_any(
+        "restore what is missing, and remove what another save left; or give a checkpoint that is complete"
+    )
     ranks = _open_ranks(reading, files, grid)
-    _check_names(reading, files)
+    check_names(reading, files)
     check_same_save(ranks.named_models(), ranks.named_optims(), reading.problems)
     reading.problems.raise_any(_RESTORE)
     shown = read_states(reading, place.step, files, grid, ranks)
@@ -142,19 +145,6 @@ def _open_ranks(reading: Reading, files: StepFiles, grid: Grid) -> Ranks:
             optims = [files.optim[dp, mp] for dp in range(grid.dp)]
             ranks.optims[holder] = [reading.files.open(reading.prefix + name) for name in optims]
     return ranks
-
-
-def _check_names(reading: Reading, files: StepFiles) -> None:
-    for role, names in (
-        ("optim", files.optim),
-        ("sharded_model", files.sharded_model),
-        ("expert_optim", files.expert_optim),
-    ):
-        opened = {rank: reading.files.open(reading.prefix + name) for rank, name in names.items()}
-        told = check_exchanged(opened, role, reading.problems)
-        if told is not None:
-            reading.note("saved-under-other-names", told)
-    reading.problems.raise_any("give every file the name that it was saved under")
 
 
 def _order(reading: Reading) -> None:
