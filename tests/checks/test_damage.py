@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ucp
 from tests.checks.made import flip
 from ucp.api import convert
 from ucp.checks import Finding, Report, verify
@@ -116,6 +117,18 @@ def test_what_all_megatron_ranks_share_is_missed(corpus: Path, tmp_path: Path) -
     (folder / "common.pt").unlink()
     (finding,) = errors(verify(tmp_path / "m", "quick"), "grid")
     assert finding.file == "common.pt"
+
+
+def test_files_of_megatrons_distributed_optimizer_that_are_all_gone_are_missed(corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus / "megatron/llama_tp2_dp2_do_torch", tmp_path / "m")
+    for file in (tmp_path / "m").rglob("distrib_optim.pt"):
+        file.parent.chmod(0o755)
+        file.unlink()
+    report = verify(tmp_path / "m", "quick")
+    (finding,) = errors(report, "grid")
+    assert "distrib_optim.pt" in finding.message
+    assert report.exit_code == 1
+    assert "optimizer-missing" in {note.id for note in ucp.open(tmp_path / "m").index.notes}
 
 
 def test_a_stray_file_is_a_warning(copy) -> None:

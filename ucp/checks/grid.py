@@ -29,6 +29,7 @@ from ucp.formats.deepspeed.names import (
 )
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFiles
+from ucp.formats.megatron.folder import OPTIMIZER_FILE, OPTIMIZER_MISSING
 from ucp.model.checkpoint import WEIGHT, Checkpoint
 from ucp.model.layout import Rank
 
@@ -41,6 +42,7 @@ def look(context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
     if checkpoint.format == "megatron":
         yield from exchanged_ranks(checkpoint)
+        yield from _without_buffers(checkpoint)
     if checkpoint.format == "dcp":
         yield from _without_common(checkpoint)
     yield from strays(context)
@@ -71,6 +73,17 @@ def look(context: Context) -> Iterator[Finding]:
                     file,
                     hint="left from another save or renamed? Keep it elsewhere, or under the name of its rank",
                 )
+
+
+def _without_buffers(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Megatron's distributed optimizer keeps its states in files of their own, which may be all gone."""
+    if any(note.id == OPTIMIZER_MISSING for note in checkpoint.notes):
+        yield Finding(
+            "grid",
+            "error",
+            f"saved with the distributed optimizer, but no rank's {OPTIMIZER_FILE} is here: only weights could be read",
+            hint=f"restore the {OPTIMIZER_FILE} files; without them training cannot go on from here",
+        )
 
 
 def _without_common(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -187,7 +187,8 @@ class _Merger:
         if start + length > size:
             raise IntegrityError(
                 f"{self._root / file}: has {size} bytes, but bytes [{start}, {start + length}) hold {key}",
-                hint="the file was copied or written incompletely; copy it again from where it is whole",
+                hint=f"the file was copied or written incompletely, or {self._file.name} is of another save; restore"
+                " the files of one save",
             )
         return Item(file, start, start + length)
 

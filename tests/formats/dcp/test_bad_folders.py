@@ -48,6 +48,18 @@ def test_unfinished_save(folder: Path) -> None:
         ucp.open(folder)
 
 
+def test_a_run_of_unfinished_saves(folder: Path) -> None:
+    """It is said of the newest one what it lacks; an older one that is finished counts before it."""
+    older, newer = folder.parent / "run/step-2", folder.parent / "run/step-10"
+    older.parent.mkdir()
+    folder.rename(newer)
+    (newer / ".metadata").rename(newer.parent / "kept")
+    with pytest.raises(errors.InconsistentError, match=r"step-10: .*no \.metadata.*not finished"):
+        ucp.open(newer.parent)
+    save(small_state(), older)
+    assert ucp.open(newer.parent).index.root == older
+
+
 def test_missing_data_file(folder: Path) -> None:
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(errors.InconsistentError, match=r"__0_0\.distcp: is missing; it holds "):

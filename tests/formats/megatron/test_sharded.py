@@ -191,6 +191,15 @@ def test_an_unfinished_save_is_refused(tmp_path: Path, missing: tuple[str, ...])
             ucp.open(path)
 
 
+@pytest.mark.parametrize("data", [b"", b'{"sharded_backend": "torch_d'])
+def test_a_damaged_mark_of_a_finished_save_is_refused(tmp_path: Path, data: bytes) -> None:
+    root = save(tmp_path / "iter_0000007", model_and_states("param"), common(arguments(1, 1)))
+    (root / "metadata.json").write_bytes(data)
+    for path in (root, tmp_path):
+        with pytest.raises(IntegrityError, match=r"metadata\.json: is damaged"):
+            ucp.open(path)
+
+
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
     root = save(tmp_path, model_and_states("param"), common(arguments(1, 1)))
     next(root.glob("*.distcp")).unlink()

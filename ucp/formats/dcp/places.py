@@ -45,9 +45,14 @@ def find(path: Path, tag: str | None) -> Place | None:
     steps = sorted(
         (int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()
     )
-    places = (_direct(child) for _, child in reversed(steps))
-    # A save that was cut short has no metadata: the newest finished one counts.
-    return next((p for p in places if p is not None and _is_finished(p)), None)
+    unfinished: Place | None = None
+    for _, child in reversed(steps):
+        place = _direct(child)
+        if place is not None and _is_finished(place):
+            return place
+        unfinished = unfinished or place
+    # A save that was cut short has no metadata: the newest finished one counts. Where there is none, `read` says so.
+    return unfinished
 
 
 def _is_finished(place: Place) -> bool:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final, Literal
 
-from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UsageError
 from ucp.records import dataclass
 
 Layout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
@@ -18,6 +18,7 @@ COMMON: Final = "common.pt"
 INDEX: Final = ".metadata"
 MODEL_FILE: Final = "model_optim_rng.pt"
 OPTIMIZER_FILE: Final = "distrib_optim.pt"
+OPTIMIZER_MISSING: Final = "optimizer-missing"  # the note on rank files of an optimizer whose own files are all gone
 RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION: Final = re.compile(r"iter_(\d{7,})")
 _GROUPS: Final = b"param_groups.0.wd_mult"  # in a key of a state dict that was saved as it is
@@ -128,8 +129,13 @@ def _backend(file: Path) -> object:
         if file.stat().st_size > _LARGEST_METADATA:
             return None
         data = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return None
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(
+            f"{file}: is damaged: Megatron writes JSON into it when a save is complete",
+            hint="copy it again from where it is whole; that of another save of the same format says the same",
+        ) from error
     return data.get("sharded_backend") if isinstance(data, dict) else None
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.megatron.arguments import Arguments, arguments_of
 from ucp.formats.megatron.buffer_files import read_buffers
-from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, model_files
+from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, model_files
 from ucp.formats.megatron.holdings import Holder, Holdings
 from ucp.formats.megatron.layer_wise import layer_wise_files, read_layer_wise
 from ucp.formats.megatron.names import EMBEDDING, OUTPUT, is_buffer
@@ -154,6 +154,10 @@ def _read_all(root: Path, legacy: Legacy) -> None:
                 legacy.holdings.add(holder, part.holding, "buffer" if role == "buffer" else "trained")
         trained = [entry for entry in entries if legacy.holdings.roles[entry.names[0]] == "trained"]
         _read_optimizer(legacy, holder, files, trained)
+    told = [files.model.mapping().get("optimizer") for files in legacy.files.values()]
+    if not legacy.has_optimizer and any(tree is not None for tree in told):
+        text = f"no optimizer state: there are no {OPTIMIZER_FILE} files, only weights were read"
+        legacy.notes.append(Note(OPTIMIZER_MISSING, text))
 
 
 def _read_optimizer(legacy: Legacy, holder: Holder, files: RankFiles, entries: list[Entry]) -> None:
