@@ -392,3 +392,30 @@ def test_a_durable_snapshot_appears_when_the_disk_has_it(
         snapshots.wait()
     files = {path.name for path in snapshots.latest.rglob("*") if path.is_file()}
     assert (files <= {Path(path).name for path in synced}) == durable
+
+
+def test_a_store_is_replaced_when_the_optimizer_has_made_more_states(tmp_path: Path) -> None:
+    """Its places are fixed. That of another job is left as it is."""
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(3)) for name in ("always", "later")})
+    optimizer = torch.optim.AdamW(net.parameters())
+    path = tmp_path / "run.ucpstore"
+    with ucp.snapshot(net, optimizer, path, every=1, busy="wait") as snapshots:
+        snapshots.take()
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            (net["always"].sum() + (net["later"].sum() if step > 2 else 0)).backward()
+            optimizer.step()
+            snapshots.wait()
+            found = ucp.open(path)
+            assert found.index.step == step
+            assert ("exp_avg" in found["later"].kinds) == (step > 2)
+            moment = optimizer.state[net["always"]]["exp_avg"]
+            assert torch.equal(found["always"].read("exp_avg", as_torch=True), moment)
+    assert [file.name for file in tmp_path.iterdir() if file.suffix != ".json"] == ["run.ucpstore"]
+    other = torch.nn.Linear(2, 2)
+    with ucp.snapshot(other, torch.optim.SGD(other.parameters()), path) as snapshots:
+        with pytest.raises(UsageError, match="other parameters or states"):
+            snapshots.take()
+        with pytest.raises(UsageError, match="other parameters or states"):
+            snapshots.take()
+    assert "always" in ucp.open(path).parameters

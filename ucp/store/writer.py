@@ -36,6 +36,7 @@ class Store:
         """Use `create` or `open`. `fd` is the open file that locks are taken with; None takes none."""
         self.path = shape.path
         self.schema = shape.layout.schema
+        self.slots = shape.layout.slots
         self._shape = shape
         self._layout = shape.layout
         self._medium = medium

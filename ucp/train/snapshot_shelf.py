@@ -23,6 +23,7 @@ class Shelf:
     def __init__(self, path: Path, keep: int | None) -> None:
         self.path, self.keep = path, keep
         self.is_store = path.suffix == SUFFIX
+        self._written: set[Path] = set()  # stores that hold snapshots of this job
 
     def make(self) -> None:
         """A folder must be there; a store is made with the first snapshot."""
@@ -42,7 +43,7 @@ class Shelf:
     def saver(self, name: str, group: Any, durable: bool) -> SnapshotSaver:
         """What writes the next one."""
         if self.is_store:
-            return StoreSaver(self.path, group, durable)
+            return StoreSaver(self.path, group, durable, self._written)
         return SnapshotSaver(self.path / name, group, durable)
 
     def tell(self, schedule: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from ucp.errors import StorageError, UsageError
@@ -22,11 +24,22 @@ SUFFIX: Final = ".ucpstore"
 
 
 class StoreSaver(SnapshotSaver):
-    """One rank's part of a snapshot into the store at `path`, which is made where there is none."""
+    """One rank's part of a snapshot into the store at `path`, which is made where there is none.
+
+    The places of a store are fixed. Where the job has other states than its last snapshot had (an optimizer makes some
+    with the first gradient of a parameter), a new store is filled beside it and takes its place.
+    """
 
     notes: dict[str, Any]
     step: int
     steps: dict[str, int]
+    schema: Schema
+
+    def __init__(self, path: Path, group: Any, durable: bool, written: set[Path]) -> None:
+        """`written` are stores that this job has put snapshots into; a store of another job is left alone."""
+        super().__init__(path, group, durable)
+        self._written = written
+        self._next = path.with_name(f".{path.name}.next")
 
     def lay_out(self, source: Checkpoint, gathered: Sequence[Gathered]) -> tuple[Any, list[Any]]:
         schema = schema_of(source)
@@ -44,14 +57,25 @@ class StoreSaver(SnapshotSaver):
         """Where each atom lies in a slot."""
         if not self.path.exists():
             Store.create(self.path, schema).close()
-        with Store.open(self.path) as store:
-            if store.schema.entries != schema.entries:
-                raise self._other_schema()
+        with self._open(schema) as store:
             return {key: store.place(*key) for key in ((e.name, e.kind) for e in schema.entries)}
+
+    def _open(self, schema: Schema) -> Store:
+        """The store that has these places: that of the path, or the one that is going to take its place."""
+        store = Store.open(self.path)
+        if store.schema.entries == schema.entries:
+            return store
+        slots = store.slots
+        store.close()
+        if self.path not in self._written:
+            raise self._other_schema()
+        self._next.unlink(missing_ok=True)
+        return Store.create(self._next, schema, slots=slots)
 
     def _other_schema(self) -> UsageError:
         return UsageError(
-            f"{self.path}: was made for other parameters or states than the job has now", hint="give another path"
+            f"{self.path}: was made for other parameters or states than the job has now",
+            hint="give another path",
         )
 
     def settle(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
@@ -62,7 +86,7 @@ class StoreSaver(SnapshotSaver):
             raise self._other_schema()
         if not self.path.exists():
             Store.create(self.path, schema).close()
-        self.step, self.steps = source.step or 0, source.steps
+        self.step, self.steps, self.schema = source.step or 0, source.steps, schema
         offers = self.offer_extras(tensors)
         shares = Shares.for_ranks(1)
         for entry in extras:
@@ -75,19 +99,20 @@ class StoreSaver(SnapshotSaver):
         store: Store | None = None
         if world()[0] == 0:
             try:
-                store = Store.open(self.path)
+                store = self._open(self.schema)
                 store.begin(self.step, wait=60.0)
             except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
                 error = caught
         try:
             agree(error, self.group)
-            begin = gather(None if store is None else store.slot_start, self.group)[0]
+            begin, name = gather(None if store is None else (store.slot_start, store.path.name), self.group)[0]
+            file = self.path.with_name(name)
             try:
                 for task in self.tasks:
                     piece = self.pieces[task.piece]
                     placed = replace(task, offset=begin + task.offset)
-                    write_task(self.path, placed, piece.region, piece.tensor)
-                self._sync()
+                    write_task(file, placed, piece.region, piece.tensor)
+                self._sync(file)
             except Exception as caught:  # noqa: BLE001
                 error = caught
             agree(error, self.group)
@@ -97,6 +122,10 @@ class StoreSaver(SnapshotSaver):
                         of = self.step if entry.kind == EXTRA else self.steps.get(entry.name, self.step)
                         store.view(entry.name, entry.kind, step=of)
                     store.commit(self.notes)
+                    if file != self.path:
+                        os.replace(file, self.path)
+                        self._sync(self.path.parent)
+                    self._written.add(self.path)
             except Exception as caught:  # noqa: BLE001
                 error = caught
             agree(error, self.group)
@@ -104,9 +133,9 @@ class StoreSaver(SnapshotSaver):
             if store is not None:
                 store.close()
 
-    def _sync(self) -> None:
+    def _sync(self, file: Path) -> None:
         """What this rank wrote becomes durable before rank 0 vouches for it."""
         try:
-            sync(self.path)
+            sync(file)
         except OSError as error:
-            raise StorageError(f"{self.path}: cannot be made durable: {error.strerror}") from error
+            raise StorageError(f"{file}: cannot be made durable: {error.strerror}") from error
