@@ -574,6 +574,7 @@ def test_a_job_that_another_takes_the_folder_from_is_told(tmp_path: Path, monkey
     monkeypatch.setattr(recorder, "LOOK_EVERY", 0.0)
     first = Trained(tmp_path, optimizers()["adamw single"][0])
     first.train(2)
+    first.recorder.flush()
     second = Trained(tmp_path, optimizers()["adamw single"][0], step=1)
     with pytest.raises(UsageError, match="another job records here"):
         first.train(1)

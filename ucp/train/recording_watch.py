@@ -10,12 +10,13 @@ from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob, local_part
 from ucp.train.recording_kernel import constants
 from ucp.train.recording_schema import is_trained
-from ucp.train.recording_taker import Taker
+from ucp.train.recording_taker import Taker, guarded
 
 if TYPE_CHECKING:
     import torch
 
 SAMPLE: Final = 16  # elements of each tensor that are looked at
+_NOTHING: Final[dict[str, Any]] = {}
 
 
 class Watch:
@@ -32,10 +33,12 @@ class Watch:
         self._engine, self._optimizer = job.engine, job.optimizer
         self._keys = [] if self._engine is not None else taker.keys
         self._sample = Sample(self._keys)
+        self._held: list[list[int]] = []  # of each tensor, the ids of its states
+        self._states: list[tuple[int, Any]] = []  # (whose, state)
         self._constants = constants(self._optimizer)
         self.end_step()
         hooks.add(job.optimizer.register_load_state_dict_post_hook(lambda _: self._fail("states were loaded into it")))
-        hooks.add(job.optimizer.register_step_pre_hook(lambda *_: self._compare()))
+        hooks.add(job.optimizer.register_step_pre_hook(lambda *_: guarded(taker, self._compare)))
 
     def end_update(self) -> None:
         """The optimizer has taken its step: did it have the gradients that were taken?"""
@@ -54,26 +57,34 @@ class Watch:
         self._values = self._sample.take()
 
     def _look(self) -> list[Any]:
+        """What tells whether something was written to or replaced, first of the parameters, then of their states."""
         if self._engine is not None:
             return [int(self._engine.global_steps)]
         states = self._optimizer.state
-        return [[mark_of(key), *map(mark_of, states.get(key, {}).values())] for key in self._keys]
+        held = [[*map(id, states.get(key, _NOTHING).values())] for key in self._keys]
+        if held != self._held:
+            self._held = held  # tensors are kept, so that no other gets the id of one that is gone
+            found = [(n, value) for n, key in enumerate(self._keys) for value in states.get(key, _NOTHING).values()]
+            self._states = [(n, local_of(value)) for n, value in found if hasattr(value, "data_ptr")]
+        return [[mark_of(key) for key in self._keys], held, [value._version for _, value in self._states]]
 
     def _compare(self) -> None:
         found = constants(self._optimizer)  # ZeRO steps one group after the other; one that is new is told of later
         if any(self._constants.get(group, told) != told for group, told in found.items()):
             self._fail("its settings were changed otherwise than a step can tell (fused, lr_decay, …)")
-        now = self._look()
+        before, now = self._seen, self._look()
         if self._engine is not None:
-            if now != self._seen:
-                self._fail(f"its engine is at step {now[0]}, and was at step {self._seen[0]}")
-            return
-        number = next((i for i, (a, b) in enumerate(zip(now, self._seen, strict=True)) if a != b), None)
-        if number is not None:
-            what = "" if now[number][0] != self._seen[number][0] else "a state of "
-            self._fail(f"{what}{self._names[number]} was changed by something else")
-        elif (number := self._sample.changed_since(self._values)) is not None:
-            self._fail(f"{self._names[number]} was changed by something else, through .data")
+            if now != before:
+                self._fail(f"its engine is at step {now[0]}, and was at step {before[0]}")
+        elif now[0] != before[0]:
+            self._fail(f"{self._names[_first_other(now[0], before[0])]} was changed by something else")
+        elif now != before:
+            replaced = now[1] != before[1]
+            number = _first_other(*((now[1], before[1]) if replaced else (now[2], before[2])))
+            number = number if replaced else self._states[number][0]
+            self._fail(f"a state of {self._names[number]} was changed by something else")
+        elif (changed := self._sample.changed_since(self._values)) is not None:
+            self._fail(f"{self._names[changed]} was changed by something else, through .data")
 
     def _fail(self, what: str) -> None:
         self._taker.failure = self._taker.failure or UsageError(
@@ -86,9 +97,11 @@ class Resting:
     """Parameters that this optimizer does not step. The log has them as they are in the base, so they must stay so."""
 
     def __init__(self, job: LiveJob) -> None:
-        """An engine may hold them elsewhere between steps: of its parameters, values alone are looked at."""
+        """An engine may hold them elsewhere between steps: values alone are looked at, and in stage 3 nothing is."""
         held = [(held.share.name, held.tensor) for held in job.frozen]
         held += [(stepped.names[0], stepped.key) for stepped in job.stepped if not is_trained(stepped)]
+        if job.engine is not None and job.mesh.zero == 3:
+            held = []
         self._names = [name for name, _ in held]
         self._marked = [tensor for _, tensor in held] if job.engine is None else []
         self._seen = [mark_of(tensor) for tensor in self._marked]
@@ -110,13 +123,19 @@ class Resting:
         )
 
 
-def mark_of(value: Any) -> Any:
-    """What tells whether a tensor was written to or replaced, as autograd counts; a number itself."""
-    if not hasattr(value, "data_ptr"):
-        return value if isinstance(value, (int, float)) else id(value)
-    # To ask a tensor for what it does not have takes longer than all the rest.
-    local = value._local_tensor if type(value).__name__ == "DTensor" else value
+def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What tells whether a tensor was written to or replaced, as autograd counts."""
+    local = local_of(tensor)
     return local._version, local.data_ptr()
+
+
+def local_of(tensor: Any) -> Any:
+    """As `local_part`, without a new tensor. To ask one for what it does not have takes longer than all the rest."""
+    return tensor._local_tensor if type(tensor).__name__ == "DTensor" else tensor
+
+
+def _first_other(some: Sequence[Any], others: Sequence[Any]) -> int:
+    return next(number for number, (a, b) in enumerate(zip(some, others, strict=True)) if a != b)
 
 
 class Sample:
