@@ -10,6 +10,7 @@ import pytest
 
 import ucp
 from tests.train.test_recording_states import assert_same, merged
+from ucp.errors import UsageError
 from ucp.model.checkpoint import kind_of_state
 
 torch = pytest.importorskip("torch")
@@ -124,3 +125,19 @@ def test_what_a_scaler_leaves_out_is_a_skipped_step(tmp_path: Path) -> None:
         found = ucp.open(tmp_path, log=tmp_path, step=step, exact=True)["weight"]
         for kind, value in zip(("weight", "exp_avg", "step"), expected, strict=True):
             assert torch.equal(found.read(kind, as_torch=True), value), (step, kind)
+
+
+def test_damage_is_told_where_a_step_cannot_be_had(tmp_path: Path) -> None:
+    """The second of three segments is damaged in the middle of a step."""
+    train(tmp_path, lambda p: torch.optim.SGD(p, lr=1e-2), nothing, base_every=3, keep_bases=None)
+    segment = sorted((tmp_path / "log" / "epoch-000000" / "stream-00000").glob("*.ugl"))[1]
+    data = bytearray(segment.read_bytes())
+    data[len(data.rstrip(b"\0")) // 2] ^= 4
+    segment.write_bytes(bytes(data))
+    with pytest.raises(
+        UsageError, match=r"cannot be had; the log ends with step [345]\n.*because of .*damaged"
+    ) as told:
+        ucp.open(tmp_path, log=tmp_path, step=8)
+    last = str(told.value).partition("ends with step ")[2][0]
+    hints = {finding.hint for finding in ucp.verify(tmp_path, log=tmp_path).findings if finding.check == "log"}
+    assert hints == {f"steps up to {last} are good"}

@@ -141,9 +141,12 @@ class Log:
         """
         last = self.recoverable_step if upto is None else upto
         if last > self.recoverable_step:
+            damage = next((d for d in self.epochs[-1].defects if d.kind in ("damaged", "disorder")), None)
             raise UsageError(
                 f"{self.root}: step {last} cannot be had; the log ends with step {self.recoverable_step}",
-                hint="`ucp log stat` shows what every stream has",
+                hint="`ucp log stat` shows what every stream has"
+                if damage is None
+                else f"what follows is not used, because of {damage}",
             )
         found: list[Span] = []
         epoch: Epoch | None = self.epochs[-1]
@@ -153,7 +156,10 @@ class Log:
                 if last not in epoch.steps:
                     if found:
                         break
-                    raise UsageError(f"{self.root}: step {last} is no longer (or not) in epoch {epoch.number}")
+                    raise UsageError(
+                        f"{self.root}: step {last} is no longer (or not) in epoch {epoch.number}",
+                        hint="`ucp log ls` lists the steps and bases that there are",
+                    )
                 found.append(Span(epoch, max(first, epoch.steps.start), last))
                 if epoch.steps.start > first:
                     break

@@ -73,7 +73,7 @@ def _log(log: Log) -> Iterator[Finding]:
         for defect in epoch.defects:
             # A torn end is how a killed job leaves its log: what was durable is there.
             bad = defect.kind in ("damaged", "disorder")
-            hint = f"steps up to {defect.step} are good" if defect.step is not None else None
+            hint = f"steps up to {epoch.recoverable_step} are good" if epoch.steps else None
             yield Finding(
                 "log",
                 "error" if bad else "note",
