@@ -373,3 +373,9 @@ def test_every_command_shows_examples() -> None:
     ):
         shown = ucp(*command.split(), "--help").stdout
         assert f"\n    ucp {command.split()[0]} " in shown, command
+
+
+def test_json_of_a_conversion_has_the_notes(clean: Path, tmp_path: Path) -> None:
+    arguments = ["convert", clean, tmp_path / "out", "--to", "safetensors", "--json"]
+    for more in (["--dry-run"], []):
+        assert [note["id"] for note in json.loads(ucp(*arguments, *more).stdout)["notes"]] == ["no-config"]

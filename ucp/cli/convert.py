@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ucp.engine.shares import Share
 from ucp.errors import UsageError
 from ucp.files.paths import is_url
 from ucp.formats.registry import WRITERS
+from ucp.model.checkpoint import Note
 from ucp.model.target import Target
 
 
@@ -199,10 +201,11 @@ def command(
     if is_url(dst):
         dst = conversion.path  # spelled like one again
     use_one_thread_each(conversion.source)
+    notes = (*conversion.source.notes, *conversion.writer.notes)
     if launched is None or launched.number == 0:
-        echo_notes((*conversion.source.notes, *conversion.writer.notes))
+        echo_notes(notes)
     if dry_run:
-        _print_plan(conversion, jobs or default_jobs(), memory, as_json)
+        _print_plan(conversion, notes, jobs or default_jobs(), memory, as_json)
         return
     begin = time.perf_counter()
     if finish:
@@ -235,7 +238,7 @@ def command(
     files = sum(path.is_file() for path in dst.rglob("*"))
     summary = {"schema": 1, "target": str(dst), "files": files, "bytes": target.nbytes, "seconds": seconds}
     if as_json:
-        click.echo(json.dumps(summary))
+        click.echo(json.dumps({**summary, "notes": _listed(notes)}))
         return
     rate = f"{human_bytes(target.nbytes / seconds)}/s" if seconds > 0 else ""
     click.echo(
@@ -257,7 +260,11 @@ def _check_engine(engine: api.Engine, in_parts: bool, launched: Share | None, ra
         raise UsageError("--ray-address and --parts are for --engine ray", hint="add --engine ray")
 
 
-def _print_plan(conversion: Conversion, jobs: int, memory: int, as_json: bool) -> None:
+def _listed(notes: Iterable[Note]) -> list[dict[str, str]]:
+    return [{"id": note.id, "text": note.text} for note in notes]
+
+
+def _print_plan(conversion: Conversion, notes: Iterable[Note], jobs: int, memory: int, as_json: bool) -> None:
     from ucp.engine.worker import Budget
 
     target = conversion.target
@@ -270,7 +277,8 @@ def _print_plan(conversion: Conversion, jobs: int, memory: int, as_json: bool) -
     }
     mesh = conversion.writer.mesh
     if as_json:
-        click.echo(json.dumps({**target.to_json(), **totals, "mesh": mesh and mesh.to_json()}))
+        facts = {"mesh": mesh and mesh.to_json(), "notes": _listed(notes)}
+        click.echo(json.dumps({**target.to_json(), **totals, **facts}))
         return
     if mesh is not None:
         click.echo(f"{conversion.source.mesh} → {mesh} ({counted(mesh.world, 'rank')})\n")
