@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -119,9 +120,12 @@ def _instead_of(path: Path) -> str | None:
     """What a person may have meant by a path at which there is nothing."""
     if str(path).startswith(("shadow:/", "shm:/", "gloo:/")):
         return "convert the shadow (`ucp convert`), and take the copy"
-    if isinstance(path, RemotePath) or not path.parent.is_dir():
+    if isinstance(path, RemotePath):
         return None
-    beside = [entry.name for entry in path.parent.iterdir()]
+    try:
+        beside = os.listdir(path.parent)
+    except OSError:
+        return None  # it is only advice
     if f".{path.name}.ucp-partial" in beside:
         return "ucp has begun to write it, and has not finished: repeat that command with --resume"
     from difflib import get_close_matches  # only where a path is wrong
