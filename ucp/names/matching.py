@@ -82,7 +82,7 @@ def refuse(match: Match, target: str) -> UsageError:
         lines.append(f"\n  {kind}{often}" + (f"   closest: {', '.join(close)}" if close else ""))
     return UsageError(
         f"{len(match.unknown)} of {len(match.unknown) + len(match.found)} parameters have no name in {target!r}"
-        f" (the nearest table is {match.table.name}, side {match.side}):{''.join(lines)}",
+        f" (table {match.table.name}, side {match.side}):{''.join(lines)}",
         hint="leave them out with --exclude, or write a table of your own and give it with --names FILE",
     )
 
