@@ -1,4 +1,4 @@
-"""Stripes: what a box is in the flattened tensor, runs of one length at equal distances. It knows integers only."""
+"""Stripes: a box as it lies in the flattened tensor, runs of equal length at equal distances. Integers only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from ucp.model.region import Region
 
 
 class Runs(NamedTuple):
-    """`times` runs of `run` elements, at equal distances: what an interval of a tensor has of a stripe. Positions are
-    counted from where the interval begins. Its ends may cut the first and the last run."""
+    """The part of a stripe that lies in an interval of the flattened tensor: `times` runs of `run` elements each.
 
-    first: int  # where the first one would begin if it were whole: maybe before the interval
+    A run begins `step` positions after the one before it. Positions are counted from the first of the interval, whose
+    two ends may cut the first and the last run short.
+    """
+
+    first: int  # where the first run would begin if it were whole: negative where the interval cuts it
     run: int
     step: int
     times: int
@@ -39,8 +42,11 @@ class Runs(NamedTuple):
 
 
 class Stripe(NamedTuple):
-    """`times` runs of `run` elements: the first begins at position `first` of the flattened tensor, each next one
-    `step` positions further on. Where they are held they lie end to end, from `offset` on."""
+    """`times` runs of `run` elements each, in a flattened tensor and in the memory or file of who holds them.
+
+    In the tensor the first run begins at position `first`, each next one `step` positions further on. Where they are
+    held they lie end to end, from `offset` on. All numbers count elements (after `scaled`, bytes).
+    """
 
     first: int
     run: int
@@ -65,7 +71,7 @@ class Stripe(NamedTuple):
         return runs * self.run + min(inside, self.run) if runs < self.times else self.times * self.run
 
     def within(self, low: int, high: int) -> Runs:
-        """Its runs between two positions of the tensor, counted from the first of those."""
+        """What of it lies at positions `[low, high)` of the tensor; positions of the result count from `low`."""
         begin, end = self.before(low), self.before(high)
         if begin == end:
             return Runs(0, self.run, self.step, 0, 0, 0)

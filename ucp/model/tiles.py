@@ -65,7 +65,7 @@ def tiled_atom(name: str, tiles: Sequence[Tile], shape: Shape, sources: Mapping[
 
 
 def _joined_tiles(tiles: Sequence[Tile], cover: Mapping[str, Sequence[Fragment]]) -> tuple[Fragment, ...]:
-    """The fragments that tiles make of other fragments, by the name of what these are of."""
+    """The fragments that the tiles make; `cover` has the source fragments by the name of their parameter."""
     return _joined(piece for tile in tiles for piece in _retiled(cover[tile.name], tile))
 
 
@@ -133,7 +133,7 @@ def _touch(a: Fragment, b: Fragment) -> bool:
 
 
 def _stacked(boxes: tuple[Box, ...], box: Box) -> tuple[Box, ...]:
-    """`boxes` and one more behind them; it grows the last one where both are one box, row-major."""
+    """`boxes` with `box` after them: joined with the last one where the two make one box in row-major order."""
     last = boxes[-1]
     for d in range(box.ndim):
         same = last.start[d] == box.start[d] and last.shape[d] == box.shape[d]

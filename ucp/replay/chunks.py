@@ -162,7 +162,7 @@ class Replay:
             RegionReader(self.base, atom).read(block.region.cut(inside.start, inside.stop), values)
 
     def _stored(self, block: Block, dtype: DType, atom: Atom | None, chain: Chain) -> RawArray:
-        """A state of a block where a chain of stored values leads to; it may begin with what the base has."""
+        """A state of a block at the end of a chain of stored values, which may begin with the value in the base."""
         if chain.full is not None:
             return self.tensor.stored.follow(chain, None)
         bits = np.zeros(block.count, bits_type(dtype))

@@ -1,4 +1,4 @@
-"""The computed files of a span of a log: what is asked for is replayed, and kept for who asks for its other states."""
+"""The computed files of a span of a log: a stretch is replayed when it is read, and kept until its other states are."""
 
 from __future__ import annotations
 

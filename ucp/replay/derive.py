@@ -147,7 +147,7 @@ def _needed(spans: Sequence[Span], first: int, last: int, log: Log) -> list[Span
 
 
 def _left_behind(base: Base, spans: Sequence[Span], log: Log) -> list[Approximate]:
-    """May the base be of steps that the run took and then took otherwise? That is no state of this history."""
+    """A label, where the base may be of steps that the run went back behind and took again: not of this history."""
     forks = {e.manifest.parent.epoch: e.manifest.parent.step for e in log.epochs if e.manifest.parent is not None}
     for epoch in log.epochs:
         after = base.step > forks.get(epoch.number, base.step)

@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """How to come to a state after `step`: from the newest absolute value, or from the base, by differences."""
+    """How a state after `step` is put together: an absolute value (`full`; None: the base's), then all differences."""
 
     step: int
     full: Entry | None
@@ -89,9 +89,10 @@ class StoredStates:
     def best(
         self, block: int, kinds: Sequence[str], start: int, last: int, replays: bool
     ) -> Mapping[str, Chain] | None:
-        """The chains of all `kinds` of a block that lead to one step, as near to `last` as it pays; None for the base.
+        """Chains that bring all `kinds` of a block to one same step; None where to begin with the base is better.
 
-        `start` is the base's step. Where nothing `replays` the rest, only a chain that leads to `last` will do.
+        `start` is the base's step. The newest step up to `last` is taken at which following the chains costs less than
+        replaying would. Where nothing `replays` the steps after it, only chains that lead to `last` will do.
         """
         reached = [self._reach(block, kind, start, last) for kind in kinds]
         common = sorted(set.intersection(*(set(one) for one in reached))) if reached else []

@@ -96,10 +96,11 @@ class Shadow:
     def join(
         self, manifest: Manifest, stream: int, run: Path | None, oldest: int = 0
     ) -> tuple[int, int | None, Portion | None]:
-        """A feed of a stream begins: gives (number of the beginning, the frame that is wanted next, what of it).
+        """A feed of a stream begins.
 
-        `oldest` is the first frame that the job still has. `UsageError` where frames before it are wanted, and no log
-        has them.
+        Gives the number that `put` and `leave` ask for, the frame that is wanted next, and which portion of frames is
+        (None: all of them). `oldest` is the first frame that the job still has. `UsageError` where frames before it are
+        wanted, and no log has them.
         """
         with self.course.changed:
             following = self.course.following

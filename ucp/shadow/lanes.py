@@ -78,7 +78,7 @@ class Following:
             lane.tail = Tail(folder, epoch, lane.intake.tables)
 
     def find_log(self) -> None:
-        """Begin to follow the job's log where it has come to be since: one of states appears with the first step."""
+        """Follow the job's log too, if it is there by now: a log of states does not appear before the first step."""
         manifest = self.state.manifest
         if self.log is not None or self.run is None or manifest.epoch not in epochs_of(self.run):
             return

@@ -14,7 +14,7 @@ from ucp.shadow.tables import Tables
 
 
 class Tail:
-    """Where reading a stream's files has come to. What is not whole yet is read again the next time."""
+    """Reads a stream's files from where it stopped the last time. What was not whole then is read again."""
 
     def __init__(self, folder: Path, epoch: int, tables: Tables) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ class Tail:
         return False
 
     def _next(self, fd: int) -> Frame | None:
-        """The frame at the place that was come to, or None where it is not whole (yet)."""
+        """The frame at byte `_offset` of the file, or None where it is not whole (yet)."""
         assert self._header is not None
         try:
             header = FrameHeader.unpack(os.pread(fd, FRAME_BYTES, self._offset), self._header.salt)

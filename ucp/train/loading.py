@@ -115,7 +115,7 @@ class _Loader:
         self._raise(self.plan.problems)
 
     def check_unexpected(self, used: set[str]) -> None:
-        """Say what of the checkpoint no rank has; a parameter that nobody wants stops a strict load."""
+        """Report what the checkpoint has and no rank of the job does; a parameter among it stops a strict load."""
         problems: list[str] = []
         for parameter in unexpected(self.source, used):
             told = f"{parameter.role} parameter" if parameter.role != "buffer" else "buffer"

@@ -88,7 +88,7 @@ class Collector:
         return self.found
 
     def note_parameters(self) -> dict[str, int]:
-        """Note every parameter without looking at its values; the group of each that is trained."""
+        """Note every parameter without looking at its values. Gives name → optimizer group of the trained ones."""
         job = self.job
         trained = {name: stepped.group for stepped in job.stepped for name in stepped.names}
         buffers = {held.share.name for held in job.buffers}
@@ -98,7 +98,7 @@ class Collector:
         return trained
 
     def slice_region(self, name: str) -> Region:
-        """What of a (noted) parameter this model-parallel rank's slice is, as a region of the whole."""
+        """The region of a (noted) whole parameter that this model-parallel rank's slice is."""
         return self._regions[name]
 
     def region_of(self, share: Share) -> Region:

@@ -106,7 +106,7 @@ class Copier:
             self.error = error
 
     def guard(self, keys: frozenset[int]) -> None:
-        """Before these tensors are updated: what of them is not aside yet is copied now."""
+        """Call before these tensors are updated: copies now what of them was not copied aside yet."""
         if self.finished:
             return
         began = time.perf_counter()

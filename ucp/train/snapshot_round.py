@@ -92,7 +92,7 @@ class Round:
             thread.start()
 
     def guard(self, keys: frozenset[int]) -> None:
-        """Before these tensors are updated: what of them is not aside yet is copied now."""
+        """Call before these tensors are updated: copies now what of them was not copied aside yet."""
         for _, copier, _ in self.parts:
             copier.guard(keys)
 

@@ -191,7 +191,7 @@ def _take_by_parameter(
 
 
 def _mark_frozen(reading: Reading, found: Unsharded, dealt: Sequence[Sequence[str]]) -> None:
-    """Parameters that an fp32 optimizer lists and has no state of, while it has of others, are frozen.
+    """Mark as frozen what an fp32 optimizer lists but keeps no state of, while it keeps states of others.
 
     `Adam(model.parameters())` lists them all; before a step DeepSpeed gives every other one a gradient, if only zeros.
     """
