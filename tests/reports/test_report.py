@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,16 @@ def test_a_damaged_checkpoint_still_has_a_page(clean: Path, tmp_path: Path) -> N
     shown = said(tmp_path / "page.html")
     assert "parameters" not in shown
     assert victim.name in shown["checks"]["findings"][0]["message"]
+
+
+def test_a_pipe_stays_a_pipe(clean: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text)
+        assert run(clean, "-o", pipe, "--quick").returncode == 0
+        assert "</html>" in read.result(timeout=60)
+    assert pipe.is_fifo()
 
 
 def test_one_unreadable_state_is_said_in_its_place() -> None:

@@ -169,7 +169,7 @@ def test_no_ring_where_one_was_told_of() -> None:
 def test_names(tmp_path: Path, pairs: list[Pair]) -> None:
     assert str(parse_address("shm:/name")) == "shm://name"
     for wrong in ("shm://", "shm://a/b", "shm://a b"):
-        with pytest.raises(UsageError, match="no address"):
+        with pytest.raises(UsageError, match="not an address"):
             parse_address(wrong)
     address = here()
     with pytest.raises(StorageError, match="cannot be reached"):

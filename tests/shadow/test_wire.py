@@ -272,7 +272,7 @@ def test_tokens_are_secrets(tmp_path: Path, token: Path) -> None:
 
 @pytest.mark.parametrize("text", ["nowhere", "host:port", "host:99999", "shadow://"])
 def test_no_address(text: str) -> None:
-    with pytest.raises(UsageError, match="no address"):
+    with pytest.raises(UsageError, match="not an address"):
         parse_address(text)
 
 

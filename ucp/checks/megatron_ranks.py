@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, permutations
 from typing import Final
 
 from ucp.checks.findings import Finding
@@ -18,22 +19,34 @@ Numbers = tuple[int, ...]
 
 
 def exchanged_ranks(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Files of ranks that do not grow along one of the numbers in their folders' names, whatever order the job had."""
+    """Files that contradict the others, where ranks do not grow along every number in the folders' names.
+
+    Which of the numbers counts first is up to the job: the order that the fewest files contradict is taken for its own.
+    """
     writers = _writers(checkpoint)
-    seen: set[Numbers] = set()
-    for line in _lines(writers):
-        for numbers, rank in zip(line, sorted(writers[numbers] for numbers in line), strict=True):
-            if writers[numbers] != rank and numbers not in seen:
-                seen.add(numbers)
-                file = f"{_folder(numbers)}/{MODEL_FILE}"
-                yield Finding(
-                    "grid",
-                    "error",
-                    f"{file}: was written by rank {writers[numbers]}, where a file of rank {rank} belongs",
-                    file,
-                    Rank(tp=numbers[0]),
-                    hint=_HINT,
-                )
+    if all(writers[one] < writers[other] for line in _lines(writers) for one, other in pairwise(line)):
+        return
+    for numbers, rank in min((_misplaced(writers, order) for order in permutations(range(_places(writers)))), key=len):
+        file = f"{_folder(numbers)}/{MODEL_FILE}"
+        yield Finding(
+            "grid",
+            "error",
+            f"{file}: was written by rank {writers[numbers]}, where a file of rank {rank} belongs",
+            file,
+            Rank(tp=numbers[0]),
+            hint=_HINT,
+        )
+
+
+def _misplaced(writers: Mapping[Numbers, int], order: Sequence[int]) -> list[tuple[Numbers, int]]:
+    """Folders that have not the file of the rank which belongs there, and that rank, if numbers count in this order."""
+    folders = sorted(writers, key=lambda numbers: [numbers[place] for place in order if place < len(numbers)])
+    expected = zip(folders, sorted(writers.values()), strict=True)
+    return [(numbers, rank) for numbers, rank in expected if writers[numbers] != rank]
+
+
+def _places(writers: Mapping[Numbers, int]) -> int:
+    return max(map(len, writers), default=0)
 
 
 def _writers(checkpoint: Checkpoint) -> dict[Numbers, int]:
@@ -51,7 +64,7 @@ def _writers(checkpoint: Checkpoint) -> dict[Numbers, int]:
 
 def _lines(writers: Mapping[Numbers, int]) -> Iterator[list[Numbers]]:
     """Folders that differ in one number only, in its order."""
-    for place in range(max(map(len, writers), default=0)):
+    for place in range(_places(writers)):
         lines: dict[Numbers, list[Numbers]] = {}
         for numbers in sorted(numbers for numbers in writers if len(numbers) > place):
             lines.setdefault((*numbers[:place], -1, *numbers[place + 1 :]), []).append(numbers)

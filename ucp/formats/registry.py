@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol, cast
 
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
-from ucp.files.paths import RemotePath
+from ucp.files.paths import RemotePath, is_shadow
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh
@@ -118,7 +118,7 @@ def _near(path: Path) -> str | None:
 
 def _instead_of(path: Path) -> str | None:
     """What a person may have meant by a path at which there is nothing."""
-    if str(path).startswith(("shadow:/", "shm:/", "gloo:/")):
+    if is_shadow(path):
         return "convert the shadow (`ucp convert`), and take the copy"
     if isinstance(path, RemotePath):
         return None

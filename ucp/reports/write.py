@@ -106,9 +106,12 @@ def measure(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write beside the target and rename: a page appears whole or not at all."""
+    """Write beside the target and rename: a page appears whole or not at all. A pipe or device stays what it is."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:

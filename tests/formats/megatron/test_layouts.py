@@ -117,6 +117,10 @@ def test_modules_come_in_their_own_order() -> None:
             {"num_layers": 6, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et,(|tt)*2|tL"},
             [1, 2, 2, 1],
         ),
+        (
+            {"num_layers": 2, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|*3tL"},
+            [1, 0, 0, 1],
+        ),
     ],
 )
 def test_layers_of_stages(fields: dict[str, object], counts: list[int]) -> None:

@@ -10,7 +10,7 @@ from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.names import is_prediction, layer_of
 from ucp.records import dataclass
 
-_REPEATED: Final = re.compile(r"\(([^()]*)\)\*(\d+)|([Etm L])\*(\d+)")
+_REPEATED: Final = re.compile(r"\(([^()]*)\)\*(\d+)|([^()])\*(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
