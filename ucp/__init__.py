@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ucp.api import convert, diff, plan, report, verify
     from ucp.api import open_checkpoint as open
     from ucp.train.loading import LoadReport, load_into
-    from ucp.train.recording import Recorder, record
+    from ucp.train.recording.record import Recorder, record
     from ucp.train.saving import SaveHandle, save
-    from ucp.train.snapshots import Snapshots, snapshot
+    from ucp.train.snapshots.snapshot import Snapshots, snapshot
     from ucp.train.topk import TopK
     from ucp.views import OpenCheckpoint
 
@@ -41,12 +41,12 @@ __all__ = [
 _LIVE = {
     "LoadReport": "ucp.train.loading",
     "load_into": "ucp.train.loading",
-    "Recorder": "ucp.train.recording",
-    "record": "ucp.train.recording",
+    "Recorder": "ucp.train.recording.record",
+    "record": "ucp.train.recording.record",
     "SaveHandle": "ucp.train.saving",
     "save": "ucp.train.saving",
-    "Snapshots": "ucp.train.snapshots",
-    "snapshot": "ucp.train.snapshots",
+    "Snapshots": "ucp.train.snapshots.snapshot",
+    "snapshot": "ucp.train.snapshots.snapshot",
     "TopK": "ucp.train.topk",
 }
 

@@ -345,7 +345,7 @@ def test_tables_are_compared_with_the_schema() -> None:
 
 def test_a_manifest_that_asks_for_too_much(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     """A state with a shape of its own cannot be larger than the job's parameters."""
-    from ucp.train import recording_sinks
+    from ucp.train.recording import sinks as recording_sinks
 
     pairs.append(Pair())
     real = recording_sinks.gather

@@ -15,7 +15,7 @@ from tests.interop.ds_rank import build, train, write_state
 from tests.train import torch_ranks
 from tests.train.ranks import spec_of
 from ucp import tunables
-from ucp.train.snapshot_copying import Throttle
+from ucp.train.snapshots.copying import Throttle
 
 
 class Gate(Throttle):

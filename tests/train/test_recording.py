@@ -23,7 +23,7 @@ from ucp.log.reader import Log
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, Rule
-from ucp.train.recording_schema import Offer, RankOffers, deal
+from ucp.train.recording.schema import Offer, RankOffers, deal
 
 torch = pytest.importorskip("torch")
 
@@ -402,7 +402,7 @@ def test_a_killed_trainer_loses_nothing_that_was_durable(tmp_path: Path) -> None
 
 
 def test_the_interval_between_bases_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucp.train import recorder
+    from ucp.train.recording import recorder
 
     monkeypatch.setattr(recorder, "TUNE_EVERY", 5)
     with pytest.raises(UsageError, match="needs mtbf"):
@@ -569,7 +569,7 @@ def test_types_that_a_log_does_not_hold_are_refused_at_once(tmp_path: Path) -> N
 
 
 def test_a_job_that_another_takes_the_folder_from_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucp.train import recorder
+    from ucp.train.recording import recorder
 
     monkeypatch.setattr(recorder, "LOOK_EVERY", 0.0)
     first = Trained(tmp_path, optimizers()["adamw single"][0])

@@ -131,7 +131,8 @@ def test_a_change_that_only_a_full_comparison_finds_ends_the_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps before it may have been changed so as well, where nobody looked."""
-    from ucp.train import recording_early, recording_taker
+    from ucp.train.recording import early as recording_early
+    from ucp.train.recording import taker as recording_taker
 
     monkeypatch.setattr(recording_taker, "CHECK_EVERY", 6)
     monkeypatch.setattr(recording_early, "SAMPLE", 1)

@@ -9,7 +9,7 @@ from math import inf, isclose
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.train.snapshot_plan import (
+from ucp.train.snapshots.plan import (
     Costs,
     Tensor,
     deal_parts,

@@ -15,10 +15,10 @@ import pytest
 import ucp
 from ucp import tunables
 from ucp.errors import UsageError
-from ucp.train import snapshot_taking as taking
-from ucp.train.snapshot_copying import Copier, Item, Throttle
-from ucp.train.snapshot_plan import Costs, Tensor, make_schedule
-from ucp.train.snapshot_saving import lay_out
+from ucp.train.snapshots import taking
+from ucp.train.snapshots.copying import Copier, Item, Throttle
+from ucp.train.snapshots.plan import Costs, Tensor, make_schedule
+from ucp.train.snapshots.saving import lay_out
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -12,8 +12,8 @@ import click
 from ucp.cli.options import FILE, PATH, human_bytes, parse_bytes, table
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.records import dataclass
-from ucp.train.snapshot_drawing import Row, draw
-from ucp.train.snapshot_plan import (
+from ucp.train.snapshots.drawing import Row, draw
+from ucp.train.snapshots.plan import (
     Blocked,
     Costs,
     Schedule,

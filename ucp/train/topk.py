@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.errors import StorageError, UsageError
 from ucp.train.live import plain_name
-from ucp.train.recording_compression import file_of
+from ucp.train.recording.compression import file_of
 from ucp.train.talk import world
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ucp.store.writer import Store
 from ucp.train.saved_index import Gathered
 from ucp.train.saving import offers_of
 from ucp.train.shared_write import Shares, write_task
-from ucp.train.snapshot_saving import SnapshotSaver
+from ucp.train.snapshots.saving import SnapshotSaver
 from ucp.train.talk import agree, gather, world
 
 SUFFIX: Final = ".ucpstore"

@@ -12,8 +12,8 @@ from ucp.errors import UsageError
 from ucp.log.payloads import Stage
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob, dtype_of, local_part
-from ucp.train.recording_early import Early
-from ucp.train.recording_taker import Taker, guarded
+from ucp.train.recording.early import Early
+from ucp.train.recording.taker import Taker, guarded
 
 _UNSCALING: Final = frozenset(
     {"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer", "FP16_Optimizer"}

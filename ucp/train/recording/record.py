@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from ucp.errors import UsageError
 from ucp.files.paths import local_path
-from ucp.train.recorder import OnError, Recorder
-from ucp.train.recording_compression import Compression, checked
-from ucp.train.recording_sinks import To, reach_shadow
-from ucp.train.recording_start import What, start_epoch
+from ucp.train.recording.compression import Compression, checked
+from ucp.train.recording.recorder import OnError, Recorder
+from ucp.train.recording.sinks import To, reach_shadow
+from ucp.train.recording.start import What, start_epoch
 from ucp.train.talk import world
 
 

@@ -20,7 +20,7 @@ from ucp.train.pieces import Piece
 from ucp.train.saved_index import Gathered, build_index
 from ucp.train.saving import Saver, offers_of
 from ucp.train.shared_write import Offer, Shares
-from ucp.train.snapshot_layout import Blueprint, Layout, Sight, load_of
+from ucp.train.snapshots.layout import Blueprint, Layout, Sight, load_of
 from ucp.train.talk import agree, from_first, gather, to_first
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
-from ucp.train.snapshot_copying import ANY_UPDATE, Copier, Item
-from ucp.train.snapshot_plan import Costs, open_time, smoothed, spread
+from ucp.train.snapshots.copying import ANY_UPDATE, Copier, Item
+from ucp.train.snapshots.plan import Costs, open_time, smoothed, spread
 
 
 class Measured:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob
-from ucp.train.recording_early import Early
-from ucp.train.recording_taker import Taker, guarded
+from ucp.train.recording.early import Early
+from ucp.train.recording.taker import Taker, guarded
 
 if TYPE_CHECKING:
     import torch

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from ucp.errors import UsageError
 from ucp.records import replace
 from ucp.train.saved_index import steps_counted
-from ucp.train.snapshot_copying import Copier, Throttle, in_order
-from ucp.train.snapshot_costs import Expected, Measured, tell
-from ucp.train.snapshot_eye import Eye
-from ucp.train.snapshot_layout import Layout, Sight, hyper_now, is_same
-from ucp.train.snapshot_plan import smoothed
-from ucp.train.snapshot_round import Round
-from ucp.train.snapshot_saving import lay_out
-from ucp.train.snapshot_shelf import Shelf
+from ucp.train.snapshots.copying import Copier, Throttle, in_order
+from ucp.train.snapshots.costs import Expected, Measured, tell
+from ucp.train.snapshots.eye import Eye
+from ucp.train.snapshots.layout import Layout, Sight, hyper_now, is_same
+from ucp.train.snapshots.plan import smoothed
+from ucp.train.snapshots.round import Round
+from ucp.train.snapshots.saving import lay_out
+from ucp.train.snapshots.shelf import Shelf
 from ucp.train.talk import agree, gather, world
 
 

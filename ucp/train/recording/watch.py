@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ucp.errors import UsageError
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob, local_part
-from ucp.train.recording_kernel import constants
-from ucp.train.recording_schema import is_trained
-from ucp.train.recording_taker import Taker, guarded
+from ucp.train.recording.kernel import constants
+from ucp.train.recording.schema import is_trained
+from ucp.train.recording.taker import Taker, guarded
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ucp.train.hooks import Hooks
-from ucp.train.recording_early import Early
-from ucp.train.recording_taker import Taker, guarded
+from ucp.train.recording.early import Early
+from ucp.train.recording.taker import Taker, guarded
 
 if TYPE_CHECKING:
     import torch

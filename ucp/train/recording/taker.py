@@ -15,7 +15,7 @@ from ucp.log.ring import Slot
 from ucp.log.schema import StreamSchema
 from ucp.log.writer import Writer
 from ucp.train.live import local_part
-from ucp.train.recording_kernel import own_step, scalars
+from ucp.train.recording.kernel import own_step, scalars
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ucp.errors import InconsistentError
-from ucp.train.recording_taker import FULL_CHECKS, SAMPLE, Taker
+from ucp.train.recording.taker import FULL_CHECKS, SAMPLE, Taker
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ucp import tunables
 from ucp.errors import UsageError
 from ucp.train.pieces import Piece
-from ucp.train.snapshot_copying import Copier, Item, Owners
-from ucp.train.snapshot_costs import Expected
-from ucp.train.snapshot_layout import Layout, Sight
-from ucp.train.snapshot_plan import deal_parts
-from ucp.train.snapshot_saving import SnapshotSaver, settle
+from ucp.train.snapshots.copying import Copier, Item, Owners
+from ucp.train.snapshots.costs import Expected
+from ucp.train.snapshots.layout import Layout, Sight
+from ucp.train.snapshots.plan import deal_parts
+from ucp.train.snapshots.saving import SnapshotSaver, settle
 from ucp.train.talk import agree, gather
 
 if TYPE_CHECKING:

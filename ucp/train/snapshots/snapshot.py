@@ -22,10 +22,10 @@ from ucp.train.describe import describe
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob
 from ucp.train.saved_index import steps_counted
-from ucp.train.snapshot_copying import Throttle
-from ucp.train.snapshot_eye import ClientState, Eye
-from ucp.train.snapshot_shelf import Shelf
-from ucp.train.snapshot_taking import Taking
+from ucp.train.snapshots.copying import Throttle
+from ucp.train.snapshots.eye import ClientState, Eye
+from ucp.train.snapshots.shelf import Shelf
+from ucp.train.snapshots.taking import Taking
 from ucp.train.talk import agree, world
 
 Busy = Literal["skip", "wait"]

@@ -15,7 +15,7 @@ from ucp.train.extras import COUNTERS, SCALER_FIELDS, live_scaler
 from ucp.train.live import LiveJob, flat_view, local_part
 from ucp.train.optimizers import is_counter
 from ucp.train.pieces import digest_of
-from ucp.train.recording_kernel import plain_hyper
+from ucp.train.recording.kernel import plain_hyper
 
 SCHEDULED: Final = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # what is different in every step
 _LEFT_OUT: Final = object()

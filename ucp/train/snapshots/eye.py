@@ -10,7 +10,7 @@ from ucp.formats.rulefiles import rule_book
 from ucp.train.describe import describe
 from ucp.train.pieces import SliceRules
 from ucp.train.saved_state import collect_state
-from ucp.train.snapshot_layout import Sight, look
+from ucp.train.snapshots.layout import Sight, look
 from ucp.train.talk import agree
 
 ClientState = dict[str, Any] | Callable[[], dict[str, Any]] | None

@@ -17,13 +17,13 @@ from ucp.log.tuning import Tuner
 from ucp.log.writer import Writer
 from ucp.shadow.sink import Sinks
 from ucp.train.hooks import Hooks
-from ucp.train.recording_costs import Spent, choose_intervals
-from ucp.train.recording_hooks import hang_in, hang_in_scalars
-from ucp.train.recording_notes import job_notes, plain_notes, state_digests
-from ucp.train.recording_start import Start
-from ucp.train.recording_taker import Taker
-from ucp.train.recording_values import Values
-from ucp.train.recording_watch import Resting, Watch
+from ucp.train.recording.costs import Spent, choose_intervals
+from ucp.train.recording.hooks import hang_in, hang_in_scalars
+from ucp.train.recording.notes import job_notes, plain_notes, state_digests
+from ucp.train.recording.start import Start
+from ucp.train.recording.taker import Taker
+from ucp.train.recording.values import Values
+from ucp.train.recording.watch import Resting, Watch
 
 OnError = Literal["raise", "stop"]
 

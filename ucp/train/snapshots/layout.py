@@ -16,7 +16,7 @@ from ucp.train.pieces import Collector, Piece, SliceRules
 from ucp.train.saved_index import Gathered
 from ucp.train.saving import group_hyper
 from ucp.train.shared_write import Sealing, Task
-from ucp.train.snapshot_copying import Owners
+from ucp.train.snapshots.copying import Owners
 
 if TYPE_CHECKING:
     import torch

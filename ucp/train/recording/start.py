@@ -18,12 +18,12 @@ from ucp.records import dataclass, replace
 from ucp.replay.exactness import find_kernel
 from ucp.train.describe import describe
 from ucp.train.live import LiveJob
-from ucp.train.recording_bases import Bases
-from ucp.train.recording_compression import Compression, save_compression
-from ucp.train.recording_deepspeed import grad_dtypes, stage_of
-from ucp.train.recording_kernel import kernel_of, own_step
-from ucp.train.recording_schema import Agreement, agree_on_schema, manifest_of
-from ucp.train.recording_sinks import To, go_on_from_shadows
+from ucp.train.recording.bases import Bases
+from ucp.train.recording.compression import Compression, save_compression
+from ucp.train.recording.deepspeed import grad_dtypes, stage_of
+from ucp.train.recording.kernel import kernel_of, own_step
+from ucp.train.recording.schema import Agreement, agree_on_schema, manifest_of
+from ucp.train.recording.sinks import To, go_on_from_shadows
 from ucp.train.saving import SaveHandle, save
 from ucp.train.talk import agree, gather, world
 

@@ -17,7 +17,7 @@ from ucp.model.rules import Rule, RuleBook
 from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, Stepped, dtype_of, local_part
 from ucp.train.pieces import Collector, SliceRules
-from ucp.train.recording_kernel import kernel_of, plain_hyper, sees_vectors
+from ucp.train.recording.kernel import kernel_of, plain_hyper, sees_vectors
 from ucp.train.talk import agree, gather
 
 

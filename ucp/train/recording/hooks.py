@@ -12,12 +12,12 @@ from ucp.errors import UsageError
 from ucp.log.payloads import Stage
 from ucp.train.hooks import Hooks
 from ucp.train.live import LiveJob
-from ucp.train.recording_deepspeed import bf16_scale, hang_into_bf16, hang_into_unscaling
-from ucp.train.recording_early import Early
-from ucp.train.recording_early_torch import find_ddp, hang_into_accumulation, hang_into_buckets
-from ucp.train.recording_early_zero import hang_into_zero
-from ucp.train.recording_schema import is_trained
-from ucp.train.recording_taker import Taker, guarded
+from ucp.train.recording.deepspeed import bf16_scale, hang_into_bf16, hang_into_unscaling
+from ucp.train.recording.early import Early
+from ucp.train.recording.early_torch import find_ddp, hang_into_accumulation, hang_into_buckets
+from ucp.train.recording.early_zero import hang_into_zero
+from ucp.train.recording.schema import is_trained
+from ucp.train.recording.taker import Taker, guarded
 
 
 def hang_in(job: LiveJob, taker: Taker, stage: Stage, hooks: Hooks, *, model: Any = None, early: bool = False) -> Early:

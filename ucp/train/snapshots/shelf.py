@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.train.snapshot_saving import SnapshotSaver
-from ucp.train.snapshot_store import SUFFIX, StoreSaver
+from ucp.train.snapshots.saving import SnapshotSaver
+from ucp.train.snapshots.store import SUFFIX, StoreSaver
 from ucp.train.talk import world
 
 SCHEDULE: Final = "schedule.json"

@@ -8,9 +8,9 @@ from ucp.log.values import Value
 from ucp.log.writer import Writer
 from ucp.records import replace
 from ucp.shadow.sink import Sinks
-from ucp.train.recording_buffers import BufferWatch
-from ucp.train.recording_start import Start, write_kinds
-from ucp.train.recording_states import StateTaker
+from ucp.train.recording.buffers import BufferWatch
+from ucp.train.recording.start import Start, write_kinds
+from ucp.train.recording.states import StateTaker
 
 _BEGINNING = -1  # number of a slot that the ring does not have
 
