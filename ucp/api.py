@@ -16,46 +16,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ucp.arguments import check_choices, check_counts, numbers, size, words
+from ucp.arguments import check_choices, check_counts, size, words
 from ucp.conversion import DEFAULT_MEMORY, Conversion, default_jobs
 from ucp.errors import UsageError
-from ucp.files.paths import as_path, is_shadow, is_url
-from ucp.formats.registry import (
-    ExpertForm,
-    OptimizerKind,
-    OptimizerSharding,
-    ReadOptions,
-    WriteOptions,
-    make_writer,
-)
-from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.model.checkpoint import Checkpoint
-from ucp.model.dtypes import DType, parse_dtype
-from ucp.model.selection import Only, Selection, select
+from ucp.model.selection import Only
+from ucp.planning import plan
+from ucp.sources import index_state, read_options, renamed
 from ucp.views import OpenCheckpoint
 
 if TYPE_CHECKING:
-    import torch
-
     from ucp.checks import Report
     from ucp.compare import Comparison
     from ucp.engine.convert import Progress
     from ucp.reports import Written
 
+__all__ = ["Conversion", "Engine", "OpenCheckpoint", "convert", "diff", "open_checkpoint", "plan", "report", "verify"]
+
 Engine = Literal["local", "ray"]  # this machine, or tasks of a Ray cluster
-
-
-def read_options(
-    tag: str | None = None, rules: str | Path | None = None, preset: str | None = None, repair: bool = False
-) -> ReadOptions:
-    """Options for reading from what a user says: a rule file wins over a preset, both over the checkpoint."""
-    if tag is not None:
-        tag = tag.rstrip("/") or tag  # a shell that completes names adds it
-    if rules is None and preset is None:
-        return ReadOptions(tag, repair=repair)
-    from ucp.formats.rulefiles import rule_book
-
-    return ReadOptions(tag, rule_book(rules, preset), repair)
 
 
 def open_checkpoint(
@@ -77,149 +55,7 @@ def open_checkpoint(
     the `log` of a run, it is the state after `step` (a number or `latest`) that follows from the checkpoint.
     """
     indexed = index_state(path, read_options(tag, rules, preset), log, step, exact)
-    return OpenCheckpoint(_renamed(indexed, names, model_config))
-
-
-def index_state(
-    path: str | os.PathLike[str],
-    options: ReadOptions,
-    log: str | os.PathLike[str] | None = None,
-    step: int | str | None = None,
-    exact: bool = False,
-) -> Checkpoint:
-    """The index of a checkpoint; with a `log`, of the state after `step` (a number or `latest`) that both make.
-
-    Where that may differ from what the job held, notes say so; with `exact` it is an error.
-    """
-    if is_shadow(path):
-        if log is not None or step is not None:
-            raise UsageError(
-                f"{path}: a shadow holds one step, the newest; --log and --step are about others",
-                hint="name the run or a checkpoint instead of the shadow to get another step",
-            )
-        from ucp.shadow.client import open_shadow
-
-        return open_shadow(path, options)
-    if log is None and step is None and not exact:
-        return index_checkpoint(as_path(path), options)
-    from ucp.replay.opening import open_at
-
-    return open_at(path, options, log, step, exact=exact)
-
-
-def _renamed(
-    checkpoint: Checkpoint, names: str | os.PathLike[str] | None, model_config: str | os.PathLike[str] | None
-) -> Checkpoint:
-    if names is None:
-        return checkpoint
-    from ucp.names.choose import with_names
-
-    return with_names(checkpoint, os.fspath(names), None if model_config is None else Path(model_config))
-
-
-def plan(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    to: str = "atoms",
-    link: bool = False,
-    only: Only | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    dtype: str | DType | torch.dtype | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    vpp: int | None = None,
-    dp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    zero: int | None = None,
-    like: str | os.PathLike[str] | None = None,
-    stages: Sequence[int] | None = None,
-    vocab_size: int | None = None,
-    experts: ExpertForm | None = None,
-    optimizer: OptimizerKind | None = None,
-    optimizer_sharding: OptimizerSharding | None = None,
-    max_shard_size: int | str | None = None,
-    tag: str | None = None,
-    rules: str | Path | None = None,
-    preset: str | None = None,
-    repair: bool = False,
-    names: str | os.PathLike[str] | None = None,
-    model_config: str | os.PathLike[str] | None = None,
-    log: str | os.PathLike[str] | None = None,
-    step: int | str | None = None,
-    exact: bool = False,
-) -> Conversion:
-    """Index the source and lay out the target, without writing anything.
-
-    Degrees that are left out keep the source's value, or that of the checkpoint `like`. `vpp` counts the model chunks
-    of every pipeline stage. `etp` is the tensor-parallel degree of experts, `experts` their form in the modules.
-    `stages` are the numbers of the first layer of every pipeline stage (of every chunk, where
-    stages have several: the first chunks of all stages come first); `vocab_size` is the padded size of vocabulary
-    dimensions. `optimizer` names the one of Megatron's that is to load the target, `optimizer_sharding` how its sharded
-    checkpoint keeps the state of the distributed one. `log`, `step` and `exact` as in `open_checkpoint`.
-    """
-    check_choices(
-        only=(only, Only),
-        experts=(experts, ExpertForm),
-        optimizer=(optimizer, OptimizerKind),
-        optimizer_sharding=(optimizer_sharding, OptimizerSharding),
-    )
-    check_counts(tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=etp, vocab_size=vocab_size)
-    wanted = _dtype(dtype)
-    if only is not None and to in ("deepspeed", "deepspeed-universal"):
-        raise UsageError(
-            f"--only {only} takes a part of the states; --to {to} needs all of them", hint="leave --only out"
-        )
-    if only == "weights" and to == "safetensors":
-        only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
-    selection = Selection(only, words(include), words(exclude), wanted if to == "atoms" else None)
-    indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
-    example = None if like is None else index_checkpoint(as_path(like), ReadOptions())
-    selected = select(indexed, selection)
-    if indexed.parameters and not selected.parameters:
-        raise UsageError(
-            f"{src}: none of the {len(indexed.parameters)} parameters is left"
-            + (", for the source has no optimizer state" if only == "optimizer" and not (include or exclude) else ""),
-            hint="take less away with --only, --include and --exclude",
-        )
-    source = _crossed(_renamed(selected, names, model_config), to, model_config, example)
-    options = WriteOptions(
-        link=link,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        dp=dp,
-        ep=ep,
-        etp=etp,
-        zero=zero,
-        dtype=wanted,
-        like=example,
-        max_shard_size=None if max_shard_size is None else size("max_shard_size", max_shard_size),
-        first_layers=None if stages is None else numbers("stages", stages),
-        vocab_size=vocab_size,
-        experts=experts,
-        optimizer=optimizer,
-        optimizer_sharding=optimizer_sharding,
-    )
-    if link and to != "atoms":
-        raise UsageError(f"--link makes virtual atoms, not {to}", hint="leave --to or --link out")
-    if link and (is_url(src) or is_url(dst)):
-        raise UsageError("--link points at files of this machine, not into object stores", hint="leave --link out")
-    if link and source.computed is not None:
-        raise UsageError("what follows from a log lies in no file that --link could point at", hint="leave --link out")
-    writer = make_writer(to, source, options)
-    return Conversion(source, writer, writer.target(), as_path(dst))
-
-
-def _crossed(
-    checkpoint: Checkpoint, to: str, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
-) -> Checkpoint:
-    """The checkpoint with what the target's framework wants to know, where another framework wrote it."""
-    from ucp.names.crossing import crossed
-
-    return crossed(checkpoint, to, None if model_config is None else Path(model_config), like)
+    return OpenCheckpoint(renamed(indexed, names, model_config))
 
 
 def convert(
@@ -360,7 +196,7 @@ def diff(
     check_counts(jobs=jobs)
     options = Options(Tolerance(rtol, atol, ulp), only, words(include), words(exclude), strict, updates, extras)
     one, other = (
-        _renamed(
+        renamed(
             index_state(path, read_options(tag, rules, preset), log, step, exact and log is not None),
             names,
             model_config,
@@ -397,12 +233,3 @@ def report(
         raise UsageError(f"{level!r} is not a level of verification", hint="choose quick, default or deep") from None
     options = Options(depth, statistics, sample, read_options(tag, rules, preset))
     return write_report(src, page, options, version=__version__, jobs=jobs or default_jobs(), progress=progress)
-
-
-def _dtype(dtype: str | DType | torch.dtype | None) -> DType | None:
-    if dtype is None or isinstance(dtype, DType):
-        return dtype
-    parsed = parse_dtype(str(dtype))
-    if parsed is None or parsed.family != "float":
-        raise UsageError(f"{dtype!r} is not a floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
-    return parsed

@@ -24,6 +24,7 @@ from ucp.engine.publishing import was_published
 from ucp.engine.shares import WHOLE, Share
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.files.paths import RemotePath, is_shadow, is_url
+from ucp.planning import plan
 from ucp.version import VERSION
 
 _PATHS: Final = ("like", "rules", "model_config", "log")  # options that name files
@@ -45,7 +46,7 @@ def run_on_ray(
 ) -> None:
     """Write a planned conversion as `parts` tasks of the Ray cluster at `address`, each with `jobs` CPUs and threads.
 
-    The conversion is what `api.plan` gave for `src` and `options`, which `everywhere` has made. A cluster that this
+    The conversion is what `plan` gave for `src` and `options`, which `everywhere` has made. A cluster that this
     process is connected to already is used as it is. A half-done target of the same parts is gone on with.
     """
     ray = _import_ray()
@@ -80,8 +81,6 @@ def write_part(
     work: tuple[str, str, dict[str, Any], dict[str, Any], str, str], number: int, count: int
 ) -> tuple[str, float]:
     """The task: write one part, in whatever process Ray runs it. Gives the node's name and the seconds it took."""
-    from ucp import api
-
     src, dst, options, how, identity, version = work
     node, share, begin = socket.gethostname(), Share(number, count), time.perf_counter()
     if version != VERSION:
@@ -89,7 +88,7 @@ def write_part(
             f"{node} has ucp {VERSION}, and the conversion was started with {version}",
             hint="install the same version on every node",
         )
-    conversion = api.plan(src, dst, **options)
+    conversion = plan(src, dst, **options)
     if fingerprint(conversion.target, conversion.source) != identity:
         raise StorageError(
             f"{node}: sees another checkpoint at {src} than where the conversion was started",

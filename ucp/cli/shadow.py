@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucp import api
 from ucp.cli.options import FILE, PATH, human_bytes, reading_options
 from ucp.cli.signals import Signals
 from ucp.engine.shares import Share
 from ucp.errors import UcpError, UsageError
+from ucp.sources import read_options
 
 if TYPE_CHECKING:
     from ucp.formats.registry import ReadOptions
@@ -96,7 +96,7 @@ def command(
     from ucp.shadow.server import Door
 
     torch.set_num_threads(1)
-    options = api.read_options(tag, rules, preset)
+    options = read_options(tag, rules, preset)
     addresses = [parse_address(text, token) for text in listen]
     held = {} if share is None else {"share": share}
     doors: list[Door] = []

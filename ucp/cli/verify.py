@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucp import api
 from ucp.cli.options import (
     FILE,
     check_folder_of,
@@ -21,6 +20,7 @@ from ucp.cli.options import (
 )
 from ucp.conversion import default_jobs
 from ucp.errors import StorageError, UsageError
+from ucp.sources import read_options
 
 if TYPE_CHECKING:
     from ucp.checks import Report
@@ -104,7 +104,7 @@ def command(
     policy = make_policy(fail_on, allow, baseline)
     for path in output:
         check_folder_of(path, "the report")
-    options = api.read_options(tag, rules, preset)
+    options = read_options(tag, rules, preset)
     progress = None
     if not quick and is_watched():  # else there is no one to see the bar, and its modules need not be loaded
         from ucp.cli.progress import Bar
