@@ -20,6 +20,7 @@ from ucp.cli.options import (
     naming_options,
     parse_bytes,
     reading_options,
+    selection_options,
     source_argument,
     table,
     use_one_thread_each,
@@ -60,19 +61,7 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
     "--to", type=click.Choice(list(WRITERS)), default="atoms", show_default=True, help="Format of the target."
 )
 @click.option("--link", is_flag=True, help="Copy nothing: write a manifest that points at byte ranges of the source.")
-@click.option("--only", type=click.Choice(["weights", "optimizer"]), help="Take only these states.")
-@click.option(
-    "--include",
-    multiple=True,
-    metavar="PATTERN",
-    help="Take only parameters that match this shell pattern. Repeatable.",
-)
-@click.option(
-    "--exclude",
-    multiple=True,
-    metavar="PATTERN",
-    help="Leave out parameters that match this shell pattern. Repeatable.",
-)
+@selection_options("Take")
 @click.option(
     "--dtype", help="Cast `weight` to this dtype (fp32, bf16, fp16), from the master copy where there is one."
 )

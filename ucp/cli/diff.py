@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import FILE, PATH, check_folder_of, counted, human_bytes, naming_options, table
+from ucp.cli.options import FILE, PATH, check_folder_of, counted, human_bytes, naming_options, selection_options, table
 from ucp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,19 +37,7 @@ if TYPE_CHECKING:
 @click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative distance that counts as equal.")
 @click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute distance that counts as equal.")
 @click.option("--ulp", type=click.IntRange(0), default=0, help="Steps in the last place that count as equal.")
-@click.option("--only", type=click.Choice(["weights", "optimizer"]), help="Compare only these states.")
-@click.option(
-    "--include",
-    multiple=True,
-    metavar="PATTERN",
-    help="Compare only parameters that match this shell pattern. Repeatable.",
-)
-@click.option(
-    "--exclude",
-    multiple=True,
-    metavar="PATTERN",
-    help="Leave out parameters that match this shell pattern. Repeatable.",
-)
+@selection_options("Compare")
 @click.option("--strict", is_flag=True, help="Let what is merely noted otherwise be a difference.")
 @click.option(
     "--extras/--no-extras",

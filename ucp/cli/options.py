@@ -90,6 +90,33 @@ def use_one_thread_each(*checkpoints: Checkpoint) -> None:
         torch.set_num_threads(1)
 
 
+def selection_options(verb: str) -> Callable[[F], F]:
+    """Which states and which parameters: --only, --include, --exclude."""
+
+    def add(function: F) -> F:
+        for option in reversed(
+            (
+                click.option("--only", type=click.Choice(["weights", "optimizer"]), help=f"{verb} only these states."),
+                click.option(
+                    "--include",
+                    multiple=True,
+                    metavar="PATTERN",
+                    help=f"{verb} only parameters that match this shell pattern. Repeatable.",
+                ),
+                click.option(
+                    "--exclude",
+                    multiple=True,
+                    metavar="PATTERN",
+                    help="Leave out parameters that match this shell pattern. Repeatable.",
+                ),
+            )
+        ):
+            function = option(function)
+        return function
+
+    return add
+
+
 def naming_options(function: F) -> F:
     """Under which names parameters are to be seen: --names, --model-config."""
     for option in reversed(
