@@ -7,8 +7,10 @@
 
 Every figure is a ratio to something measured in the same run, in turns (A B A B …), on files in the page cache; before
 each turn the last output is removed, the disk is idle, and as much free memory as an output takes was just in use: a
-virtual machine whose host takes free pages back would charge whoever gets them first. Sizes stay below what Linux lets
-be dirty before it makes writers wait for the disk, a seventh of the memory. The checkpoints come from
+virtual machine whose host takes free pages back would charge whoever gets them first. That does not make it fair: what
+a program pays there depends on which pages those before it have left. With --keep-memory (as root) free memory is kept
+from the host for the run, all of it is fetched once, and times repeat. Sizes stay below what Linux lets be dirty before
+it makes writers wait for the disk, a seventh of the memory. The checkpoints come from
 scripts/synthetic.py. This process stays small and imports no torch: a child's peak memory would start from ours
 otherwise.
 """
@@ -26,7 +28,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -291,9 +294,26 @@ def _machine(work: Path) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Let Linux keep free memory instead of handing it back to a host, and fetch all of it once. As root only."""
+    knob = Path("/sys/module/page_reporting/parameters/page_reporting_order")
+    try:
+        before = knob.read_text()
+        knob.write_text("11")  # no block of free memory is as large
+    except OSError as error:
+        sys.exit(f"{knob}: {error.strerror}: free memory cannot be kept; leave --keep-memory out")
+    try:
+        run([sys.executable, "-c", TOUCH, str(int(0.9 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))])
+        yield
+    finally:
+        knob.write_text(before)
+
+
 def measure(kind: type[Bench], given: argparse.Namespace, name: str, **about: Any) -> None:
     """Take all figures of one benchmark in a folder of its own, and write them down where that is asked for."""
-    with tempfile.TemporaryDirectory(prefix=f".bench-{name}-", dir=given.work or PROJECT) as folder:
+    keeping = kept_memory() if vars(given).get("keep_memory") else nullcontext()
+    with keeping, tempfile.TemporaryDirectory(prefix=f".bench-{name}-", dir=given.work or PROJECT) as folder:
         machine = {**_machine(Path(folder)), **about}
         print(f"      {machine}", file=sys.stderr)
         bench = kind(Path(folder), given)
@@ -318,6 +338,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="threads, and workers of ds_to_universal")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
     parser.add_argument("--skip-deepspeed", action="store_true", help="leave out ds_to_universal, which takes minutes")
+    parser.add_argument("--keep-memory", action="store_true", help="keep free memory from the host meanwhile (root)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()

@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="threads, and workers of ds_to_universal")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
     parser.add_argument("--skip-engines", action="store_true", help="leave out real DeepSpeed, which takes minutes")
+    parser.add_argument("--keep-memory", action="store_true", help="keep free memory from the host meanwhile (root)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()

@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="threads")
     parser.add_argument("--skip-atoms", action="store_true", help="leave out the folder of atoms")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
+    parser.add_argument("--keep-memory", action="store_true", help="keep free memory from the host meanwhile (root)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()

@@ -91,7 +91,7 @@ def test_a_png_where_matplotlib_is(
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     without_matplotlib(monkeypatch)
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "again.png")]) == 2
-    assert "needs matplotlib" in capsys.readouterr().err
+    assert "need matplotlib" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
