@@ -25,6 +25,7 @@ class LinkTables:
         self._files: dict[str, int] = {}
         self._regions: dict[Region, int] = {}
         self._ranks: dict[Rank, int] = {}
+        self._seen: dict[tuple[int, int, int], tuple[int, tuple[Box, ...]]] = {}  # by identity of the boxes, kept here
 
     def state(self, atom: Atom) -> dict[str, Any]:
         """The manifest entry of one virtual atom."""
@@ -40,10 +41,12 @@ class LinkTables:
         return entry
 
     def _row(self, fragment: Fragment) -> list[Any]:
-        region = self._regions.setdefault(fragment.region, len(self._regions))
+        region = self._number(fragment.region)
         file = self._files.setdefault(fragment.file, len(self._files))
         rank = self._ranks.setdefault(fragment.rank, len(self._ranks))
         row: list[Any] = [region, file, fragment.offset, fragment.dtype.name, rank]
+        if fragment.strides is None and fragment.inline is None and fragment.scale == 1.0:
+            return row
         more: dict[str, Any] = {}
         if fragment.strides is not None:
             more["strides"] = list(fragment.strides)
@@ -51,7 +54,16 @@ class LinkTables:
             more["inline"] = base64.b64encode(fragment.inline).decode()
         if fragment.scale != 1.0:
             more["scale"] = fragment.scale
-        return [*row, more] if more else row
+        return [*row, more]
+
+    def _number(self, region: Region) -> int:
+        """A region's place in the table. States of a parameter share their boxes: to hash those once is enough."""
+        boxes, start, stop = region
+        key = id(boxes), start, stop
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = self._regions.setdefault(region, len(self._regions)), boxes
+        return seen[0]
 
     def tables(self) -> dict[str, Any]:
         """The `links` object of the manifest; call it after every `state`."""

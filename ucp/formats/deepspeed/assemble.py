@@ -112,11 +112,10 @@ def _atom(
 ) -> Atom | None:
     holders = [holder for holder, held in row.items() if held.kinds.get(kind)]
     own_shape = next((row[holder].shapes[kind] for holder in holders if kind in row[holder].shapes), None)
-    dtypes = {stored.dtype for holder in holders for stored in row[holder].kinds[kind]}
-    if len(dtypes) > 1:
-        listed = ", ".join(sorted(map(str, dtypes)))
-        reading.problems.add(f"parameter {name}: '{kind}' has a different dtype on different ranks: {listed}")
     dtype = row[holders[0]].kinds[kind][0].dtype
+    if others := {s.dtype for holder in holders for s in row[holder].kinds[kind] if s.dtype is not dtype} - {dtype}:
+        listed = ", ".join(sorted(map(str, {dtype, *others})))
+        reading.problems.add(f"parameter {name}: '{kind}' has a different dtype on different ranks: {listed}")
     if own_shape == ():
         values.compare(name, kind, [stored for holder in holders for stored in row[holder].kinds[kind]])
         sets = [

@@ -7,14 +7,13 @@ from itertools import islice
 from math import prod
 from typing import overload
 
-from ucp.formats.deepspeed.stored import EvenSlices, FlatSlice, Run, Stored
+from ucp.formats.deepspeed.stored import EvenSlices, FlatSlice, Stored
 from ucp.model.box import Shape, strides_of
 from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.layout import Rank
 from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
 from ucp.model.rules import SlicePiece
-from ucp.records import dataclass
 
 
 class RankFragments(LazyFragments):
@@ -56,18 +55,23 @@ class RankFragments(LazyFragments):
         return self._all()[index]
 
 
-@dataclass(frozen=True, slots=True)
 class Slice:
-    """What one holder's local tensor is of the whole."""
+    """What one holder's local tensor is of the whole: all kinds of a parameter have the same."""
 
-    pieces: tuple[SlicePiece, ...]
-    shape: Shape  # of the local tensor
-    rank: Rank  # dp is filled in run by run
+    __slots__ = ("pieces", "rank", "region", "shape")
+
+    def __init__(self, pieces: tuple[SlicePiece, ...], shape: Shape, rank: Rank) -> None:
+        """`shape` is that of the local tensor. The rank's dp is filled in run by run."""
+        self.pieces = pieces
+        self.shape = shape
+        self.rank = rank
+        # Where the pieces are the whole local tensor, end to end and unscaled.
+        self.region = Region.of(piece.box for piece in pieces) if _are_all(pieces, shape) else None
 
 
 def fragments_of(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> RankFragments:
     """The fragments of several holders' slices, holder by holder."""
-    plain = all(_is_plain(part) and getattr(stored, "strides", None) is None for part, stored in parts)
+    plain = all(part.region is not None and getattr(stored, "strides", None) is None for part, stored in parts)
     count = sum(stored.count for _, stored in parts) if plain else None
     return RankFragments(lambda: _make(kind, parts), count, parts if plain else None)
 
@@ -79,12 +83,12 @@ def _outline(parts: Sequence[tuple[Slice, Stored]], located: set[int]) -> Iterat
             located.add(id(stored.spots))
             for spot in stored.spots:
                 _ = spot.offset
-        region = Region.of(piece.box for piece in part.pieces)
+        assert part.region is not None
         # Runs lie end to end from 0 on: they cover the slice if there are as many elements and ranks as it takes.
         held = min(
             stored.numel, len(stored.spots) * stored.per - (stored.begin if isinstance(stored, FlatSlice) else 0)
         )
-        yield Fragment(region.cut(0, held), "", 0, stored.dtype, part.rank)
+        yield Fragment(part.region.cut(0, held), "", 0, stored.dtype, part.rank)
 
 
 def scalar_fragments(rank: Rank, stored: Stored) -> RankFragments:
@@ -93,19 +97,18 @@ def scalar_fragments(rank: Rank, stored: Stored) -> RankFragments:
 
     def make() -> Iterator[Fragment]:
         for run in stored.runs():
-            yield Fragment(region, run.file, run.offset, stored.dtype, _rank(rank, run), None, run.inline)
+            yield Fragment(region, run.file, run.offset, stored.dtype, _at(rank, run.dp), None, run.inline)
 
     return RankFragments(make, 1)
 
 
-def _is_plain(part: Slice) -> bool:
-    """Whether the pieces are the whole local tensor, end to end and unscaled."""
+def _are_all(pieces: Sequence[SlicePiece], shape: Shape) -> bool:
     at = 0
-    for piece in part.pieces:
+    for piece in pieces:
         if piece.offset != at or piece.scale != 1.0:
             return False
         at += piece.box.numel
-    return at == prod(part.shape)
+    return at == prod(shape)
 
 
 def _make(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> Iterator[Fragment]:
@@ -114,11 +117,12 @@ def _make(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> Iterator[Fragment
             continue
         if getattr(stored, "strides", None) is not None:
             yield from _strided(kind, part, stored)
-        elif _is_plain(part):
-            region = Region.of(piece.box for piece in part.pieces)
-            for run in stored.runs():
-                cut = region if run.stop - run.start == region.numel else region.cut(run.start, run.stop)
-                yield Fragment(cut, run.file, run.offset, stored.dtype, _rank(part.rank, run))
+        elif part.region is not None:
+            boxes, numel, dtype, rank = part.region.boxes, part.region.stop, stored.dtype, part.rank
+            for start, stop, file, offset, dp, _, _ in stored.runs():
+                # As `region.cut` would say it, millions of times.
+                cut = part.region if stop - start == numel else Region(boxes, start, min(stop, numel))
+                yield Fragment(cut, file, offset, dtype, rank if rank.dp == dp else _at(rank, dp))
         else:
             yield from _piecewise(kind, part, stored)
 
@@ -135,7 +139,7 @@ def _piecewise(kind: str, part: Slice, stored: Stored) -> Iterator[Fragment]:
                     run.file,
                     run.offset + (start - run.start) * stored.dtype.itemsize,
                     stored.dtype,
-                    _rank(part.rank, run),
+                    _at(part.rank, run.dp),
                     scale=scale_of(kind, piece.scale),
                 )
 
@@ -155,7 +159,7 @@ def _strided(kind: str, part: Slice, stored: Stored) -> Iterator[Fragment]:
                 run.file,
                 run.offset + at * stored.dtype.itemsize,
                 stored.dtype,
-                _rank(part.rank, run),
+                _at(part.rank, run.dp),
                 run.strides,
                 scale=scale_of(kind, piece.scale),
             )
@@ -168,5 +172,5 @@ def scale_of(kind: str, scale: float) -> float:
     return 1.0 / (scale * scale) if "sq" in kind else 1.0 / scale
 
 
-def _rank(rank: Rank, run: Run) -> Rank:
-    return rank if rank.dp == run.dp else Rank(rank.pp, rank.tp, run.dp, rank.ep)
+def _at(rank: Rank, dp: int) -> Rank:
+    return rank if rank.dp == dp else Rank(rank.pp, rank.tp, dp, rank.ep)

@@ -24,6 +24,7 @@ class Glimpse(OpenedFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self._head = b""  # what was read of the first entry
         self.saved_as = ""  # torch names the archive after the file that it first was; empty where that cannot be seen
         try:
             self._start = self._find_start()
@@ -45,12 +46,12 @@ class Glimpse(OpenedFile):
 
     def starts_with(self, pickled: bytes) -> bool:
         """Whether the archive is whole at its end and its first entry is this pickle."""
-        if self._start < 0 or self.size < _END_SIZE:
+        if self._start < 0 or self.size < _END_SIZE or not pickled:
             return False
-        if self.read_at_most(self.size - _END_SIZE, 4) != _END:
-            return False
+        if len(self._head) < len(pickled):
+            self._head = self.read_at_most(self._start, len(pickled))
         # Pickles end with a stop mark, so one cannot be the beginning of a longer one.
-        return bool(pickled) and self.read_at_most(self._start, len(pickled)) == pickled
+        return self._head.startswith(pickled) and self.read_at_most(self.size - _END_SIZE, 4) == _END
 
     def pickle_of(self, archive: TorchFile) -> bytes:
         """The bytes of the pickle, to recognise it elsewhere; empty where it is not the first entry."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.ranks import Ranks, read_states
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.rulings import check_ranks, rule_all
-from ucp.formats.deepspeed.shards import RankFiles
+from ucp.formats.deepspeed.shards import RankFile, RankFiles
 from ucp.formats.registry import ReadOptions
 from ucp.model.checkpoint import Checkpoint, Extras, Note
 from ucp.model.layout import Mesh
@@ -136,14 +136,22 @@ def _of_checkpoint(sizes: dict[str, int], place: folder.Place, extras: Extras) -
 
 
 def _open_ranks(reading: Reading, files: StepFiles, grid: Grid) -> Ranks:
+    """Open the files of all ranks, those of one data-parallel rank together: their pickles are often the same."""
     ranks = Ranks()
-    for mp in range(grid.mp):
-        holder = Holder(mp // grid.tp, mp % grid.tp)
-        names = [files.sharded_model[dp, mp] for dp in range(grid.dp)] if grid.sharded_model else [files.model[mp]]
-        ranks.models[holder] = [reading.files.open(reading.prefix + name) for name in names]
-        if files.optim:
-            optims = [files.optim[dp, mp] for dp in range(grid.dp)]
-            ranks.optims[holder] = [reading.files.open(reading.prefix + name) for name in optims]
+    holders = [Holder(mp // grid.tp, mp % grid.tp) for mp in range(grid.mp)]
+
+    def open_all(names: Sequence[Sequence[str]]) -> dict[Holder, list[RankFile]]:
+        """Files by holder, for lists that have a name a holder."""
+        opened = [[reading.files.open(reading.prefix + name) for name in row] for row in names]
+        return {holder: [row[mp] for row in opened] for mp, holder in enumerate(holders)}
+
+    every = range(grid.mp)
+    if grid.sharded_model:
+        ranks.models = open_all([[files.sharded_model[dp, mp] for mp in every] for dp in range(grid.dp)])
+    else:
+        ranks.models = open_all([[files.model[mp] for mp in every]])
+    if files.optim:
+        ranks.optims = open_all([[files.optim[dp, mp] for mp in every] for dp in range(grid.dp)])
     return ranks
 
 
@@ -166,18 +174,23 @@ def _extras(reading: Reading, place: folder.Place, files: StepFiles) -> Extras:
         *files.experts.values(),
         *files.expert_optim.values(),
     ]
+    carried: dict[int, Any] = {}  # what is carried of trees that several files have together, by their identity
     before: deque[tuple[Any, Any]] = deque(maxlen=_COMPARED_TREES)  # trees, and what is carried of them
     for name in names:
         file = reading.files.open(reading.prefix + name)
-        bare = without_layout(file.tree)
-        known = next((entry for entry in before if Alike(reading.is_taken).are(bare, entry[0])), None)
-        if known is not None:
-            tree = known[1]
+        if id(file.tree) in carried:
+            tree = carried[id(file.tree)]
         else:
-            carrier = TreeCarrier(reading, file, name)
-            tree = carrier.carry()
-            if not carrier.made_atoms:
-                before.appendleft((bare, tree))
+            bare = without_layout(file.tree)
+            known = next((entry for entry in before if Alike(reading.is_taken).are(bare, entry[0])), None)
+            if known is not None:
+                tree = carried[id(file.tree)] = known[1]
+            else:
+                carrier = TreeCarrier(reading, file, name)
+                tree = carrier.carry()
+                if not carrier.made_atoms:
+                    before.appendleft((bare, tree))
+                    carried[id(file.tree)] = tree
         if tree is not None:
             extras.trees[name] = tree
     # Without a trainer, too, there may be a model's configuration: that of weights which were converted to this.

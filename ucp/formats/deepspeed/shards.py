@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +13,7 @@ from ucp.formats.deepspeed.glimpse import Glimpse
 from ucp.formats.deepspeed.stored import Spot, WholeTensor
 from ucp.model.box import Shape
 
-_REMEMBERED_PICKLES: Final = 4
+_REMEMBERED_PICKLES: Final = 16  # those of the pipeline's stages take turns
 
 
 class RankFile:
@@ -71,14 +70,15 @@ class RankFile:
 class RankFiles:
     """Opens rank files below a root.
 
-    Ranks often write the very same pickle over different tensors (ZeRO-3: all but the first). Such a file is recognised
-    by its first bytes, and neither its pickle nor its directory of thousands of entries is read again.
+    Ranks often write the very same pickle over different tensors (in ZeRO-3 all but the first, in ZeRO-1 the tensor-
+    parallel ranks of one data-parallel rank). Such a file is recognised by its first bytes, and neither its pickle nor
+    its directory of thousands of entries is read again.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._opened: dict[str, RankFile] = {}
-        self._recent: deque[tuple[bytes, Any]] = deque(maxlen=_REMEMBERED_PICKLES)
+        self._recent: dict[bytes, Any] = {}  # pickle → its tree, longest unused first
 
     def open(self, name: str) -> RankFile:
         """The file `name` (relative to the root); its tree is in memory afterwards, its tensors are not."""
@@ -90,13 +90,16 @@ class RankFiles:
     def _open(self, name: str) -> RankFile:
         path = self.root / name
         with Glimpse(path) as glimpse:
-            for pickled, tree in self._recent:
+            for pickled in reversed(self._recent):
                 if glimpse.starts_with(pickled):
+                    tree = self._recent[pickled] = self._recent.pop(pickled)
                     return RankFile(name, path, tree, saved_as=glimpse.saved_as)
             archive = TorchFile(path)
             tree = archive.tree
             pickled = glimpse.pickle_of(archive)
-        self._recent.appendleft((pickled, tree))
+        self._recent[pickled] = tree
+        if len(self._recent) > _REMEMBERED_PICKLES:
+            del self._recent[next(iter(self._recent))]
         return RankFile(name, path, tree, archive, glimpse.saved_as)
 
 
