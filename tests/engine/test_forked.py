@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -106,11 +105,11 @@ def test_a_machine_that_allows_no_more_processes_is_named(monkeypatch: pytest.Mo
 
 
 def test_a_worker_that_is_killed_when_it_has_asked_is_lost() -> None:
-    near, far = socket.socketpair()
-    with near:
-        far.close()
-        with pytest.raises(StorageError, match="a worker process"):
-            Fork(1, 0, Channel(near)).answer([1, 2, 3])
+    near, far = Channel.pair()
+    far.close()
+    with pytest.raises(StorageError, match="a worker process"):
+        Fork(1, 0, near).answer([1, 2, 3])
+    near.close()
 
 
 def test_threads_are_not_forked(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ucp.cli.options import (
 from ucp.conversion import Conversion, default_jobs
 from ucp.engine.shares import Share
 from ucp.errors import UsageError
-from ucp.files.paths import is_url
+from ucp.files.paths import files_below, is_url
 from ucp.formats.registry import WRITERS
 from ucp.model.checkpoint import Note
 from ucp.model.target import Target
@@ -224,7 +224,7 @@ def command(
             return
     seconds = time.perf_counter() - begin
     target = conversion.target
-    files = sum(path.is_file() for path in dst.rglob("*"))
+    files = sum(1 for _ in files_below(dst))
     summary = {"schema": 1, "target": str(dst), "files": files, "bytes": target.nbytes, "seconds": seconds}
     if as_json:
         click.echo(json.dumps({**summary, "notes": _listed(notes)}))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 import click
@@ -88,6 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         result = cli.main(list(arguments), prog_name="ucp", standalone_mode=False)
+        _flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
@@ -119,5 +122,15 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Entry point of the console script."""
     code = run(sys.argv[1:])
-    gc.freeze()  # the interpreter would look for garbage among all of it once more before it ends
-    sys.exit(code)
+    # To take an index of many ranks apart piece by piece would be wasted: the system takes it back at once. What was
+    # registered for the end is done, and what was printed is out.
+    atexit._run_exitfuncs()
+    with suppress(OSError):  # nobody listens, and `run` has said what there is to say
+        _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # a job may have been started without
+            stream.flush()

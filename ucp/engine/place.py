@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from ucp.engine.journal import BusyError, Journal, is_held
 from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.errors import StorageError, UsageError
+from ucp.files.local import remove_tree
 
 
 def staging_folder(target: Path) -> Path:
@@ -30,7 +30,7 @@ def discard_half_done(path: Path) -> None:
     if any(is_held(folder / share.journal) for share in found_shares(folder)):
         raise busy(path)
     held = Journal(folder / WHOLE.journal, busy(path))  # so that nobody begins while it goes
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
     held.close()
 
 

@@ -9,7 +9,6 @@ Several processes may share the work: each has a journal of its own and writes w
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from ucp.engine.shares import WHOLE, Share, found_shares
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
 from ucp.files.crc import Crc32
-from ucp.files.local import make_file, sync
+from ucp.files.local import free_bytes, make_file, remove_tree, sync
 from ucp.model.target import Digests, OutputFile, Target
 
 
@@ -161,7 +160,7 @@ class Staging:
     def discard(self) -> None:
         """Remove the staging folder. A share leaves it to the others."""
         if self.share.is_whole:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_tree(self.folder)
         self.close()
 
     def leave(self) -> None:
@@ -197,7 +196,7 @@ def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 |
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if needed + tunables.SPACE_RESERVE_BYTES > free:
         raise StorageError(
             f"{folder}: {needed:,} bytes are needed and {free:,} are free",

@@ -7,7 +7,6 @@ tensors, the manifest after everything, and the mark that makes the folder whole
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +23,7 @@ from ucp.engine.upload_folder import Last, Upload
 from ucp.engine.upload_notes import Uploaded
 from ucp.engine.worker import Written
 from ucp.errors import StorageError, UsageError
-from ucp.files.local import SourceFiles, make_file
+from ucp.files.local import SourceFiles, free_bytes, make_file, remove_tree
 from ucp.files.paths import RemotePath
 from ucp.model.target import Target
 
@@ -120,7 +119,7 @@ def _make_and_send(upload: Upload, source: SourceFiles, options: RunOptions, pro
         _settle(upload, sending)
     finally:
         pool.shutdown(cancel_futures=True)
-        shutil.rmtree(spool, ignore_errors=True)
+        remove_tree(spool)
 
 
 def _make(
@@ -179,7 +178,7 @@ def _settle(upload: Upload, sending: Iterable[Future[Uploaded]]) -> None:
 
 def _room(spool: Path, largest: int) -> int:
     """Bytes that may be on this machine's disk at once."""
-    room = shutil.disk_usage(spool).free - tunables.SPACE_RESERVE_BYTES
+    room = free_bytes(spool) - tunables.SPACE_RESERVE_BYTES
     if largest > room:
         raise StorageError(
             f"{spool.parent}: a file of {largest:,} bytes is made here before it is sent, and {room:,} are free",

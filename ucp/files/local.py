@@ -223,6 +223,19 @@ def make_file(path: Path, size: int, mode: int = 0o644) -> None:
         os.close(fd)
 
 
+def free_bytes(folder: Path) -> int:
+    """What the file system of a folder has room for, as far as we may use it."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all that is in it, as far as the system lets us."""
+    import shutil  # which loads three decompressors
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def sync(path: Path) -> None:
     """Wait until the bytes of a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -41,19 +41,24 @@ class LinkTables:
         return entry
 
     def _row(self, fragment: Fragment) -> list[Any]:
-        region = self._number(fragment.region)
-        file = self._files.setdefault(fragment.file, len(self._files))
-        rank = self._ranks.setdefault(fragment.rank, len(self._ranks))
-        row: list[Any] = [region, file, fragment.offset, fragment.dtype.name, rank]
-        if fragment.strides is None and fragment.inline is None and fragment.scale == 1.0:
+        region, file, offset, dtype, rank, strides, inline, scale = fragment
+        files, ranks = self._files, self._ranks
+        row: list[Any] = [
+            self._number(region),
+            files.setdefault(file, len(files)),
+            offset,
+            dtype.name,
+            ranks.setdefault(rank, len(ranks)),
+        ]
+        if strides is None and inline is None and scale == 1.0:
             return row
         more: dict[str, Any] = {}
-        if fragment.strides is not None:
-            more["strides"] = list(fragment.strides)
-        if fragment.inline is not None:
-            more["inline"] = base64.b64encode(fragment.inline).decode()
-        if fragment.scale != 1.0:
-            more["scale"] = fragment.scale
+        if strides is not None:
+            more["strides"] = list(strides)
+        if inline is not None:
+            more["inline"] = base64.b64encode(inline).decode()
+        if scale != 1.0:
+            more["scale"] = scale
         return [*row, more]
 
     def _number(self, region: Region) -> int:

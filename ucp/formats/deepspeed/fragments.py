@@ -71,9 +71,12 @@ class Slice:
 
 def fragments_of(kind: str, parts: Sequence[tuple[Slice, Stored]]) -> RankFragments:
     """The fragments of several holders' slices, holder by holder."""
-    plain = all(part.region is not None and getattr(stored, "strides", None) is None for part, stored in parts)
-    count = sum(stored.count for _, stored in parts) if plain else None
-    return RankFragments(lambda: _make(kind, parts), count, parts if plain else None)
+    count = 0
+    for part, stored in parts:
+        if part.region is None or getattr(stored, "strides", None) is not None:
+            return RankFragments(lambda: _make(kind, parts), None)
+        count += stored.count
+    return RankFragments(lambda: _make(kind, parts), count, parts)
 
 
 def _outline(parts: Sequence[tuple[Slice, Stored]], located: set[int]) -> Iterator[Fragment]:

@@ -93,8 +93,9 @@ class WholeTensor:
         return 1 if prod(self.shape) else 0
 
     def runs(self) -> Iterator[Run]:
-        if self.count:
-            yield Run(0, prod(self.shape), self.spot.file, self.spot.offset, self.spot.dp, self.strides)
+        spot = self.spot
+        if numel := prod(self.shape):
+            yield Run(0, numel, spot.file, spot.offset, spot.dp, self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +132,15 @@ class FlatSlice:
         return (self.begin + self.numel - 1) // self.per - self.begin // self.per + 1
 
     def runs(self) -> Iterator[Run]:
-        end = self.begin + self.numel
-        shard = self.begin // self.per if self.numel else 0
-        at = self.begin
+        begin, end, per = self.begin, self.begin + self.numel, self.per
+        itemsize = self.dtype.itemsize
+        shard = begin // per if self.numel else 0
+        at = begin
         while at < end:
-            stop = min(end, (shard + 1) * self.per)
+            stop = min(end, (shard + 1) * per)
             spot = self.spots[shard]
-            offset = spot.offset + (at - shard * self.per) * self.dtype.itemsize
-            yield Run(at - self.begin, stop - self.begin, spot.file, offset, spot.dp)
+            offset = spot.offset + (at - shard * per) * itemsize
+            yield Run(at - begin, stop - begin, spot.file, offset, spot.dp)
             at = stop
             shard += 1
 

@@ -160,6 +160,7 @@ def _read_group(
     states = sort_states(reading, where, members)
     masters = _masters(reading, where, partitions, g)
     experts = local_experts(shapes)
+    flat = {MASTER: masters, **states.flat}
     names: list[str] = []
     for entry in layout.entries:
         name = global_name(entry.name, ep, experts) if ep is not None else entry.name
@@ -167,7 +168,7 @@ def _read_group(
             reading.holdings.experts[name] = (number, ep)
         names.append(name)
         held = reading.holdings.put(name, holder, entry.shape, "trained", partitions[0].file.name)
-        for kind, (dtype, spots) in {MASTER: masters, **states.flat}.items():
+        for kind, (dtype, spots) in flat.items():
             held.add(kind, FlatSlice(spots, dtype, layout.per, entry.begin, entry.numel))
         for kind, number_stored in states.numbers.items():
             held.add(kind, number_stored, ())
