@@ -72,6 +72,10 @@ class Stripe(NamedTuple):
 
     def within(self, low: int, high: int) -> Runs:
         """What of it lies at positions `[low, high)` of the tensor; positions of the result count from `low`."""
+        if self.times == 1:  # as most are, and slab after slab alike
+            first = max(low, self.first)
+            length = max(0, min(high, self.first + self.run) - first)
+            return Runs(first - low, length, length, 1 if length else 0, 0, 0)
         begin, end = self.before(low), self.before(high)
         if begin == end:
             return Runs(0, self.run, self.step, 0, 0, 0)
