@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def build(spec: Spec, world: int, rank: int, universal: bool) -> tuple[Any, dict
     dp = world // (spec.tp * spec.pp)
     torch.manual_seed(1000 + spec.seed)
     ep_rank = rank % spec.ep if spec.experts else 0
+    if spec.config.get("use_data_before_expert_parallelism"):
+        ep_rank = rank // (dp // spec.ep)
     config = ds_config(spec, dp, universal)
     mpu = None
     if spec.is_pipeline:
@@ -143,6 +146,12 @@ def build(spec: Spec, world: int, rank: int, universal: bool) -> tuple[Any, dict
             **({"topology": topology} if spec.tp > 1 else {"num_stages": spec.pp}),
         )
         coordinates = {"dp_rank": place.data, "tp_rank": place.model, "pp_rank": place.pipe}
+    elif spec.autoep:
+        from tests.interop.moe_model import build as build_moe
+
+        with deepspeed.zero.Init(config_dict_or_path=config) if spec.zero_init else nullcontext():
+            module = build_moe(spec)
+        coordinates = {"dp_rank": rank, "tp_rank": 0, "pp_rank": 0}
     else:
         mpu = Mpu(spec.tp) if spec.tp > 1 else None
         tp = gpt.Tp(mpu.tp_rank, spec.tp, mpu.tp_group) if mpu else gpt.Tp()
@@ -153,21 +162,35 @@ def build(spec: Spec, world: int, rank: int, universal: bool) -> tuple[Any, dict
             module = gpt.Gpt(spec, tp)
         coordinates = {"dp_rank": rank // spec.tp, "tp_rank": rank % spec.tp, "pp_rank": 0}
     coordinates |= {"ep_rank": ep_rank, "dp": dp, "tp": spec.tp, "pp": spec.pp, "ep": spec.ep}
-    gpt.fill(module, spec, tp, ep_rank)
+    if not spec.autoep:
+        gpt.fill(module, spec, tp, ep_rank)
     for name, p in module.named_parameters():
         if any(part in name for part in spec.frozen):
             p.requires_grad_(False)
-    if spec.experts and spec.uc_info:
+    if spec.experts and spec.uc_info and not spec.autoep:
         module.universal_checkpoint_info = gpt.universal_info(spec)
-    groups = gpt.parameter_groups(module, spec)
-    if spec.experts:
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        groups = split_params_into_different_moe_groups_for_optimizer(groups)
-    optimizer = gpt.OPTIMIZERS[spec.optimizer](groups, lr=spec.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9) if spec.scheduler else None
+    def optimizer(_: Any = None) -> torch.optim.Optimizer:
+        groups = gpt.parameter_groups(module, spec)
+        if spec.experts:
+            from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+            groups = split_params_into_different_moe_groups_for_optimizer(groups)
+        return gpt.OPTIMIZERS[spec.optimizer](groups, lr=spec.lr)
+
+    def scheduler(of: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(of, step_size=2, gamma=0.9) if spec.scheduler else None
+
+    # AutoEP makes new parameters of the experts: the optimizer is built after that, by the engine.
+    built = None if spec.autoep else optimizer()
     engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config, mpu=mpu, dist_init_required=False
+        model=module,
+        model_parameters=list(module.parameters()) if spec.autoep else None,
+        optimizer=built or optimizer,
+        lr_scheduler=scheduler(built) if built is not None else scheduler,
+        config=config,
+        mpu=mpu,
+        dist_init_required=False,
     )
     return engine, coordinates
 
@@ -187,6 +210,14 @@ def ds_config(spec: Spec, dp: int, universal: bool) -> dict[str, Any]:
         config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     elif spec.dtype == "bf16":
         config["bf16"] = {"enabled": True}
+    if spec.autoep:
+        # The loop over experts: grouped matrix products exist on GPUs only.
+        config["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": spec.ep,
+            "preset_model": "mixtral",
+            "use_grouped_mm": False,
+        }
     if universal:
         config["checkpoint"] = {"load_universal": True}
     return _merged(config, spec.config)
