@@ -41,6 +41,8 @@ SPECS: dict[str, tuple[int, Spec]] = {
     "z1_bf16_elastic_dp2": (2, Spec(layers=1, config={"zero_optimization": {"elastic_checkpoint": True}})),
     "z1_bf16opt_dp3": (3, Spec(layers=1, groups=3, config={"data_types": {"grad_accum_dtype": "fp32"}})),
     "z1_bf16_moe4_ep2_dp4": (4, Spec(experts=4, ep=2, ffn=10)),
+    "z1_bf16_autoep4_ep2_dp4": (4, Spec(autoep=True, experts=4, ep=2, hidden=8, ffn=6, tied=False)),
+    "z3_bf16_autoep4_ep2_dp4": (4, Spec(zero=3, autoep=True, experts=4, ep=2, layers=1, hidden=8, ffn=6, tied=False)),
     "z1_bf16_tp2_dp2": (4, Spec(tp=2, ffn=10)),
     "z1_bf16_tp2_nouc_dp1": (2, Spec(tp=2, layers=1, ffn=10, uc_info=False)),
     "z1_bf16_tp2_swiglu_untied_dp1": (2, Spec(tp=2, layers=1, ffn=10, swiglu=True, tied=False)),

@@ -68,14 +68,17 @@ ROW = {"proj", "down", "o_proj", "down_proj"}  # weight cut on dimension 1, bias
 COLUMN = {"qkv": 3, "qkv_proj": 3, "gate_up": 2} | dict.fromkeys(  # number of sub-parameters, each cut on its own
     ("up", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1
 )
+STACKED = {"w1", "w2", "w3"}  # the experts of a layer, which AutoEP deals out in blocks
 VOCABULARY = {"embed", "head", "proj_out"}  # equal slices of a table that was padded to come out even
 
 
 def cut_for(name: str, whole: Tensor, local_shape: tuple[int, ...], place: Place) -> Tensor:
-    """The part of `whole` that a rank of tensor parallelism holds. Rows of padding at the end are left out."""
+    """The part of `whole` that a rank of its parallelism holds. Rows of padding at the end are left out."""
     import torch
 
     layer, leaf = layer_and_leaf(name)
+    if layer == "experts" and leaf in STACKED:
+        return whole.chunk(place.ep)[place.ep_rank]
     if place.tp == 1 or "deepspeed_experts" in name:
         return whole
     if layer in VOCABULARY:

@@ -21,6 +21,11 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **options}}
 
 
+def auto_ep(ep: int, **options: Any) -> Spec:
+    """A Hugging Face mixture of four experts, which AutoEP spreads over `ep` ranks."""
+    return Spec(autoep=True, experts=4, ep=ep, hidden=8, ffn=6, tied=False, **options)
+
+
 JOBS: dict[str, tuple[int, Spec]] = {
     "zero 0, bf16": (2, Spec(zero=0)),
     "zero 0, fp16": (2, Spec(zero=0, dtype="fp16")),
@@ -70,6 +75,20 @@ JOBS: dict[str, tuple[int, Spec]] = {
     "experts, ep 1": (2, Spec(experts=4)),
     "experts, zero 2, ep 4": (4, Spec(zero=2, experts=4, ep=4)),
     "experts, zero 0": (2, Spec(zero=0, experts=4, ep=2)),
+    "AutoEP, ep 2 × 2": (4, auto_ep(2)),
+    "AutoEP, ep 1, zero 2": (2, auto_ep(1, zero=2)),
+    "AutoEP, ep 4, zero 2, fp32": (4, auto_ep(4, zero=2, dtype="fp32")),
+    "AutoEP, zero 2, frozen": (4, auto_ep(2, zero=2, frozen=("layers.0.mlp",))),
+    "AutoEP, data before experts": (4, auto_ep(2, config={"use_data_before_expert_parallelism": True})),
+    "AutoEP, bf16 optimizer": (4, auto_ep(2, config={"data_types": {"grad_accum_dtype": "fp32"}})),
+    "AutoEP, zero 0": (4, auto_ep(2, zero=0)),
+    "AutoEP, zero 0, fp32": (2, auto_ep(2, zero=0, dtype="fp32")),
+    "AutoEP, zero 3, sub-groups": (4, auto_ep(2, zero=3, config=zero(3, sub_group_size=300))),
+    "AutoEP, zero 3, ep 4, fp32": (4, auto_ep(4, zero=3, dtype="fp32")),
+    "AutoEP, zero 3, data before experts": (
+        4,
+        auto_ep(2, zero=3, config={"use_data_before_expert_parallelism": True}),
+    ),
 }
 
 

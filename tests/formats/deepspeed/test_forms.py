@@ -434,11 +434,6 @@ def test_files_from_before_0_3_17_are_refused(tmp_path: Path) -> None:
         read(save(tmp_path / "c", {MODEL: model_state(dp_world_size=1), optim(0): state}))
 
 
-def test_auto_ep_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(NotUnderstoodError, match="AutoEP"):
-        read(save_flat(tmp_path / "c", ds_autoep_layers=[{"ep_size": 2}]))
-
-
 def test_ranks_that_share_a_pickle_read_their_own_tensors(tmp_path: Path) -> None:
     """Equal pickles are read once; the tensors behind them differ, and so may the offsets where they lie."""
     folder = save_even(tmp_path / "c", 3)

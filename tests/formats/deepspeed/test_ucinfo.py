@@ -85,11 +85,6 @@ def test_patterns_that_no_parameter_used_are_known() -> None:
         ({"autotp_unsupported_parameter_patterns": {r"^a\.b$": "odd heads"}}, "a.b", "odd heads"),
         ({"vocabulary_parameter_patterns": ["e"]}, "e", "original_vocab_size is missing"),
         (INFO, "tables.1", "padding cannot be told"),
-        (
-            {"expert_parameter_patterns": [r".*experts\.w[123]$"], "ds_autoep_layers": [{"ep_size": 2}]},
-            "moe.experts.w1",
-            "AutoEP",
-        ),
         ({"affine_map": {"version": 1, "params": {"a": {"logical_shape": [2]}}}}, "a", "affine map"),
     ],
 )
@@ -102,8 +97,8 @@ def test_a_parameter_that_cannot_be_described_is_refused_when_met(
         book.find(name)
 
 
-def test_experts_on_one_rank_are_ordinary_parameters() -> None:
-    info = {"expert_parameter_patterns": [r".*experts\.w1"], "ds_autoep_layers": [{"ep_size": 1}]}
+def test_experts_of_auto_ep_are_ordinary_parameters() -> None:
+    info = {"expert_parameter_patterns": [r".*experts\.w1"], "ds_autoep_layers": [{"ep_size": 2}]}
     named = rules_from_info(info, "model.pt").find("moe.experts.w1")
     assert named is not None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from math import prod
 
@@ -39,10 +39,10 @@ def _parameter(reading: Reading, name: str, ruling: Ruling, tp: int, values: _Sc
     row = holdings.row(name)
     stages = sorted({holder.pp for holder in row})
     first = [held for holder, held in row.items() if holder.pp == stages[0]]
-    padded = whole_shape(ruling.rule, [held.shape for held in first], name)
-    shape = logical_shape(ruling.rule, padded)
+    padded = whole_shape(ruling.cut, [held.shape for held in first], name)
+    shape = logical_shape(ruling.cut, padded)
     number, ep = holdings.experts.get(name, (None, None))
-    slices = _slices(row, ruling.rule, padded, tp, name, ep)
+    slices = _slices(row, ruling.cut, padded, tp if ruling.spread is None else len(first), name, ep)
     parameter = Parameter(
         name,
         shape,
@@ -55,7 +55,7 @@ def _parameter(reading: Reading, name: str, ruling: Ruling, tp: int, values: _Sc
     )
     strangers = _strangers(reading, name, row, stages)
     for kind in _kinds(first, row):
-        atom = _atom(reading, name, kind, shape, ruling.rule, row, slices, values, strangers)
+        atom = _atom(reading, name, kind, shape, ruling.cut, row, slices, values, strangers)
         if atom is not None:
             parameter.atoms[kind] = atom
     return parameter
@@ -91,11 +91,16 @@ def _kinds(first: Sequence[Holding], row: Mapping[Holder, Holding]) -> list[str]
 
 
 def _slices(
-    row: Mapping[Holder, Holding], rule: Rule, padded: Shape, tp: int, name: str, ep: int | None
+    row: Mapping[Holder, Holding], rule: Rule, padded: Shape, parts: int, name: str, ep: int | None
 ) -> dict[Holder, Slice]:
-    pieces = [slice_pieces(rule, padded, tp, rank, name) for rank in range(tp)]
+    pieces = [slice_pieces(rule, padded, parts, part, name) for part in range(parts)]
     return {
-        holder: Slice(pieces[holder.tp], held.shape, Rank(holder.pp, holder.tp, 0, ep)) for holder, held in row.items()
+        holder: Slice(
+            pieces[holder.part],
+            held.shape,
+            Rank(holder.pp, holder.tp, 0, holder.ep if holder.ep >= 0 else ep),
+        )
+        for holder, held in row.items()
     }
 
 
@@ -198,7 +203,7 @@ def _own_shaped(
     slices: Mapping[Holder, Slice],
 ) -> Atom | None:
     """A state with a shape of its own (factored moments): whole where nothing is cut, else not to be placed."""
-    if len({holder.tp for holder in holders}) > 1:
+    if len({holder.part for holder in holders}) > 1:
         reading.unplaced_states.setdefault(
             kind, f"shape {list(shape)} for a parameter of shape {list(row[holders[0]].shape)}"
         )
@@ -268,16 +273,22 @@ def _groups_by_stage(holdings: Holdings) -> list[list[Group]]:
     return list(stages.values())
 
 
-def ordered(names: Iterator[str], experts: Mapping[str, tuple[int, int]]) -> list[str]:
+def ordered(names: Iterator[str], experts: Collection[str]) -> list[str]:
     """The model's order with every expert after the last parameter of the layer that it belongs to."""
     dense: list[str] = []
     layers: dict[str, list[str]] = {}
     for name in names:
         if name in experts:
-            layers.setdefault(name.split("deepspeed_moe.", 1)[0], []).append(name)
+            layers.setdefault(_layer_of(name), []).append(name)
         else:
             dense.append(name)
     for layer, members in layers.items():
         last = max((i for i, name in enumerate(dense) if name.startswith(layer)), default=len(dense) - 1)
         dense[last + 1 : last + 1] = members
     return dense
+
+
+def _layer_of(name: str) -> str:
+    """What names of the same mixture of experts begin with: DeepSpeed-MoE's module, or the one that AutoEP replaced."""
+    head, found, _ = name.partition("deepspeed_moe.")
+    return head if found else name.rpartition(".experts.")[0] + "."

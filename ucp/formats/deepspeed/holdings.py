@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ucp.formats.deepspeed.problems import Problems
+from ucp.formats.deepspeed.spread import Spread
 from ucp.formats.deepspeed.stored import Stored
 from ucp.model.box import Shape
 from ucp.model.checkpoint import WEIGHT, Role
@@ -12,13 +13,19 @@ from ucp.records import dataclass, field
 
 
 class Holder(NamedTuple):
-    """A model-parallel rank: pipeline stage and tensor-parallel rank."""
+    """A model-parallel rank: pipeline stage, tensor-parallel rank, and of what AutoEP spreads the ep rank."""
 
     pp: int
     tp: int
+    ep: int = -1  # -1 where the parameter is not spread
 
     def __str__(self) -> str:
-        return f"pp {self.pp} tp {self.tp}"
+        return f"pp {self.pp} tp {self.tp}" + (f" ep {self.ep}" if self.ep >= 0 else "")
+
+    @property
+    def part(self) -> int:
+        """Which slice of a parameter the holder has: by expert-parallel rank where it is spread over those."""
+        return self.ep if self.ep >= 0 else self.tp
 
 
 @dataclass(slots=True)
@@ -51,6 +58,7 @@ class Holdings:
         self.problems = problems
         self.roles: dict[str, Role] = {}  # in the order of the model
         self.experts: dict[str, tuple[int, int]] = {}  # name → (global expert number, ep rank)
+        self.spreads: dict[str, Spread] = {}  # name → how AutoEP deals out the experts stacked in it
         self.aliases: dict[str, str] = {}  # alias → owner
         self.groups: dict[Holder, list[Group]] = {}
         self._table: dict[str, dict[Holder, Holding]] = {}
@@ -67,6 +75,14 @@ class Holdings:
                 f"parameter {name} ({holder}) has shape {list(held.shape)} in one file, but {list(shape)} in {source}"
             )
         return held
+
+    def at(self, name: str, holder: Holder) -> Holder:
+        """Who holds `name` where a file of `holder` has it: its ep rank (0 where it has none) or any, if not spread."""
+        return Holder(holder.pp, holder.tp, max(holder.ep, 0) if name in self.spreads else -1)
+
+    def local(self, name: str, shape: Shape, ep: int | None) -> Shape:
+        """The shape of `name` on ep rank `ep`, from `shape` on the first one."""
+        return self.spreads[name].local(ep or 0, shape) if name in self.spreads else shape
 
     def get(self, name: str, holder: Holder) -> Holding | None:
         return self._table.get(name, {}).get(holder)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ucp.errors import NotUnderstoodError
 from ucp.files.inert import Inert
+from ucp.formats.deepspeed.expertfiles import read_experts
 from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.grid import Grid
 from ucp.formats.deepspeed.holdings import Holder
 from ucp.formats.deepspeed.missing import check_frozen, check_order
-from ucp.formats.deepspeed.names import StepFiles, missing_expert_files
+from ucp.formats.deepspeed.names import StepFiles
 from ucp.formats.deepspeed.pipeline import StageNames, missing_layer_files, name_tied, read_layers
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile, shapes_of
+from ucp.formats.deepspeed.spread import router_aliases, spreads_of
+from ucp.formats.deepspeed.spreadranks import check_spread
 from ucp.formats.deepspeed.stagewise import read_stages
 from ucp.formats.deepspeed.swapfiles import SwapFiles
 from ucp.formats.deepspeed.unsharded import unwrap
 from ucp.formats.deepspeed.weights import (
     buffers_of,
     check_module,
-    read_expert_file,
+    module_of,
     read_frozen,
     read_module,
     shared_of,
@@ -61,12 +64,14 @@ class Shown:
 
 def read_states(reading: Reading, step: Path, files: StepFiles, grid: Grid, ranks: Ranks) -> Shown:
     """Fill the holdings from all files."""
-    for file in ranks.named_models().values():
-        if file.mapping().get("ds_autoep_layers") or file.mapping().get("autoep_layers"):
-            raise NotUnderstoodError(
-                f"{file.name}: experts were spread by AutoEP, whose files are not read yet",
-                hint="DeepSpeed's own ds_to_universal converts them; its output can be read",
-            )
+    first = ranks.models[Holder(0, 0)][0]
+    reading.holdings.spreads = spreads_of(first.mapping(), first.name)
+    if reading.holdings.spreads and grid.mp > 1:
+        raise NotUnderstoodError(
+            f"{first.name}: AutoEP together with {grid.tp} tensor-parallel ranks and {grid.pp} pipeline stages is not"
+            " read",
+            hint="save with an autotp_size of 1 and without a pipeline",
+        )
     if ranks.optims and not grid.sharded_model and _stage(ranks) < 3:
         return _read_flat(reading, files, grid, ranks)
     if grid.sharded_model:
@@ -102,7 +107,7 @@ def _shared(ranks: Ranks) -> dict[str, str]:
         alias: owner
         for files in ranks.models.values()
         for file in files[:1]
-        for alias, owner in shared_of(file).items()
+        for alias, owner in {**router_aliases(file, module_of(file)), **shared_of(file)}.items()
     }
 
 
@@ -133,8 +138,7 @@ def _read_flat(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> 
     reading.problems.raise_any(_RESTORE)
     ep = 1
     for holder in ranks.models:
-        first = ranks.optims[holder][0].mapping().get("ds_config")
-        data_first = isinstance(first, dict) and first.get("use_data_before_expert_parallelism") is True
+        data_first = _is_data_first(ranks.optims[holder])
         ep = max(ep, read_partitions(reading, holder, shapes[holder], partitions[holder], data_first))
         if shapes[holder] is None:
             check_order(reading, holder, ranks.models[holder][0])
@@ -171,11 +175,20 @@ def _read_zero3(reading: Reading, step: Path, files: StepFiles, grid: Grid, rank
         check_frozen(reading, holder, models[0])
         read_module(reading, holder, models[0], _joined(shapes), shared)
         _take_other_modules(reading, models[1:])
-        share = read_slices(reading, holder, shapes, open_slices(optims, grid.tp, holder.tp), swap)
+        check_spread(reading, models, _is_data_first(optims))
+        slices = open_slices(optims, grid.tp, holder.tp)
+        share = read_slices(reading, holder, shapes, slices, swap, _is_data_first(optims))
         read_frozen_slices(reading, holder, models, share)
     _read_experts(reading, files, grid, ranks)
     _note_frozen(reading, ranks, 3)
-    return Shown(stage=3, optimizer="ZeRO")
+    degrees = (spread.degree for spread in reading.holdings.spreads.values())
+    return Shown(stage=3, ep=max(degrees, default=1), optimizer="ZeRO")
+
+
+def _is_data_first(optims: Sequence[RankFile]) -> bool:
+    """Whether consecutive ranks share experts, as `use_data_before_expert_parallelism` wants it."""
+    config = optims[0].mapping().get("ds_config")
+    return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
 
 
 def _check_same_shapes(reading: Reading, holder: Holder, models: list[RankFile]) -> None:
@@ -234,22 +247,17 @@ def _read_pipeline(reading: Reading, files: StepFiles, grid: Grid, stages: Mappi
 
 
 def _read_experts(reading: Reading, files: StepFiles, grid: Grid, ranks: Ranks) -> None:
-    missing: list[str] = []
-    for holder, (model, *_) in ranks.models.items():
-        mp = holder.pp * grid.tp + holder.tp
-        if files.experts or files.expert_optim or _lists_experts(model):
-            missing += missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
-    for name in missing:
-        reading.problems.add(f"expert file {name} is missing")
-    if missing:
-        reading.problems.raise_any(_COMPLETE)
-    for (layer, expert, mp), name in sorted(files.experts.items()):
-        file = reading.files.open(reading.prefix + name)
-        read_expert_file(reading, Holder(mp // grid.tp, mp % grid.tp), file, expert, layer)
+    models = {holder: model for holder, (model, *_) in ranks.models.items()}
+    must = {holder: _keeps_experts(reading, grid, model) for holder, model in models.items()}
+    listed = [param_shapes(model, None) for model in models.values()]
+    named = {name for shapes in listed for name in _joined(shapes or ())}
+    read_experts(reading, files, grid.tp, models, must, None if None in listed else named)
 
 
-def _lists_experts(model: RankFile) -> bool:
-    """Whether the optimizer owned experts. `num_experts` alone may be a key of the client's."""
+def _keeps_experts(reading: Reading, grid: Grid, model: RankFile) -> bool:
+    """Whether experts must have files of their own. `num_experts` alone may be a key of the client's."""
+    if reading.holdings.spreads and not grid.sharded_model:  # ZeRO-3 keeps those of AutoEP with all other parameters
+        return True
     return any(expert_number(name) is not None for name in _joined(param_shapes(model, None) or ()))
 
 

@@ -159,9 +159,8 @@ def _order(reading: Reading) -> None:
     """Put the roles into the order of the model, experts into their layers."""
     holdings = reading.holdings
     roles = holdings.roles
-    holdings.roles = {
-        name: roles[name] for name in ordered(iter(roles), holdings.experts) if name not in holdings.aliases
-    }
+    experts = {*holdings.experts, *holdings.spreads}
+    holdings.roles = {name: roles[name] for name in ordered(iter(roles), experts) if name not in holdings.aliases}
 
 
 def _extras(reading: Reading, place: folder.Place, files: StepFiles) -> Extras:

@@ -15,7 +15,7 @@ from ucp.formats.equality import Sameness, compare
 from ucp.model.box import Shape, whole
 from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.layout import Rank
-from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook, SlicePiece, resolve
+from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook, SlicePiece, resolve, whole_shape
 from ucp.records import dataclass, replace
 
 ONE_RANK: Final = "one tensor-parallel rank"
@@ -28,6 +28,12 @@ class Ruling:
 
     rule: Rule
     origin: str
+    spread: Rule | None = None  # how it is cut over expert-parallel ranks, where AutoEP spreads it over them
+
+    @property
+    def cut(self) -> Rule:
+        """How the holders' slices make the whole."""
+        return self.spread or self.rule
 
 
 def first_row(holdings: Holdings, name: str) -> list[Holding]:
@@ -51,7 +57,9 @@ def rule_all(
         held = first_row(reading.holdings, name)
         shapes = [holding.shape for holding in held]
         named = _with_true_size(user.find(name) if user is not None else None, own, name)
-        if tp == 1:
+        if name in reading.holdings.spreads:
+            found[name] = _spread(reading, name, shapes, named)
+        elif tp == 1:
             found[name] = _single(name, shapes[0], named or (_said(own, name, speaks) if role != "buffer" else None))
         elif named is not None:
             found[name] = Ruling(resolve(named.rule, shapes, name), named.origin)
@@ -94,6 +102,13 @@ def _single(name: str, shape: Shape, named: NamedRule | None) -> Ruling:
         return Ruling(resolve(named.rule, [shape], name), named.origin)
     except (InconsistentError, UsageError):
         return Ruling(REPLICATED, ONE_RANK)  # it cannot be cut like that, and need not be
+
+
+def _spread(reading: Reading, name: str, shapes: Sequence[Shape], named: NamedRule | None) -> Ruling:
+    """Experts that AutoEP stacks and spreads, on one tensor-parallel rank. `shapes` are those of the ep ranks."""
+    over_ranks = resolve(reading.holdings.spreads[name].rule(shapes[0]), shapes, name)
+    single = _single(name, whole_shape(over_ranks, shapes, name), named)
+    return replace(single, spread=over_ranks)
 
 
 def _ruled(reading: Reading, name: str, held: Sequence[Holding], said: NamedRule) -> Ruling:
@@ -143,12 +158,16 @@ def _best(holding: Holding) -> Stored | None:
 
 
 def check_ranks(reading: Reading, tp: int) -> None:
-    """Report parameters that some tensor-parallel rank of a stage lacks."""
-    for name in reading.holdings.roles:
-        row = reading.holdings.row(name)
+    """Report parameters that some tensor-parallel rank of a stage lacks, or some expert-parallel one."""
+    holdings = reading.holdings
+    for name in holdings.roles:
+        row = holdings.row(name)
+        spread = holdings.spreads.get(name)
+        kind, ranks = ("tensor", tp) if spread is None else ("expert", spread.degree)
         for pp in sorted({holder.pp for holder in row}):
-            lacking = [rank for rank in range(tp) if Holder(pp, rank) not in row]
+            wanted = [Holder(pp, rank) if spread is None else Holder(pp, 0, rank) for rank in range(ranks)]
+            lacking = [str(holder.part) for holder in wanted if holder not in row]
             if lacking:
                 reading.problems.add(
-                    f"parameter {name} of stage {pp} is missing on tensor-parallel rank {', '.join(map(str, lacking))}"
+                    f"parameter {name} of stage {pp} is missing on {kind}-parallel rank {', '.join(lacking)}"
                 )

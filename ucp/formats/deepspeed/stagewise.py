@@ -52,7 +52,8 @@ def _parameters(reading: Reading) -> list[str]:
 
 
 def _trained(reading: Reading, holder: Holder) -> list[str]:
-    return [name for name in _parameters(reading) if reading.holdings.get(name, holder) is not None]
+    holdings = reading.holdings
+    return [name for name in _parameters(reading) if holdings.get(name, holdings.at(name, holder)) is not None]
 
 
 def _read_expert_parallel(
@@ -76,7 +77,7 @@ def _read_expert_parallel(
             names = _trained(reading, holder)
             degrees = layer_degrees(names, _slots_by_degree(found), degree)
             local = _local(reading, names, ep, degrees)
-            owned |= read_unsharded(reading, holder, found, list(local), degrees=local)
+            owned |= read_unsharded(reading, Holder(*holder[:2], ep), found, list(local), degrees=local)
         if ep == 0 and reading.take_all(models[holder].mapping().get("optimizer")):
             reading.note("second-copy", f"{models[holder].name}: its 'optimizer' repeats that of {name}; left behind")
     return owned, degree
@@ -108,7 +109,8 @@ def _local(reading: Reading, names: Sequence[str], ep: int, degrees: Mapping[str
     for name in names:
         split = split_name(name)
         if split is None:
-            local[name] = 0
+            spread = reading.holdings.spreads.get(name)
+            local[name] = spread.degree if spread is not None else 0
             continue
         layer, number, _ = split
         block = number // (counts[layer] // degrees[layer])

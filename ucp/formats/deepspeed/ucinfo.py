@@ -1,7 +1,6 @@
-"""`universal_checkpoint_info`: what a DeepSpeed checkpoint itself says about how its parameters are cut.
+"""`universal_checkpoint_info`: what a DeepSpeed checkpoint itself says about how its parameters are cut over tp ranks.
 
-Not covered: AutoEP experts spread over expert-parallel ranks (`ds_autoep_layers` with `ep_size` > 1). They are refused
-by name.
+What it repeats of AutoEP's layers is read where the model file itself says it (`spread`).
 """
 
 from __future__ import annotations
@@ -66,9 +65,6 @@ def rules_from_info(info: Mapping[str, Any], where: str) -> RuleBook:
     unsupported = info.get("autotp_unsupported_parameter_patterns") or {}
     for pattern in unsupported:
         book.unsupported.add(pattern, str(unsupported[pattern]) if isinstance(unsupported, Mapping) else "", where)
-    if _spreads_experts(info):
-        for pattern in _patterns(info, "expert_parameter_patterns", where):
-            book.unsupported.add(pattern, "AutoEP experts spread over expert-parallel ranks", where)
     _add_affine_map(book, info.get("affine_map"), where)
     return book
 
@@ -193,11 +189,6 @@ def fused_rule(dim: int, sizes: Any, widths: Any) -> Rule:
     shares = tuple(tuple(int(width) for width in row) for row in widths)
     even = all(len(set(row)) == 1 for row in shares)
     return Rule("split", dim, parts=parts, widths=None if even else shares)
-
-
-def _spreads_experts(info: Mapping[str, Any]) -> bool:
-    layers = info.get("ds_autoep_layers") or ()
-    return any(isinstance(layer, Mapping) and layer.get("ep_size", 1) != 1 for layer in layers)
 
 
 def _add_affine_map(book: CheckpointRules, affine: Any, where: str) -> None:

@@ -68,7 +68,7 @@ def read_unsharded(
     contiguous: bool = False,
     degrees: Mapping[str, int] | None = None,
 ) -> set[str]:
-    """Put the states of one model-parallel rank into the holdings; returns the names that the optimizer owns.
+    """Put the states of one model-parallel rank (and ep rank) into the holdings; returns the names that it owns.
 
     `names`: parameters that it may own, in the model's order; the first ones where `contiguous` (pipeline stages).
     `tied`: parameters of earlier stages, of which it may own a copy. `degrees`: expert-parallel degrees of experts.
@@ -97,7 +97,7 @@ def read_unsharded(
     groups = [
         Group(group_hyper(reading, found.file, group), given) for group, given in zip(found.groups, dealt, strict=True)
     ]
-    _merge_groups(reading.holdings.groups.setdefault(holder, []), groups)
+    _merge_groups(reading.holdings.groups.setdefault(Holder(holder.pp, holder.tp), []), groups)
     return {name for group in dealt for name in group}
 
 
@@ -113,8 +113,8 @@ def _merge_groups(known: list[Group], groups: list[Group]) -> None:
 def _candidates(reading: Reading, holder: Holder, names: Sequence[str], degrees: Mapping[str, int]) -> list[Candidate]:
     found: list[Candidate] = []
     for name in names:
-        row = reading.holdings.row(name)
-        held = row.get(holder) or next((item for at, item in row.items() if at.tp == holder.tp), None)
+        row, at = reading.holdings.row(name), reading.holdings.at(name, holder)
+        held = row.get(at) or next((item for other, item in row.items() if other.tp == at.tp), None)
         if held is not None:
             weights = held.kinds.get(WEIGHT)
             found.append(Candidate(name, held.shape, weights[0] if weights else None, degrees.get(name, 0)))
@@ -133,7 +133,7 @@ def _told_names(group: Mapping[str, Any]) -> list[str]:
 
 
 def _make_alias(reading: Reading, holder: Holder, alias: str, owner: str) -> None:
-    held, owned = reading.holdings.get(alias, holder), reading.holdings.get(owner, holder)
+    held, owned = (reading.holdings.get(name, reading.holdings.at(name, holder)) for name in (alias, owner))
     reading.holdings.aliases[alias] = owner
     if held is not None and owned is not None:
         for stored in held.kinds.pop(WEIGHT, []):
@@ -182,7 +182,7 @@ def _take_by_parameter(
     shapes = {candidate.name: candidate.shape for candidate in candidates}
     for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
         for position, (index, name) in enumerate(zip(_params(group), names, strict=True)):
-            held = reading.holdings.home(name, holder, shapes[name], found.file.name)
+            held = reading.holdings.home(name, reading.holdings.at(name, holder), shapes[name], found.file.name)
             if found.masters is not None:
                 held.add(MASTER, found.file.whole(reading.take(found.masters[g][position])))
             _add_states(reading, held, found.file, found.state.get(index))

@@ -89,7 +89,8 @@ def check_module(reading: Reading, holder: Holder, file: RankFile, trained: Mapp
     aliased = set(reading.holdings.aliases.values())
     for name, shape in trained.items():
         value = module.get(name)
-        if value is None and expert_number(name) is None and name not in aliased:
+        is_expert = expert_number(name) is not None or name in reading.holdings.spreads
+        if value is None and not is_expert and name not in aliased:
             reading.problems.add(
                 f"parameter {name} ({holder}) is in the optimizer, but not in the module of {file.name}"
             )
@@ -116,19 +117,9 @@ def read_frozen(reading: Reading, holder: Holder, file: RankFile) -> None:
                 " its frozen_param_shapes"
             )
         elif not _same_place(ref, module.get(name)):
-            reading.holdings.put(name, holder, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
-
-
-def read_expert_file(reading: Reading, holder: Holder, file: RankFile, expert: int, layer: int) -> None:
-    """The weights of one expert; names carry the global expert number. The oldest releases give no layer (-1)."""
-    other = next((name for name in file.mapping() if expert_number(str(name)) not in (None, expert)), None)
-    if layer >= 0 and other is not None:
-        reading.problems.add(f"{file.name}: is named for expert {expert}, but holds {other}: files were exchanged")
-    for name, value in file.mapping().items():
-        if isinstance(value, TensorRef):
-            reading.take(value)
-            reading.holdings.experts.setdefault(str(name), (expert, 0))
-            reading.holdings.put(str(name), holder, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
+            # Of what AutoEP spreads, the one model file has the share of ep rank 0; expert files have all.
+            owner = reading.holdings.at(name, holder)
+            reading.holdings.put(name, owner, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
 
 
 def _role(

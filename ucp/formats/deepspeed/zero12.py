@@ -93,6 +93,7 @@ def read_partitions(
     weights, which must have been read before.
     """
     first = partitions[0]
+    holdings = reading.holdings
     if shapes is None:
         shapes = _shapes_from_mappings(reading, holder, partitions)
     for partition in partitions:
@@ -102,7 +103,8 @@ def read_partitions(
     groups: list[Group] = []
     for g, group_shapes in enumerate(shapes):
         cuts = first.partition_counts[g]
-        is_expert = any(expert_number(name) is not None for name in group_shapes)
+        spreads = [holdings.spreads[name] for name in group_shapes if name in holdings.spreads]
+        is_expert = bool(spreads) or any(expert_number(name) is not None for name in group_shapes)
         if is_expert and 0 < cuts < len(partitions) and len(partitions) % cuts == 0:
             sharing = sharers(len(partitions), cuts, data_first)
         else:
@@ -113,13 +115,20 @@ def read_partitions(
                     " data-parallel rank files are here"
                 )
                 continue
+        if any(spread.degree != len(sharing) for spread in spreads):
+            reading.problems.add(
+                f"group {g} ({holder}) was cut for {cuts} of {len(partitions)} ranks ({first.file.name}), but AutoEP"
+                f" spreads its experts over {spreads[0].degree} expert-parallel ranks"
+            )
+            continue
         ep_degree = max(ep_degree, len(sharing))
         hyper = group_hyper(reading, first.file, first.hyper[g]) if g < len(first.hyper) else {}
         names: list[str] = []
         for sharer in sharing:
-            names += _read_group(reading, holder, g, group_shapes, [partitions[dp] for dp in sharer.ranks], sharer.ep)
-        groups.append(Group(hyper, names))
-    reading.holdings.groups[holder] = groups
+            local = {name: holdings.local(name, shape, sharer.ep) for name, shape in group_shapes.items()}
+            names += _read_group(reading, holder, g, local, [partitions[dp] for dp in sharer.ranks], sharer.ep)
+        groups.append(Group(hyper, list(dict.fromkeys(names))))
+    holdings.groups[holder] = groups
     return ep_degree
 
 
@@ -167,7 +176,8 @@ def _read_group(
         if ep is not None and (number := expert_number(name)) is not None:
             reading.holdings.experts[name] = (number, ep)
         names.append(name)
-        held = reading.holdings.put(name, holder, entry.shape, "trained", partitions[0].file.name)
+        owner = reading.holdings.at(name, Holder(*holder[:2], -1 if ep is None else ep))
+        held = reading.holdings.put(name, owner, entry.shape, "trained", partitions[0].file.name)
         for kind, (dtype, spots) in flat.items():
             held.add(kind, FlatSlice(spots, dtype, layout.per, entry.begin, entry.numel))
         for kind, number_stored in states.numbers.items():

@@ -13,6 +13,7 @@ from ucp.formats.deepspeed.hyper import group_hyper
 from ucp.formats.deepspeed.names import SWAP_FOLDER
 from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile, describe, tensor_of, tensors_of
+from ucp.formats.deepspeed.spreadranks import check_partition, sharing_ranks
 from ucp.formats.deepspeed.states import FlatStates, Member, sort_states
 from ucp.formats.deepspeed.stored import EvenSlices, Spot
 from ucp.formats.deepspeed.swapfiles import SwapFiles
@@ -56,11 +57,6 @@ def open_slices(files: Sequence[RankFile], tp: int, tp_rank: int) -> list[Slices
     found: list[Slices] = []
     for dp, file in enumerate(files):
         top = file.mapping("optimizer_state_dict")
-        if top.get("ds_zero_partition_groups"):
-            raise NotUnderstoodError(
-                f"{file.name}: AutoEP with ZeRO-3 (expert sub-groups cut over ranks of their own) is not read",
-                hint="save with ZeRO stage 1 or 2",
-            )
         if MASTERS not in top:
             raise NotUnderstoodError(f"{file.name}: no {MASTERS} in it; found {', '.join(map(str, list(top)[:12]))}")
         found.append(Slices(file, dp, dp * tp + tp_rank, top, tensors_of(top[MASTERS], f"{file.name}: {MASTERS}")))
@@ -73,11 +69,13 @@ def read_slices(
     shapes: Sequence[Mapping[str, Shape]],
     ranks: Sequence[Slices],
     swap: SwapFiles,
+    data_first: bool = False,
 ) -> int:
     """Put master weights and optimizer states of one model-parallel rank into the holdings.
 
     `shapes` has one dict a sub-group. Returns the number of ranks that share a parameter: fewer than there are files
-    with MiCS, whose shard groups each write the whole state.
+    with MiCS, whose shard groups each write the whole state. Experts that AutoEP spreads are shared by the ranks of one
+    expert-parallel rank alone: consecutive ones with `data_first`.
     """
     share = _sharing_ranks(reading, holder, ranks)
     for rank in ranks:
@@ -87,9 +85,17 @@ def read_slices(
                 f" lists {len(shapes)}"
             )
     reading.problems.raise_any("look for a file of another run or of another save among them")
-    for copy in range(0, len(ranks), share):
-        for index, sub_group in enumerate(shapes):
-            _read_sub_group(reading, holder, index, len(shapes), sub_group, ranks[copy : copy + share], swap)
+    spreads = reading.holdings.spreads
+    for index, sub_group in enumerate(shapes):
+        spread = next((spreads[name] for name in sub_group if name in spreads), None)
+        for copy in range(0, len(ranks), share):
+            for sharer in sharing_ranks(spread, share, data_first):
+                members = [ranks[copy + dp] for dp in sharer.ranks]
+                for rank in members:
+                    check_partition(reading, rank.file, rank.top, index, rank.dp - copy, sharer)
+                local = {name: reading.holdings.local(name, shape, sharer.ep) for name, shape in sub_group.items()}
+                owner = holder if sharer.ep is None else Holder(*holder[:2], sharer.ep)
+                _read_sub_group(reading, owner, index, len(shapes), local, members, swap)
     reading.holdings.groups[holder] = _groups(reading, shapes, ranks[0])
     return share
 
@@ -124,7 +130,8 @@ def _read_sub_group(
     states = _states(reading, where, index, sub_groups, length, ranks, swap)
     at = 0
     for name, shape in shapes.items():
-        held = reading.holdings.put(name, holder, shape, "trained", ranks[0].file.name)
+        owner = reading.holdings.at(name, holder)
+        held = reading.holdings.put(name, owner, shape, "trained", ranks[0].file.name)
         for kind, (dtype, spots) in {**({MASTER: masters} if masters else {}), **states.flat}.items():
             held.add(kind, EvenSlices(spots, dtype, pers[name], at, prod(shape)))
         for kind, number in states.numbers.items():
