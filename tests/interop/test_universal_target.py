@@ -9,6 +9,7 @@ import pytest
 import ucp
 from tests.interop.jobs import Trainer
 from tests.interop.spec import Spec
+from tests.interop.test_live_deepspeed import auto_ep
 from tests.interop.test_reshard import loaded_states, world_of
 from tests.references import differences
 
@@ -30,6 +31,8 @@ CASES: dict[str, tuple[Spec, int, list[tuple[Spec, int]]]] = {
     "pp 2": (Spec(pp=2, gas=2), 1, [(Spec(pipeline=True), 2)]),
     "a name with a slash": (Spec(last_norm="norm/f"), 2, [(Spec(zero=2, last_norm="norm/f"), 1)]),
     "experts": (Spec(experts=4, ep=2), 2, [(Spec(experts=4), 2)]),
+    "AutoEP": (auto_ep(2), 4, [(auto_ep(4, zero=2), 4), (auto_ep(1), 2), (auto_ep(2, zero=3), 2)]),
+    "AutoEP, zero 3": (auto_ep(2, zero=3), 4, [(auto_ep(4), 4), (auto_ep(2, zero=3), 2)]),
 }
 
 

@@ -43,6 +43,7 @@ class Writer:
         _check_groups(source)
         self._options = WriteOptions(dtype=options.dtype)
         self.world = World(source, Mesh(zero=1), self._options)
+        self._stacked = self.world.carried.stacked
         tag = source.details.get("tag")
         named = tag.replace("/", "_") if isinstance(tag, str) else f"global_step{source.step or 0}"
         self.folder = f"{named}_universal"
@@ -111,7 +112,7 @@ class Writer:
             if weight is not None:
                 yield _MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
             return
-        cut = _how_to_cut(parameter)
+        cut = _how_to_cut(parameter) if parameter.name not in self._stacked else self._how_to_spread(parameter)
         master = replace(self.world.master(parameter), shape=parameter.shape)  # the loader pads vocabularies itself
         yield _MASTER_FILE, {"param": whole_tensor(master), **cut}
         local = self._whole(parameter)
@@ -119,6 +120,10 @@ class Writer:
             yield state_of_kind(kind), {"param": whole_tensor(parameter.atoms[kind]), **cut}
         for kind, value in scalars.each(local).items():
             yield state_of_kind(kind), value
+
+    def _how_to_spread(self, parameter: Parameter) -> dict[str, Any]:
+        """The keys that tell DeepSpeed's loader to slice stacked experts for the ep rank of an AutoEP job."""
+        return {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": self._stacked[parameter.name]}
 
     def _whole(self, parameter: Parameter) -> Local:
         return self.world.slicer.local(parameter, 0)

@@ -34,6 +34,12 @@ class Writer:
         self.notes: list[Note] = []
         self.mesh = target_mesh(source, options)
         self.world = World(source, self.mesh, options)
+        if self.world.carried.stacked:
+            raise UsageError(
+                f"{next(iter(self.world.carried.stacked))} has experts that AutoEP stacks and spreads, and the files of"
+                " an AutoEP job are not written",
+                hint="use --to deepspeed-universal, which AutoEP jobs of other dp and ep load with load_universal",
+            )
         if self.mesh.zero == 0 and flat.is_bf16_optimizer(self.world):
             raise UsageError(
                 "a bf16 pipeline with ZeRO off: DeepSpeed fails to load such checkpoints, its own included",

@@ -9,6 +9,7 @@ from typing import Any, Final
 from ucp.files.inert import Inert
 from ucp.files.pickle_writer import bare_object
 from ucp.formats.deepspeed.names import sort_names
+from ucp.formats.deepspeed.spread import spreads_of
 from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
@@ -58,6 +59,13 @@ class Carried:
             return None
         found = self._trees.get(file, {}).get("optimizer")
         return found if isinstance(found, dict) else None
+
+    @property
+    def stacked(self) -> dict[str, int]:
+        """Parameters in which AutoEP stacks the experts of a layer → how many those are."""
+        tree = next(iter(self._models.values()), {})
+        spreads = spreads_of(tree, "what the source carries of its model file")
+        return {name: spread.total for name, spread in spreads.items() if name in self.source.parameters}
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
