@@ -211,7 +211,7 @@ def ds_config(spec: Spec, dp: int, universal: bool) -> dict[str, Any]:
     elif spec.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     if spec.autoep:
-        # The loop over experts: grouped matrix products exist on GPUs only.
+        # The plain loop over experts: any sizes and dtypes will do.
         config["expert_parallel"] = {
             "enabled": True,
             "autoep_size": spec.ep,
