@@ -140,6 +140,30 @@ def test_a_stray_file_is_a_warning(copy) -> None:
     assert report.exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "name, other, left",
+    [
+        ("z3_fp32_dp3", "z1_bf16_tp2_dp2", "mp_rank_01_model_states.pt"),
+        ("z1_bf16_dp2", "z3_fp32_dp3", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("z0_bf16_dp2", "z3_fp32_dp3", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_model_file_of_another_stage_is_a_warning_and_not_read(copy, name: str, other: str, left: str) -> None:
+    folder = copy(name)
+    sound = ucp.open(folder).index
+    shutil.copy(FIXTURES / other / STEP / left, folder / STEP / left)
+    report = verify(folder, "deep")
+    (alarm,) = (finding for finding in report.findings if finding.severity != "note")
+    assert (alarm.check, alarm.severity, alarm.file) == ("grid", "warning", f"{STEP}/{left}")
+    index = ucp.open(folder).index
+    assert (index.mesh, list(index.extras.trees)) == (sound.mesh, list(sound.extras.trees))
+    assert ucp.diff(FIXTURES / name, folder).identical
+    (note,) = (note for note in index.notes if note not in sound.notes)
+    assert (note.id, left in note.text) == ("file-foreign", True)
+    (folder / STEP / left).unlink()
+    assert ucp.open(folder).index.notes == sound.notes
+
+
 def test_a_rank_of_another_world_size_is_inconsistent(copy) -> None:
     folder = copy("z1_bf16_dp2")
     like = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

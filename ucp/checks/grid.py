@@ -17,6 +17,7 @@ from ucp.checks.strays import strays
 from ucp.checks.tasks import Context
 from ucp.errors import UcpError
 from ucp.formats.deepspeed.folder import Place, find
+from ucp.formats.deepspeed.foreign import of_stage, told_apart
 from ucp.formats.deepspeed.grid import find_grid
 from ucp.formats.deepspeed.names import (
     StepFiles,
@@ -63,7 +64,7 @@ def look(context: Context) -> Iterator[Finding]:
             hint="restore the *_optim_states.pt files; without them training cannot go on from here",
         )
     for folder, files in found.items():
-        for name in files.other:
+        for name in (*files.other, *of_stage(files, sharded=checkpoint.mesh.zero == 3).foreign):
             if name.endswith(".pt"):
                 file = (folder / name).as_posix()
                 yield Finding(
@@ -110,7 +111,9 @@ def missing(path: Path, tag: str | None) -> Iterator[Finding]:
     try:
         place = find(path, tag)
         files = sort_names([entry.name for entry in place.step.iterdir() if entry.is_file()])
-        grid = find_grid(files, RankFiles(place.root), place.prefix, Problems(""))
+        opened = RankFiles(place.root)
+        files = told_apart(files, opened, place.prefix)
+        grid = find_grid(files, opened, place.prefix, Problems(""))
     except (UcpError, OSError):
         return
     base = path if path.is_dir() else path.parent

@@ -35,6 +35,7 @@ class StepFiles:
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)  # (MoE layer or -1, expert, mp rank)
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)  # (ep rank, mp rank), ZeRO off
     other: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)  # model files of another save, where one has been found out
 
 
 def is_state_file(name: str) -> bool:

@@ -18,6 +18,7 @@ from ucp.formats.deepspeed.assemble import assemble, merge_groups, ordered
 from ucp.formats.deepspeed.description import details_of, framework_of, step_of
 from ucp.formats.deepspeed.exchanged import check_names
 from ucp.formats.deepspeed.extras import TreeCarrier, carry_neighbours, carry_unknown, without_layout
+from ucp.formats.deepspeed.foreign import FOREIGN, told_apart
 from ucp.formats.deepspeed.grid import Grid, check_same_save, find_grid
 from ucp.formats.deepspeed.holdings import Holder, Holdings
 from ucp.formats.deepspeed.missing import note_missing
@@ -52,7 +53,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     with SourceFiles(place.root) as source, _no_garbage():
         problems = Problems(str(place.step))
         reading = Reading(place.prefix, RankFiles(place.root), source, problems, Holdings(problems))
-        return _read(reading, place, files, sizes, options)
+        return _read(reading, place, told_apart(files, reading.files, reading.prefix), sizes, options)
 
 
 @contextmanager
@@ -93,6 +94,12 @@ def _read(
     mesh = Mesh(grid.tp, grid.pp, grid.dp_world, shown.ep, shown.stage)
     groups = merge_groups(reading.holdings, parameters)
     extras = _extras(reading, place, files)
+    for name in files.foreign:
+        reading.note(
+            FOREIGN,
+            f"{reading.prefix}{name}: a model file of another ZeRO stage than {shown.stage}, left from another save; it"
+            " was not read. Keep it elsewhere",
+        )
     note_missing(reading, (files[0] for files in ranks.models.values()))
     _closing_notes(reading)
     return Checkpoint(
