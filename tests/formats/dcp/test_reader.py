@@ -57,6 +57,40 @@ def test_a_model_that_calls_things_state(tmp_path: Path) -> None:
     assert_holds(save(state, tmp_path / "saved"), state)
 
 
+@pytest.mark.parametrize("form", ["nested", "flattened", "no paths", "weights"])
+def test_a_module_called_as_groups_are(tmp_path: Path, form: str) -> None:
+    """Nor is one named `param_groups`, whatever holds its weights, its moments and its extra state."""
+    import torch
+
+    state = small_state()
+    plain = state["optim"]["param_groups"][0]
+    renamed = {"0.weight": "param_groups.0.weight", "0.bias": "param_groups.lr", "1.weight": "state.weight"}
+    state["model"] = {renamed.get(name, name): value for name, value in state["model"].items()}
+    moments = {renamed.get(name, name): value for name, value in state["optim"]["state"].items()}
+    names = [renamed.get(name, name) for name in plain["params"]]
+    groups = [{**plain, "params": names}]
+    state["optim"] = {"state": moments, "param_groups": groups}
+    saved = {**state, "model": {**state["model"], "param_groups._extra_state": "3"}}
+    if form == "weights":
+        state["optim"]["state"] = {}
+        saved = saved["model"]
+    elif form == "flattened":
+        fields = {f"param_groups.{name}.{key}": plain[key] for name in names for key in plain if key != "params"}
+        states = {f"state.{name}.{kind}": value for name, held in moments.items() for kind, value in held.items()}
+        saved["optim"] = {**states, **fields}
+    elif form == "no paths":
+        flat_model = {f"model.{name}": value for name, value in saved["model"].items()}
+        states = {f"optim.state.{name}.{kind}": value for name, held in moments.items() for kind, value in held.items()}
+        fields = {f"optim.param_groups.0.{key}": value for key, value in groups[0].items()}
+        saved = {**flat_model, **states, **fields}
+    path = save(saved, tmp_path / "saved", flatten=form != "no paths")
+    assert_holds(path, state)
+    index = index_of(path)
+    assert [group.names for group in index.groups] == ([] if form == "weights" else [names])
+    assert torch.is_tensor(state["model"]["param_groups.lr"])
+    assert [note.id for note in index.notes] == []
+
+
 def test_averaged_copies_are_extras(tmp_path: Path) -> None:
     state = small_state()
     ema = {name: value * 2 if value.dtype.is_floating_point else value for name, value in state["model"].items()}

@@ -7,7 +7,7 @@ Names of the top dictionaries are the user's choice, so nothing is looked up by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from ucp.formats.distcp_index import Entry, Folder, KeyPath, ObjectEntry, TensorEntry
@@ -17,6 +17,7 @@ GROUPS: Final = "param_groups"
 STATE: Final = "state"
 PARAMS: Final = "params"
 LIKE_WEIGHT: Final = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param"})
+_EXTRA_STATE: Final = "_extra_state"
 _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -58,13 +59,13 @@ def find_optimizers(folder: Folder) -> tuple[list[OptimizerKeys], list[Entry]]:
     """The optimizers of a folder, and the entries that are none of theirs."""
     paths = {key: entry.path for key, entry in folder.entries.items()}
     if not folder.has_paths:
-        paths = {key: _guess_path(key, folder) for key in paths}
+        paths = _guess_paths(folder)
     found: dict[KeyPath, OptimizerKeys] = {}
-    for path in paths.values():
-        at = _position(path, GROUPS)
-        if at is not None:
-            optimizer = found.setdefault(path[:at], OptimizerKeys(path[:at]))
-            optimizer.flattened = optimizer.flattened or path[at] != GROUPS
+    for key, path in paths.items():
+        for at in range(len(path)):
+            if _proves(path[at:], folder.entries[key]):
+                optimizer = found.setdefault(path[:at], OptimizerKeys(path[:at]))
+                optimizer.flattened = optimizer.flattened or path[at] != GROUPS
     names = {str(path[-1]) for path in paths.values()}
     others: list[Entry] = []
     for key, entry in folder.entries.items():
@@ -75,25 +76,33 @@ def find_optimizers(folder: Folder) -> tuple[list[OptimizerKeys], list[Entry]]:
     return list(found.values()), others
 
 
-def _guess_path(key: str, folder: Folder) -> KeyPath:
-    """The path of a key where the file has none: everything up to an optimizer's own words is its prefix."""
-    parts = key.split(".")
-    for word in (GROUPS, STATE):
-        if word in parts:
-            at = parts.index(word)
-            prefix = ".".join(parts[:at])
-            grouped = ".".join([*parts[:at], GROUPS])
-            if any(other == grouped or other.startswith(grouped + ".") for other in folder.entries):
-                rest = ".".join(parts[at:])
-                return (prefix, rest) if prefix else (rest,)
+def _proves(below: KeyPath, entry: Entry) -> bool:
+    """Whether this entry, `below` the place of an optimizer, is a field of its groups: modules may be called so too.
+
+    Groups are a list (or one object); the flattened form has one key a parameter and field. Modules have tensors in
+    such a key, and an extra state at most.
+    """
+    word, rest = below[0], below[1:]
+    if word == GROUPS:
+        return isinstance(rest[0], int) if rest else isinstance(entry, ObjectEntry)
+    if rest or not isinstance(word, str) or not isinstance(entry, ObjectEntry):
+        return False
+    return word.startswith(GROUPS + ".") and not word.endswith("." + _EXTRA_STATE)
+
+
+def _guess_paths(folder: Folder) -> dict[str, KeyPath]:
+    """The paths of keys where the file has none: everything up to an optimizer's own words is its prefix."""
+    proven = {
+        prefix for key, entry in folder.entries.items() for prefix, rest in _text_splits(key) if _proves((rest,), entry)
+    }
+    return {key: _guess_path(key, proven) for key in folder.entries}
+
+
+def _guess_path(key: str, optimizers: Collection[KeyPath]) -> KeyPath:
+    for prefix, rest in _text_splits(key):
+        if prefix in optimizers and (rest == GROUPS or rest.startswith((GROUPS + ".", STATE + "."))):
+            return (*prefix, rest)
     return (key,)
-
-
-def _position(path: KeyPath, word: str) -> int | None:
-    for i, part in enumerate(path):
-        if isinstance(part, str) and (part == word or part.startswith(word + ".")):
-            return i
-    return None
 
 
 def _take(optimizer: OptimizerKeys, entry: Entry, path: KeyPath, names: set[str]) -> bool:
