@@ -99,6 +99,52 @@ def test_averaged_copies_are_extras(tmp_path: Path) -> None:
     assert isinstance(index_of(path).extras.trees[".metadata"]["ema"]["0.weight"], Atom)
 
 
+@pytest.mark.parametrize("form", ["named", "numbered", "weights"])
+@pytest.mark.parametrize("places", [("ema_model", "model"), ("teacher", "net"), ("model_avg", "x")])
+def test_a_copy_that_comes_first_is_not_the_model(tmp_path: Path, places: tuple[str, str], form: str) -> None:
+    """Averages have the names and shapes of the model, and may be wider; which of the two was read is said."""
+    state = small_state()
+    first, own = places
+    average = {name: value.double() * 2 for name, value in state["model"].items()}
+    saved = {first: average, own: state["model"], "optim": state["optim"]}
+    if form == "numbered":
+        saved["optim"] = _numbered(state["optim"])
+    elif form == "weights":
+        del saved["optim"]
+        state["optim"]["state"] = {}
+    path = save(saved, tmp_path / "saved")
+    assert_holds(path, state)
+    (note,) = (note for note in index_of(path).notes if note.id == "model-copies")
+    assert note.text.startswith(f"the model is {own}; tensors like its own are in {first} too")
+
+
+def _numbered(optim: dict[str, Any]) -> dict[str, Any]:
+    """As `optimizer.state_dict()` has it."""
+    names = [name for group in optim["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in optim["param_groups"]]
+    return {"state": {numbers[name]: held for name, held in optim["state"].items()}, "param_groups": groups}
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize("places", [("netG", "netD", "optD", "optG"), ("a", "b", "b_optimizer", "a_optimizer")])
+def test_two_models_of_the_same_names(tmp_path: Path, places: tuple[str, ...], numbered: bool) -> None:
+    """Each optimizer trains a model of its own: that which is called as it is."""
+    import torch
+
+    first, second = small_state(), small_state(steps=5)
+    optims = [_numbered(one["optim"]) if numbered else one["optim"] for one in (second, first)]
+    path = save(dict(zip(places, (first["model"], second["model"], *optims), strict=True)), tmp_path / "saved")
+    opened = ucp.open(path)
+    for place, state in zip(places, (first, second), strict=False):
+        for name, value in state["model"].items():
+            assert torch.equal(opened[f"{place}.{name}"].read("weight", as_torch=True), value)
+        for name, states in state["optim"]["state"].items():
+            for kind, value in states.items():
+                assert torch.equal(opened[f"{place}.{name}"].read(kind, as_torch=True), value)
+    assert {note.id for note in index_of(path).notes} <= {"states-by-order"}
+
+
 def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
     import torch
 

@@ -10,7 +10,8 @@ from typing import Any
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
 from ucp.formats.dcp.groups import Group, Values, read_groups, without_gradients
-from ucp.formats.dcp.keys import LIKE_WEIGHT, ModelKeys, OptimizerKeys, find_models, find_optimizers, unwrapped
+from ucp.formats.dcp.keys import LIKE_WEIGHT, OptimizerKeys, find_optimizers, join_path, unwrapped
+from ucp.formats.dcp.models import ModelKeys, find_models
 from ucp.formats.dcp.nesting import nest
 from ucp.formats.dcp.numbering import match_numbers, told_names
 from ucp.formats.dcp.own_facts import OwnFacts, take_facts
@@ -64,11 +65,10 @@ class _Assembly:
             facts, self.left[folder.name] = take_facts(left, self.values.objects.value)
             self.facts = facts if facts.buffers or facts.step is not None else self.facts
             optimizers.extend((optimizer, read_groups(optimizer, self.values), folder) for optimizer in found)
-        named = [_used_names(optimizer) for optimizer, _, _ in optimizers if not optimizer.by_number]
-        wanted = [names for names in named if names]
+        every = [optimizer for optimizer, _, _ in optimizers]
         models: list[tuple[ModelKeys, Folder]] = []
         for folder in folders:
-            found_models, self.left[folder.name] = find_models(folder, self.left[folder.name], wanted)
+            found_models, self.left[folder.name] = find_models(folder, self.left[folder.name], every)
             models.extend((model, folder) for model in found_models)
         self._index(models, optimizers)
         self._style(models, optimizers)
@@ -80,14 +80,15 @@ class _Assembly:
         self, models: list[tuple[ModelKeys, Folder]], optimizers: list[tuple[OptimizerKeys, list[Group], Folder]]
     ) -> None:
         several = len(models) > 1
-        names_of: list[dict[str, str]] = []  # per model: what its optimizer may call a tensor → our name
+        self.contents.notes.extend(note for model, _ in models if (note := model.note()) is not None)
+        names_of: list[tuple[ModelKeys, dict[str, str]]] = []  # what its optimizer may call a tensor → our name
         tensors: dict[str, TensorEntry] = {}
         for model, _ in models:
             names = self._plain_names(model, [o for o, _, _ in optimizers])
             if several:
-                prefix = ".".join(map(str, model.prefix))
+                prefix = join_path(model.prefix)
                 names = {theirs: f"{prefix}.{ours}" if prefix else ours for theirs, ours in names.items()}
-            names_of.append(names)
+            names_of.append((model, names))
             for theirs, entry in model.tensors.items():
                 tensors[names[theirs]] = entry
         trained: set[str] = set()
@@ -145,25 +146,33 @@ class _Assembly:
         self,
         optimizer: OptimizerKeys,
         groups: list[Group],
-        names_of: list[dict[str, str]],
+        names_of: list[tuple[ModelKeys, dict[str, str]]],
         tensors: Mapping[str, TensorEntry],
     ) -> dict[str, str] | None:
         """What this optimizer calls a parameter → our name; None, and its states are extras, where that is unknown."""
         used = list(dict.fromkeys([*optimizer.listed, *optimizer.states]))
+        own = [names for model, names in names_of if any(one is optimizer for one in model.optimizers)]
         if optimizer.by_number:
-            return self._by_number(optimizer, groups, tensors)
+            names = own[0] if own else {name: name for name in tensors}
+            return self._by_number(optimizer, groups, {name: tensors[name] for name in names.values()}, names)
         best: dict[str, str] = {}
-        for names in names_of:
-            ours = {**{unwrapped(theirs): own for theirs, own in names.items()}, **{own: own for own in names.values()}}
+        for names in own or [names for _, names in names_of]:
+            ours = {name: name for name in names.values()}
+            ours = {**{unwrapped(theirs): name for theirs, name in names.items()}, **ours}
             known = {name: ours[unwrapped(name)] for name in used if unwrapped(name) in ours}
             best = known if len(known) > len(best) else best
         # An optimizer that was saved without its model still has names and shapes of its own.
         return {name: best.get(name, unwrapped(name)) for name in used}
 
     def _by_number(
-        self, optimizer: OptimizerKeys, groups: list[Group], tensors: Mapping[str, TensorEntry]
+        self,
+        optimizer: OptimizerKeys,
+        groups: list[Group],
+        tensors: Mapping[str, TensorEntry],
+        names: Mapping[str, str],
     ) -> dict[str, str] | None:
-        told = told_names(groups)
+        ours = {unwrapped(theirs): name for theirs, name in names.items()}
+        told = {number: ours.get(name, name) for number, name in told_names(groups).items()}
         if told.keys() >= {*optimizer.listed, *optimizer.states} and tensors.keys() >= set(told.values()):
             return told
         found = match_numbers(optimizer, groups, tensors)
@@ -275,10 +284,6 @@ class _Assembly:
 
     def _note(self, name: str, text: str) -> None:
         self.contents.notes.append(Note(name, text))
-
-
-def _used_names(optimizer: OptimizerKeys) -> set[str]:
-    return {unwrapped(name) for name in (*optimizer.states, *optimizer.listed)}
 
 
 def _counted_step(trees: Mapping[str, Any]) -> int | None:

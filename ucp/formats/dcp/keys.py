@@ -1,16 +1,15 @@
-"""What each key of a state dict is: an optimizer's state or group field, a tensor of the model, or neither.
+"""Which keys of a state dict are an optimizer's states and group fields.
 
 Names of the top dictionaries are the user's choice, so nothing is looked up by them. An optimizer is known by its
-`param_groups`, and its model by the parameter names that the optimizer uses.
+`param_groups`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Final
 
-from ucp.formats.distcp_index import Entry, Folder, KeyPath, ObjectEntry, TensorEntry
+from ucp.formats.distcp_index import Entry, Folder, KeyPath, ObjectEntry
 from ucp.records import dataclass, field
 
 GROUPS: Final = "param_groups"
@@ -45,14 +44,6 @@ class OptimizerKeys:
         """
         known = self.states or self.listed
         return bool(known) and all(name.isdecimal() for name in known)
-
-
-@dataclass(slots=True)
-class ModelKeys:
-    """The tensors of one model by their names, in the order of its state dict."""
-
-    prefix: KeyPath
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
 
 def find_optimizers(folder: Folder) -> tuple[list[OptimizerKeys], list[Entry]]:
@@ -93,13 +84,13 @@ def _proves(below: KeyPath, entry: Entry) -> bool:
 def _guess_paths(folder: Folder) -> dict[str, KeyPath]:
     """The paths of keys where the file has none: everything up to an optimizer's own words is its prefix."""
     proven = {
-        prefix for key, entry in folder.entries.items() for prefix, rest in _text_splits(key) if _proves((rest,), entry)
+        prefix for key, entry in folder.entries.items() for prefix, rest in text_splits(key) if _proves((rest,), entry)
     }
     return {key: _guess_path(key, proven) for key in folder.entries}
 
 
 def _guess_path(key: str, optimizers: Collection[KeyPath]) -> KeyPath:
-    for prefix, rest in _text_splits(key):
+    for prefix, rest in text_splits(key):
         if prefix in optimizers and (rest == GROUPS or rest.startswith((GROUPS + ".", STATE + "."))):
             return (*prefix, rest)
     return (key,)
@@ -117,10 +108,10 @@ def _take(optimizer: OptimizerKeys, entry: Entry, path: KeyPath, names: set[str]
         optimizer.whole = entry
         return True
     if word == GROUPS and len(rest) > 1 and isinstance(rest[0], int):
-        optimizer.fields.setdefault(rest[0], {})[_join(rest[1:])] = entry
+        optimizer.fields.setdefault(rest[0], {})[join_path(rest[1:])] = entry
         return True
     if word == STATE and len(rest) > 1:
-        optimizer.states.setdefault(str(rest[0]), {})[_join(rest[1:])] = entry
+        optimizer.states.setdefault(str(rest[0]), {})[join_path(rest[1:])] = entry
         return True
     if rest or not isinstance(word, str):
         return False
@@ -151,50 +142,8 @@ def _number_groups(optimizer: OptimizerKeys) -> None:
         optimizer.fields = dict(sorted(optimizer.fields.items(), key=lambda item: int(item[0])))
 
 
-def find_models(
-    folder: Folder, entries: Iterable[Entry], wanted: Sequence[set[str]]
-) -> tuple[list[ModelKeys], list[Entry]]:
-    """The models in `entries`, and what is left. `wanted` are the parameter names that each optimizer uses, if any."""
-    entries = list(entries)
-    tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
-    prefixes: dict[KeyPath, None] = {}
-    for names in wanted:
-        best = _best_prefix(folder, tensors, names)
-        if best is not None:
-            prefixes[best] = None
-    if not wanted:
-        largest = _largest_prefix(tensors)
-        if largest is not None:
-            prefixes[largest] = None
-    models = {prefix: ModelKeys(prefix) for prefix in sorted(prefixes, key=len, reverse=True)}
-    others: list[Entry] = []
-    for entry in entries:
-        for model in models.values():
-            name = _name_below(entry, model.prefix, folder.has_paths) if isinstance(entry, TensorEntry) else None
-            if name is not None and isinstance(entry, TensorEntry):
-                model.tensors[name] = entry
-                break
-        else:
-            others.append(entry)
-    return [models[prefix] for prefix in prefixes], others
-
-
-def _best_prefix(folder: Folder, tensors: list[TensorEntry], names: set[str]) -> KeyPath | None:
-    """Where the dictionary is whose keys are these parameter names."""
-    votes: Counter[KeyPath] = Counter()
-    for entry in tensors:
-        if folder.has_paths:
-            if _is_one_of(str(entry.path[-1]), names):
-                votes[entry.path[:-1]] += 1
-        else:
-            votes.update(prefix for prefix, name in _text_splits(entry.key) if _is_one_of(name, names))
-    if not votes:
-        return None
-    # Averaged copies of a model have the same names: the one that is called so is the model.
-    return max(votes, key=lambda prefix: (votes[prefix], "model" in _join(prefix), -len(prefix)))
-
-
-def _text_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
+def text_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
+    """Every way to cut a key into the text of a place and a name in it."""
     yield (), key
     at = key.find(".")
     while at > 0:
@@ -202,42 +151,8 @@ def _text_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
         at = key.find(".", at + 1)
 
 
-def _largest_prefix(tensors: list[TensorEntry]) -> KeyPath | None:
-    """Without an optimizer: the top dictionary with the most bytes in it, as deep as it has one child only.
-
-    Of numbers with a fraction, where there are any: random states are bytes, and more than a small model has.
-    """
-    weights: Counter[KeyPath] = Counter()
-    for entry in [entry for entry in tensors if entry.dtype.family == "float"] or tensors:
-        weights[entry.path[:1] if len(entry.path) > 1 else ()] += max(entry.nbytes, 1)
-    if not weights:
-        return None
-    prefix = max(weights, key=lambda p: weights[p])
-    if not prefix:
-        return prefix
-    inside = [entry.path for entry in tensors if entry.path[: len(prefix)] == prefix]
-    while True:
-        deeper = inside[0][: len(prefix) + 1]
-        if any(len(path) <= len(deeper) or path[: len(deeper)] != deeper for path in inside):
-            return prefix
-        prefix = deeper
-
-
-def _name_below(entry: TensorEntry, prefix: KeyPath, has_paths: bool) -> str | None:
-    """The name of a tensor in the dictionary at `prefix`, or None when it is not in it."""
-    if not has_paths:
-        text = _join(prefix)
-        if not text:
-            return entry.key
-        return entry.key[len(text) + 1 :] if entry.key.startswith(text + ".") else None
-    if not prefix:
-        return str(entry.path[0]) if len(entry.path) == 1 else None
-    if entry.path[: len(prefix)] != prefix or len(entry.path) == len(prefix):
-        return None
-    return _join(entry.path[len(prefix) :])
-
-
-def _join(path: KeyPath) -> str:
+def join_path(path: KeyPath) -> str:
+    """The text of a path."""
     return ".".join(map(str, path))
 
 
@@ -246,8 +161,3 @@ def unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _is_one_of(name: str, names: set[str]) -> bool:
-    plain = unwrapped(name)
-    return plain in names or plain.removeprefix("module.") in names
