@@ -1,11 +1,12 @@
-"""Output files that several formats write: safetensors of whole atoms, and files carried as they are."""
+"""What several formats write: safetensors of whole atoms, files carried as they are; and what none can do without."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ucp.errors import UsageError
 from ucp.files.safetensors import build_header
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment
+from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.model.dtypes import UINT8
 from ucp.model.region import Region
 from ucp.model.target import Hole, Literal, OutputFile
@@ -26,3 +27,11 @@ def carried_file(source: Checkpoint, name: str, path: str) -> OutputFile:
     size = source.sizes[file]
     atom = Atom(file, "file", (size,), UINT8, (Fragment(Region.all_of((size,)), file, 0, UINT8),))
     return OutputFile(path, size, (), (Hole(atom, Region.all_of((size,)), 0),))
+
+
+def no_weight(parameter: Parameter) -> UsageError:
+    """The error of a target that keeps weights, where the source has states alone."""
+    return UsageError(
+        f"parameter {parameter.name}: the source has no weight for it",
+        hint="give a source that has the model beside its optimizer, and leave --only out",
+    )

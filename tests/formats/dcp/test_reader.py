@@ -9,6 +9,7 @@ import pytest
 
 import ucp
 from tests.formats.dcp.saving import save, small_state
+from ucp.errors import UsageError
 from ucp.model.checkpoint import Atom, Checkpoint
 
 
@@ -167,6 +168,13 @@ def test_optimizer_saved_alone(tmp_path: Path) -> None:
     assert opened.index.parameters["0.weight"].shape == (7, 5)
     got = opened["0.weight"].read("exp_avg", as_torch=True)
     assert torch.equal(got, state["optim"]["state"]["0.weight"]["exp_avg"])
+    for number, options in enumerate(
+        ({"to": "deepspeed", "zero": 0}, {"to": "deepspeed", "zero": 1}, {"to": "deepspeed", "zero": 3})
+    ):
+        with pytest.raises(UsageError, match="the source has no weight for it"):
+            ucp.convert(tmp_path / "saved", tmp_path / f"out{number}", **options)
+    with pytest.raises(UsageError, match="the source has no weight for it"):
+        ucp.convert(tmp_path / "saved", tmp_path / "weights", to="safetensors")
 
 
 def raw_state(*, groups: int = 1) -> dict[str, Any]:

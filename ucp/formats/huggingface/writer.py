@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.formats.huggingface.names import name_all
-from ucp.formats.outputs import carried_file, safetensors_file
+from ucp.formats.outputs import carried_file, no_weight, safetensors_file
 from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.model.target import Digests, Literal, OutputFile, Target
@@ -102,7 +102,7 @@ class Writer:
         """The most precise form of a weight, in the dtype asked for."""
         best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
         if best is None:
-            raise UsageError(f"parameter {parameter.name}: the source has no weight for it", hint="leave --only out")
+            raise no_weight(parameter)
         castable = best.dtype.family == "float" and parameter.role != "buffer"
         return replace(best, kind=WEIGHT, dtype=self.options.dtype) if self.options.dtype and castable else best
 

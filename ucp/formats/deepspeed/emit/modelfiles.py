@@ -15,6 +15,7 @@ from ucp.formats.deepspeed.emit.sliced import own_slice
 from ucp.formats.deepspeed.emit.stages import layer_name
 from ucp.formats.deepspeed.emit.tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
 from ucp.formats.deepspeed.emit.world import World
+from ucp.formats.outputs import no_weight
 from ucp.model.checkpoint import Parameter
 
 
@@ -123,7 +124,7 @@ class ModelFiles:
         if atom is None:
             if parameter.role == "frozen":
                 return None
-            raise UsageError(f"parameter {parameter.name}: the source has no weight for it", hint="leave --only out")
+            raise no_weight(parameter)
         local = self.world.slicer.local(parameter, tp)
         return shaped_tensor(atom, local.region, local.shape)
 

@@ -11,6 +11,7 @@ from ucp.formats.deepspeed.emit.carried import Carried
 from ucp.formats.deepspeed.emit.slices import Local, Slicer
 from ucp.formats.deepspeed.emit.stages import Pipeline, place
 from ucp.formats.deepspeed.experts import local_experts, named_degree, split_name
+from ucp.formats.outputs import no_weight
 from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32
@@ -174,8 +175,11 @@ class World:
     def master(self, parameter: Parameter) -> Atom:
         """The optimizer's copy: stored, or the weight where it is all there is."""
         if parameter.name not in self._masters:
-            stored = parameter.atoms.get(MASTER) or replace(parameter.atoms[WEIGHT], kind=MASTER, dtype=FLOAT32)
-            self._masters[parameter.name] = self._with_padding(parameter, stored)
+            best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
+            if best is None:
+                raise no_weight(parameter)
+            best = best if best.kind == MASTER else replace(best, kind=MASTER, dtype=FLOAT32)
+            self._masters[parameter.name] = self._with_padding(parameter, best)
         return self._masters[parameter.name]
 
     def state(self, parameter: Parameter, kind: str) -> Atom | None:
