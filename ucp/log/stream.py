@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,14 @@ class StoredBlock:
     def float32(self) -> npt.NDArray[np.float32]:
         """The elements as float32: exact, as every type of a gradient has at most 32 bits."""
         return to_float32(self.bits(), self.dtype)
+
+
+class Memory(Protocol):
+    """Where blocks are read to, one after the other."""
+
+    def piece(self, nbytes: int) -> tuple[Bytes, memoryview]:
+        """Room for so many bytes, twice: as an array and as the memory of that array."""
+        ...
 
 
 class Stream:
@@ -106,11 +114,11 @@ class Stream:
         except BadBytesError as error:
             raise self._damaged(ref, str(error)) from None
 
-    def read_block(self, step: int, block: int, room: Bytes | None = None) -> StoredBlock | None:
+    def read_block(self, step: int, block: int, room: Memory | None = None) -> StoredBlock | None:
         """The gradient of a block in a complete step, its checksum verified.
 
         None where the step has no such block: the optimizer had no gradient for it (or the step was skipped) and left
-        its state alone. Where its bytes fit into `room` they are put there, and are good until that is used again.
+        its state alone. With a `room` its bytes are put there, and are good until that is used again.
         """
         grads = self._logged(step).grads
         hint = self._hints.get(block)
@@ -128,6 +136,11 @@ class Stream:
     def blocks(self, step: int) -> list[int]:
         """Ids of the blocks that a step has gradients of."""
         return [int(block) for ref in self._logged(step).grads for block in self.table(ref)["block"]]
+
+    def block_count(self, step: int) -> int:
+        """How many blocks a step has gradients of."""
+        heads = (self._bytes(ref, 0, TABLE_HEAD.size) for ref in self._logged(step).grads)
+        return sum(TABLE_HEAD.unpack(head)[0] for head in heads)
 
     def states(self, kind: Literal[FrameType.FULL, FrameType.DIFF]) -> list[tuple[FrameRef, Table, int]]:
         """FULL or DIFF frames in order, each with its table and the step that a difference starts from (-1: none)."""
@@ -182,14 +195,18 @@ class Stream:
             rows = self._rows[key] = self._bytes(ref, offset, size)
         return _ROW.unpack_from(rows, inside * _ROW.size)
 
-    def _read(self, ref: FrameRef, row: Row, room: Bytes | None = None) -> StoredBlock:
+    def _read(self, ref: FrameRef, row: Row, room: Memory | None = None) -> StoredBlock:
         block, encoding, code, state, count, _, offset, length, expected = row
         dtype = DTYPES.get(code)
         if offset + length > ref.header.length or dtype is None:
             raise self._damaged(ref, f"block {block} does not lie in its frame")
-        data = np.empty(length, np.uint8) if room is None or len(room) < length else room[:length]
-        self._files.read_into(ref.name, ref.payload_offset + offset, data.data)
-        if checksum(data.data) != expected:
+        if room is None:
+            data: Bytes = np.empty(length, np.uint8)
+            memory = data.data
+        else:
+            data, memory = room.piece(length)
+        self._files.read_into(ref.name, ref.payload_offset + offset, memory)
+        if checksum(memory) != expected:
             raise self._damaged(ref, f"the checksum of block {block} is wrong")
         return StoredBlock(block, state, encoding, dtype, count, data)
 

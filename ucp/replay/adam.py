@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucp.replay.scratch import scratch
 from ucp.replay.stretch import NUMBER, Hyper, Stretch, learning_rate, step_after, step_before
@@ -109,11 +109,8 @@ def _torch_takes_the_same_steps(decoupled: bool) -> bool:
 
 def fused_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
     """The operator that torch's fused Adam ends in: what torch does around it costs as much as a small tensor."""
-    import torch
-
-    operator = torch._fused_adamw_ if _is_decoupled(hyper, decoupled) else torch._fused_adam_
     states, betas, amsgrad = stretch.states, hyper["betas"], bool(hyper.get("amsgrad"))
-    operator(
+    _fused_operator(_is_decoupled(hyper, decoupled))(
         [stretch.param],
         [grad],
         [states["exp_avg"]],
@@ -130,3 +127,10 @@ def fused_adam(stretch: Stretch, grad: torch.Tensor, hyper: Hyper, *, decoupled:
         grad_scale=None,
         found_inf=None,
     )
+
+
+@cache
+def _fused_operator(decoupled: bool) -> Any:
+    import torch
+
+    return torch._fused_adamw_ if decoupled else torch._fused_adam_

@@ -56,7 +56,7 @@ class Gradients:
         return whole
 
     def _stored(self, stream: Stream, step: int, block: Block, room: Room) -> StoredBlock:
-        stored = stream.read_block(step, block.id, room.array)
+        stored = stream.read_block(step, block.id, room)
         if stored is None or stored.count != block.count:
             raise InconsistentError(
                 f"{stream.folder}: step {step} has no gradient of block {block.id} ({self._names[block.id]}), but of"

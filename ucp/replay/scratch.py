@@ -8,6 +8,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from ucp.engine.casting import RawArray
 from ucp.engine.pages import whole_pages
 
 if TYPE_CHECKING:
@@ -55,6 +58,19 @@ class Room:
         self.array = whole_pages(nbytes)
         self._address = int(self.array.ctypes.data)
         self._views: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._pieces: dict[int, tuple[RawArray, memoryview]] = {}
+
+    def piece(self, nbytes: int) -> tuple[RawArray, memoryview]:
+        """As `Memory.piece`: the first bytes, always the same objects for the same number of them."""
+        piece = self._pieces.get(nbytes)
+        if piece is None:
+            if len(self._pieces) >= _VIEWS:
+                self._pieces.clear()
+            part = self.array[:nbytes] if nbytes <= len(self.array) else np.empty(nbytes, np.uint8)
+            piece = part, part.data
+            if nbytes <= len(self.array):
+                self._pieces[nbytes] = piece
+        return piece
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first elements. It is the caller's to change until the room is asked for again."""

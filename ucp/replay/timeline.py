@@ -70,9 +70,8 @@ class Timelines:
             for step in range(self._span.first, self._span.last + 1):
                 if self.stream.record(step).skipped:
                     continue
-                there = self.stream.blocks(step)
-                if len(there) != self._all:
-                    self._absent[step] = frozenset(range(self._all)) - frozenset(there)
+                if self.stream.block_count(step) != self._all:
+                    self._absent[step] = frozenset(range(self._all)).difference(self.stream.blocks(step))
         return self._absent
 
 

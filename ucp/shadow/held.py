@@ -11,10 +11,11 @@ import xxhash
 
 from ucp.errors import InconsistentError
 from ucp.files.local import SourceFiles
-from ucp.log.codecs import Bits, Bytes, apply_difference, bits_type
+from ucp.log.codecs import Bits, apply_difference, bits_type
 from ucp.log.kinds import BUFFER, parse_own
 from ucp.log.reader import StoredBlock, Stream
 from ucp.log.schema import Block, StreamSchema
+from ucp.log.stream import Memory
 from ucp.log.walk import StreamScan
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
@@ -69,7 +70,7 @@ class ArrivedStream(Stream):
         super().__init__(folder, schema, StreamScan(folder, schema.stream))
         self.now: ArrivedStep | None = None
 
-    def read_block(self, step: int, block: int, room: Bytes | None = None) -> StoredBlock | None:
+    def read_block(self, step: int, block: int, room: Memory | None = None) -> StoredBlock | None:
         del step, room
         return None if self.now is None else self.now.blocks.get(block)
 
