@@ -127,11 +127,15 @@ def to_float32(bits: Bits, dtype: DType) -> npt.NDArray[np.float32]:
 
 def is_zero(bits: Bits) -> bool:
     """Is every bit zero? Cheap where it is not."""
+    if len(bits) and bits.item(0):
+        return False
     return not bits[:8].any() and not bits.any()
 
 
 def fits_bfloat16(bits: Bits) -> bool:
-    """Are the low 16 bits of every float32 zero?"""
+    """Are the low 16 bits of every float32 zero? Cheap where they are not."""
+    if len(bits) and bits.item(0) & 0xFFFF:
+        return False
     low = bits.view(np.dtype("<u2"))[::2]
     return not low[:64].any() and not low.any()
 

@@ -10,7 +10,7 @@ import numpy as np
 from ucp import tunables
 from ucp.log.append import Appender
 from ucp.log.codecs import DTYPE_CODES, Bits, Bytes, Encoding, encode
-from ucp.log.frames import BATCH_END, COMPRESSED, FRAME_BYTES, FrameType, checksum, padded
+from ucp.log.frames import BATCH_END, COMPRESSED, FrameType, checksum, padded
 from ucp.log.payloads import ENTRY, Commit, StepRecord, Table, data_start, pack_json
 from ucp.model.dtypes import DType
 from ucp.records import dataclass
@@ -97,17 +97,18 @@ def frame_fulls(blocks: Sequence[EncodedBlock]) -> Iterator[Sequence[EncodedBloc
 
 def lay_out(blocks: Sequence[EncodedBlock]) -> tuple[Table, list[memoryview | bytes]]:
     """The table of some blocks, and what follows it in the payload: each block and zeros up to a multiple of 64."""
-    table = np.zeros(len(blocks), ENTRY)
+    rows: list[tuple[int, ...]] = []  # of the table: to fill one in field by field takes several times as long
     parts: list[memoryview | bytes] = []
     at = data_start(len(blocks))
-    for entry, block in zip(table, blocks, strict=True):
-        length = block.data.nbytes
+    for block in blocks:
         data = block.data.data
-        entry["block"], entry["encoding"], entry["dtype"] = block.block, block.encoding, DTYPE_CODES[block.dtype.name]
-        entry["state"], entry["count"] = block.state, block.count
-        entry["offset"], entry["length"], entry["checksum"] = at, length, checksum(data)
+        length = len(data)
+        code = DTYPE_CODES[block.dtype.name]
+        rows.append((block.block, block.encoding, code, block.state, block.count, 0, at, length, checksum(data)))
         parts.append(data)
-        if length % FRAME_BYTES:
-            parts.append(bytes(padded(length) - length))
-        at += padded(length)
+        size = padded(length)
+        if size != length:
+            parts.append(bytes(size - length))
+        at += size
+    table = np.array(rows, ENTRY)
     return table, parts

@@ -91,9 +91,25 @@ def _unknown() -> UsageError:
     )
 
 
-def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, optimizer: Any, early: Early) -> None:
+def _check_update(groups: set[int], layouts: list[Any]) -> None:
+    """Can this be recorded? `groups` are those that the tensors of a group were in when it began; -1: in none."""
     import torch
 
+    if -1 in groups:
+        raise _unknown()
+    if len(groups) > 1:
+        raise UsageError(
+            "a parameter has moved to another group of the optimizer since recording began",
+            hint="close the recorder and record again after it",
+        )
+    if layouts.count(torch.strided) != len(layouts):
+        raise UsageError(
+            "the optimizer has a gradient that is sparse, which cannot be recorded",
+            hint='record states instead: what="state"; or make the embedding with sparse=False',
+        )
+
+
+def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, optimizer: Any, early: Early) -> None:
     if getattr(optimizer, "grad_scale", None) is not None:
         raise UsageError(
             "a fused optimizer that unscales gradients itself (GradScaler) cannot be recorded",
@@ -107,29 +123,20 @@ def _on_update(job: LiveJob, known: dict[int, int], taker: Taker, stage: Stage, 
         taker.scale = bf16_scale(outer)
     gradients = []
     for group in optimizer.param_groups:
-        stepped = [p for p in group["params"] if p.grad is not None]
-        for p in stepped:
-            if id(p) not in known:
-                raise _unknown()
-            if known[id(p)] != known[id(stepped[0])]:
-                raise UsageError(
-                    "a parameter has moved to another group of the optimizer since recording began",
-                    hint="close the recorder and record again after it",
-                )
-            if p.grad.layout is not torch.strided:
-                raise UsageError(
-                    "the optimizer has a gradient that is sparse, which cannot be recorded",
-                    hint='record states instead: what="state"; or make the embedding with sparse=False',
-                )
+        stepped = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+        if not stepped:
+            continue
+        groups = {known.get(id(p), -1) for p, _ in stepped}
+        _check_update(groups, [grad.layout for _, grad in stepped])
+        for p, grad in stepped:
             number = taker.number.get(id(p))
             if number is None:
                 continue  # another rank logs it
             if stage == Stage.CONSUMED:
-                gradients.append((number, p.grad))
+                gradients.append((number, grad))
             else:
-                taker.check(number, p.grad)
-        if stepped:
-            taker.note_group(optimizer, group, known[id(stepped[0])])
+                taker.check(number, grad)
+        taker.note_group(optimizer, group, groups.pop())
     if gradients:
         taker.take_all(early.settle(gradients))
 

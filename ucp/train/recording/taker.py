@@ -48,6 +48,7 @@ class Taker:
         self.seconds = 0.0  # spent in hooks
         self.cpu_seconds = 0.0
         self._blocks = [schema.blocks_of(number) for number in range(len(keys))]
+        self._ids = [[block.id for block in blocks] for blocks in self._blocks]
         self.counts = [sum(block.count for block in blocks) for blocks in self._blocks]  # elements that are logged
         self._views = [_views(slot, self._blocks, keys) for slot in writer.slots] if gradients else []
         self._steps = 0
@@ -55,6 +56,9 @@ class Taker:
 
     def begin(self) -> Slot:
         """The slot of this step. Threads that take gradients while others are computed get the same one."""
+        slot = self.slot
+        if slot is not None:
+            return slot
         with self._lock:
             if self.slot is None:
                 self.slot = self.writer.acquire()
@@ -70,14 +74,22 @@ class Taker:
 
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        views, taken = self._views[self.begin().number], self.taken
         for number, gradient in gradients:
-            if number not in self.taken:
+            if number in taken:
+                continue
+            held = views[number]
+            if type(gradient) is torch.Tensor and len(held) == 1 and held[0].shape == gradient.shape:
+                targets.append(held[0])
+                sources.append(gradient)
+            else:
                 some, others = self.paired(number, gradient)
                 targets.extend(some)
                 sources.extend(others)
-                self.count_in(number)
+            self.count_in(number)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            with torch.no_grad():  # a gradient may be part of a graph itself
+                torch._foreach_copy_(targets, sources)
 
     def paired(self, number: int, gradient: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(where the gradient of a tensor lies in the slot, the gradient cut alike)."""
@@ -101,7 +113,7 @@ class Taker:
     def count_in(self, number: int) -> None:
         """What the slot holds of a tensor is its gradient of this step."""
         self.taken.add(number)
-        self.begin().present.extend(block.id for block in self._blocks[number])
+        self.begin().present.extend(self._ids[number])
 
     @property
     def checks_all(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from ucp.errors import UsageError
@@ -33,8 +34,14 @@ class Watch:
         self._engine, self._optimizer = job.engine, job.optimizer
         self._keys = [] if self._engine is not None else taker.keys
         self._sample = Sample(self._keys)
-        self._held: list[list[int]] = []  # of each tensor, the ids of its states
-        self._states: list[tuple[int, Any]] = []  # (whose, state)
+        self._dictionaries: list[int] = []  # ids of what the optimizer has for its tensors
+        self._kept: list[Any] = []  # these dictionaries, so that no other gets the id of one that is gone
+        self._of_keys: list[Mapping[str, Any]] = [_NOTHING] * len(self._keys)  # those of our tensors
+        self._held: list[int] = []  # ids of their states
+        self._by_tensor: list[list[int]] = [[] for _ in self._keys]  # the same, tensor by tensor
+        self._values_held: list[Any] = []  # these states, for the same reason as dictionaries
+        self._states: list[Any] = []  # those of them that are tensors
+        self._owners: list[int] = []  # whose they are
         self._constants = constants(self._optimizer)
         self.end_step()
         hooks.add(job.optimizer.register_load_state_dict_post_hook(lambda _: self._fail("states were loaded into it")))
@@ -54,6 +61,7 @@ class Watch:
     def end_step(self) -> None:
         """The step is over: from now on nobody else may write."""
         self._seen = self._look()
+        self._seen_by_tensor = self._by_tensor
         self._values = self._sample.take()
 
     def _look(self) -> list[Any]:
@@ -61,12 +69,21 @@ class Watch:
         if self._engine is not None:
             return [int(self._engine.global_steps)]
         states = self._optimizer.state
-        held = [[*map(id, states.get(key, _NOTHING).values())] for key in self._keys]
+        # Looking a tensor up takes longer than all of this, so dictionaries are kept while the same ones are there.
+        dictionaries = [*map(id, states.values())]
+        if dictionaries != self._dictionaries:
+            self._dictionaries = dictionaries
+            self._of_keys = [states.get(key, _NOTHING) for key in self._keys]
+            self._kept = [*states.values()]
+        held = [*map(id, chain.from_iterable([each.values() for each in self._of_keys]))]
         if held != self._held:
-            self._held = held  # tensors are kept, so that no other gets the id of one that is gone
-            found = [(n, value) for n, key in enumerate(self._keys) for value in states.get(key, _NOTHING).values()]
-            self._states = [(n, local_of(value)) for n, value in found if hasattr(value, "data_ptr")]
-        return [[mark_of(key) for key in self._keys], held, [value._version for _, value in self._states]]
+            self._held = held
+            self._by_tensor = [[*map(id, each.values())] for each in self._of_keys]
+            found = [(n, value) for n, each in enumerate(self._of_keys) for value in each.values()]
+            self._values_held = [value for _, value in found]
+            tensors = [(n, local_of(value)) for n, value in found if hasattr(value, "data_ptr")]
+            self._owners, self._states = [n for n, _ in tensors], [value for _, value in tensors]
+        return [marks_of(self._keys), held, [value._version for value in self._states]]
 
     def _compare(self) -> None:
         found = constants(self._optimizer)  # ZeRO steps one group after the other; one that is new is told of later
@@ -79,9 +96,10 @@ class Watch:
         elif now[0] != before[0]:
             self._fail(f"{self._names[_first_other(now[0], before[0])]} was changed by something else")
         elif now != before:
-            replaced = now[1] != before[1]
-            number = _first_other(*((now[1], before[1]) if replaced else (now[2], before[2])))
-            number = number if replaced else self._states[number][0]
+            if now[1] != before[1]:
+                number = _first_other(self._by_tensor, self._seen_by_tensor)
+            else:
+                number = self._owners[_first_other(now[2], before[2])]
             self._fail(f"a state of {self._names[number]} was changed by something else")
         elif (changed := self._sample.changed_since(self._values)) is not None:
             self._fail(f"{self._names[changed]} was changed by something else, through .data")
@@ -104,15 +122,15 @@ class Resting:
             held = []
         self._names = [name for name, _ in held]
         self._marked = [tensor for _, tensor in held] if job.engine is None else []
-        self._seen = [mark_of(tensor) for tensor in self._marked]
+        self._seen = marks_of(self._marked)
         self._sample = Sample([tensor for _, tensor in held])
         self._values = self._sample.take()
 
     def check(self) -> None:
         """Raise where one of them was changed."""
-        marks = enumerate(zip(self._marked, self._seen, strict=True))
-        number = next((number for number, (tensor, seen) in marks if mark_of(tensor) != seen), None)
-        number = self._sample.changed_since(self._values) if number is None else number
+        marks = marks_of(self._marked)
+        changed = marks != self._seen
+        number = _first_other(marks, self._seen) if changed else self._sample.changed_since(self._values)
         if number is None:
             return
         raise UsageError(
@@ -123,10 +141,11 @@ class Resting:
         )
 
 
-def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """What tells whether a tensor was written to or replaced, as autograd counts."""
-    local = local_of(tensor)
-    return local._version, local.data_ptr()
+def marks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """What tells of each tensor whether it was written to or replaced, as autograd counts."""
+    is_cut = any(kind.__name__ == "DTensor" for kind in {*map(type, tensors)})
+    here = [*map(local_of, tensors)] if is_cut else tensors
+    return [*zip([local._version for local in here], [local.data_ptr() for local in here], strict=True)]
 
 
 def local_of(tensor: Any) -> Any:
