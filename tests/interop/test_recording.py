@@ -196,3 +196,13 @@ def test_compressed_gradients_are_logged_as_they_are_used(worlds: Worlds, tmp_pa
         assert unequal(state(tmp_path / "a", "end", rank), state(tmp_path / "c", "end", rank)) != [], "it matters"
     merged = ucp.open(run, log=run, step=5, exact=True)
     assert merged.index.step == 5
+
+
+def test_a_rank_that_stops_takes_the_others_along(worlds: Worlds, tmp_path: Path) -> None:
+    """At the next base, which they would otherwise wait for together for ever."""
+    results = worlds.run(2, RANKS + "failing", tmp_path, at=5, options={"base_every": 4})
+    assert [each["stopped"] for each in results] == [8, 6]
+    assert results[0]["error"] == "rank 1: the disk of this rank is full"
+    assert results[1]["error"] == "the disk of this rank is full"
+    with Log.open(tmp_path / "run", "inspect") as log:
+        assert log.recoverable_step >= 4

@@ -13,6 +13,7 @@ import ucp
 from tests.interop.ds_rank import build, train
 from tests.train import torch_ranks
 from tests.train.ranks import spec_of
+from ucp.errors import StorageError
 from ucp.train.describe import describe
 
 
@@ -151,3 +152,22 @@ def topk(
     save_file(witness.seen, out / f"witness{rank:02d}.safetensors")
     torch_ranks.write_state(model, optimizer, out / "end", rank)
     return {"rank": rank, "stats": stats, "places": witness.places(), "skipped": []}
+
+
+def failing(out: Path, rank: int, *, at: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train a DDP job under a recorder that stops on an error, which the last rank has after step `at`."""
+    torch.manual_seed(1)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    recorder = ucp.record(net, optimizer, out / "run", on_error="stop", **options)
+    stopped = None
+    for step in range(1, 13):
+        if step == at + 1 and rank == dist.get_world_size() - 1:
+            recorder._writer._batches.error = StorageError("the disk of this rank is full")
+        optimizer.zero_grad()
+        net(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        if recorder.error is not None and stopped is None:
+            stopped = step
+    recorder.close()
+    return {"stopped": stopped, "error": str(recorder.error)}

@@ -402,9 +402,9 @@ def test_a_killed_trainer_loses_nothing_that_was_durable(tmp_path: Path) -> None
 
 
 def test_the_interval_between_bases_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucp.train.recording import recorder
+    from ucp.train.recording import costs
 
-    monkeypatch.setattr(recorder, "TUNE_EVERY", 5)
+    monkeypatch.setattr(costs, "TUNE_EVERY", 5)
     with pytest.raises(UsageError, match="needs mtbf"):
         Trained(tmp_path / "a", optimizers()["sgd"][0], base_every="auto")
     job = Trained(tmp_path / "b", optimizers()["adamw single"][0], base_every="auto", mtbf=3600.0)
@@ -569,9 +569,9 @@ def test_types_that_a_log_does_not_hold_are_refused_at_once(tmp_path: Path) -> N
 
 
 def test_a_job_that_another_takes_the_folder_from_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucp.train.recording import recorder
+    from ucp.train.recording import alone
 
-    monkeypatch.setattr(recorder, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(alone, "LOOK_EVERY", 0.0)
     first = Trained(tmp_path, optimizers()["adamw single"][0])
     first.train(2)
     first.recorder.flush()

@@ -199,6 +199,7 @@ def _check_space(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if needed + tunables.SPACE_RESERVE_BYTES > free:
         raise StorageError(
-            f"{folder}: {needed:,} bytes are needed and {free:,} are free",
+            f"{folder}: {needed:,} bytes are needed and {free:,} are free, of which"
+            f" {tunables.SPACE_RESERVE_BYTES:,} must remain",
             hint="free some space, choose a target on another file system, or use --link, which copies nothing",
         )

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from ucp import tunables
 from ucp.errors import StorageError
@@ -27,6 +28,7 @@ from ucp.log.payloads import Table, pack_table, table_bytes
 from ucp.log.walk import SUFFIX
 
 Buffer = bytes | memoryview
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, a file: is full
 _IOVECS = 512  # of one call; the system's limit is 1,024
 
 
@@ -124,17 +126,27 @@ class Appender:
             self.path.rename(self.path.with_suffix(f".{time.time_ns()}.failed"))
 
     def _reserve(self, size: int) -> None:
+        """Have the file system find room for the file's first `size` bytes, and for some more where there is more."""
         if size <= self._reserved:
             return
         step = tunables.LOG_RESERVE_BYTES
-        self._reserved = -(-size // step) * step
+        generous = -(-size // step) * step
         try:
-            os.posix_fallocate(self._fd, 0, self._reserved)
+            self._allocate(generous)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._allocate(size)
+            generous = size
+        self._reserved = generous
+
+    def _allocate(self, size: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                self._reserved = 0
                 raise
-            os.ftruncate(self._fd, self._reserved)
+            os.ftruncate(self._fd, size)
 
     def _write_at(self, offset: int, parts: Sequence[Buffer]) -> None:
         """Write parts end to end. Calls end at multiples of `WRITE_BYTES`, see there."""
@@ -177,7 +189,8 @@ class Unwritten(Appender):
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """What a user is told when the system refuses a write of the log."""
+    todo = "make room" if error.errno in NO_ROOM else "see to the disk, or give another folder,"
     return StorageError(
         f"{path}: the log cannot be written: {error.strerror or error}",
-        hint="what was durable before is safe; make room and start recording again",
+        hint=f"what was durable before is safe; {todo} and start recording again",
     )

@@ -145,7 +145,12 @@ class Batches:
         """Delete closed segments of this writer whose steps are all at most `step`."""
         while self._done and self._done[0][1] <= step:
             path, _ = self._done.pop(0)
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                self.error = self.error or storage_error(path, error)
+                self.give_up()
+                return
             self.stats.dropped_segments += 1
 
     def give_up(self) -> None:

@@ -149,7 +149,6 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` so that after a crash it is there whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     told = manifest.to_json()
     write_json(folder / MANIFEST, {"checksum": _checksum(told), **told})
 
@@ -163,9 +162,10 @@ def _json(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a small JSON file under another name, wait for the disk, rename it, wait for the folder."""
+    """Write a small JSON file under another name, wait for the disk, rename it, wait for the folder, which is made."""
     partial = path.with_name(path.name + ".partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:
             file.write(_json(value))
             file.flush()
@@ -173,7 +173,9 @@ def write_json(path: Path, value: Any) -> None:
         os.replace(partial, path)
         sync(path.parent)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}", hint="make room, or see to the disk; then try again"
+        ) from error
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ucp.errors import StorageError
 from ucp.log.bases import ATOMS, Base, base_folder, list_bases, write_base
 from ucp.log.reader import EPOCH
 from ucp.log.writer import Writer
@@ -47,8 +48,11 @@ class Bases:
     def begin_with(self, step: int) -> str:
         """Take the first base now; gives its folder relative to the run's."""
         base = self._new(step)
-        self._save(base.path, False).wait()
-        self._publish(base)
+        try:
+            self._save(base.path, False).wait()
+            self._publish(base)
+        except (OSError, StorageError) as error:
+            raise _told(base, error) from error
         return str(base.folder.relative_to(self._run))
 
     def take(self, step: int) -> None:
@@ -56,7 +60,10 @@ class Bases:
         self.wait()
         base = self._new(step)
         begin = time.perf_counter()
-        handle = self._save(base.path, True)
+        try:
+            handle = self._save(base.path, True)
+        except (OSError, StorageError) as error:
+            raise _told(base, error) from error
 
         def finish() -> None:
             try:
@@ -64,7 +71,7 @@ class Bases:
                 self._publish(base)
                 self.seconds = time.perf_counter() - begin
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
-                self._error = error
+                self._error = _told(base, error)
 
         self._thread = threading.Thread(target=finish, name="ucp-base")
         self._thread.start()
@@ -78,18 +85,31 @@ class Bases:
 
     def wait(self) -> None:
         """Wait for the base that is under way; raise what went wrong with it."""
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    def failure(self) -> BaseException | None:
+        """Wait for the base that is under way; what went wrong with it, told once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def raise_error(self) -> None:
+        """Raise what went wrong with the last base, if that is known by now. Cheap."""
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            self.wait()
 
     def _new(self, step: int) -> Base:
         base = Base(base_folder(self._run, self._next), self._next, step, self._epoch, ATOMS)
-        base.folder.mkdir(parents=True, exist_ok=True)
-        if self._beside is not None:
-            self._beside(base.folder)  # before the save, which ends when every rank has begun it
+        try:
+            base.folder.mkdir(parents=True, exist_ok=True)
+            if self._beside is not None:
+                self._beside(base.folder)  # before the save, which ends when every rank has begun it
+        except OSError as error:
+            raise _told(base, error) from error
         self._next += 1
         self.taken += 1
         self.last_step = step
@@ -114,3 +134,15 @@ class Bases:
                 named = EPOCH.fullmatch(folder.name)
                 if named is not None and int(named[1]) < self._epoch:
                     shutil.rmtree(folder)
+
+
+def _told(base: Base, error: BaseException) -> BaseException:
+    """What a user is told when the disk refuses a base: which one, and that nothing before it is lost."""
+    if not isinstance(error, (StorageError, OSError)):
+        return error
+    reason = error.what if isinstance(error, StorageError) else error.strerror or str(error)
+    reason = reason.removeprefix(f"{base.folder}: ")
+    return StorageError(
+        f"{base.folder}: the base of step {base.step} cannot be saved: {reason}",
+        hint="older bases and the log are safe; make room, or see to the disk, and start recording again",
+    )

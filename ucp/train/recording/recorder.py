@@ -6,29 +6,26 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.log.frames import FrameType
 from ucp.log.payloads import pack_digests
-from ucp.log.reader import epoch_folder, stream_folder
-from ucp.log.tuning import Tuner
+from ucp.log.reader import stream_folder
 from ucp.log.writer import Writer
 from ucp.shadow.sink import Sinks
 from ucp.train.hooks import Hooks
-from ucp.train.recording.costs import Spent, choose_intervals
+from ucp.train.recording.alone import Alone
+from ucp.train.recording.costs import Intervals, Spent
 from ucp.train.recording.hooks import hang_in, hang_in_scalars
 from ucp.train.recording.notes import job_notes, plain_notes, state_digests
 from ucp.train.recording.start import Start
 from ucp.train.recording.taker import Taker
 from ucp.train.recording.values import Values
 from ucp.train.recording.watch import Resting, Watch
+from ucp.train.talk import agree, world
 
 OnError = Literal["raise", "stop"]
-
-LOOK_EVERY = 1.0  # seconds, whether another job has begun to record here
-TUNE_EVERY = 100  # steps, with an automatic interval between bases
 
 
 class Recorder:
@@ -44,9 +41,7 @@ class Recorder:
         self._sink = sink
         self._start = 0
         self._open = False
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Beginning
+        self._told = False  # do all ranks know that one has failed?
 
     def _begin(
         self,
@@ -60,8 +55,7 @@ class Recorder:
         """Hang the recorder in. `writer` are the arguments of the log's writer."""
         self._job, self._stage, self._bases = start.job, start.stage, start.bases
         self.step, self.epoch = start.step, start.epoch
-        self._base_every = None if base_every == "auto" else base_every
-        self._tuner, self._mtbf = Tuner() if base_every == "auto" else None, mtbf or 0.0
+        self._intervals = Intervals(base_every, mtbf or 0.0, self.step)
         if self._sink is not None:
             writer = {**writer, "tap": self._sink.offer}
         self._schema = start.agreed.mine
@@ -80,8 +74,8 @@ class Recorder:
         else:
             self._early = hang_in_scalars(self._job, self._taker, self._hooks)
         self._hang_in_end()
-        self._start = self.step
-        self._looked = time.monotonic()
+        self._start = self._passed = self.step  # steps that are over, recorded or not
+        self._alone = Alone(self.path, self.epoch)
         self._spent = Spent(first_base_seconds=start.base_seconds)
         self._open = True
 
@@ -107,7 +101,9 @@ class Recorder:
 
     def _end_step(self) -> None:
         """The step is over: hand it over, take a base if it is time."""
+        self._passed += 1
         if not self._open:
+            self._tell_others()
             return
         begin, cpu = time.perf_counter(), time.thread_time()
         try:
@@ -116,7 +112,8 @@ class Recorder:
             if self._taker.failure is not None:
                 raise self._taker.failure
             self._resting.check()
-            self._check_alone()
+            self._alone.check(self.step)
+            self._bases.raise_error()
             self._hand_over()
             self._early.next_step()
             if self._watch is not None:
@@ -124,40 +121,38 @@ class Recorder:
             self._bases.drop_superfluous(self._writer)
             self._spent.hook_seconds += time.perf_counter() - begin
             self._spent.hook_cpu_seconds += time.thread_time() - cpu
-            if self._tuner is not None and (self.step - self._start) % TUNE_EVERY == 0:
+            if self._intervals.are_chosen_after(self.step):
                 self._tune()
-            if self._base_every is not None and self.step - self._bases.last_step >= self._base_every:
+            if self._intervals.want_base(self.step, self._bases.last_step):
                 self.base()
         except UcpError as error:
             self._stop(error)
 
-    def _check_alone(self) -> None:
-        """A job that records into the same folder has begun a newer epoch: what this one logs leads nowhere."""
-        if self.path is None or time.monotonic() - self._looked < LOOK_EVERY:
-            return
-        self._looked = time.monotonic()
-        if epoch_folder(self.path / "log", self.epoch + 1).exists():
-            raise UsageError(
-                f"{self.path}: another job records here since this one began (epoch {self.epoch + 1}): steps of this"
-                f" one after step {self.step} do not count",
-                hint="give every job a folder of its own; where the other is a restart of this one, end this one",
-            )
+    def _tell_others(self) -> None:
+        """The recording has failed on this rank: the others are told when they would wait for it."""
+        due = self._intervals.want_all(self._passed, self._bases.last_step)
+        if due and self.error is not None and not self._told:
+            self._hooks.remove()
+            with contextlib.suppress(UcpError):
+                self._agree(self.error)
+
+    def _agree(self, error: BaseException | None) -> None:
+        """Raise where this rank or another no longer records. Collective."""
+        self._told = True
+        agree(error)
+        self._told = False
 
     def _tune(self) -> None:
         """Choose the interval between bases anew, from what the slowest rank has measured. Collective."""
-        assert self._tuner is not None
-        choice = choose_intervals(
-            self._tuner,
-            self._mtbf,
+        self._agree(None)
+        self._writer.batch_steps = self._intervals.choose(
             self._spent,
             self._writer.stats,
             steps=self.step - self._start,
             record_seconds=self._record_seconds,
             whole_base_seconds=self._bases.seconds,
             numel=self._schema.numel,
-        )
-        self._base_every = choice.base_every
-        self._writer.batch_steps = choice.batch_steps
+        ).batch_steps
 
     @property
     def _record_seconds(self) -> float:
@@ -166,7 +161,7 @@ class Recorder:
 
     def _hand_over(self) -> None:
         engine = self._job.engine
-        skipped = self._taker.skipped or (engine is not None and bool(getattr(engine.optimizer, "overflow", False)))
+        skipped = self._taker.skipped or bool(getattr(getattr(engine, "optimizer", None), "overflow", False))
         if not skipped and not self._taker.called:
             raise UcpError(f"step {self.step + 1}: the optimizer was not called, and says that nothing overflowed")
         slot = self._taker.begin()
@@ -198,6 +193,9 @@ class Recorder:
         self._let_shadow_go()
         if self._on_error == "raise":
             raise error
+        if world()[1] > 1 and not self._told:  # the others go on, and will want to save a base with this one
+            self._hang_in_end()
+            self._tell_others()
 
     # ------------------------------------------------------------------------------------------------------------------
     # For the user
@@ -215,6 +213,7 @@ class Recorder:
         if self.path is None:
             raise UsageError("without a folder for the run there is no place for bases", hint="use ucp.save")
         begin = time.perf_counter()
+        self._agree(self.error or self._bases.failure())
         self.digest()
         self._writer.rotate()
         self._bases.take(self.step)
@@ -235,8 +234,7 @@ class Recorder:
         """
         if self._job.engine is not None:
             raise UsageError("a DeepSpeed engine clips by itself", hint="set gradient_clipping in its configuration")
-        parameters = [p for group in self._job.optimizer.param_groups for p in group["params"]]
-        return self._early.clip(parameters, max_norm, norm_type)
+        return self._early.clip([p for group in self._job.groups for p in group["params"]], max_norm, norm_type)
 
     def flush(self) -> int:
         """Wait until every recorded step is durable; gives the last one."""
@@ -249,7 +247,7 @@ class Recorder:
             "step": self.step,
             "shadow": None if self._sink is None else self._sink.told(),
             "bases": self._bases.taken,
-            "base_every": self._base_every,
+            "base_every": self._intervals.base_every,
             "base_seconds": self._spent.base_seconds,
             "slots": len(self._writer.slots),
             "early": self._early.tensors,
@@ -265,13 +263,17 @@ class Recorder:
         self._unhook()
         self._taker.forget()
         try:
-            self._values.close()
-            self.digest()
-            self._bases.wait()
-            self._bases.drop_superfluous(self._writer)
-        finally:
-            self._writer.close(reason)
-            self._let_shadow_go()
+            with contextlib.ExitStack() as last:
+                last.callback(self._let_shadow_go)
+                last.callback(self._writer.close, reason)
+                self._values.close()
+                self.digest()
+                self._bases.wait()
+                self._bases.drop_superfluous(self._writer)
+        except StorageError as error:
+            self.error = error
+            if self._on_error == "raise":
+                raise
 
     def _unhook(self) -> None:
         self._hooks.remove()
@@ -284,9 +286,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
             self.close()
         elif self._open:  # other ranks may be gone: only what this one can do alone
