@@ -140,6 +140,7 @@ SHADOW_PENDING_BYTES = 256 * MIB
 SHADOW_QUEUE_BYTES = 64 * MIB
 SHADOW_HELD_BYTES = 64 * MIB  # of complete steps that a share keeps back, a rank: others may have come less far, …
 SHADOW_HELD_STEPS = 256  # … and at most so many
+SHADOW_GAP_SECONDS = 30.0  # without the log coming nearer, before a feed with a gap is ended; it may ask again
 SHADOW_ALIGN_SECONDS = 20.0  # for all shares to come to one step
 SHADOW_RING_BYTES = 16 * MIB  # of memory that a job and a shadow of one machine share, a rank
 SHADOW_BEAT_SECONDS = 1.0  # a rank with nothing to send says so to a shadow over gloo …
@@ -148,6 +149,7 @@ SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow agai
 SHADOW_SEND_SECONDS = 30.0  # without a byte going out before the job begins with another connection
 SHADOW_SNAPSHOTS = 4  # at once
 SHADOW_CONNECTIONS = 4096
+SHADOW_ACCEPT_SECONDS = 0.2  # before the next connection is taken where one could not be
 SHADOW_TOKEN_BYTES = 16  # that a token must have at least
 
 # What a peer may claim at most before any of it is believed.

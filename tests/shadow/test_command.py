@@ -28,12 +28,17 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 class Processes:
     """Processes that are ended with the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self.started: list[subprocess.Popen[str]] = []
+        self._stderr = subprocess.DEVNULL if quiet else None
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+            [sys.executable, *map(str, arguments)],
+            cwd=PROJECT,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
         )
         self.started.append(process)
         return process
@@ -44,17 +49,20 @@ class Processes:
         assert process.stdout is not None
         return process, process.stdout.readline().strip()
 
+    def end(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
     made = Processes()
     yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    made.end()
 
 
 def status(capsys: pytest.CaptureFixture[str], url: str) -> dict[str, Any]:
@@ -153,6 +161,8 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys
         shadow, url = processes.shadow("--log", tmp_path / "run")
         assert run_command(["shadow", "status", url]) == 0
         assert "live: step 1, 0 behind" in capsys.readouterr().out
+        shadow.send_signal(signal.SIGUSR1)  # which it was given no place for: it goes on
+        assert run_command(["shadow", "status", url]) == 0
         shadow.send_signal(signal.SIGTERM)
         assert shadow.wait(300) == 0
     assert run_command(["shadow", "status", url]) == 5
@@ -186,10 +196,11 @@ def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsy
     [
         ([], "needs a job to follow"),
         (["--listen", "0.0.0.0:0"], "needs a token"),
-        (["--base", "nowhere"], "nowhere"),
+        (["--base", "nowhere", "--listen", "127.0.0.1:0"], "nowhere"),
+        (["--log", "nowhere"], "nobody could get at"),
         (["--listen", "nowhere"], "not an address"),
         (["--listen", "shm://a/b"], "not an address"),
-        (["--log", "nowhere", "--share", "3/2"], "not a share"),
+        (["--log", "nowhere", "--listen", "127.0.0.1:0", "--share", "3/2"], "not a share"),
         (["--log", "nowhere", "--share", "1/2", "--save", "kept"], "a share alone"),
     ],
 )

@@ -334,6 +334,34 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
     job.recorder.close()
 
 
+def test_a_gap_that_no_log_fills(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who brings a frame that is far ahead is not waited for without end; the job's own frames come as before."""
+    from ucp.log.frames import SEGMENT_BYTES, FrameHeader, FrameType, SegmentHeader, checksum
+    from ucp.shadow.wire import greet, receive_json, send_json
+
+    monkeypatch.setattr(tunables, "SHADOW_GAP_SECONDS", 0.1)
+    pairs.append(Pair())
+    job = Job(tmp_path / "run", to=pairs[0].url)
+    job.train(1)
+    wait_for(pairs[0].shadow, 1)
+    manifest = pairs[0].shadow.course.following.state.manifest  # type: ignore[union-attr]
+    far = FrameHeader(FrameType.AUX, 0, 0, manifest.epoch, 10**9, 2, 64, checksum(bytes(64)), SEGMENT_BYTES)
+    with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+        sock.settimeout(120)
+        greet(sock, b"")
+        send_json(sock, {"ask": "feed", "manifest": manifest.to_json(), "stream": 0, "run": str(tmp_path / "run")})
+        receive_json(sock, 1 << 20)
+        segment = SegmentHeader(manifest.epoch, 0, 0, 5, manifest.stream(0).hash(), 0)
+        sock.sendall(segment.pack() + far.pack(5) + bytes(64))
+        assert _all(sock, 1) == b""
+    until(lambda: status(pairs[0].url)["feeds"] == 1)
+    job.train(2)
+    wait_for(pairs[0].shadow, 3)
+    assert_same(state_of(held(pairs[0].shadow)), job.history[3])
+    job.recorder.close()
+    assert any("the log does not have it" in note for note in pairs[0].notes)
+
+
 def _set(value: Any, *keys: Any) -> Callable[[Any], None]:
     """A change to a manifest: the value at this place."""
 

@@ -87,6 +87,8 @@ def command(
         return
     if base is None and log is None and not listen:
         raise UsageError("a shadow needs a job to follow", hint="give --log, or --listen with --base")
+    if not listen and save is None:
+        raise UsageError("nobody could get at what this shadow would hold", hint="give --listen, or --save for SIGUSR1")
     if save is not None and share is not None:
         raise UsageError("a share alone is no checkpoint", hint="convert all shares: shadow://…,shadow://…")
     import torch
@@ -100,7 +102,7 @@ def command(
     addresses = [parse_address(text, token) for text in listen]
     held = {} if share is None else {"share": share}
     doors: list[Door] = []
-    with Signals(signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if save is not None else ())) as signals:
+    with Signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) as signals:
         shadow = Shadow(base, log, options=options, jobs=jobs, note=_say, wait_for_job=bool(listen), **held)
         shadow.start()
         try:
@@ -108,8 +110,10 @@ def command(
                 doors.append(Door(shadow, address, _say))
                 click.echo(str(doors[-1].address))
             while signals.wait() == signal.SIGUSR1:
-                assert save is not None
-                _save(shadow, save, options)
+                if save is None:  # by itself the signal would end the process, and what it holds with it
+                    _say("nothing was saved: start the shadow with --save DIR to let SIGUSR1 write what it holds")
+                else:
+                    _save(shadow, save, options)
         finally:
             for door in doors:
                 door.close()

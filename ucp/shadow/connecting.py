@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -41,7 +42,9 @@ def listen(address: Address) -> tuple[Listener, Address]:
         made = socket.create_server((address.host, address.port), family=family, backlog=128)
         return made, replace(address, port=made.getsockname()[1])
     except OSError as error:
-        raise StorageError(f"{address}: cannot listen here: {error.strerror or error}") from error
+        used = "another process listens there: take another address" if error.errno == errno.EADDRINUSE else None
+        what = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
+        raise StorageError(f"{address}: cannot listen here: {what}", hint=used) from error
 
 
 def _listen_here(address: Address) -> socket.socket:

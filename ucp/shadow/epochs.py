@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from ucp.engine.shares import Share
@@ -96,11 +95,15 @@ def from_told(
         told = None if run is None else run / told
     if told is not None and (told / BASE).is_file():  # a base of the run, and no checkpoint of somebody's
         told = told / ATOMS
+    reasons = []
     for path in (told, base):
         if path is not None and path.exists():
-            with contextlib.suppress(UsageError):
+            try:
                 return from_checkpoint(open_checkpoint(path, options), manifest, named=path is not base, share=share)
+            except UsageError as error:
+                reasons.append(error.what)
     raise UsageError(
-        f"there is no checkpoint of step {manifest.start}, which the job goes on from",
+        f"there is no checkpoint of step {manifest.start}, which the job goes on from"
+        + (f" ({'; '.join(reasons)})" if reasons else ""),
         hint="start the shadow with --base of that step, or with --log of the run",
     )

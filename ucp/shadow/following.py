@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -71,6 +72,8 @@ class Shadow:
             open_checkpoint(course.base, replace(course.options, spread=spread))
         elif course.log is None and not self._waits:
             raise UsageError("a shadow needs something to begin with", hint="name a base, or a log with its bases")
+        if course.log is not None and course.following is None:
+            course.note(f"{course.log}: no log is there yet: waits for it")
         for work, name in (
             (partial(apply_all, course, self._pool), "ucp-shadow-apply"),
             (partial(read_log, course, self._ending), "ucp-shadow-log"),
@@ -142,8 +145,10 @@ class Shadow:
     def put(self, number: int, stream: int, frame: Frame, is_over: Callable[[], bool] = lambda: False) -> None:
         """Take a frame of a feed. Waits while too much is pending, and while the log fills a gap before it.
 
-        `UsageError` where it cannot be taken, or `is_over` says that nobody waits for that any more.
+        `UsageError` where it cannot be taken, or `is_over` says that nobody waits for that any more. A log that does
+        not come nearer is not waited for: who feeds asks again which frame is wanted.
         """
+        before, end = -1, 0.0
         with self.course.changed:
             while True:
                 following = self.course.following
@@ -162,6 +167,10 @@ class Shadow:
                         self.course.stale = f"stream {stream}: {gap}, and there is no log to read it from"
                         self.course.changed.notify_all()
                         continue
+                    if gap.expected != before:
+                        before, end = gap.expected, time.monotonic() + tunables.SHADOW_GAP_SECONDS
+                    elif time.monotonic() > end:
+                        raise UsageError(f"{gap}, and the log does not have it") from gap
                     lane.hole = gap.got
                     self.course.changed.wait(1.0)
                     continue

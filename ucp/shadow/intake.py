@@ -140,6 +140,8 @@ class Intake:
                 check_small(frame)
                 digests = unpack_digests(bytes(frame.payload))
                 self._add(ArrivedDigests(header.stream, header.step, digests, header.length))
+            elif frame.blocks is None:
+                check(frame, self.tables)  # nothing of it is used, but its number counts: it must be the job's
         elif header.step != opened.step:
             raise BadBytesError(f"a frame of step {header.step} inside step {opened.step}")
         elif header.type is FrameType.GRAD:

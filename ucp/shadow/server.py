@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ucp import tunables
 from ucp.errors import StorageError, UcpError
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
@@ -61,20 +63,32 @@ class Door:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
+        told = False
         while True:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+                told = False
+            except OSError as error:
+                # The process may have no file left to open, or a peer was gone before it was let in: others come.
+                if not (told or self._closing.is_set()):
+                    self._note(f"a connection could not be taken: {error.strerror or error}")
+                told = True
+                if self._closing.wait(tunables.SHADOW_ACCEPT_SECONDS):
+                    return
+                continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="ucp-shadow-peer", daemon=True)
             with self._lock:
                 full = len(self._open) >= tunables.SHADOW_CONNECTIONS
                 if not full:
                     self._open[sock] = thread
-            if full:
-                sock.close()
-                continue
-            thread.start()
+            try:
+                if not full:
+                    thread.start()
+                    continue
+            except RuntimeError:  # no more threads
+                with self._lock:
+                    del self._open[sock]
+            sock.close()
 
     def _serve(self, sock: Channel) -> None:
         try:
@@ -203,7 +217,7 @@ class Door:
         size = int(question["size"])
         if not 0 <= size <= tunables.SHADOW_READ_BYTES:
             raise RefusedError(f"a question for {size} bytes")
-        data = memoryview(bytearray(size))
+        data = np.empty(size, np.uint8).data
         place = int(question["stream"]), int(question["tensor"]), str(question["kind"])
         snapshot.read_into(place, int(question["offset"]), data)
         send_json(sock, {"size": size})

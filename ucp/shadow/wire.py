@@ -13,6 +13,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 _MAGIC: Final = b"UCPSHDW1"
 _NONCE: Final = 32
 _MAC: Final = 32
@@ -76,7 +78,8 @@ def greet(sock: Channel, key: bytes) -> None:
 
 def receive(sock: Channel, size: int) -> memoryview:
     """Exactly so many bytes, which the caller has found to be few enough. `RefusedError` where the peer leaves."""
-    data = memoryview(bytearray(size))
+    # Not a bytearray, which is filled with zeros: memory that a peer only claims to need must not be touched.
+    data = np.empty(size, np.uint8).data
     receive_into(sock, data)
     return data
 
