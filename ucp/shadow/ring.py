@@ -17,6 +17,8 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from ucp.shadow.wire import RefusedError
 
 _PLACE: Final = struct.Struct("<Q")  # bytes that were written, or read, since the beginning
@@ -55,7 +57,7 @@ class _Ring:
     def __init__(self, sock: socket.socket, memory: mmap.mmap) -> None:
         self._socket = sock
         self._memory = memory
-        self._view = memoryview(memory)
+        self._bytes = np.frombuffer(memory, np.uint8)  # numpy lets other threads run while it copies
         self._size = len(memory)
         self._written = 0
         self._read = 0
@@ -67,7 +69,7 @@ class _Ring:
         self._socket.shutdown(how)
 
     def close(self) -> None:
-        self._view.release()
+        del self._bytes  # a map with views on it cannot be closed
         self._memory.close()
         self._socket.close()
 
@@ -85,7 +87,7 @@ class RingReader(_Ring):
             return 0
         at = self._read % self._size
         some = min(len(buffer), self._written - self._read, self._size - at)
-        buffer[:some] = self._view[at : at + some]
+        np.copyto(np.frombuffer(buffer, np.uint8, some), self._bytes[at : at + some])
         self._read += some
         if (self._read - self._told) * _ACKNOWLEDGED >= self._size:
             self._told = self._read
@@ -132,7 +134,7 @@ class RingWriter(_Ring):
             while done < len(part) and self._written - self._read < self._size:
                 at = self._written % self._size
                 some = min(len(part) - done, self._size - at, self._size - (self._written - self._read))
-                self._view[at : at + some] = part[done : done + some]
+                np.copyto(self._bytes[at : at + some], np.frombuffer(part, np.uint8, some, done))
                 self._written += some
                 done += some
             if done < len(part):

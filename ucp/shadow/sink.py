@@ -29,7 +29,7 @@ from ucp.shadow.portions import Portion
 from ucp.shadow.ring import take_ring
 from ucp.shadow.tables import Tables
 from ucp.shadow.thinning import thin, thinned
-from ucp.shadow.wire import Buffer, Channel, RefusedError, receive_json, send, send_json
+from ucp.shadow.wire import Buffer, Channel, RefusedError, joined, receive_json, send, send_json
 
 _ZEROS = bytes(FRAME_BYTES)
 
@@ -65,7 +65,7 @@ class ShadowSink:
         self._wait = wait
         self._waited = False
         self._changed = threading.Condition()
-        self._kept: deque[tuple[FrameHeader, bytearray]] = deque()  # by number, without gap
+        self._kept: deque[tuple[FrameHeader, memoryview]] = deque()  # by number, without gap
         self._kept_bytes = 0
         self._unsent_bytes = 0  # of those that are kept
         self._coming = 0  # number of the next frame
@@ -84,7 +84,7 @@ class ShadowSink:
     # ------------------------------------------------------------------------------------------------------------------
     # The log's side
 
-    def offer(self, header: FrameHeader, payload: bytearray) -> None:
+    def offer(self, header: FrameHeader, payload: memoryview) -> None:
         """Take a frame. Waits for room at most as long as told, then lets go of what is oldest."""
         with self._changed:
             if self._kept and header.lsn != self._kept[-1][0].lsn + 1:
@@ -176,7 +176,7 @@ class ShadowSink:
         if self._channel is not None:
             self._channel.close()
 
-    def _frame(self) -> tuple[FrameHeader, bytearray] | None:
+    def _frame(self) -> tuple[FrameHeader, memoryview] | None:
         """What goes out next."""
         if not self._kept:
             return None
@@ -225,7 +225,7 @@ class ShadowSink:
         with self._changed:
             self._opened = sock
 
-    def _send(self, header: FrameHeader, payload: bytearray) -> None:
+    def _send(self, header: FrameHeader, payload: memoryview) -> None:
         assert self._channel is not None
         placed = replace(header, offset=self._at)
         some = None if self._tables.portion is None else thin(header, payload, self._tables)
@@ -263,7 +263,7 @@ class Sinks:
 
     def offer(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
         """Take a copy of a frame for every shadow."""
-        payload = bytearray(b"".join(parts))
+        payload = joined(parts)
         for sink in self._sinks:
             sink.offer(header, payload)
 

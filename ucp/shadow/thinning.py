@@ -19,15 +19,14 @@ from ucp.shadow.wire import Buffer, Channel, receive
 THIN: Final = 128  # frame flag, on the wire only: blocks are left out
 
 
-def thin(header: FrameHeader, payload: bytearray, tables: Tables) -> list[Buffer] | None:
+def thin(header: FrameHeader, payload: memoryview, tables: Tables) -> list[Buffer] | None:
     """What is sent of the payload of a table; None where a frame is sent whole."""
     if header.type not in TABLE_TYPES:
         return None
-    view = memoryview(payload)
     size = tables.size_of_table(header, payload)
-    table, _ = tables.table(header, view[:size])
+    table, _ = tables.table(header, payload[:size])
     places = ((int(entry["offset"]), int(entry["length"])) for entry in tables.wanted(header.type, table))
-    return [view[:size], *(view[at : at + length] for at, length in places if length)]
+    return [payload[:size], *(payload[at : at + length] for at, length in places if length)]
 
 
 def thinned(header: FrameHeader) -> FrameHeader:
