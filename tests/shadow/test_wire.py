@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import secrets
 import socket
 import struct
 import time
@@ -46,10 +47,14 @@ def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None
     assert ucp.diff(pairs[0].url, tmp_path / "run", log_b=tmp_path / "run", step_b=20).same
 
 
-def test_two_hundred_steps_from_both_sources(tmp_path: Path, pairs: list[Pair]) -> None:
-    """One shadow is fed over TCP and one follows the files; both meet every digest that the job takes of itself."""
+def test_two_hundred_steps_from_every_source(tmp_path: Path, pairs: list[Pair]) -> None:
+    """Shadows over TCP and shared memory, and one that follows the files, meet every digest of the job's own states."""
     pairs.append(Pair())
-    job = Job(tmp_path / "run", to=pairs[0].url)
+    pairs.append(Pair(address=Address(f"test-{secrets.token_hex(8)}", 0, None, "shm")))
+    job = Job(tmp_path / "run", to=[pair.url for pair in pairs])
+    for pair in pairs:  # by what is sent alone
+        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
+            lane.tail = None
     pairs.append(Pair(None, tmp_path / "run"))
     for _ in range(20):
         job.train(10)
@@ -60,7 +65,7 @@ def test_two_hundred_steps_from_both_sources(tmp_path: Path, pairs: list[Pair]) 
         assert_same(state_of(held(pair.shadow)), job.history[200])
         until(partial(_is_proven, pair.shadow, 200))
     assert pairs[0].shadow.status()["epoch"] == 0
-    assert job.shadow_stats()["connections"] == 1
+    assert job.shadow_stats()["connections"] == 2
 
 
 def _is_proven(shadow: Shadow, step: int) -> bool:

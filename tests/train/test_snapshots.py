@@ -14,7 +14,11 @@ import pytest
 
 import ucp
 from ucp import tunables
+from ucp.engine.journal import Journal
+from ucp.engine.place import busy
+from ucp.engine.shares import WHOLE
 from ucp.errors import UsageError
+from ucp.store import Schema, Store
 from ucp.train.snapshots import taking
 from ucp.train.snapshots.copying import Copier, Item, Throttle
 from ucp.train.snapshots.plan import Costs, Tensor, make_schedule
@@ -89,18 +93,18 @@ def train(net: Any, optimizer: Any, step: int, nap: float = 0.0) -> None:
 @pytest.mark.parametrize(
     "name, target, steps",
     [
-        ("adamw", "atoms", 60),
-        ("adam, single", "atoms", 40),
-        ("sgd", "atoms", 30),
-        ("plain sgd", "atoms", 30),
-        ("adamw", "store", 40),
-        ("plain sgd", "store", 20),
+        ("adamw", "atoms", 150),
+        ("adam, single", "atoms", 90),
+        ("sgd", "atoms", 60),
+        ("plain sgd", "atoms", 60),
+        ("adamw", "store", 120),
+        ("plain sgd", "store", 60),
     ],
 )
 def test_snapshots_of_random_schedules_are_saves(
     tmp_path: Path, name: str, target: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many snapshots, each under another rate, chunk, limit and rhythm of training."""
+    """Hundreds of snapshots in all, each under another rate, chunk, limit and rhythm of training."""
     monkeypatch.setattr(tunables, "SNAPSHOT_SMALL_BYTES", 0)
     chance = random.Random(f"{name} {target}")
     net = Net()
@@ -153,6 +157,36 @@ def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
         train(fresh, other, 10)
         again.wait()
     assert ucp.open(tmp_path / "run" / "step-00000010").index.step == 10
+
+
+def test_what_other_jobs_have_left(tmp_path: Path) -> None:
+    """Half a snapshot of a killed job goes, one that is being written stays; so do snapshots that went further."""
+    net = Net()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    run = tmp_path / "run"
+    (run / "step-00000080").mkdir(parents=True)
+    for name in (".step-00000007.ucp-partial", ".step-00000008.ucp-partial", ".mine.ucp-partial"):
+        (run / name).mkdir()
+    at_work = Journal(run / ".step-00000008.ucp-partial" / WHOLE.journal, busy(run / "step-00000008"))
+    with ucp.snapshot(net, optimizer, run, every=1, busy="wait", keep=1) as snapshots:
+        for step in range(1, 4):
+            train(net, optimizer, step)
+    at_work.close()
+    assert snapshots.taken == 3
+    left = [".mine.ucp-partial", ".step-00000008.ucp-partial", "schedule.json", "step-00000003", "step-00000080"]
+    assert sorted(path.name for path in run.iterdir()) == left
+
+
+def test_a_store_that_a_killed_job_was_filling(tmp_path: Path) -> None:
+    """The store that was to take the other's place goes with the next job, unless a process writes it."""
+    net = Net()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    path, left = tmp_path / "run.ucpstore", tmp_path / ".run.ucpstore.next"
+    with Store.create(left, Schema.of({"a": {"weight": torch.zeros(3)}})):
+        ucp.snapshot(net, optimizer, path).close()
+        assert left.exists()
+    ucp.snapshot(net, optimizer, path).close()
+    assert not left.exists()
 
 
 def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:

@@ -199,7 +199,6 @@ def _check_space(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if needed + tunables.SPACE_RESERVE_BYTES > free:
         raise StorageError(
-            f"{folder}: {needed:,} bytes are needed and {free:,} are free, of which"
-            f" {tunables.SPACE_RESERVE_BYTES:,} must remain",
-            hint="free some space, choose a target on another file system, or use --link, which copies nothing",
+            f"{folder}: {needed:,} bytes are needed, and {tunables.SPACE_RESERVE_BYTES:,} to spare; {free:,} are free",
+            hint="free some space, or choose a target on another file system (ucp convert --link copies nothing)",
         )

@@ -81,7 +81,10 @@ class Store:
             sync(path.parent)
         except OSError as error:
             staged.unlink(missing_ok=True)
-            raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
+            raise StorageError(
+                f"{path}: cannot be made: {error.strerror}",
+                hint=f"a store of these atoms in {slots} slots needs {layout.file_bytes:,} bytes, all of them at once",
+            ) from error
         return cls.open(path)
 
     @classmethod

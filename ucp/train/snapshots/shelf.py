@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
+from ucp.engine.place import discard_half_done
+from ucp.errors import UcpError
 from ucp.train.snapshots.saving import SnapshotSaver
-from ucp.train.snapshots.store import SUFFIX, StoreSaver
+from ucp.train.snapshots.store import SUFFIX, StoreSaver, discard_next
 from ucp.train.talk import world
 
 SCHEDULE: Final = "schedule.json"
@@ -26,9 +28,17 @@ class Shelf:
         self._written: set[Path] = set()  # stores that hold snapshots of this job
 
     def make(self) -> None:
-        """A folder must be there; a store is made with the first snapshot."""
-        if not self.is_store:
-            self.path.mkdir(parents=True, exist_ok=True)
+        """A folder must be there; a store is made with the first snapshot. What a killed job left half done goes."""
+        if self.is_store:
+            with contextlib.suppress(OSError, UcpError):
+                discard_next(self.path)
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(".step-*.ucp-partial"):
+            target = self.path / left.name[1:].removesuffix(".ucp-partial")
+            if _NAME.fullmatch(target.name):
+                with contextlib.suppress(OSError, UcpError):  # another job is at it
+                    discard_half_done(target)
 
     def free_name(self, step: int) -> str:
         """A name for the snapshot of a step that no folder has yet, as rank 0 sees it."""
@@ -53,12 +63,13 @@ class Shelf:
         with contextlib.suppress(OSError):  # for people only
             (folder / name).write_text(json.dumps(schedule), encoding="utf-8")
 
-    def drop_old(self) -> None:
-        """Remove folders that are too many."""
+    def drop_old(self, step: int) -> None:
+        """Remove folders that are too many. Those of later steps than `step` are of another job, which went further."""
         if self.keep is None or self.is_store:
             return
         with contextlib.suppress(OSError):  # what is superfluous does no harm
-            folders = [folder for folder in self.path.iterdir() if _NAME.fullmatch(folder.name)]
+            named = [(folder, _NAME.fullmatch(folder.name)) for folder in self.path.iterdir()]
+            folders = [folder for folder, match in named if match is not None and int(match[1]) <= step]
             folders.sort(key=lambda folder: folder.stat().st_mtime_ns)
             for folder in folders[: -self.keep]:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -23,6 +23,19 @@ from ucp.train.talk import agree, gather, world
 SUFFIX: Final = ".ucpstore"
 
 
+def next_of(path: Path) -> Path:
+    """Where the store is filled that is going to take the place of the one at `path`."""
+    return path.with_name(f".{path.name}.next")
+
+
+def discard_next(path: Path) -> None:
+    """Remove what a killed job has left there; `UcpError` where a living one writes it."""
+    left = next_of(path)
+    if left.exists():
+        with Store.open(left):  # which only one process can
+            left.unlink()
+
+
 class StoreSaver(SnapshotSaver):
     """One rank's part of a snapshot into the store at `path`, which is made where there is none.
 
@@ -39,7 +52,7 @@ class StoreSaver(SnapshotSaver):
         """`written` are stores that this job has put snapshots into; a store of another job is left alone."""
         super().__init__(path, group, durable)
         self._written = written
-        self._next = path.with_name(f".{path.name}.next")
+        self._next = next_of(path)
 
     def lay_out(self, source: Checkpoint, gathered: Sequence[Gathered]) -> tuple[Any, list[Any]]:
         schema = schema_of(source)

@@ -152,7 +152,7 @@ class Taking:
         self.last = tell(step, run.parts, prepared=run.prepared, written=written)
         if world()[0] == 0:
             self._shelf.tell(self.last)
-            self._shelf.drop_old()
+            self._shelf.drop_old(step)
 
     def wait(self) -> None:
         """Wait until the snapshot that is under way is on disk; raise what went wrong with it.
