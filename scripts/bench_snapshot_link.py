@@ -80,12 +80,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="of a step")
     parser.add_argument("--elements", type=int, default=8_000_000)
     parser.add_argument("--count", type=int, default=15, help="snapshots of each")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     told = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     print(f"load before: {load:.2f}; steps of {told.seconds} s")
+    rows = []
     for room in told.room:
         found = measure(room, told.seconds, told.elements, told.count)
+        rows.append(found)
         stall, wanted = found["measured"], found["planned"]
         if found["feasible"] == 1:
             share = stall / found["iteration"]
@@ -100,6 +103,8 @@ def main() -> None:
         )
     if load >= IDLE_LOAD * (os.cpu_count() or 1):
         print("not measured: the machine was busy before; times tell little")
+    if told.json is not None:
+        told.json.write_text(json.dumps({"load_before": load, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
