@@ -202,7 +202,7 @@ def test_a_base_that_cannot_be_saved_is_told_at_the_next_step(tmp_path: Path, mo
 
 def test_the_first_base_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tunables, "SPACE_RESERVE_BYTES", 1 << 60)
-    with pytest.raises(StorageError, match=r"base of step 0 cannot be saved: .* are free, of which .* must remain"):
+    with pytest.raises(StorageError, match=r"base of step 0 cannot be saved: .* are needed, and .* to spare"):
         Job(tmp_path)
 
 
