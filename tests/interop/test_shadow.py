@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
 FOLLOWED = "tests.shadow.ranks:followed"
 LOAD = "tests.train.ranks:load"
+TRAINED = "tests.shadow.ranks:trained"
 CLIP = {"gradient_clipping": 0.1}
 
 RUNS: dict[str, tuple[int, Spec, dict[str, Any]]] = {
@@ -112,3 +114,30 @@ def test_a_killed_engine_goes_on_in_another_world(worlds: Worlds, tmp_path: Path
         assert ours[rank]["losses"] == own[rank]["losses"]
         assert ours[rank]["loaded"] == own[rank]["loaded"]
         assert ours[rank]["report"]["step"] == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_engine_that_is_killed_anywhere_goes_on(worlds: Worlds, tmp_path: Path, url: str, seed: int) -> None:
+    """Killed at a moment that nobody chose, the job goes on from its shadow: in its own world with the very losses of
+    a job that was never killed, in another world with that world's."""
+    stage, killed_after = seed + 1, Random(seed).uniform(0.05, 0.6)
+    spec = Spec(zero=stage, config={**zero(stage), **CLIP})
+    with pytest.raises(WorldError):
+        worlds.run(2, TRAINED, tmp_path / "killed", spec=asdict(spec), steps=400, to=url, killed_after=killed_after)
+    ucp.convert(url, tmp_path / "atoms")
+    reached = ucp.open(tmp_path / "atoms").index.step
+    assert reached is not None
+    assert 1 <= reached < 400
+    whole = worlds.run(2, TRAINED, tmp_path / "whole", spec=asdict(spec), steps=reached + 3)
+    job = {"spec": asdict(Spec(zero=stage, seed=9, config={**zero(stage), **CLIP})), "steps": 3}
+    again = worlds.run(2, LOAD, tmp_path / "again", path=tmp_path / "atoms", **job)
+    mine = again[0]["losses"]
+    assert list(mine) == [str(reached + n) for n in range(3)]
+    assert mine.items() <= whole[0]["losses"].items()
+    ucp.convert(url, tmp_path / "three", to="deepspeed", dp=3, zero=4 - stage)
+    three = {"spec": asdict(Spec(zero=4 - stage, seed=9, config={**zero(4 - stage), **CLIP})), "steps": 3}
+    other = worlds.run(3, LOAD, tmp_path / "other", path=tmp_path / "three", **three)
+    assert all(rank["report"]["step"] == reached for rank in other)
+    theirs = other[0]["losses"]
+    assert list(theirs) == list(mine)
+    assert np.allclose(*([float.fromhex(loss) for loss in losses.values()] for losses in (mine, theirs)), rtol=0.05)

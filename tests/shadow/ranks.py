@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,22 @@ def followed(
         dist.barrier()
     recorder.close()
     return {"rank": rank, "skipped": int(engine.skipped_steps), "shadow": recorder.stats()["shadow"]}
+
+
+def trained(
+    out: Path, rank: int, *, spec: dict[str, Any], steps: int, to: str | None = None, killed_after: float | None = None
+) -> dict[str, Any]:
+    """Train without waiting for a shadow; `killed_after` seconds after its first step, rank 1 dies wherever it is."""
+    made = spec_of(spec)
+    engine, place = build(made, dist.get_world_size(), rank, universal=False)
+    recorder = None if to is None else ucp.record(engine, out / "run", to=to)
+    losses = train(engine, made, place, 1)
+    if killed_after is not None and rank == 1:
+        threading.Timer(killed_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    losses |= train(engine, made, place, steps - 1)
+    if recorder is not None:
+        recorder.close()
+    return {"losses": losses}
 
 
 def distributed(out: Path, rank: int, *, steps: int, to: str, ask: str) -> dict[str, Any]:
