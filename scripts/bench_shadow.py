@@ -15,8 +15,9 @@ every step and after every few, as folders and in a store, and with what others 
 still), CheckFreq's two phases (the copy overlaps a forward and backward pass, the write what follows), DeepSpeed's
 `save_checkpoint` of an engine. All of them are durable when they count. Figures are ratios to the block without
 anything of the same round: median and the 90 % interval of it (bootstrap). From the cost of one checkpoint follows
-how often it may be taken for 5 %, and from that how many steps a failure costs on average; the snapshots of that
-frequency are then measured, too. On a machine that was busy before, nothing counts as measured.
+how often it may be taken for 5 %, and from that how many steps a failure costs on average, beside what it costs with
+a shadow; the snapshots of that frequency are then measured, too. On a machine that was busy before, nothing counts as
+measured.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from bench_shadow_published import CLAIMS, LIGHTCHECK, show_beside
 IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
 SHADOW_MOST = 1.03  # what a shadow may cost where a core is free for it
 MOST = 1.05  # what checkpoints may cost: how often can they be taken then?
+INTERVALS = (10, 100)  # steps between saves, with which a shadow is compared, too
 SHARES = (0.6, 0.95)  # of the time: after the first part no round of all rows is begun, after the second none at all
 
 
@@ -126,13 +128,17 @@ def row_of(
         "saves": saves,
         "rounds": len(ratios),
     }
-    if saves and row.way not in ("nothing", "log", "log and shadow"):
+    latency = statistics.median(kept.latency for kept in blocks)
+    if row.way == "log and shadow":
+        told["seconds_until_held"] = latency
+        told["steps_lost_a_failure"] = lost(1, latency, step)
+    elif saves and row.way not in ("nothing", "log"):
         a_save = max(0.0, (ratio - 1) * step * steps * len(blocks) / saves)
         told["seconds_a_save"] = a_save
         told["every_for_5_percent"] = max(1, math.ceil(a_save / ((MOST - 1) * step)))
-        latency = statistics.median(kept.latency for kept in blocks)
         told["seconds_until_durable"] = latency
         told["steps_lost_a_failure"] = lost(told["every_for_5_percent"], latency, step)
+        told["steps_lost_every"] = {every: lost(every, latency, step) for every in INTERVALS}
     if any(kept.hook_cpu for kept in blocks):
         told["hook_cpu_a_save"] = sum(kept.hook_cpu for kept in blocks) / max(1, saves)
     return told
@@ -179,7 +185,7 @@ def main() -> None:
         "seconds": time.monotonic() - began,
         "rows": results,
         "shadow": {"lag_mean": statistics.fmean(lags or [0]), "lag_most": max(lags, default=0)},
-        "repeated_work": repeated(results, statistics.fmean(lags or [0])),
+        "repeated_work": repeated(results),
         "published": [LIGHTCHECK, *CLAIMS],
     }
     show(result)
@@ -194,13 +200,20 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def repeated(results: dict[str, Any], lag: float) -> dict[str, Any]:
-    """Steps that a failure costs with each, and how much less that is with a shadow; all at an overhead of 5 %."""
-    found = {name: row["steps_lost_a_failure"] for name, row in results.items() if "steps_lost_a_failure" in row}
-    return {
-        name: {"steps": steps, "less_with_shadow": 1 - min(1.0, lag / steps) if steps else 0.0}
-        for name, steps in found.items()
-    }
+def repeated(results: dict[str, Any]) -> dict[str, Any]:
+    """Finished steps that a failure costs, and how much less that is with a shadow.
+
+    At the frequency that 5 % of overhead allow, and for saves after every so many steps.
+    """
+    shadow = results["log and shadow"]["steps_lost_a_failure"]
+    found = {}
+    for name, row in results.items():
+        if "steps_lost_every" in row:
+            costs = {row["every_for_5_percent"]: row["steps_lost_a_failure"], **row["steps_lost_every"]}
+            found[name] = {
+                every: {"steps": cost, "less_with_shadow": 1 - shadow / cost} for every, cost in costs.items()
+            }
+    return found
 
 
 def show(result: dict[str, Any]) -> None:
@@ -222,11 +235,17 @@ def show(result: dict[str, Any]) -> None:
     judge("a shadow that follows every step", shadow["interval"][1], SHADOW_MOST, result["idle"])
     often = result["rows"]["snapshots, as often as 5 % allow"]
     judge(f"snapshots every {often['every']} steps", often["interval"][1], MOST, result["idle"])
+    print(f"lag of the shadow right after a step: {lag['lag_mean']:.2f} steps on average, at most {lag['lag_most']}")
     print(
-        f"lag of the shadow in steps: {lag['lag_mean']:.2f} on average, at most {lag['lag_most']}: what a failure costs"
+        f"it has a step {1e3 * shadow['seconds_until_held']:.0f} ms after it was finished: a failure costs"
+        f" {shadow['steps_lost_a_failure']:.2f} finished steps on average; against saves after every so many steps:"
     )
-    for name, work in result["repeated_work"].items():
-        print(f"  {100 * work['less_with_shadow']:5.1f} % less repeated work than {work['steps']:.1f} steps ({name})")
+    for name, costs in result["repeated_work"].items():
+        cells = "  ".join(
+            f"{every}: {cost['steps']:.2f} ({100 * cost['less_with_shadow']:.1f} % less)"
+            for every, cost in costs.items()
+        )
+        print(f"  {name:42}{cells}")
     show_beside(result)
     if not result["idle"]:
         print(f"not measured: the machine was busy before (load {result['load_before']:.1f}); times tell little")

@@ -150,9 +150,9 @@ class Kept:
     seconds: float = 0.0  # of all its steps
     asking: float = 0.0  # seconds that the measurement itself spent in between
     saves: int = 0
-    latency: float = 0.0  # seconds from a save's step until it is durable, on average
+    latency: float = 0.0  # seconds from a save's step until it is durable (or the shadow has it), on average
     hook_cpu: float = 0.0  # CPU seconds of the trainer's thread inside hooks
-    lags: list[int] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)  # of the shadow in steps, right after a step
     url: str | None = None  # of the shadow, where there is one
 
 
@@ -188,15 +188,22 @@ def log(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) -> tup
     del every
     url = kept.url
     recorder = stack.enter_context(ucp.record(*job.args, folder / "run", to=url))
+    latencies: list[float] = []
 
     def after(number: int) -> None:
         if number and url is not None and number % 5 == 0:
             began = time.perf_counter()
-            kept.lags.append(int(status(url)["lag_steps"]))
-            kept.asking += time.perf_counter() - began
+            told, step = status(url), recorder.stats()["step"]
+            kept.lags.append(step - int(told["step"]))
+            while int(told["step"]) < step:
+                time.sleep(0.001)
+                told = status(url)
+            latencies.append(time.perf_counter() - began)
+            kept.asking += latencies[-1]
         kept.saves += 1
 
     def finish() -> None:
+        kept.latency = sum(latencies) / max(1, len(latencies))
         kept.hook_cpu = recorder.stats()["hook_cpu_seconds"]
 
     return after, finish
