@@ -118,15 +118,14 @@ def _atom(
     holders = [holder for holder, held in row.items() if held.kinds.get(kind)]
     own_shape = next((row[holder].shapes[kind] for holder in holders if kind in row[holder].shapes), None)
     dtype = row[holders[0]].kinds[kind][0].dtype
-    if others := {s.dtype for holder in holders for s in row[holder].kinds[kind] if s.dtype is not dtype} - {dtype}:
-        listed = ", ".join(sorted(map(str, {dtype, *others})))
+    if strange := {s.dtype for holder in holders for s in row[holder].kinds[kind] if s.dtype is not dtype} - {dtype}:
+        listed = ", ".join(sorted(map(str, {dtype, *strange})))
         reading.problems.add(f"parameter {name}: '{kind}' has a different dtype on different ranks: {listed}")
     if own_shape == ():
-        values.compare(name, kind, [stored for holder in holders for stored in row[holder].kinds[kind]])
-        sets = [
-            scalar_fragments(slices[holder].rank, stored) for holder in holders for stored in row[holder].kinds[kind]
-        ]
-        return Atom(name, kind, (), dtype, sets[0], tuple(sets[1:]))
+        first, *others = values.copies(
+            name, kind, [(slices[holder].rank, stored) for holder in holders for stored in row[holder].kinds[kind]]
+        )
+        return Atom(name, kind, (), dtype, first, tuple(others))
     if own_shape is not None:
         return _own_shaped(reading, name, kind, own_shape, holders, row, slices)
     stage = holders[0].pp
@@ -215,13 +214,23 @@ def _own_shaped(
 
 
 class _ScalarValues:
-    """Reads each stored number once: all parameters of a group share it."""
+    """Reads each stored number once, and makes its fragments once: all parameters of a group share it."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._bytes: dict[int, tuple[Stored, bytes]] = {}
+        self._copies: dict[tuple[tuple[Rank, int], ...], list[Sequence[Fragment]]] = {}
 
-    def compare(self, name: str, kind: str, stored: Sequence[Stored]) -> None:
+    def copies(self, name: str, kind: str, held: Sequence[tuple[Rank, Stored]]) -> list[Sequence[Fragment]]:
+        """The fragments of every copy. Copies that differ are reported, for the first parameter that has them."""
+        key = tuple((rank, id(stored)) for rank, stored in held)
+        found = self._copies.get(key)
+        if found is None:
+            self._compare(name, kind, [stored for _, stored in held])
+            found = self._copies[key] = [scalar_fragments(rank, stored) for rank, stored in held]
+        return found
+
+    def _compare(self, name: str, kind: str, stored: Sequence[Stored]) -> None:
         """Report numbers that differ between the holders of one parameter: their files are from different steps."""
         first, *others = stored
         for other in others:

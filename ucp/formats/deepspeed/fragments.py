@@ -94,7 +94,7 @@ def _outline(parts: Sequence[tuple[Slice, Stored]], located: set[int]) -> Iterat
         yield Fragment(part.region.cut(0, held), "", 0, stored.dtype, part.rank)
 
 
-def scalar_fragments(rank: Rank, stored: Stored) -> RankFragments:
+def scalar_fragments(rank: Rank, stored: Stored) -> LazyFragments:
     """A one-element state."""
     region = Region.all_of(())
 
@@ -102,7 +102,7 @@ def scalar_fragments(rank: Rank, stored: Stored) -> RankFragments:
         for run in stored.runs():
             yield Fragment(region, run.file, run.offset, stored.dtype, _at(rank, run.dp), None, run.inline)
 
-    return RankFragments(make, 1)
+    return LazyFragments(make, 1)
 
 
 def _are_all(pieces: Sequence[SlicePiece], shape: Shape) -> bool:
