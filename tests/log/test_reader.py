@@ -122,7 +122,9 @@ def opened_prefix(run: Path, whole: dict[int, dict[tuple[int, int], bytes]]) -> 
     return len(found), bool(log.epochs[0].defects)
 
 
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flipped", [1 << bit if bit < 8 else 0xFF for bit in range(9)])
+@pytest.mark.slow
+def test_every_flipped_bit_is_found(tmp_path: Path, flipped: int) -> None:
     manifest = write_log(tmp_path, range(1, 4), per_segment=2)
     whole = expected(range(1, 4))
     schema = manifest.streams[0]
@@ -131,7 +133,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         good = path.read_bytes()
         for at in [*range(128), *range(4000, len(good))]:
             bad = bytearray(good)
-            bad[at] ^= (1, 0x80, 0xFF)[at % 3]
+            bad[at] ^= flipped
             path.write_bytes(bad)
             scan = scan_stream(folder, 0, schema)
             assert scan.defects, f"byte {at} of {path.name}"

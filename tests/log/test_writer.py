@@ -274,9 +274,9 @@ def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_writer_loses_nothing_that_was_durable(tmp_path: Path) -> None:
-    """A real process with a real writer, killed at 60 random moments (see killed_writer.py)."""
+    """A real process with a real writer, killed at 100 random moments (see killed_writer.py)."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.log.killed_writer", str(tmp_path), "60"],
+        [sys.executable, "-m", "tests.log.killed_writer", str(tmp_path), "100"],
         capture_output=True,
         text=True,
         check=False,
@@ -284,6 +284,6 @@ def test_a_killed_writer_loses_nothing_that_was_durable(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["killed"] == 60
-    assert told["steps"] > 60, "the writers must have got somewhere before they were killed"
+    assert told["killed"] == 100
+    assert told["steps"] > 100, "the writers must have got somewhere before they were killed"
     assert np.all(np.array(told["recovered"]) >= np.array(told["durable"]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import sys
@@ -90,7 +91,9 @@ def kill_one(run: Path, steps: int, after: float, expected: list[list[bytes]]) -
                 assert stored.float32().tobytes() == expected[step - 1][block.tensor], f"step {step}"
         assert usable_bases(log), "there is always a base to start from"
         durable, trained = struct.unpack("<qq", told[-16:])
-        return log.recoverable_step, durable, trained
+        recovered = log.recoverable_step
+    shutil.rmtree(run)
+    return recovered, durable, trained
 
 
 def main() -> None:
