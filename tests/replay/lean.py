@@ -7,6 +7,7 @@ compiler time: debug information, the headers of torch that operators have no us
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 # Where compiled operators are kept from run to run.
 FOLDER = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/ucp-torch-extensions") / "lean"
+LONGEST_BUILD = 600  # seconds
 HEADER = "#pragma once\n#include <torch/types.h>\n#include <torch/csrc/utils/pybind.h>\n"
 
 
@@ -26,6 +28,9 @@ def lean_builds() -> Iterator[None]:
     from deepspeed.ops.op_builder import CPUAdamBuilder, CPULionBuilder
 
     _write(FOLDER / "include/torch/extension.h", HEADER)
+    for lock in FOLDER.glob("*/lock"):  # torch waits for ever for a build that was killed
+        if time.time() - lock.stat().st_mtime > LONGEST_BUILD:
+            lock.unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(FOLDER))
         for builder in (CPUAdamBuilder, CPULionBuilder):

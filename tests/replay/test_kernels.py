@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -231,18 +230,7 @@ def test_replay_of_a_learning_rate_that_is_a_tensor(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adam",
-        pytest.param(
-            "lion",
-            marks=pytest.mark.skipif(
-                "UCP_TEST_EVERY_KERNEL" not in os.environ, reason="takes minutes to compile: UCP_TEST_EVERY_KERNEL=1"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["adam", "lion"])
 def test_replay_of_deepspeed_optimizers(name: str) -> None:
     kernel_id, make = deepspeed_optimizer(name)
     optimizer, begin, log = train(make)
