@@ -42,7 +42,7 @@ WALLS: dict[str, set[str]] = {
         "model",
     },
 }
-OPEN_TO_ALL = {"ucp.errors", "ucp.records", "ucp.tunables", "ucp.version"}
+OPEN_TO_ALL = {"ucp.errors", "ucp.tunables", "ucp.version"}
 LAZY = {"torch", "deepspeed"}  # imported inside the functions that compute with tensors, never with the module
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

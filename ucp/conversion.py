@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ from ucp.files.paths import RemotePath
 from ucp.formats.registry import Writer
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.target import Target
-from ucp.records import dataclass
 from ucp.tunables import MIB
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from ucp.replay.chunks import ReplayedTensor
 from ucp.replay.computed import ReplayedFiles
 
 
-def main(src: str, log: str, step: str, dst: str, *settings: str) -> None:
+def main(src: str, log: str, step: str, dst: str, *assignments: str) -> None:
     import torch
 
-    for setting in settings:
+    for setting in assignments:
         name, _, value = setting.partition("=")
         setattr(tunables, name, int(value))
     # Threads of torch's own, which no fork has: a worker that wants them would wait for ever.

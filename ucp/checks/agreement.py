@@ -7,6 +7,7 @@ their files (see lanes). Where not, slabs of the whole are put together and comp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from ucp import tunables
@@ -23,7 +24,6 @@ from ucp.checks.values import bits_of, quite_right, scannable
 from ucp.engine.casting import RawArray, raw_dtype
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import MASTER, STEP, Atom, Parameter, Role
-from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

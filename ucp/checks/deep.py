@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from ucp.checks.ledger import Ledger
 from ucp.checks.tallies import Tallies
-from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

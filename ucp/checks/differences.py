@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +13,6 @@ from ucp.engine.casting import RawArray, cast
 from ucp.engine.pages import scratch
 from ucp.model.box import Box, Shape, flat_index
 from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.records import dataclass, field
 
 _IN_CACHE: Final = 1 << 16  # elements that are rounded at a time
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ucp.checks.tasks import Context
 from ucp.model.checkpoint import Atom, Fragment, Parameter, Role
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

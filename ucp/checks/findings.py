@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
 
 from ucp.errors import InconsistentError
 from ucp.model.checkpoint import Fragment
 from ucp.model.layout import Rank
-from ucp.records import dataclass
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")

@@ -8,6 +8,7 @@ which know what those of the turns before have read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ from ucp.engine import forks
 from ucp.engine.forks import Channel, Fork, Forks, Told
 from ucp.files.local import SourceFiles
 from ucp.model.layout import Rank
-from ucp.records import as_dict, dataclass, field
 
 _MOST_TASKS: Final = 64  # at a time
 _SHARES: Final = 16  # of a worker, at least
@@ -99,7 +99,7 @@ def _work(
         if batch == _NOTHING:
             break
         found = {task: carry_out(tasks[task], meter) for task in batches[batch]}
-        message = {"found": [(task, list(map(as_dict, findings))) for task, findings in found.items() if findings]}
+        message = {"found": [(task, list(map(asdict, findings))) for task, findings in found.items() if findings]}
     channel.send({"shared": [(at, told) for at, item in enumerate(shared) if (told := item.told()) is not None]})
 
 

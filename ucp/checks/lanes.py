@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom, Fragment
-from ucp.records import dataclass, field
 
 Boxes = tuple[Box, ...]
 

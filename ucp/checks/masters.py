@@ -6,6 +6,7 @@ This one check exposes swapped ranks, files of different steps and layouts that 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from ucp.engine.reading import AtomReader, can_flatten
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Parameter
 from ucp.model.slabs import slabs
-from ucp.records import replace
 
 
 def pairs(parameter: Parameter) -> Iterator[tuple[Atom, Atom]]:

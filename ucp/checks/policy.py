@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from ucp.checks.findings import SEVERITIES, Finding
 from ucp.checks.registry import BY_ID
 from ucp.errors import StorageError, UsageError
-from ucp.records import dataclass
 
 FailOn = Literal["error", "warning", "note", "never"]
 FAIL_ON: Final[tuple[FailOn, ...]] = (*SEVERITIES, "never")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.checks.findings import Level
 from ucp.errors import InconsistentError, IntegrityError
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

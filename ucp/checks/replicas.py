@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from ucp.engine.reading import AtomReader, can_flatten
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.slabs import slabs
-from ucp.records import replace
 
 
 def compare(files: SourceFiles, atom: Atom, severity: Severity, meter: Meter) -> Iterator[Finding]:

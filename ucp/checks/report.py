@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ucp.checks.findings import SEVERITIES, Finding, Level, Severity
 from ucp.checks.policy import Excuse, Policy
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError
-from ucp.records import dataclass, field
 
 SCHEMA: Final = 1  # of the JSON report; raised when a field changes its meaning or goes away
 

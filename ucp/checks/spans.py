@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
@@ -16,7 +17,6 @@ from ucp.checks.findings import Finding
 from ucp.errors import NotUnderstoodError
 from ucp.files.torchzip import TorchFile
 from ucp.formats.atoms import manifest as manifests
-from ucp.records import dataclass
 
 # The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
 _TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")

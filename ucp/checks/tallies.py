@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ucp.checks.filemap import Held
@@ -12,7 +13,6 @@ from ucp.checks.values import SECOND_MOMENTS, bits_of, is_mask, negative, not_fi
 from ucp.engine.casting import RawArray
 from ucp.model.dtypes import BY_NAME
 from ucp.model.layout import Rank
-from ucp.records import as_dict, dataclass
 
 _WHAT: Final = {
     "finite": ("NaN or infinite", "training that goes on from here will not recover"),
@@ -76,7 +76,7 @@ class Tallies:
     def told(self) -> Any:
         """As `Shared.told`: what was counted, by kind, and where the first of it is."""
         values = [
-            (check, file, {**as_dict(held), "dtype": held.dtype.name}, *tally.news)
+            (check, file, {**asdict(held), "dtype": held.dtype.name}, *tally.news)
             for (check, file, held), tally in self._values.items()
         ]
         padding = [(*key, *tally.news) for key, tally in self._padding.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +13,6 @@ from ucp.checks.findings import Finding, Level
 from ucp.errors import UcpError
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import Atom, Checkpoint
-from ucp.records import dataclass, field
 
 if TYPE_CHECKING:
     from ucp.checks.deep import Deep

@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ucp.files.torchzip import TorchFile, ZipEntry
-from ucp.records import dataclass, field
 
 Read = Callable[[int, int], bytes]
 """`read(offset, size)`: exactly `size` bytes of the file from byte `offset`."""

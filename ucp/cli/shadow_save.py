@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ucp.conversion import Conversion
 from ucp.errors import InconsistentError
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
-from ucp.records import replace
 from ucp.shadow.assembling import HeldFiles, assemble
 from ucp.shadow.following import Shadow
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import click
 
 from ucp.cli.options import FILE, PATH, human_bytes, parse_bytes, table
 from ucp.errors import IntegrityError, StorageError, UsageError
-from ucp.records import dataclass
 from ucp.train.snapshots.drawing import Row, draw
 from ucp.train.snapshots.plan import (
     Blocked,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -14,7 +15,6 @@ from ucp.errors import UsageError
 from ucp.log.measured import measure
 from ucp.log.reader import Log
 from ucp.log.tuning import Choice, Costs, choose, waste, young_interval
-from ucp.records import as_dict, replace
 
 SCHEMA = 1
 _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -76,10 +76,10 @@ def command(
             "schema": SCHEMA,
             "base_every": choice.base_every,
             "batch_steps": choice.batch_steps,
-            "waste": {**as_dict(choice.waste), "total": choice.waste.total, "overhead": choice.waste.overhead},
+            "waste": {**asdict(choice.waste), "total": choice.waste.total, "overhead": choice.waste.overhead},
             "lost_steps_per_failure": lost,
             "without_log": {"checkpoint_every": young, "waste": without.total},
-            "costs": {key: value for key, value in as_dict(costs).items() if math.isfinite(value)},
+            "costs": {key: value for key, value in asdict(costs).items() if math.isfinite(value)},
         }
         click.echo(json.dumps(told))
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -25,7 +26,6 @@ from ucp.files.local import SourceFiles
 from ucp.formats.inert_json import Encoder
 from ucp.model.checkpoint import Atom, Checkpoint, Note
 from ucp.model.slabs import slabs
-from ucp.records import dataclass
 
 # Files of which every rank has one and the first one speaks for all.
 _OF_JOB: Final = re.compile(r"^(?:.*/)?(?:(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|common\.pt)$")

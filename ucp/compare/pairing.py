@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ucp.engine.casting import castable
@@ -11,7 +12,6 @@ from ucp.engine.reading import can_flatten
 from ucp.errors import UsageError
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.model.selection import Only, Selection, select
-from ucp.records import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)

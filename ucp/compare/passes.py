@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +19,6 @@ from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape, flat_index
 from ucp.model.checkpoint import Atom
 from ucp.model.slabs import slabs
-from ucp.records import dataclass
 
 
 class Sink(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ucp.compare.extras import ExtraDifference
@@ -12,7 +13,6 @@ from ucp.compare.tally import Tolerance
 from ucp.compare.updates import Updates
 from ucp.model.box import Shape
 from ucp.model.checkpoint import Checkpoint, Note
-from ucp.records import dataclass, field
 
 SCHEMA: Final = 1  # of the JSON form; raised when a field changes its meaning or goes away
 

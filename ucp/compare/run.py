@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from ucp.compare.extras import extra_remarks, extras
 from ucp.compare.pairing import AtomPair, narrow, pair
@@ -18,7 +19,6 @@ from ucp.files.local import SourceFiles
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, WEIGHT, Checkpoint, Note
 from ucp.model.selection import Only
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ucp.errors import UcpError
 from ucp.formats.inert_json import Encoder
 from ucp.model.checkpoint import Checkpoint, Note, Parameter
-from ucp.records import dataclass
 
 # Which parameters a group has, what the source calls it, and whether its ranks hold experts of their own: the layout.
 _NO_SETTING = ("params", "param_names", "name", "is_expert_parallel")

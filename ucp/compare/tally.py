@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from ucp.compare.numbers import bits, has_ulps, numbers, sum_of_squares, ulps, unequal_bits
 from ucp.engine.casting import RawArray, cast, castable
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 _BLOCK: Final = 65_536  # elements that are computed with at a time: their doubles should stay in the CPU's cache
 

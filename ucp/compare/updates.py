@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ucp.compare.layers import layer_of
 from ucp.compare.tally import Tally
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from ucp.files.local import SourceFiles
 from ucp.files.paths import RemotePath
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.target import Digests, OutputFile, Target
-from ucp.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

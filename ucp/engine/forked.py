@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final
@@ -19,7 +20,6 @@ from ucp.engine.plan import Part, bundles, first_stretch
 from ucp.engine.worker import Budget, Work, Worker, Written
 from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import ForkableFiles
-from ucp.records import dataclass, field, replace
 
 _MOST_BUNDLES: Final = 64  # at a time
 _NOTHING: Final = -1  # in the place of a stretch: there is no more to do

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from select import POLLIN, poll
 from types import TracebackType
 from typing import Any, NoReturn
@@ -22,7 +23,6 @@ from typing import Any, NoReturn
 from ucp import errors, tunables
 from ucp.errors import StorageError, UcpError
 from ucp.files.local import die_with_parent
-from ucp.records import dataclass
 
 
 def are_possible() -> bool:

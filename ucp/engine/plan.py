@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import merge
 from itertools import chain
 from typing import Final, TypeVar
@@ -17,7 +18,6 @@ from ucp.model.region import Piece
 from ucp.model.slabs import slabs
 from ucp.model.stripes import Stripe, stripes
 from ucp.model.target import Hole, Literal, OutputFile, Target, ZeroRange
-from ucp.records import dataclass
 
 # Parts that other versions of this module cut are not found again in a journal.
 VERSION: Final = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
@@ -20,7 +21,6 @@ from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape, flat_index, intersect, is_contiguous_in, strides_of
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.slabs import slabs
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

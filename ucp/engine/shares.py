@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ucp.errors import UsageError
 from ucp.files.paths import OUR_NOTES
 from ucp.model.target import Target
-from ucp.records import dataclass
 
 _NAME: Final = re.compile(rf"{re.escape(OUR_NOTES)}journal-(\d+)-of-(\d+)\.jsonl")
 

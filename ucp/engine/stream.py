@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from ucp.engine.plan import Part, first_stretch
 from ucp.engine.worker import Budget, StoppedError, Work, Worker, Written
 from ucp.files.local import SourceFiles
 from ucp.model.target import OutputFile
-from ucp.records import dataclass, field
 
 
 def stream(

@@ -8,6 +8,7 @@ than a slab needs is read at once, and kept for the slabs that come; they are tu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,6 @@ from ucp.engine.pages import scratch
 from ucp.files.local import SourceFiles
 from ucp.model.box import Box, Shape
 from ucp.model.checkpoint import Fragment
-from ucp.records import dataclass, replace
 
 _STRIPS: Final = 4  # at once: q, k and v of a fused matrix take turns
 _GAP_BYTES: Final = 16 << 10  # a gap of this length costs as much to read as it costs to begin anew behind it

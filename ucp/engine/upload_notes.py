@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
@@ -18,7 +19,6 @@ from ucp.engine.worker import Written
 from ucp.errors import IntegrityError, UsageError
 from ucp.files.paths import COMPLETE, JOURNAL, RemotePath
 from ucp.files.remote import Found
-from ucp.records import dataclass
 
 BEGINNING: Final = "000000.json"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ from ucp.model.checkpoint import Atom
 from ucp.model.slabs import slabs
 from ucp.model.stripes import Stripe
 from ucp.model.target import OutputFile
-from ucp.records import dataclass
 
 if TYPE_CHECKING:
     from ucp.engine.shaped import ShapedReader

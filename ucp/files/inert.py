@@ -9,11 +9,11 @@ Tensors, storages, sizes and numpy arrays have forms of their own, because the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ucp.files.inert_numpy import NumpyArray, NumpyDType, NumpyScalar
 from ucp.model.dtypes import DType, unchangeable
-from ucp.records import dataclass, field
 
 __all__ = [
     "Inert",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ucp import tunables
 from ucp.errors import NotUnderstoodError
 from ucp.model.dtypes import unchangeable
-from ucp.records import dataclass, field
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
@@ -26,7 +27,6 @@ from ucp.files.inert_numpy import TIME_UNITS
 from ucp.files.pickle_opcodes import Opcodes, UnwritableError
 from ucp.model.box import strides_of
 from ucp.model.dtypes import BY_NAME, DType
-from ucp.records import dataclass
 
 __all__ = ["NewTensor", "bare_object", "called_object", "write_pickle"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import _compat_pickle
 import io
 import pickle
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp import tunables
@@ -18,7 +19,6 @@ from ucp.files.pickle_danger import suspicious
 from ucp.files.pickle_forms import storage_of
 from ucp.files.pickle_guard import check_opcodes
 from ucp.files.standins import DangerousCall, copy_budget, stand_in
-from ucp.records import dataclass
 
 __all__ = ["LoadedPickle", "load_pickle", "read_pickle", "suspicious"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Final
@@ -12,7 +13,6 @@ from ucp import tunables
 from ucp.errors import StorageError, UsageError
 from ucp.files.paths import COMPLETE, JOURNAL, OUR_NOTES
 from ucp.files.remote_retry import persistently
-from ucp.records import dataclass
 
 _MARKS: Final = ("ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
 

@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,6 @@ from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError, UsageError
 from ucp.files.local import positional
 from ucp.model.dtypes import BY_TAG, DType
-from ucp.records import dataclass
 
 _LENGTH = struct.Struct("<Q")
 _HINT = "the file was copied or written incompletely; copy it again from where it is whole"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -21,7 +22,6 @@ from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.target import Hole, Literal, OutputFile, Seal, ZeroRange
-from ucp.records import dataclass, field
 
 __all__ = ["Fill", "NewStorage", "NewTensor", "PickledTree", "TorchSkeleton", "Zeros", "new_tensor", "torch_file"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -16,7 +17,6 @@ from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.target import Hole, Literal, OutputFile, Seal, ZeroRange
-from ucp.records import dataclass, field, replace
 
 _STEM: Final = "archive"  # torch's name for an archive that is not written to a named file
 _DATA_FILE: Final = re.compile(r"__(\d+)_\d+\.distcp")

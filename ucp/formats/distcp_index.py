@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -16,7 +17,6 @@ from ucp.formats.distcp import Item
 from ucp.model.box import Box, Shape
 from ucp.model.coverage import Gap, coverage
 from ucp.model.dtypes import DType
-from ucp.records import dataclass, field
 
 METADATA: Final = ".metadata"
 _RANK_METADATA: Final = re.compile(r"__(\d+)\.metadata")

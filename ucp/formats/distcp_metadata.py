@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ucp.files.inert import Inert, Size
@@ -10,7 +11,6 @@ from ucp.files.pickle_writer import bare_object, called_object, write_pickle
 from ucp.formats.distcp import Item
 from ucp.model.box import Box, Shape
 from ucp.model.dtypes import DType
-from ucp.records import dataclass, field
 
 # Where an entry stands in the nested state dict: text is a key of a dictionary, a number an index of a list.
 KeyPath = tuple[str | int, ...]

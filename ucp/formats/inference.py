@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ucp.errors import InconsistentError, UsageError
@@ -23,7 +24,6 @@ from ucp.formats.rulefiles import load_preset, preset_names, rule_lines
 from ucp.model.box import Shape
 from ucp.model.checkpoint import Fragment
 from ucp.model.rules import REPLICATED, Rule, RuleBook
-from ucp.records import dataclass, replace
 
 Inferred = tuple[Rule, str]
 

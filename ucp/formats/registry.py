@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -14,7 +15,6 @@ from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh
 from ucp.model.rules import RuleBook
 from ucp.model.target import Digests, OutputFile, Target
-from ucp.records import dataclass, field_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
     """The writer of the named format for this source."""
     if name not in WRITERS:
         raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
-    for option_name in field_names(options):
+    for option_name in (option.name for option in fields(options)):
         value = getattr(options, option_name)
         if value is not None and value is not False and not _means_something(option_name, name):  # ZeRO 0 is a value
             option = "stages" if option_name == "first_layers" else option_name.replace("_", "-")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,6 @@ from ucp.errors import IntegrityError, StorageError
 from ucp.files.local import sync
 from ucp.log.manifest import write_json
 from ucp.log.reader import Log
-from ucp.records import dataclass, field
 
 FORMAT: Final = 1
 BASE: Final = "base.json"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ucp import tunables
@@ -18,7 +19,6 @@ from ucp.log.ring import Slot
 from ucp.log.steps import StateFrames, append_step, encode_block
 from ucp.log.values import Value, ValueEncoder
 from ucp.log.writer_stats import WriterStats
-from ucp.records import dataclass
 
 
 @dataclass(slots=True)

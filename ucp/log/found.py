@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ucp.log.frames import FRAME_BYTES, FrameHeader, SegmentHeader
 from ucp.log.payloads import StepRecord
 from ucp.log.segmentfile import SegmentFile
-from ucp.records import dataclass, field
 
 DefectKind = Literal["torn", "damaged", "incomplete", "disorder"]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
 import xxhash
-
-from ucp.records import dataclass
 
 SEGMENT_MAGIC: Final = b"UGLSEG1\0"
 SEGMENT_BYTES: Final = 4096  # of the segment header

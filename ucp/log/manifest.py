@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +14,6 @@ from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
 from ucp.files.local import sync
 from ucp.log.schema import LoggedParameter, StreamSchema
 from ucp.model.layout import Mesh
-from ucp.records import dataclass, field
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -14,7 +15,6 @@ import numpy.typing as npt
 
 from ucp.log.codecs import BYTES_PER_ELEMENT, UNKNOWN
 from ucp.log.frames import FRAME_BYTES, BadBytesError, checksum, padded
-from ucp.records import dataclass
 
 _STEP: Final = struct.Struct("<BBBBIQIIqQ")
 _GROUP: Final = struct.Struct("<IBBHdddddddq")

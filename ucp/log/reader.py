@@ -15,6 +15,7 @@ A log may be read while it is being written: what is found is what was complete 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,7 +24,6 @@ from ucp.files.paths import as_path
 from ucp.log.manifest import MANIFEST, Manifest, Parent, read_manifest
 from ucp.log.stream import StoredBlock, Stream
 from ucp.log.walk import Defect, scan_stream
-from ucp.records import dataclass, field
 
 Mode = Literal["point_in_time", "strict", "inspect"]
 Check = Literal["all", "tail"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from ucp.log.payloads import StepRecord
 from ucp.log.schema import StreamSchema
 from ucp.log.values import Value
 from ucp.model.dtypes import BY_NAME, DType
-from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

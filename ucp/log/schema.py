@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -15,7 +16,6 @@ from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rule_json import rule_from_json, rule_to_json
 from ucp.model.rules import REPLICATED, Rule
-from ucp.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)

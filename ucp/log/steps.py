@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from ucp.log.codecs import DTYPE_CODES, Bits, Bytes, Encoding, encode
 from ucp.log.frames import BATCH_END, COMPRESSED, FrameType, checksum, padded
 from ucp.log.payloads import ENTRY, Commit, StepRecord, Table, data_start, pack_json
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

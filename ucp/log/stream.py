@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -18,7 +19,6 @@ from ucp.log.payloads import ENTRY, TABLE_HEAD, Digest, StepRecord, Table, table
 from ucp.log.schema import StreamSchema
 from ucp.log.walk import Defect, FrameRef, LoggedStep, StreamScan
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 # An entry of a table as plain integers: block, encoding, dtype, state, count, zero, offset, length, checksum.
 Row = tuple[int, ...]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from ucp.errors import UsageError
-from ucp.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

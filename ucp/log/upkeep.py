@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.errors import StorageError, UsageError
 from ucp.files.local import sync
 from ucp.log.reader import Epoch, Log, Stream
 from ucp.log.walk import FrameRef, list_segments
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ucp.log.codecs import Bits, Bytes, Encoding, encode, encode_difference
 from ucp.log.steps import EncodedBlock, StateFrames
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from ucp.records import as_dict, dataclass
 
 
 @dataclass(slots=True)
@@ -24,4 +23,4 @@ class WriterStats:
     durable_step: int = -1
 
     def to_json(self) -> dict[str, Any]:
-        return as_dict(self)
+        return asdict(self)

@@ -6,6 +6,7 @@ Every reader produces a `Checkpoint`, every command, writer and check consumes o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
@@ -15,7 +16,6 @@ from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh, Rank
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, Rule
-from ucp.records import dataclass, field
 
 Role = Literal["trained", "frozen", "buffer"]
 

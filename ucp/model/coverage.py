@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from ucp.model.box import Box, Shape
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

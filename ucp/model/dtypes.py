@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn, TypeVar
-
-from ucp.records import dataclass
 
 Family = Literal["float", "int", "bool", "complex"]
 _Class = TypeVar("_Class", bound=type)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
-
-from ucp.records import as_dict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Mesh:
         return self.tp * self.pp * self.dp
 
     def to_json(self) -> dict[str, int]:
-        return as_dict(self)
+        return asdict(self)
 
     def __str__(self) -> str:
         text = f"tp {self.tp} × pp {self.pp} × dp {self.dp}"

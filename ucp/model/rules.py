@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
@@ -15,7 +16,6 @@ from typing import Literal, NamedTuple
 from ucp.errors import InconsistentError, UsageError
 from ucp.model.box import Box, Shape, whole
 from ucp.model.patterns import compile_pattern
-from ucp.records import dataclass, field, replace
 
 Cut = Literal["replicated", "split", "vocab", "average", "pieces"]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from ucp.errors import UsageError
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter, ParamGroup
 from ucp.model.dtypes import DType, parse_dtype
-from ucp.records import dataclass, replace
 
 Only = Literal["weights", "optimizer"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ucp.model.checkpoint import Atom
 from ucp.model.region import Region
-from ucp.records import dataclass
 
 # What is on disk of each file of a target: (offset, nbytes, XXH3-128 hex), in order of offset.
 Digests = Sequence[Sequence[tuple[int, int, str]]]

@@ -7,6 +7,7 @@ fragments with new regions, so whatever has the parameter's shape (weight, maste
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ucp.errors import InconsistentError
@@ -14,7 +15,6 @@ from ucp.model.box import Box, Shape, intersect, strides_of, whole
 from ucp.model.checkpoint import Atom, Fragment
 from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
-from ucp.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ its segments. Where segments of both sides meet, there is a tile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ucp.errors import InconsistentError, UsageError
@@ -15,7 +16,6 @@ from ucp.model.rules import REPLICATED, Rule
 from ucp.model.tiles import Tile
 from ucp.names.facts import Facts
 from ucp.names.tables import Entry, Side
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,6 @@ from ucp.names.families import unlike_in_hugging_face
 from ucp.names.mapping import HF, MEGATRON, MEGATRON_DEEPSPEED, mapped
 from ucp.names.matching import Match, match, refuse
 from ucp.names.tables import Table, load_packaged, load_table, packaged_tables, table_names
-from ucp.records import replace
 
 # What has a bias of q, k, v and of the output of attention, and else none: Qwen2 has the first three alone.
 _ATTENTION_BIASED: Final = {

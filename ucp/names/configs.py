@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ucp.names import experts, latent
 from ucp.names.facts import Facts
 from ucp.names.families import NAMES, family_of, own_settings
 from ucp.names.read_values import number_in, real_in
-from ucp.records import replace
 
 _BIASED: Final = ("qwen2",)  # q, k and v have one, nothing else has
 _NORMED: Final = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +11,6 @@ from ucp.errors import UsageError
 from ucp.files.inert import Inert
 from ucp.files.jsonfile import read_json
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import as_dict, dataclass, replace
 
 CONFIG: Final = "config.json"
 _LARGEST: Final = 16 << 20
@@ -74,7 +74,7 @@ class Facts:
 
     def over(self, other: Facts) -> Facts:
         """These facts, and the other's where these are silent."""
-        known = {name: value for name, value in as_dict(self).items() if value is not None}
+        known = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(other, **known)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ucp.files.local import SourceFiles
@@ -16,7 +17,6 @@ from ucp.names.arguments import in_deepspeed_words
 from ucp.names.carried import carried_note, whole_number
 from ucp.names.facts import CONFIG
 from ucp.names.mapping import MEGATRON_DEEPSPEED
-from ucp.records import replace
 
 _SCALER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\..*grad_scaler/shard_")
 _RNG: Final = re.compile(r"^rng_state/shard_0\.0(?:\.0)?_[\d.]+$")

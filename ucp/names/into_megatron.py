@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ from ucp.names.arguments import arguments_for, in_core_words
 from ucp.names.carried import COMMON, carried_note, whole_number
 from ucp.names.facts import Facts, facts_of, raw_arguments
 from ucp.names.megatron_groups import megatron_groups
-from ucp.records import replace
 
 _TABLE: Final = "embedding.word_embeddings.weight"
 _SCHEDULE: Final = (

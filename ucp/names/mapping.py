@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
@@ -25,7 +26,6 @@ from ucp.names.arrange import (
 from ucp.names.facts import Facts
 from ucp.names.matching import Match
 from ucp.names.tables import Entry, Side
-from ucp.records import dataclass, replace
 
 Key = tuple[int, ...]
 

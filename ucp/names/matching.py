@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Final
 
@@ -12,7 +13,6 @@ from ucp.errors import UsageError
 from ucp.names.facts import Facts
 from ucp.names.patterns import Pattern, outline
 from ucp.names.tables import Entry, Table
-from ucp.records import dataclass, field
 
 _CLOSE: Final = 2
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 from ucp.errors import UsageError
-from ucp.records import dataclass
 
 _PLACE: Final = re.compile(r"\{([a-z]+)(?:\+(\d+))?\}")
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")  # alone between dots

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,6 @@ from ucp.errors import UsageError
 from ucp.files.toml_lists import parse_toml, places, read_toml
 from ucp.model.patterns import compile_pattern
 from ucp.names.patterns import Pattern, parse_pattern
-from ucp.records import dataclass, field
 
 CUTS: Final = ("whole", "rows", "columns", "vocab")
 WORDS: Final = ("qkv", "gated")

@@ -7,13 +7,13 @@ DeepSpeed engine restores its own from; the rest is client state, which `load_ch
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ucp.model.checkpoint import Checkpoint, Extras, Note
 from ucp.model.client_state import RESERVED
 from ucp.model.schedules import KeyPath, find_schedule, in_all_words
 from ucp.names.carried import deepspeed_rank
-from ucp.records import replace
 
 _METADATA: Final = ".metadata"  # names the tree of a folder's nested dictionary
 _MODEL_FILE: Final = "mp_rank_00_model_states.pt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from ucp.log.reader import Span, Stream
 from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, ParamGroup
 from ucp.model.numbers import scalar_data
 from ucp.model.region import Region
-from ucp.records import replace
 
 _COUNTED: Final = "global_steps"
 _RANDOM: Final = re.compile(r"rng_state(_\d+)?\.pth")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ucp.errors import InconsistentError, UsageError
 from ucp.files.local import SourceFiles
@@ -14,7 +15,6 @@ from ucp.model.box import intersect, whole
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 from ucp.model.dtypes import BY_NAME, FLOAT32, DType
 from ucp.model.region import Region
-from ucp.records import replace
 from ucp.replay.chunks import Origin, ReplayedTensor, file_of
 from ucp.replay.kernels import PARAM, Kernel
 from ucp.replay.origins import COUNTER_FORMS, Origins, is_counter

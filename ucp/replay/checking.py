@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.reader import Log
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.slabs import slabs
-from ucp.records import replace
 from ucp.replay.derive import Derived, derive
 from ucp.replay.exactness import EVERY
 from ucp.replay.opening import find_base, step_number

@@ -7,6 +7,7 @@ treat the last few elements of a tensor otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,6 @@ from ucp.log.schema import Block
 from ucp.model.checkpoint import COMPUTED, Atom
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 from ucp.replay.gradients import Gradients, as_torch, consumed, torch_dtype
 from ucp.replay.kernels import Kernel
 from ucp.replay.stored import Chain, StoredStates

@@ -8,13 +8,13 @@ is a `Checkpoint` like any other; nothing is computed before its bytes are read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ucp.errors import UsageError
 from ucp.files.local import SourceFiles
 from ucp.log.bases import Base, list_bases
 from ucp.log.reader import Log, Span
 from ucp.model.checkpoint import Checkpoint, Note
-from ucp.records import dataclass, field, replace
 from ucp.replay.aftermath import advance, settle
 from ucp.replay.building import Builder
 from ucp.replay.chunks import ReplayedTensor

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.log.manifest import Kernel as Fingerprint
 from ucp.log.manifest import Manifest
-from ucp.records import dataclass
 from ucp.replay.kernels import KERNELS, Kernel
 
 EVERY: Final = "*"  # parameter of a label that concerns all

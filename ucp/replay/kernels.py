@@ -7,10 +7,10 @@ of torch and DeepSpeed call. An optimizer that is not listed here is not replaye
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ucp.records import dataclass
 from ucp.replay.adam import adam_kinds, fused_adam, single_adam
 from ucp.replay.sgd import initial_accumulator, sgd_kinds, update_adagrad, update_lion, update_sgd
 from ucp.replay.stretch import CUT, NUMBER, PARAM, Hyper, Stretch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from ucp.errors import UsageError
 from ucp.files.paths import as_path
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import replace
 
 if TYPE_CHECKING:
     from ucp.log.reader import Log

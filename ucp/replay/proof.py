@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import xxhash
 
 from ucp.files.local import SourceFiles
 from ucp.log.payloads import Digest
 from ucp.model.checkpoint import STEP
-from ucp.records import dataclass, field
 from ucp.replay.chunks import Replay, ReplayedTensor, memory_of
 from ucp.replay.derive import Derived
 from ucp.replay.exactness import Approximate

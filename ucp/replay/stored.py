@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ucp.log.codecs import DTYPES, Bits, apply_difference
@@ -12,7 +13,6 @@ from ucp.log.reader import StoredBlock, Stream
 from ucp.log.walk import FrameRef
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 from ucp.replay.stretch import PARAM
 
 # Names under which a log may keep the tensor that the optimizer updates.

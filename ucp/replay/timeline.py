@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from ucp.log.payloads import GroupScalars, LrKind
 from ucp.log.reader import Span, Stream
-from ucp.records import dataclass
 from ucp.replay.stretch import NUMBER, Hyper
 
 _LR_KINDS = {LrKind.FLOAT: NUMBER, LrKind.TENSOR32: "float32", LrKind.TENSOR64: "float64"}

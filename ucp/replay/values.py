@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ucp.log.kinds import BUFFER
 from ucp.log.reader import Span, StoredBlock
 from ucp.model.box import Shape
 from ucp.model.checkpoint import COMPUTED, WEIGHT, Atom, ComputedFiles, ForkableFiles, Fragment, Parameter
 from ucp.model.region import Region
-from ucp.records import replace
 from ucp.replay.stored import StoredStates
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ucp.model.box import Box
 from ucp.model.checkpoint import Atom, Checkpoint, Fragment
 from ucp.model.layout import Rank
-from ucp.records import dataclass, field
 
 # Of atoms with this many fragments and more, those of one shape, count and first share are taken to be cut alike.
 _MANY: Final = 64

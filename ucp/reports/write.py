@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import ucp.checks as checks
@@ -16,7 +17,6 @@ from ucp.files.local import SourceFiles
 from ucp.files.paths import as_path, local_path
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import dataclass
 from ucp.reports.facts import facts, shown_kinds
 from ucp.reports.page import page
 from ucp.reports.statistics import Statistics, measurable

@@ -8,13 +8,13 @@ import re
 import socket
 import stat
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import parse_qs, unquote
 
 from ucp import tunables
 from ucp.errors import StorageError, UsageError
-from ucp.records import dataclass
 
 Transport = Literal["shadow", "shm", "gloo"]
 TOKEN_VARIABLE: Final = "UCP_SHADOW_TOKEN_FILE"

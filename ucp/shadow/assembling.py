@@ -6,6 +6,7 @@ What a shadow tells of its state is JSON, so that the checkpoint can be put toge
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from ucp.log.walk import LoggedStep, StreamScan
 from ucp.model.checkpoint import COMPUTED, WEIGHT, Atom, Checkpoint, ComputedFiles, Fragment, Note, Parameter
 from ucp.model.dtypes import BY_NAME
 from ucp.model.region import Region
-from ucp.records import replace
 from ucp.replay.aftermath import advance
 from ucp.replay.building import Builder
 from ucp.replay.chunks import ReplayedTensor

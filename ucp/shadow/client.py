@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.bases import list_bases
 from ucp.log.frames import BadBytesError
 from ucp.model.checkpoint import Checkpoint, ComputedFiles
-from ucp.records import replace
 from ucp.shadow.addresses import Address, parse_address, parse_addresses
 from ucp.shadow.assembling import assemble, identity_of, place_of
 from ucp.shadow.connecting import connect

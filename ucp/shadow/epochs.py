@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ucp.engine.shares import Share
@@ -10,7 +11,6 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.bases import ATOMS, BASE
 from ucp.log.manifest import MANIFEST, Manifest
 from ucp.log.reader import EPOCH
-from ucp.records import replace
 from ucp.shadow.assembling import HeldFiles, assemble, tell
 from ucp.shadow.loading import Beginning, from_checkpoint, from_log
 from ucp.shadow.portions import WHOLE

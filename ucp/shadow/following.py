@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from ucp.engine.shares import Share
 from ucp.errors import UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.manifest import Manifest
-from ucp.records import replace
 from ucp.shadow.applying import apply_all
 from ucp.shadow.assembling import tell
 from ucp.shadow.course import Course

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from ucp.log.stream import Memory
 from ucp.log.walk import StreamScan
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
-from ucp.records import dataclass, replace
 from ucp.replay.chunks import Replay, ReplayedTensor, memory_of
 from ucp.replay.gradients import as_torch, torch_dtype
 from ucp.replay.kernels import PARAM

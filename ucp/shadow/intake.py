@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ucp import tunables
 from ucp.log.frames import FRAME_BYTES, TABLE_TYPES, BadBytesError, FrameHeader, FrameType, checksum
 from ucp.log.payloads import Commit, Digest, StepRecord, unpack_digests, unpack_json
 from ucp.log.reader import StoredBlock
-from ucp.records import dataclass, field
 from ucp.shadow.tables import Blocks, Tables
 
 Key = tuple[int, int]  # block, state

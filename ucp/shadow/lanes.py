@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from ucp.log.frames import BadBytesError
 from ucp.log.kinds import FIRST_KINDS
 from ucp.log.manifest import Manifest, read_manifest
 from ucp.log.reader import epoch_folder, stream_folder
-from ucp.records import dataclass, field
 from ucp.shadow.epochs import epochs_of, root_of
 from ucp.shadow.intake import ArrivedDigests, ArrivedStep, Frame, Intake
 from ucp.shadow.loading import Beginning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from ucp.log.manifest import Manifest
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import Epoch, Log, Span, Stream
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import dataclass, replace
 from ucp.replay.building import Builder
 from ucp.replay.chunks import ReplayedTensor
 from ucp.replay.derive import derive

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp import tunables
@@ -14,7 +15,6 @@ from ucp.engine.shares import Share
 from ucp.log.manifest import Manifest
 from ucp.log.schema import Block, StreamSchema
 from ucp.model.dtypes import BY_NAME
-from ucp.records import dataclass
 
 WHOLE: Final = Share(0, 1)
 

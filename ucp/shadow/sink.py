@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from ucp import tunables
 from ucp.errors import UcpError
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
 from ucp.log.manifest import Manifest
-from ucp.records import as_dict, dataclass, replace
 from ucp.shadow.addresses import Address
 from ucp.shadow.connecting import connect, is_local
 from ucp.shadow.gloo import GlooChannel
@@ -129,7 +129,7 @@ class ShadowSink:
 
     def told(self) -> dict[str, Any]:
         """What the sink has done, and why the shadow is not reached where it is not, as JSON values."""
-        return {**as_dict(self.stats), "error": self.error}
+        return {**asdict(self.stats), "error": self.error}
 
     def close(self, seconds: float = 5.0) -> None:
         """Send what is left, as far as that goes in a few seconds, and end."""

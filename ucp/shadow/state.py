@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from ucp.engine.shares import Share
 from ucp.log.kinds import BUFFER
 from ucp.log.manifest import Manifest
 from ucp.log.payloads import Digest, StepRecord
-from ucp.records import replace
 from ucp.replay.chunks import Replay
 from ucp.replay.exactness import Approximate
 from ucp.replay.kernels import PARAM, Stretch

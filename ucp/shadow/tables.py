@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,6 @@ from ucp.log.kinds import BUFFER, FIRST_KINDS, parse_own
 from ucp.log.payloads import TABLE_HEAD, Table, data_start, table_bytes, unpack_table
 from ucp.log.reader import StoredBlock
 from ucp.log.schema import StreamSchema
-from ucp.records import dataclass, replace
 from ucp.shadow.portions import Portion
 
 _WIDEST: Final = 8  # bytes of an element

@@ -5,13 +5,13 @@ Header, table and all checksums are the log's own, so that such a frame stands f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from ucp.log.frames import TABLE_TYPES, FrameHeader
 from ucp.log.payloads import TABLE_HEAD
-from ucp.records import replace
 from ucp.shadow.intake import Frame
 from ucp.shadow.tables import Blocks, Tables
 from ucp.shadow.wire import Buffer, Channel, receive

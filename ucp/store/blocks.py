@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Final
 
 import xxhash
 
-from ucp.records import dataclass
 from ucp.store.layout import HEADER_ENTRY, HEADER_FIXED, PAGE, Layout
 
 VERSION: Final = 1  # see docs/store.md for what a reader may rely on

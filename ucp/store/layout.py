@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from ucp import tunables
 from ucp.errors import IntegrityError, UsageError
 from ucp.model.box import Shape
 from ucp.model.dtypes import BY_NAME, DType
-from ucp.records import dataclass, field
 
 PAGE: Final = 4096  # blocks, headers, and atoms of at least this size start at multiples of it
 GRAIN: Final = 64  # smaller atoms start at multiples of this

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import xxhash
 from ucp import tunables
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
 from ucp.files.local import read_at
-from ucp.records import dataclass, field
 from ucp.store.blocks import MAGIC, NO_SLOT, DamagedError, Head, SlotHeader, Superblock
 from ucp.store.layout import HEAD_AT, PAGE, SCHEMA_AT, SUPERBLOCKS_AT, Layout, Schema
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ucp.errors import UsageError
@@ -10,7 +11,6 @@ from ucp.model.box import Shape, whole
 from ucp.model.checkpoint import Parameter
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, Rule, RuleBook, resolve, slice_pieces, whole_shape
-from ucp.records import dataclass, replace
 
 # The origin of a rule that was never asked for: with one tensor-parallel rank nothing shows how to cut.
 _UNKNOWN: Final = "one tensor-parallel rank"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -16,7 +17,6 @@ from ucp.formats.deepspeed.names import sort_names
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.client_state import RESERVED
 from ucp.model.schedules import find_schedule, in_all_words
-from ucp.records import dataclass, field
 from ucp.train.live import LiveJob
 from ucp.train.values import GONE, revive
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import merge
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from ucp.model.checkpoint import state_of_kind
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.slabs import slabs
-from ucp.records import replace
 from ucp.train.live import LiveJob, Share, dtype_of, flat_view, local_part
 from ucp.train.matching import LoadPlan, Read, SteppedPlan
 from ucp.train.optimizers import number_for

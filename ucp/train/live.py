@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ucp.errors import UsageError
@@ -10,7 +11,6 @@ from ucp.model.box import Shape
 from ucp.model.dtypes import BY_NAME, DType
 from ucp.model.layout import Mesh, Rank
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 
 if TYPE_CHECKING:
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from ucp.formats.registry import ReadOptions
 from ucp.formats.rulefiles import rule_book
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.rules import RuleBook
-from ucp.records import dataclass, field
 from ucp.replay.opening import open_at
 from ucp.train.cutting import Cutter
 from ucp.train.describe import describe

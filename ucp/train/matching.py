@@ -6,6 +6,7 @@ Nothing is changed here. What does not fit is collected, so that one run shows a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from ucp.files.local import SourceFiles
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, kind_of_state, state_of_kind
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
-from ucp.records import dataclass, field, replace
 from ucp.train.cutting import Cutter, share_region
 from ucp.train.live import Held, LiveJob, Share, Stepped, dtype_of
 from ucp.train.optimizers import expected_kinds

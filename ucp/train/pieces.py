@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -14,7 +15,6 @@ from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Role, kind_of_state
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook, logical_shape, resolve, slice_pieces, whole_shape
-from ucp.records import dataclass, field
 from ucp.train.cutting import share_region
 from ucp.train.live import LiveJob, Share, Stepped, dtype_of, flat_view, local_part
 from ucp.train.talk import gather

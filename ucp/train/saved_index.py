@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from ucp.model.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Note, Paramet
 from ucp.model.dtypes import BY_NAME, DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, dtype_of
 from ucp.train.optimizers import updates_counted
 from ucp.train.pieces import ParameterNote

@@ -6,6 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from ucp.model.checkpoint import Atom, Checkpoint
 from ucp.model.region import Region
 from ucp.model.rules import RuleBook
 from ucp.model.target import Target
-from ucp.records import dataclass, field
 from ucp.train.describe import describe
 from ucp.train.live import dtype_of
 from ucp.train.pieces import Collector, Holdings, Piece, SliceRules, numbers_of

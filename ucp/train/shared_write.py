@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from ucp.errors import InconsistentError, StorageError
 from ucp.files.local import write_all
 from ucp.model.box import Box, Shape, flat_index, intersect, whole
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 
 if TYPE_CHECKING:
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from ucp.model.checkpoint import STEP, WEIGHT, Atom, Fragment, Note, Parameter, 
 from ucp.model.dtypes import BOOL, FLOAT64, INT64
 from ucp.model.layout import Rank
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

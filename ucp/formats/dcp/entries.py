@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ucp.errors import UsageError
@@ -16,7 +17,6 @@ from ucp.formats.distcp_index import METADATA, KeyPath
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
 from ucp.model.dtypes import FLOAT32, DType
 from ucp.model.region import Region
-from ucp.records import dataclass, replace
 
 _EXTRAS: Final = "extras"
 _DEEPEST_GROUPS: Final = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.errors import IntegrityError
@@ -11,7 +12,6 @@ from ucp.formats.dcp.keys import PARAMS, OptimizerKeys
 from ucp.formats.distcp_archives import Archives, Objects
 from ucp.formats.distcp_index import Entry, ObjectEntry, TensorEntry
 from ucp.model.numbers import scalar_value
-from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

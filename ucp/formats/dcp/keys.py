@@ -7,10 +7,10 @@ Names of the top dictionaries are the user's choice, so nothing is looked up by 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 from ucp.formats.distcp_index import Entry, Folder, KeyPath, ObjectEntry
-from ucp.records import dataclass, field
 
 GROUPS: Final = "param_groups"
 STATE: Final = "state"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from ucp.formats.dcp.keys import LIKE_WEIGHT, OptimizerKeys, join_path, text_splits, unwrapped
@@ -17,7 +18,6 @@ from ucp.formats.dcp.roles import surely_buffer
 from ucp.formats.distcp_index import Entry, Folder, KeyPath, TensorEntry
 from ucp.model.box import Shape
 from ucp.model.checkpoint import Note
-from ucp.records import dataclass, field
 
 _COPY: Final = re.compile(
     r"(?:^|[^a-z])(?:ema|avg|averaged?|swa|polyak|shadow|teacher|target|best|old|prev(?:ious)?|ref(?:erence)?|copy)"

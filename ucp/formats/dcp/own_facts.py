@@ -6,11 +6,11 @@ A folder does not say which tensors are buffers, nor how many steps a job has ta
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.formats.distcp_index import Entry, KeyPath, ObjectEntry
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import dataclass
 
 _STEP: Final[KeyPath] = ("ucp", "step")
 _BUFFERS: Final[KeyPath] = ("ucp", "buffers")

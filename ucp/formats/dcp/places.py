@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ucp.errors import NotUnderstoodError, UsageError
 from ucp.formats.distcp_index import KeyPath, has_data_files, metadata_files
-from ucp.records import dataclass
 from ucp.tunables import MIB
 
 _MODEL: Final = re.compile(r"pytorch_model_fsdp(?:_(\d+))?")

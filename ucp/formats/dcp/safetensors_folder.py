@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ from ucp.model.coverage import Gap, coverage
 from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh, Rank
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 
 _SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _WHOLE: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.formats.distcp_index import KeyPath
-from ucp.records import dataclass
 
 DETAIL: Final = "dcp"  # key of Checkpoint.details under which a style is kept
 

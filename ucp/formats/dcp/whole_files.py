@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,6 @@ from ucp.formats.tensors_in_trees import replace_leaves
 from ucp.model.box import Box, whole
 from ucp.model.checkpoint import Fragment
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 
 _DEEPEST: Final = 50
 _REBUILDERS: Final = "torch._utils._rebuild"

@@ -7,13 +7,13 @@ for another number of ranks. Anything else stays as pieces.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.model.box import Box, Shape, interval_boxes, strides_of, whole
 from ucp.model.rules import REPLICATED, Rule, SlicePiece, slice_pieces
-from ucp.records import dataclass
 
 VERSION: Final = 1
 _MAX_PIECES: Final = 1 << 20  # of one slice; a map that needs more describes no layout that anyone uses

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
-
-from ucp.records import dataclass
 
 _EXPERT: Final = re.compile(r"(.*\.?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 

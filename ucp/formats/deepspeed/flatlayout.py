@@ -7,10 +7,10 @@ to a multiple of twice the number of ranks, and every rank holds one equal parti
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from ucp.model.box import Shape
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
 from ucp.files.paths import scan
 from ucp.formats.deepspeed.names import is_state_file
-from ucp.records import dataclass
 
 # How deep to look below the path that a person gives: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
 SEARCH_DEPTH: Final = 4

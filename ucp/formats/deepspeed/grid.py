@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.names import StepFiles, model_name, optim_name, sharded_model_name
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFile, RankFiles
-from ucp.records import dataclass
 
 _MOST_RANKS: Final = 1 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ucp.formats.deepspeed.problems import Problems
@@ -9,7 +10,6 @@ from ucp.formats.deepspeed.spread import Spread
 from ucp.formats.deepspeed.stored import Stored
 from ucp.model.box import Shape
 from ucp.model.checkpoint import WEIGHT, Role
-from ucp.records import dataclass, field
 
 
 class Holder(NamedTuple):

@@ -6,6 +6,7 @@ By value: a master weight rounded to the module's dtype is the module's weight, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.files.local import SourceFiles
@@ -13,7 +14,6 @@ from ucp.formats.dealing import deal, states_fit
 from ucp.formats.deepspeed.stored import Run, Stored
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 SAMPLE: Final = 1024  # elements of a tensor that are compared before names are believed to match
 _BLOCK: Final = 1 << 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ucp.errors import InconsistentError
-from ucp.records import dataclass, field
 
 # Leading zeros and widths are DeepSpeed's business: names are read by number, never sorted as text.
 _MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt")

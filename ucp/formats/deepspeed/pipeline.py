@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.files.inert import TensorRef
@@ -13,7 +14,6 @@ from ucp.formats.deepspeed.reading import Reading
 from ucp.formats.deepspeed.shards import RankFile, flat_tensors, texts_of
 from ucp.model.box import Shape
 from ucp.model.checkpoint import WEIGHT, Role
-from ucp.records import dataclass
 
 _TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _TIED_IN_PATTERN: Final = re.compile(r"tied_modules\\?\.(\w+)")

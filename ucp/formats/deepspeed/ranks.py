@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ucp.errors import NotUnderstoodError
@@ -32,7 +33,6 @@ from ucp.formats.deepspeed.weights import (
 from ucp.formats.deepspeed.zero3 import open_slices, read_frozen_slices, read_slices
 from ucp.formats.deepspeed.zero12 import Partition, open_partitions, read_partitions
 from ucp.model.box import Shape
-from ucp.records import dataclass, field
 
 _COMPLETE = "restore the missing files, or give a checkpoint that is complete"
 _RESTORE = "look for a file of another run or of another save among them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.files.inert import TensorRef
@@ -11,7 +12,6 @@ from ucp.formats.deepspeed.holdings import Holdings
 from ucp.formats.deepspeed.problems import Problems
 from ucp.formats.deepspeed.shards import RankFiles
 from ucp.model.checkpoint import Note
-from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

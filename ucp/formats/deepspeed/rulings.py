@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ucp.errors import InconsistentError, UsageError
@@ -16,7 +17,6 @@ from ucp.model.box import Shape, whole
 from ucp.model.checkpoint import MASTER, WEIGHT, Fragment
 from ucp.model.layout import Rank
 from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook, SlicePiece, resolve, whole_shape
-from ucp.records import dataclass, replace
 
 ONE_RANK: Final = "one tensor-parallel rank"
 _PER_RANK: Final = "buffer: rank 0's copy counts"

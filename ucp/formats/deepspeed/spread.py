@@ -7,6 +7,7 @@ order of the placement; ZeRO then cuts it over the ranks that hold the same expe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from ucp.files.inert import TensorRef
 from ucp.formats.deepspeed.shards import RankFile, describe
 from ucp.model.box import Box, Shape
 from ucp.model.rules import Rule, SlicePiece
-from ucp.records import dataclass
 
 WEIGHTS: Final = ("w1", "w2", "w3")  # of an AutoEP layer: gate, down, up
 _KEYS: Final = ("ds_autoep_layers", "autoep_layers")  # the latter in the first releases

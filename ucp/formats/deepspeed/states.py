@@ -7,6 +7,7 @@ told apart by their lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.files.inert import Inert, TensorRef
@@ -17,7 +18,6 @@ from ucp.formats.deepspeed.stored import Spot, Stored
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT
 from ucp.model.dtypes import DType
 from ucp.model.numbers import scalar_value
-from ucp.records import dataclass, field
 
 
 @dataclass(slots=True)

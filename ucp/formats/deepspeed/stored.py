@@ -7,13 +7,13 @@ checkpoint of a thousand ranks has millions of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
 
 from ucp.files.inert import TensorRef
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 
 class Run(NamedTuple):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, TypeVar
 
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.deepspeed.affine import VERSION as AFFINE_VERSION
 from ucp.formats.deepspeed.affine import affine_rule
 from ucp.model.rules import REPLICATED, NamedRule, Rule, RuleBook
-from ucp.records import dataclass, field, replace
 
 T = TypeVar("T")
 

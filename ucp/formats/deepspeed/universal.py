@@ -8,6 +8,7 @@ about its name: the converter also makes one, upcast and without moments, for ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +39,6 @@ from ucp.formats.registry import ReadOptions
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Extras, Parameter
 from ucp.model.layout import Mesh, Rank
-from ucp.records import dataclass, replace
 
 __all__ = ["read", "recognises"]
 

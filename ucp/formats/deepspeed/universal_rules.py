@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ucp.files.inert import Inert, TensorRef
@@ -13,7 +14,6 @@ from ucp.formats.deepspeed.universal_states import StateFolder
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER
 from ucp.model.rules import REPLICATED, Rule, RuleBook
-from ucp.records import replace
 
 
 def rules_of_states(reading: Reading, user: RuleBook | None, folders: Mapping[str, StateFolder]) -> RuleBook:

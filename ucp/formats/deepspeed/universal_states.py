@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,6 @@ from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, STEP, Atom, Fragment
 from ucp.model.layout import Rank
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 
 MASTER_FILE: Final = "fp32"
 SUFFIX: Final = ".pt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ucp.errors import UsageError
@@ -24,7 +25,6 @@ from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, P
 from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh
 from ucp.model.target import Digests, Literal, OutputFile, Target
-from ucp.records import replace
 
 _MASTER_FILE = "fp32"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -25,7 +26,6 @@ from ucp.formats.deepspeed.shards import RankFile, describe, holds_tensor, tenso
 from ucp.formats.deepspeed.states import Member, kind_of, sort_states
 from ucp.formats.deepspeed.stored import FlatSlice, WholeTensor
 from ucp.model.checkpoint import MASTER, WEIGHT
-from ucp.records import dataclass
 
 
 @dataclass(slots=True)

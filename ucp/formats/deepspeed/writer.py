@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -23,7 +24,6 @@ from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.dtypes import BFLOAT16
 from ucp.model.layout import Mesh
 from ucp.model.target import Digests, Literal, OutputFile, Target
-from ucp.records import replace
 
 
 class Writer:

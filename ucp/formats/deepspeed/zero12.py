@@ -7,6 +7,7 @@ it from the wrong order under `round_robin_gradients`. Only where `param_shapes`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -23,7 +24,6 @@ from ucp.formats.deepspeed.stored import FlatSlice, Spot
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 MASTERS = "single_partition_of_fp32_groups"
 

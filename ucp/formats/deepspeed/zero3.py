@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,7 +22,6 @@ from ucp.formats.deepspeed.weights import frozen_shapes_of
 from ucp.model.box import Shape
 from ucp.model.checkpoint import MASTER, WEIGHT
 from ucp.model.dtypes import FLOAT32, DType
-from ucp.records import dataclass
 
 MASTERS = "fp32_flat_groups"
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
-
-from ucp.records import dataclass, field
 
 _WRAPPERS: Final = ("_forward_module.", "module.")
 # A LightningModule keeps the model under an attribute of its own; what then follows is the model's own first name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,6 @@ from ucp.model.dtypes import DType
 from ucp.model.layout import Mesh
 from ucp.model.region import Region
 from ucp.model.rules import resolve
-from ucp.records import dataclass, replace
 
 FORMAT: Final = "safetensors"
 CONFIG: Final = "config.json"

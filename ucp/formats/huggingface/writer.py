@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from math import prod
 from typing import Any, Final
@@ -14,7 +15,6 @@ from ucp.formats.outputs import carried_file, no_weight, safetensors_file
 from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.model.target import Digests, Literal, OutputFile, Target
-from ucp.records import replace
 from ucp.tunables import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB

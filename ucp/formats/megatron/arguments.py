@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.files.inert import Inert
-from ucp.records import dataclass
 
 # Tokenizers whose size is what the user typed, and how many entries they add to it.
 _TYPED_VOCABULARIES: Final = {"NullTokenizer": 1, "NullMultimodalTokenizer": 1, "TikTokenizer": 0}

@@ -7,11 +7,11 @@ buckets follow each other without that padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
 from ucp.formats.megatron.arguments import Arguments
-from ucp.records import dataclass
 
 _PARAMETER_ALIGNMENT: Final = 64
 _BUCKET_ALIGNMENT: Final = 128

@@ -7,8 +7,9 @@ experts, then copies.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ucp.formats.megatron.arguments import Arguments
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

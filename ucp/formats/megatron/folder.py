@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UsageError
-from ucp.records import dataclass
 
 Layout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
@@ -15,7 +16,6 @@ from ucp.model.layout import Rank
 from ucp.model.lazy import LazyFragments
 from ucp.model.region import Region
 from ucp.model.rules import SlicePiece
-from ucp.records import dataclass
 
 
 class Spot(Protocol):

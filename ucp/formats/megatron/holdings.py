@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.formats.megatron.fragments import Spot, Stored
@@ -12,7 +13,6 @@ from ucp.model.checkpoint import Fragment, Role
 from ucp.model.dtypes import FLOAT32, DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
-from ucp.records import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, order=True)

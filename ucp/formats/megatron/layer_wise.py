@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -16,7 +17,6 @@ from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.holdings import Group, Holder
 from ucp.formats.megatron.plain_optimizer import GroupMatcher, groups_of, optimizers_of, read_states
 from ucp.formats.megatron.rankfile import Entry, RankFile
-from ucp.records import dataclass
 
 _FILE: Final = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,6 @@ from ucp.formats.megatron.names import EMBEDDING, OUTPUT, is_buffer
 from ucp.formats.megatron.plain_optimizer import GroupMatcher, read_states
 from ucp.formats.megatron.rankfile import Entry, RankFile, chunks_of, entries_of, layers_in
 from ucp.model.checkpoint import WEIGHT, Note
-from ucp.records import dataclass, field
 
 _RESTORE: Final = "restore the files of one save; nothing was written"
 _OLDEST: Final = 2.0  # before it, q, k and v were interleaved in other ways

@@ -6,6 +6,7 @@ The distributed optimizer's buffers can only be understood, or filled, by replay
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from ucp.errors import NotUnderstoodError
@@ -17,7 +18,6 @@ from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
 from ucp.model.box import Shape
 from ucp.model.dtypes import DType
 from ucp.model.rules import Rule, SlicePiece, slice_pieces
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ Transformer Engine fuses into the linear layer after them keep their own module 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
-
-from ucp.records import dataclass
 
 _LAYER: Final = re.compile(r"^((?:.*\.)?(?:decoder|encoder)\.layers\.)(\d+)(\..+)$")
 _BLOCK: Final = re.compile(r"^(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)(?=\.)")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.errors import NotUnderstoodError
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.names import is_prediction, layer_of
-from ucp.records import dataclass
 
 _REPEATED: Final = re.compile(r"\(([^()]*)\)\*(\d+)|([^()])\*(\d+)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from ucp.formats.megatron.names import (
     with_layer_after,
 )
 from ucp.model.box import Shape
-from ucp.records import dataclass, field
 
 
 class RankFile:

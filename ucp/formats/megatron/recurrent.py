@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.model.box import Shape
 from ucp.model.rules import Rule
-from ucp.records import dataclass
 
 _FUSED: Final = re.compile(r"^(.*\.(mixer|self_attention))\.(in_proj|conv1d)\.(weight|bias)$")
 _BY_HEAD: Final = re.compile(r"^.*\.(?:mixer\.(?:A_log|dt_bias|D|norm\.weight)|self_attention\.(?:A_log|dt_bias))$")

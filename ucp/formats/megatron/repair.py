@@ -7,6 +7,7 @@ number in fewer bits; lost elements of moments are zero, as at the start of trai
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ucp.errors import NotUnderstoodError
 from ucp.formats.megatron.local_module import Lodger
@@ -16,7 +17,6 @@ from ucp.model.checkpoint import MASTER, Fragment
 from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
-from ucp.records import dataclass
 
 Source = Mapping[str, Sequence[Fragment]]  # name → fragments as stored
 

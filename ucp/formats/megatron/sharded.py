@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from math import prod
@@ -18,7 +19,6 @@ from ucp.model.dtypes import DType
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import SlicePiece
-from ucp.records import dataclass, field
 
 _STATE: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
 _BUCKET: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")

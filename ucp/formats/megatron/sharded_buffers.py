@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.errors import InconsistentError
@@ -26,7 +27,6 @@ from ucp.formats.megatron.sharded import Block, Found, Pieces, ShardedTensor
 from ucp.model.box import Box
 from ucp.model.checkpoint import MASTER, Atom, Fragment
 from ucp.model.layout import Rank
-from ucp.records import dataclass
 
 _KEY: Final = re.compile(
     r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -33,7 +34,6 @@ from ucp.model.dtypes import FLOAT32, DType
 from ucp.model.region import Region
 from ucp.model.rules import slice_pieces
 from ucp.model.target import Digests, Literal, OutputFile, Target
-from ucp.records import dataclass, field
 
 _METADATA: Final = {
     "sharded_backend": "torch_dist",

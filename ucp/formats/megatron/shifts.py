@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.files.local import SourceFiles
@@ -22,7 +23,6 @@ from ucp.formats.megatron.local_module import (
 )
 from ucp.model.checkpoint import Fragment
 from ucp.model.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from ucp.records import dataclass
 
 _SAMPLE: Final = 256  # elements of a parameter that are compared
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -15,7 +16,6 @@ from ucp.formats.megatron.carried import carried_tree
 from ucp.formats.megatron.sharded import Found, Sharded, ShardedTensor
 from ucp.model.box import Box, Shape, strides_of
 from ucp.model.dtypes import BY_NAME, DType
-from ucp.records import dataclass
 
 _ARRAY: Final = ".zarray"
 _LARGEST_ARRAY: Final = 1 << 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp import tunables
@@ -11,7 +12,6 @@ from ucp.formats.inert_json import Encoder, decode
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.model.layout import Mesh
 from ucp.model.rule_json import rule_from_json, rule_to_json
-from ucp.records import dataclass
 from ucp.store.layout import Entry, Schema, rounded
 
 EXTRA: Final = "extra"  # kind of the tensors inside extras

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from ucp.log.measured import REPLAY_SECONDS
 from ucp.log.tuning import Choice, Costs, Tuner
 from ucp.log.writer_stats import WriterStats
-from ucp.records import dataclass, field
 from ucp.train.talk import gather
 
 TUNE_EVERY: Final = 100  # steps, with an automatic interval between bases

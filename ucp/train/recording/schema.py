@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -14,7 +15,6 @@ from ucp.log.schema import Block, LoggedParameter, OptimizerTensor, StreamSchema
 from ucp.model.layout import Rank
 from ucp.model.region import Region
 from ucp.model.rules import Rule, RuleBook
-from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, Stepped, dtype_of, local_part
 from ucp.train.pieces import Collector, SliceRules
 from ucp.train.recording.kernel import kernel_of, plain_hyper, sees_vectors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ from ucp.log.kinds import FIRST_KINDS
 from ucp.log.manifest import Manifest, write_manifest
 from ucp.log.payloads import Stage
 from ucp.log.reader import Log, epoch_folder, find_parent
-from ucp.records import dataclass, replace
 from ucp.replay.exactness import find_kernel
 from ucp.train.describe import describe
 from ucp.train.live import LiveJob

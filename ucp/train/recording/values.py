@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ucp.log.values import Value
 from ucp.log.writer import Writer
-from ucp.records import replace
 from ucp.shadow.sink import Sinks
 from ucp.train.recording.buffers import BufferWatch
 from ucp.train.recording.start import Start, write_kinds

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp import tunables
-from ucp.records import dataclass, field
 from ucp.train.live import LiveJob, local_part
 from ucp.train.pieces import Piece
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from ucp.files.pictures import write_picture
-from ucp.records import dataclass
 
 _ROWS: Final = 60  # tensors that get a line of their own
 _ROW: Final = 18

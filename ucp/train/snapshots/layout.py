@@ -7,10 +7,10 @@ the same: that takes a few microseconds a tensor, where laying the files out tak
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucp.model.checkpoint import Parameter
-from ucp.records import dataclass, field, replace
 from ucp.train.live import LiveJob
 from ucp.train.pieces import Collector, Piece, SliceRules
 from ucp.train.saved_index import Gathered

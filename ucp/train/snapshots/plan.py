@@ -10,10 +10,9 @@ The copier takes the earliest deadline first, which misses none if any order mis
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any, Final
-
-from ucp.records import dataclass
 
 _ROUNDING: Final = 1e-9
 

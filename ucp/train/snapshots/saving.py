@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import Checkpoint
 from ucp.model.region import Region
 from ucp.model.target import Target
-from ucp.records import replace
 from ucp.train.live import LiveJob, dtype_of
 from ucp.train.pieces import Piece
 from ucp.train.saved_index import Gathered, build_index

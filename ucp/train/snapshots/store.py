@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,6 @@ from ucp.errors import StorageError, UsageError
 from ucp.files.local import sync
 from ucp.formats.store.description import EXTRA, generation_notes, schema_of
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import replace
 from ucp.store.layout import Entry, Schema
 from ucp.store.writer import Store
 from ucp.train.saved_index import Gathered

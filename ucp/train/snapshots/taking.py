@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ucp.errors import UsageError
-from ucp.records import replace
 from ucp.train.saved_index import steps_counted
 from ucp.train.snapshots.copying import Copier, Throttle, in_order
 from ucp.train.snapshots.costs import Expected, Measured, tell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -16,7 +17,6 @@ from ucp.formats.deepspeed.emit.world import LocalGroup, World, round_robin
 from ucp.formats.deepspeed.flatlayout import FlatLayout, lay_out
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import BFLOAT16, DType
-from ucp.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ucp.files.inert import InertOrderedDict, Size
@@ -15,7 +16,6 @@ from ucp.formats.deepspeed.emit.world import LocalGroup, World
 from ucp.model.checkpoint import Atom
 from ucp.model.dtypes import DType
 from ucp.model.region import Region
-from ucp.records import dataclass
 
 _DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ucp.errors import UsageError
@@ -9,7 +10,6 @@ from ucp.model.box import Shape
 from ucp.model.checkpoint import Checkpoint, Parameter
 from ucp.model.region import Region
 from ucp.model.rules import Rule, logical_shape, slice_pieces
-from ucp.records import dataclass, replace
 
 # The origin of a rule that was never asked for: with one tensor-parallel rank nothing shows how to cut.
 UNKNOWN_ORIGIN: Final = "one tensor-parallel rank"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.errors import UsageError
 from ucp.model.checkpoint import Checkpoint
-from ucp.records import dataclass
 
 _LAYER: Final = re.compile(r"(\d+)\.(.+)")
 _TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.errors import InconsistentError
@@ -13,7 +14,6 @@ from ucp.formats.deepspeed.emit.slices import Local
 from ucp.formats.deepspeed.emit.tensors import whole_tensor
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Parameter, state_of_kind
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 _COUNTERS: Final = (STEP, "mu_product", "mu", "eta")  # of torch's optimizers
 _FORMATS = {"int64": "<q", "float32": "<f", "float64": "<d", "int32": "<i"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,7 +17,6 @@ from ucp.formats.registry import WriteOptions
 from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32
 from ucp.model.layout import Mesh
-from ucp.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

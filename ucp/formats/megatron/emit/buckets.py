@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ucp.files.torchzip_writer import Fill, Zeros
@@ -11,7 +12,6 @@ from ucp.formats.megatron.emit.buffers import STATES, Buffer, Buffers
 from ucp.formats.megatron.emit.optimizer import has_apart_experts
 from ucp.formats.megatron.local_module import ModuleRank, ModuleTensor
 from ucp.model.dtypes import DType
-from ucp.records import dataclass
 
 _Content = Fill | Zeros
 

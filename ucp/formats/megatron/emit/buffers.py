@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ucp.errors import UsageError
@@ -21,7 +22,6 @@ from ucp.formats.megatron.local_module import (
 )
 from ucp.model.checkpoint import MASTER, Atom
 from ucp.model.dtypes import FLOAT32, DType
-from ucp.records import dataclass, replace
 
 # What the distributed optimizer keeps of every parameter, whatever it is: its name in files → the kind of atom.
 STATES: Final = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from ucp.formats.megatron.pipeline import Chunk, chunks_of_job
 from ucp.formats.registry import OptimizerSharding, WriteOptions
 from ucp.model.checkpoint import Checkpoint, Note
 from ucp.model.layout import Mesh
-from ucp.records import dataclass
 
 _LAYOUT: Final = "pipeline_model_parallel_layout"
 # How layers are dealt to stages. Where the number of stages changes, none of it holds any more.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
@@ -27,7 +28,6 @@ from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.model.dtypes import FLOAT32, DType, parse_dtype
 from ucp.model.region import Region
 from ucp.model.rules import REPLICATED, Rule, resolve
-from ucp.records import dataclass, replace
 
 _KNOWN: Final = re.compile(r"^(?:embedding|decoder|mtp\.layers\.\d+|output_layer)\.")
 _UNCUT: Final = ("one tensor-parallel rank", "not cut in the checkpoint")  # origins of rules that nobody gave

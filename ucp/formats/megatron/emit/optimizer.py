@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.files.inert import TensorRef
@@ -17,7 +18,6 @@ from ucp.formats.megatron.plain_optimizer import is_of_muon
 from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, ParamGroup
 from ucp.model.dtypes import FLOAT32
 from ucp.model.region import Region
-from ucp.records import dataclass
 
 _EXPERTS: Final = "is_expert_parallel"
 _TORCH_ONLY: Final = "foreach"  # a setting that torch's optimizers have and the fused ones have not

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
 
 from ucp.formats.megatron.arguments import Arguments
 from ucp.formats.megatron.names import expert_of, layer_of
 from ucp.model.box import Box, Shape
-from ucp.records import dataclass
 
 _FUSED_MLP: Final = (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1")
 _FUSED_ATTENTION: Final = (
