@@ -19,7 +19,7 @@ import torch
 from bench_shadow_cores import Cores
 
 import ucp
-from ucp.shadow.client import status
+from ucp.training.shadow.client import status
 
 
 class Job:

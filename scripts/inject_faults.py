@@ -30,12 +30,13 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from ucp.api import convert
-from ucp.checks import Report, verify
+from ucp.checks.runner import verify
 from ucp.checks.spans import archive_ranges
+from ucp.checks.verify_report import Report
+from ucp.containers.torch_file import TorchFile
+from ucp.core.checkpoint import WEIGHT, Checkpoint, Fragment
 from ucp.errors import UcpError
-from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.checkpoint import WEIGHT, Checkpoint, Fragment
 
 PROJECT = Path(__file__).resolve().parent.parent
 OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")

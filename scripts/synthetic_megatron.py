@@ -19,17 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from ucp.api import Conversion
-from ucp.files.pickle_writer import bare_object
-from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.order import order_key
-from ucp.formats.megatron.splits import ORIGIN, rule_of
+from ucp.containers.pickle_writer import bare_object
+from ucp.conversion import Plan
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
+from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.core.rules import resolve
+from ucp.formats.megatron.job_arguments import JobArguments
+from ucp.formats.megatron.mcore_modules import RULE_ORIGIN, order_key, split_rule
 from ucp.formats.registry import WriteOptions, make_writer
-from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
-from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
-from ucp.model.rules import resolve
 
 BYTES_PER_PARAMETER = 14  # weight, master and two moments
 STEP = 100
@@ -119,9 +118,9 @@ def noise_atom(name: str, kind: str, shape: tuple[int, ...], dtype: DType, start
     return Atom(name, kind, shape, dtype, (fragment,))
 
 
-def parameter_of(name: str, shape: tuple[int, ...], arguments: Arguments, room: int) -> Parameter:
+def parameter_of(name: str, shape: tuple[int, ...], arguments: JobArguments, room: int) -> Parameter:
     """A parameter whose states are stretches of the noise, which start within its first `room` elements."""
-    rule = rule_of(name, [shape], arguments, lambda _: None)
+    rule = split_rule(name, [shape], arguments, lambda _: None)
     assert rule is not None, name
     seed = sum(name.encode()) * 7919
     kinds = {"weight": BFLOAT16, "master": FLOAT32, "exp_avg": FLOAT32, "exp_avg_sq": FLOAT32}
@@ -132,7 +131,7 @@ def parameter_of(name: str, shape: tuple[int, ...], arguments: Arguments, room: 
     }
     step = Fragment(Region.all_of(()), NOISE, 0, FLOAT32, inline=struct.pack("<f", STEP))
     atoms["step"] = Atom(name, "step", (), FLOAT32, (step,))
-    return Parameter(name, shape, "trained", atoms, resolve(rule, [shape], name), ORIGIN)
+    return Parameter(name, shape, "trained", atoms, resolve(rule, [shape], name), RULE_ORIGIN)
 
 
 def groups_of(parameters: dict[str, Parameter]) -> list[ParamGroup]:
@@ -154,7 +153,7 @@ def made_up(root: Path, nbytes: float) -> Checkpoint:
     """The checkpoint of a job of one rank, as an index of a file of noise in `root`."""
     sizes = model_of(nbytes)
     shapes = shapes_of(*sizes)
-    arguments = Arguments(arguments_of(*sizes))
+    arguments = JobArguments(arguments_of(*sizes))
     room = 1 << 18
     make_noise(root, max(map(prod, shapes.values())) + room)
     names = sorted(shapes, key=order_key)
@@ -182,7 +181,7 @@ def make(folder: Path, nbytes: float, *, tp: int, pp: int) -> Checkpoint:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         source = made_up(Path(scratch), nbytes)
         writer = make_writer("torch-dist", source, WriteOptions(tp=tp, pp=pp))
-        Conversion(source, writer, writer.target(), folder).run()
+        Plan(source, writer, writer.target(), folder).run()
     return source
 
 

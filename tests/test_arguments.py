@@ -10,8 +10,8 @@ import torch
 
 import ucp
 from tests.transcripts import PROJECT
-from ucp.arguments import parse_size
 from ucp.errors import UsageError
+from ucp.options import parse_size
 
 CHECKPOINT = PROJECT / "fixtures" / "z1_bf16_tp2_dp2"
 PIPELINE = PROJECT / "fixtures" / "pp2_z1_bf16_tied_dp2"

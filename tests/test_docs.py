@@ -14,10 +14,10 @@ import pytest
 
 from tests.transcripts import PROJECT, check, needs_corpus, python_blocks, run_python, set_up, steps
 from ucp import errors
-from ucp.checks.registry import BY_ID
+from ucp.checks.catalogue import BY_ID
 from ucp.cli.main import COMMANDS, cli
 from ucp.formats.registry import WRITERS
-from ucp.formats.rulefiles import parse_rules, preset_names
+from ucp.formats.sharded.rule_files import parse_rules, preset_names
 
 DOCS = PROJECT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -9,14 +9,15 @@ from ucp.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from ucp.api import convert, diff, plan, report, verify
+    from ucp.api import convert, diff, report, verify
     from ucp.api import open_checkpoint as open
-    from ucp.train.loading import LoadReport, load_into
-    from ucp.train.recording.record import Recorder, record
-    from ucp.train.saving import SaveHandle, save
-    from ucp.train.snapshots.snapshot import Snapshots, snapshot
-    from ucp.train.topk import TopK
-    from ucp.views import OpenCheckpoint
+    from ucp.planning import plan
+    from ucp.sources import OpenCheckpoint
+    from ucp.training.gradient_compression import TopK
+    from ucp.training.load import LoadReport, load_into
+    from ucp.training.recording.recorder import Recorder, record
+    from ucp.training.save import SaveHandle, save
+    from ucp.training.snapshots.snapshot import Snapshots, snapshot
 
 __all__ = [
     "LoadReport",
@@ -39,15 +40,15 @@ __all__ = [
 ]
 
 _LIVE = {
-    "LoadReport": "ucp.train.loading",
-    "load_into": "ucp.train.loading",
-    "Recorder": "ucp.train.recording.record",
-    "record": "ucp.train.recording.record",
-    "SaveHandle": "ucp.train.saving",
-    "save": "ucp.train.saving",
-    "Snapshots": "ucp.train.snapshots.snapshot",
-    "snapshot": "ucp.train.snapshots.snapshot",
-    "TopK": "ucp.train.topk",
+    "LoadReport": "ucp.training.load",
+    "load_into": "ucp.training.load",
+    "Recorder": "ucp.training.recording.recorder",
+    "record": "ucp.training.recording.recorder",
+    "SaveHandle": "ucp.training.save",
+    "save": "ucp.training.save",
+    "Snapshots": "ucp.training.snapshots.snapshot",
+    "snapshot": "ucp.training.snapshots.snapshot",
+    "TopK": "ucp.training.gradient_compression",
 }
 
 

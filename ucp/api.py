@@ -16,22 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ucp.arguments import check_choices, check_counts, size, words
-from ucp.conversion import DEFAULT_MEMORY, Conversion, default_jobs
+from ucp.conversion import DEFAULT_MEMORY, Plan, default_jobs
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.selection import Only
 from ucp.errors import UsageError
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.selection import Only
+from ucp.options import as_strings, byte_count, check_choices, check_counts
 from ucp.planning import plan
-from ucp.sources import index_state, read_options, renamed
-from ucp.views import OpenCheckpoint
+from ucp.sources import OpenCheckpoint, index_state, read_options, renamed
 
 if TYPE_CHECKING:
-    from ucp.checks import Report
-    from ucp.compare import Comparison
+    from ucp.checks.verify_report import Report
+    from ucp.compare.comparison import Comparison
     from ucp.engine.convert import Progress
-    from ucp.reports import Written
+    from ucp.reports.html_page import WrittenReport
 
-__all__ = ["Conversion", "Engine", "OpenCheckpoint", "convert", "diff", "open_checkpoint", "plan", "report", "verify"]
+__all__ = ["Engine", "OpenCheckpoint", "Plan", "convert", "diff", "open_checkpoint", "plan", "report", "verify"]
 
 Engine = Literal["local", "ray"]  # this machine, or tasks of a Ray cluster
 
@@ -81,18 +80,18 @@ def convert(
     Of several processes each may write one `part`, `(1, n)` to `(n, n)`; a last call with `finish` lets `dst` appear.
     With the engine `ray`, `parts` tasks of the Ray cluster at `ray_address` write it, each with `jobs` CPUs.
     """
-    from ucp.engine.shares import Share
+    from ucp.engine.work_shard import WorkShard
 
     check_choices(engine=(engine, Engine))
     check_counts(jobs=jobs, parts=parts)
-    memory = size("memory", memory)
+    memory = byte_count("memory", memory)
     if engine == "ray":
         if part is not None or finish:
             raise UsageError("with the engine ray, part and finish are its own affair", hint="leave them out")
-        from ucp.on_ray import absolute, everywhere, run_on_ray
+        from ucp.on_ray import absolute_options, absolute_path, run_on_ray
 
-        src, options = absolute(src), everywhere(options)
-        conversion = plan(src, absolute(dst), **options)
+        src, options = absolute_path(src), absolute_options(options)
+        conversion = plan(src, absolute_path(dst), **options)
         run_on_ray(
             conversion,
             src,
@@ -117,7 +116,7 @@ def convert(
             resume=resume,
             restart=restart,
             durable=durable,
-            share=None if part is None else Share(part[0] - 1, part[1]),
+            share=None if part is None else WorkShard(part[0] - 1, part[1]),
             progress=progress,
         )
     return conversion.source
@@ -144,15 +143,15 @@ def verify(
     of an earlier report in `baseline`. With a `log`, base and log are checked, and the state after `step` that they
     make; with `exact`, that it may differ from what the job held is an error.
     """
-    from ucp.checks import make_policy
-    from ucp.checks import verify as run_checks
+    from ucp.checks.runner import verify as run_checks
+    from ucp.checks.verify_report import make_policy
 
     check_counts(jobs=jobs)
-    policy = make_policy(fail_on, words(allow), baseline)
+    policy = make_policy(fail_on, as_strings(allow), baseline)
     options, jobs = read_options(tag, rules, preset), jobs or default_jobs()
     if log is None and step is None and not exact:
         return run_checks(src, level, options=options, jobs=jobs, policy=policy)
-    from ucp.replay.checking import verify_at
+    from ucp.replay.checks import verify_at
 
     return verify_at(src, level, options, log, step, exact=exact, jobs=jobs, policy=policy)
 
@@ -190,11 +189,14 @@ def diff(
     measures how far each parameter moved. With `names` both are compared under the names of one framework, as in
     `open_checkpoint`. With `log_a`, A is the state after `step_a` that follows from it, and B likewise.
     """
-    from ucp.compare import Options, Tolerance, compare
+    from ucp.compare.comparison import CompareOptions, compare
+    from ucp.compare.elements import Tolerance
 
     check_choices(only=(only, Only))
     check_counts(jobs=jobs)
-    options = Options(Tolerance(rtol, atol, ulp), only, words(include), words(exclude), strict, updates, extras)
+    options = CompareOptions(
+        Tolerance(rtol, atol, ulp), only, as_strings(include), as_strings(exclude), strict, updates, extras
+    )
     one, other = (
         renamed(
             index_state(path, read_options(tag, rules, preset), log, step, exact and log is not None),
@@ -218,18 +220,18 @@ def report(
     rules: str | Path | None = None,
     preset: str | None = None,
     progress: Progress | None = None,
-) -> Written:
+) -> WrittenReport:
     """Write one self-contained HTML `page` about the checkpoint at `src`.
 
     `level` is that of `verify`; `sample` bounds the elements of each state that statistics are measured on.
     """
     from ucp import __version__
-    from ucp.checks import Level
-    from ucp.reports import Options, write_report
+    from ucp.checks.findings import Level
+    from ucp.reports.html_page import ReportOptions, write_report
 
     try:
         depth = Level[level.upper()]
     except KeyError:
         raise UsageError(f"{level!r} is not a level of verification", hint="choose quick, default or deep") from None
-    options = Options(depth, statistics, sample, read_options(tag, rules, preset))
+    options = ReportOptions(depth, statistics, sample, read_options(tag, rules, preset))
     return write_report(src, page, options, version=__version__, jobs=jobs or default_jobs(), progress=progress)

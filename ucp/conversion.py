@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp.files.paths import RemotePath
-from ucp.formats.registry import Writer
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.target import Target
-from ucp.tunables import MIB
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.target import Target
+from ucp.formats.registry import FormatWriter
+from ucp.settings import MIB
+from ucp.storage.paths import RemotePath
 
 if TYPE_CHECKING:
     from ucp.engine.convert import Progress
-    from ucp.engine.shares import Share
-    from ucp.engine.upload_together import UploadTogether
+    from ucp.engine.coordinator import StoreCoordinator
+    from ucp.engine.work_shard import WorkShard
 
 DEFAULT_MEMORY = 256 * MIB
 
@@ -27,11 +27,11 @@ def default_jobs() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class Plan:
     """A conversion that is planned and not yet run."""
 
     source: Checkpoint
-    writer: Writer
+    writer: FormatWriter
     target: Target
     path: Path
 
@@ -43,7 +43,7 @@ class Conversion:
         resume: bool = False,
         restart: bool = False,
         durable: bool = False,
-        share: Share | None = None,
+        share: WorkShard | None = None,
         progress: Progress | None = None,
         processes: bool = False,
     ) -> None:
@@ -52,11 +52,11 @@ class Conversion:
         With `processes` the work is done by `jobs` forks of this process, where it has no other threads.
         """
         from ucp.engine.convert import Progress, RunOptions, run
-        from ucp.engine.shares import WHOLE
-        from ucp.engine.worker import Budget
+        from ucp.engine.work_shard import UNSHARDED
+        from ucp.engine.worker import WorkerBudget
 
         options = RunOptions(
-            Budget(jobs or default_jobs(), memory, processes), resume, restart, durable, share or WHOLE
+            WorkerBudget(jobs or default_jobs(), memory, processes), resume, restart, durable, share or UNSHARDED
         )
         run(
             self.target,
@@ -79,18 +79,18 @@ class Conversion:
             durable=durable,
         )
 
-    def run_together(self, share: Share, progress: Progress, **options: Any) -> None:
+    def run_together(self, share: WorkShard, progress: Progress, **options: Any) -> None:
         """Write this process's share of a launch; the first process waits for the others and lets the target appear."""
         from ucp.engine.convert import fingerprint
-        from ucp.engine.together import Together
+        from ucp.engine.coordinator import FolderCoordinator
 
-        together: Together | UploadTogether
+        together: FolderCoordinator | StoreCoordinator
         if isinstance(self.path, RemotePath):
-            from ucp.engine.upload_together import UploadTogether as InStore
+            from ucp.engine.coordinator import StoreCoordinator as InStore
 
             together = InStore(self.path, share, progress)
         else:
-            together = Together(self.path, share, self.target.nbytes, progress)
+            together = FolderCoordinator(self.path, share, self.target.nbytes, progress)
         try:
             self.run(share=share, progress=together, **options)
             if together.leads:

@@ -1,4 +1,6 @@
-"""A conversion as tasks of a Ray cluster: the parts of `--part I/N`, placed, retried and told of by Ray.
+"""What the shares of a target have done so far, as someone sees it who writes none of them: a driver of tasks.
+
+A conversion as tasks of a Ray cluster: the parts of `--part I/N`, placed, retried and told of by Ray.
 
 The driver plans, hands out the parts, looks at their journals for its progress, and lets the target appear when all
 are done. A task plans for itself, as every process of a launch does, and writes its part. One that Ray has to run
@@ -13,25 +15,93 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from ucp import tunables
-from ucp.conversion import DEFAULT_MEMORY, Conversion
-from ucp.engine.begun import Begun, begun
+from ucp import settings
+from ucp.conversion import DEFAULT_MEMORY, Plan
+from ucp.core.target import Target
 from ucp.engine.convert import Progress, fingerprint
-from ucp.engine.journal import BusyError
-from ucp.engine.publishing import was_published
-from ucp.engine.shares import WHOLE, Share
+from ucp.engine.journal import JournalRecord, OutputBusyError, is_locked
+from ucp.engine.staging import busy_error, check_destination, discard_partial_output, staging_folder, was_published
+from ucp.engine.work_shard import UNSHARDED, WorkShard, journalled_shards
 from ucp.errors import StorageError, UcpError, UsageError
-from ucp.files.paths import RemotePath, is_shadow, is_url
 from ucp.planning import plan
+from ucp.storage.paths import RemotePath, is_shadow, is_url
 from ucp.version import VERSION
 
-_PATHS: Final = ("like", "rules", "model_config", "log")  # options that name files
+
+class PartialOutput(Protocol):
+    """The place where a target is being made."""
+
+    where: str  # for people: where the work of shares is kept
+
+    def shares(self, *, restart: bool) -> list[WorkShard]:
+        """Shares that were begun; with `restart` they are thrown away. Refused where something else is in the way."""
+
+    def nbytes(self, share: WorkShard) -> int:
+        """Bytes that a share says are written."""
+
+
+def partial_output(path: Path, target: Target, fingerprint: str) -> PartialOutput:
+    """The place for a target at `path`, a folder or one of an object store."""
+    if isinstance(path, RemotePath):
+        return _PartialUpload(path, target, fingerprint)
+    return _PartialFolder(path, fingerprint)
+
+
+class _PartialFolder:
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path = path
+        self._fingerprint = fingerprint
+        self._folder = staging_folder(path)
+        self.where = str(self._folder)
+
+    def shares(self, *, restart: bool) -> list[WorkShard]:
+        check_destination(self._path)
+        if restart:
+            discard_partial_output(self._path)
+        found = journalled_shards(self._folder)
+        if any(is_locked(self._folder / share.journal) for share in found):
+            raise busy_error(self._path)
+        return found
+
+    def nbytes(self, share: WorkShard) -> int:
+        journal = self._folder / share.journal
+        try:
+            return JournalRecord.parse(journal.read_bytes(), self._fingerprint, journal).nbytes
+        except (OSError, UsageError):  # not begun yet
+            return 0
+
+
+class _PartialUpload:
+    def __init__(self, path: RemotePath, target: Target, fingerprint: str) -> None:
+        self._path = path
+        self._target = target
+        self._fingerprint = fingerprint
+        self.where = str(path)
+
+    def shares(self, *, restart: bool) -> list[WorkShard]:
+        from ucp.engine.upload import started_shards
+
+        return started_shards(self._path, restart=restart)
+
+    def nbytes(self, share: WorkShard) -> int:
+        from ucp.engine.upload import read_upload_journal
+
+        try:
+            told = read_upload_journal(
+                self._path, self._path.store.everything(self._path.key), share, self._fingerprint
+            )
+        except UsageError:
+            return 0
+        return sum(one.size for one in told.files.values())
+
+
+_PATH_OPTIONS: Final = ("like", "rules", "model_config", "log")  # options that name files
 
 
 def run_on_ray(
-    conversion: Conversion,
+    conversion: Plan,
     src: str | os.PathLike[str],
     options: Mapping[str, Any],
     *,
@@ -54,7 +124,7 @@ def run_on_ray(
     identity = fingerprint(target, conversion.source)
     if resume and _was_published(conversion, identity, durable=durable):
         return
-    place = begun(path, target, identity)
+    place = partial_output(path, target, identity)
     halves = place.shares(restart=restart)
     if halves and parts is None:
         parts = halves[0].count
@@ -62,27 +132,27 @@ def run_on_ray(
     if own:
         _connect(ray, address)
     try:
-        parts, jobs = dealt(_cpus(ray), parts, jobs, len(target.files))
+        parts, jobs = choose_shards(_cpus(ray), parts, jobs, len(target.files))
         how = {"jobs": jobs, "memory": memory, "durable": durable}
         work = ray.put((str(src), str(path), dict(options), how, identity, VERSION))
-        task = ray.remote(write_part)
+        task = ray.remote(write_shard)
         refs = {}
-        for share in (Share(number, parts) for number in range(parts)):
+        for share in (WorkShard(number, parts) for number in range(parts)):
             placed = task.options(num_cpus=jobs, scheduling_strategy="SPREAD", name=f"ucp {share}")
             refs[placed.remote(work, share.number, share.count)] = share
-        _Watch(ray, refs, place, progress or Progress()).until_done(target.nbytes)
+        _TaskMonitor(ray, refs, place, progress or Progress()).until_done(target.nbytes)
     finally:
         if own:
             ray.shutdown()
     conversion.finish(durable=durable)
 
 
-def write_part(
+def write_shard(
     work: tuple[str, str, dict[str, Any], dict[str, Any], str, str], number: int, count: int
 ) -> tuple[str, float]:
     """The task: write one part, in whatever process Ray runs it. Gives the node's name and the seconds it took."""
     src, dst, options, how, identity, version = work
-    node, share, begin = socket.gethostname(), Share(number, count), time.perf_counter()
+    node, share, begin = socket.gethostname(), WorkShard(number, count), time.perf_counter()
     if version != VERSION:
         raise UsageError(
             f"{node} has ucp {VERSION}, and the conversion was started with {version}",
@@ -104,23 +174,23 @@ def write_part(
     return node, seconds
 
 
-def _run_when_free(conversion: Conversion, share: Share, how: Mapping[str, Any]) -> None:
+def _run_when_free(conversion: Plan, share: WorkShard, how: Mapping[str, Any]) -> None:
     """Write a part. The system may take a moment to let go of the journal of a process that was killed."""
-    end = time.monotonic() + tunables.MISSING_PROCESS_SECONDS
+    end = time.monotonic() + settings.MISSING_PROCESS_SECONDS
     while True:
         try:
             conversion.run(share=share, **how)
             return
-        except BusyError:
+        except OutputBusyError:
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
 
 
-class _Watch:
+class _TaskMonitor:
     """The driver's view of its tasks."""
 
-    def __init__(self, ray: Any, refs: Mapping[Any, Share], place: Begun, progress: Progress) -> None:
+    def __init__(self, ray: Any, refs: Mapping[Any, WorkShard], place: PartialOutput, progress: Progress) -> None:
         self._ray = ray
         self._refs = refs
         self._place = place
@@ -133,7 +203,7 @@ class _Watch:
         left = list(self._refs)
         try:
             while left:
-                done, left = self._ray.wait(left, num_returns=1, timeout=tunables.LOOK_AT_OTHERS_SECONDS)
+                done, left = self._ray.wait(left, num_returns=1, timeout=settings.LOOK_AT_OTHERS_SECONDS)
                 for ref in done:
                     self._result(ref)
                 self._look()
@@ -179,17 +249,17 @@ class _Watch:
             _, left = self._ray.wait(list(left), num_returns=len(left), timeout=10) if left else ([], [])
 
 
-def _was_published(conversion: Conversion, identity: str, *, durable: bool) -> bool:
+def _was_published(conversion: Plan, identity: str, *, durable: bool) -> bool:
     """Whether an earlier run has made the whole target, and was killed before it had cleared up."""
     path = conversion.path
     if not isinstance(path, RemotePath):
         return was_published(path, identity, durable=durable)
-    from ucp.engine.upload_folder import Upload
+    from ucp.engine.upload import Upload
 
-    return Upload(path, conversion.target, identity, WHOLE).was_published()
+    return Upload(path, conversion.target, identity, UNSHARDED).was_published()
 
 
-def dealt(cpus: Sequence[int], parts: int | None, jobs: int | None, most: int) -> tuple[int, int]:
+def choose_shards(cpus: Sequence[int], parts: int | None, jobs: int | None, most: int) -> tuple[int, int]:
     """(parts, CPUs of each) on nodes with so many CPUs: as many as run at once, but no more than `most` parts."""
     have = [count for count in cpus if count > 0]
     if (parts is None or jobs is None) and not have:
@@ -211,16 +281,19 @@ def dealt(cpus: Sequence[int], parts: int | None, jobs: int | None, most: int) -
     return parts, jobs
 
 
-def everywhere(options: Mapping[str, Any]) -> dict[str, Any]:
+def absolute_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a plan that mean the same in every folder: paths are made absolute."""
-    made = {key: absolute(value) if key in _PATHS and value is not None else value for key, value in options.items()}
+    made = {
+        key: absolute_path(value) if key in _PATH_OPTIONS and value is not None else value
+        for key, value in options.items()
+    }
     names = made.get("names")
     if names is not None and Path(names).is_file():  # else a word, such as `hf`
-        made["names"] = os.fspath(absolute(names))
+        made["names"] = os.fspath(absolute_path(names))
     return made
 
 
-def absolute(path: str | os.PathLike[str]) -> str | Path:
+def absolute_path(path: str | os.PathLike[str]) -> str | Path:
     """A path that means the same in every folder; an address is left as it is."""
     text = os.fspath(path)
     return text if is_url(text) or is_shadow(text) else Path(os.path.abspath(text))

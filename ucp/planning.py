@@ -7,23 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.arguments import check_choices, check_counts, numbers, size, words
-from ucp.conversion import Conversion
+from ucp.conversion import Plan
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.dtypes import DType, parse_dtype
+from ucp.core.selection import Only, Selection, select
 from ucp.errors import UsageError
-from ucp.files.paths import as_path, is_url
-from ucp.formats.registry import (
-    ExpertForm,
-    OptimizerKind,
-    OptimizerSharding,
-    ReadOptions,
-    WriteOptions,
-    make_writer,
-)
+from ucp.formats.registry import ExpertForm, OptimizerKind, OptimizerSharding, ReadOptions, WriteOptions, make_writer
 from ucp.formats.registry import open_checkpoint as index_checkpoint
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.dtypes import DType, parse_dtype
-from ucp.model.selection import Only, Selection, select
+from ucp.options import as_integers, as_strings, byte_count, check_choices, check_counts
 from ucp.sources import index_state, read_options, renamed
+from ucp.storage.paths import is_url, parse_path
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +55,7 @@ def plan(
     log: str | os.PathLike[str] | None = None,
     step: int | str | None = None,
     exact: bool = False,
-) -> Conversion:
+) -> Plan:
     """Index the source and lay out the target, without writing anything.
 
     Degrees that are left out keep the source's value, or that of the checkpoint `like`. `vpp` counts the model chunks
@@ -86,9 +79,9 @@ def plan(
         )
     if only == "weights" and to == "safetensors":
         only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
-    selection = Selection(only, words(include), words(exclude), wanted if to == "atoms" else None)
+    selection = Selection(only, as_strings(include), as_strings(exclude), wanted if to == "atoms" else None)
     indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
-    example = None if like is None else index_checkpoint(as_path(like), ReadOptions())
+    example = None if like is None else index_checkpoint(parse_path(like), ReadOptions())
     selected = select(indexed, selection)
     if indexed.parameters and not selected.parameters:
         raise UsageError(
@@ -96,7 +89,7 @@ def plan(
             + (", for the source has no optimizer state" if only == "optimizer" and not (include or exclude) else ""),
             hint="take less away with --only, --include and --exclude",
         )
-    source = _crossed(renamed(selected, names, model_config), to, model_config, example)
+    source = _translated(renamed(selected, names, model_config), to, model_config, example)
     options = WriteOptions(
         link=link,
         tp=tp,
@@ -108,8 +101,8 @@ def plan(
         zero=zero,
         dtype=wanted,
         like=example,
-        max_shard_size=None if max_shard_size is None else size("max_shard_size", max_shard_size),
-        first_layers=None if stages is None else numbers("stages", stages),
+        max_shard_size=None if max_shard_size is None else byte_count("max_shard_size", max_shard_size),
+        first_layers=None if stages is None else as_integers("stages", stages),
         vocab_size=vocab_size,
         experts=experts,
         optimizer=optimizer,
@@ -118,16 +111,16 @@ def plan(
     if link:
         _check_link(src, dst, to, source)
     writer = make_writer(to, source, options)
-    return Conversion(source, writer, writer.target(), as_path(dst))
+    return Plan(source, writer, writer.target(), parse_path(dst))
 
 
-def _crossed(
+def _translated(
     checkpoint: Checkpoint, to: str, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
 ) -> Checkpoint:
     """The checkpoint with what the target's framework wants to know, where another framework wrote it."""
-    from ucp.names.crossing import crossed
+    from ucp.formats.translate.extras_translation import translate_extras
 
-    return crossed(checkpoint, to, None if model_config is None else Path(model_config), like)
+    return translate_extras(checkpoint, to, None if model_config is None else Path(model_config), like)
 
 
 def _check_link(src: str | os.PathLike[str], dst: str | os.PathLike[str], to: str, source: Checkpoint) -> None:

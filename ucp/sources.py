@@ -1,15 +1,24 @@
-"""What a user names as a source, as an index: read by the user's rules, after a step of a log, under other names."""
+"""What a user names as a source, as an index: read by the user's rules, after a step of a log, under other names.
+
+A checkpoint to read from, in Python: parameters by name, states as arrays.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ucp.core.checkpoint import Checkpoint, Extras, Parameter
 from ucp.errors import UsageError
-from ucp.files.paths import as_path, is_shadow
 from ucp.formats.registry import ReadOptions
 from ucp.formats.registry import open_checkpoint as index_checkpoint
-from ucp.model.checkpoint import Checkpoint
+from ucp.storage.paths import is_shadow, parse_path
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 
 def read_options(
@@ -20,9 +29,9 @@ def read_options(
         tag = tag.rstrip("/") or tag  # a shell that completes names adds it
     if rules is None and preset is None:
         return ReadOptions(tag, repair=repair)
-    from ucp.formats.rulefiles import rule_book
+    from ucp.formats.sharded.rule_files import load_rule_book
 
-    return ReadOptions(tag, rule_book(rules, preset), repair)
+    return ReadOptions(tag, load_rule_book(rules, preset), repair)
 
 
 def index_state(
@@ -42,12 +51,12 @@ def index_state(
                 f"{path}: a shadow holds one step, the newest; --log and --step are about others",
                 hint="name the run or a checkpoint instead of the shadow to get another step",
             )
-        from ucp.shadow.client import open_shadow
+        from ucp.training.shadow.client import open_shadow
 
         return open_shadow(path, options)
     if log is None and step is None and not exact:
-        return index_checkpoint(as_path(path), options)
-    from ucp.replay.opening import open_at
+        return index_checkpoint(parse_path(path), options)
+    from ucp.replay.open_at import open_at
 
     return open_at(path, options, log, step, exact=exact)
 
@@ -58,6 +67,77 @@ def renamed(
     """The checkpoint under the names, and in the forms, that `names` says: as it is where that is None."""
     if names is None:
         return checkpoint
-    from ucp.names.choose import with_names
+    from ucp.names.select_table import rename_parameters
 
-    return with_names(checkpoint, os.fspath(names), None if model_config is None else Path(model_config))
+    return rename_parameters(checkpoint, os.fspath(names), None if model_config is None else Path(model_config))
+
+
+class OpenCheckpoint(Mapping[str, "ParameterView"]):
+    """A checkpoint to read from: a mapping from parameter name (or alias) to its states."""
+
+    def __init__(self, index: Checkpoint) -> None:
+        self.index = index
+        self._aliases = index.aliases()
+
+    @property
+    def parameters(self) -> dict[str, ParameterView]:
+        """Every parameter and buffer in the model's order, without aliases."""
+        return {name: ParameterView(self.index, parameter) for name, parameter in self.index.parameters.items()}
+
+    @property
+    def extras(self) -> Extras:
+        """Everything that is not a parameter state, as inert values."""
+        return self.index.extras
+
+    def __getitem__(self, name: str) -> ParameterView:
+        return ParameterView(self.index, self.index.parameters[self._aliases.get(name, name)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.parameters)
+
+    def __len__(self) -> int:
+        return len(self.index.parameters)
+
+    def __repr__(self) -> str:
+        return f"<{self.index.format} checkpoint of {len(self)} parameters, {self.index.mesh}>"
+
+
+class ParameterView:
+    """One parameter of an open checkpoint."""
+
+    def __init__(self, index: Checkpoint, parameter: Parameter) -> None:
+        self._index = index
+        self.parameter = parameter
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter.shape
+
+    @property
+    def kinds(self) -> list[str]:
+        """The states that are stored: `weight`, `master`, `exp_avg`, …"""
+        return list(self.parameter.atoms)
+
+    def read(
+        self, kind: str = "weight", rows: slice | None = None, *, as_torch: bool = False
+    ) -> np.ndarray[Any, Any] | torch.Tensor:
+        """One state, whole or some rows of its first dimension.
+
+        As numpy, bfloat16 comes widened to float32 (exactly); other types that numpy lacks need `as_torch`.
+        """
+        from ucp.read.region_reader import read_array, read_tensor
+
+        atom = self.parameter.atoms.get(kind)
+        if atom is None:
+            raise UsageError(f"parameter {self.name} has no {kind!r}", hint=f"it has: {', '.join(self.kinds)}")
+        if not isinstance(rows, slice | None):
+            raise UsageError(f"rows={rows!r} is not a slice", hint="write rows=slice(first, last + 1)")
+        read = read_tensor if as_torch else read_array
+        return read(self._index.root, atom, rows, self._index.computed)
+
+    def __repr__(self) -> str:
+        return f"<parameter {self.name} {list(self.shape)}: {', '.join(self.kinds)}>"

@@ -12,13 +12,16 @@ import sys
 from typing import Any
 
 from tests.engine.forking import WORKERS, Happening, count_forks, tell
-from ucp import tunables
-from ucp.checks import Finding, Report, forked, verify
+from ucp import settings
+from ucp.checks import task_processes
+from ucp.checks.findings import Finding
 from ucp.checks.renderings import FORMATS, render
-from ucp.checks.tasks import Meter, Task, carry_out
+from ucp.checks.runner import verify
+from ucp.checks.tasks import CheckTask, ReadMeter, run_task
+from ucp.checks.verify_report import Report
 from ucp.cli.main import run
 from ucp.errors import UcpError
-from ucp.files.local import SourceFiles
+from ucp.storage.local import SourceFiles
 
 PARENT = os.getpid()
 SIZES = {"SLAB_BYTES": 1024, "PART_BYTES": 4096, "TOLD_SECONDS": 0}
@@ -26,7 +29,7 @@ SIZES = {"SLAB_BYTES": 1024, "PART_BYTES": 4096, "TOLD_SECONDS": 0}
 
 def main(what: str, *sources: str) -> None:
     for name, size in SIZES.items():
-        setattr(tunables, name, size)
+        setattr(settings, name, size)
     count_forks()
     if what == "command":
         for source in sources:
@@ -34,7 +37,7 @@ def main(what: str, *sources: str) -> None:
         tell("forked", len(WORKERS))
         return
     if what == "break a worker":
-        forked.carry_out = _divide
+        task_processes.carry_out = _divide
     if what == "truncate a file":
         SourceFiles.read_into = _after_truncation  # type: ignore[method-assign]
     level, progress = ("default", None) if what == "default" else ("deep", Happening(what))
@@ -54,8 +57,8 @@ def said(report: Report) -> dict[str, Any]:
     return {"report": report.to_json(), **{form: render(report, form) for form in FORMATS}}
 
 
-def _divide(task: Task, meter: Meter) -> list[Finding]:
-    found = carry_out(task, meter)
+def _divide(task: CheckTask, meter: ReadMeter) -> list[Finding]:
+    found = run_task(task, meter)
     assert 1 // 0
     return found
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from tests.engine.shards import Cut, pick, regions
-from ucp.engine.casting import cast
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
-from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.model.layout import Mesh, Rank
-from ucp.model.region import Region
-from ucp.model.rules import REPLICATED, Rule
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
+from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
+from ucp.core.rules import REPLICATED, Rule
+from ucp.read.casting import cast
 
 Array = np.ndarray[Any, Any]
 

@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 
 from tests.checks.made import flip, make
 from tests.checks.test_index import only
-from ucp import tunables
+from ucp import settings
 from ucp.api import convert
-from ucp.checks import verify
-from ucp.checks.blocks import Block
-from ucp.checks.differences import Rounding
-from ucp.checks.lanes import lane_of, steps
-from ucp.checks.ledger import Ledger, Notebook
-from ucp.checks.spans import Span
-from ucp.checks.values import quite_right
-from ucp.files.crc import crc32
-from ucp.model.box import whole
-from ucp.model.checkpoint import Fragment
-from ucp.model.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from ucp.model.region import Region
+from ucp.checks.agreement import common_intervals, cover_runs
+from ucp.checks.deep_state import ChecksumCoverage, ReadRecorder
+from ucp.checks.raw_values import RoundingComparison, all_valid
+from ucp.checks.read_blocks import ReadBlock
+from ucp.checks.runner import verify
+from ucp.checks.spans import ChecksumSpan
+from ucp.containers.crc32 import crc32
+from ucp.core.box import whole
+from ucp.core.checkpoint import Fragment
+from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from ucp.core.region import Region
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -43,27 +42,27 @@ def test_rounding_is_torchs_to_the_last_bit(cases: list[tuple[int, int]]) -> Non
     saved = right.view(torch.int16).numpy().view(np.uint16) ^ np.array([flip for _, flip in cases], np.uint16)
     kept = torch.from_numpy(saved.copy().view(np.int16)).view(torch.bfloat16)
     differ = ~((kept.view(torch.int16) == right.view(torch.int16)) | (kept.isnan() & right.isnan())).numpy()
-    finite = quite_right(masters.view(np.uint32), FLOAT32, False)
+    finite = all_valid(masters.view(np.uint32), FLOAT32, False)
     assert finite == bool(np.isfinite(masters).all())
-    found = Rounding(FLOAT32, BFLOAT16, 64).wrong(masters, saved, finite)
+    found = RoundingComparison(FLOAT32, BFLOAT16, 64).wrong(masters, saved, finite)
     assert list(found) == list(np.flatnonzero(differ))
 
 
 def test_rounding_in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucp.checks.differences._IN_CACHE", 7)
+    monkeypatch.setattr("ucp.checks.raw_values._IN_CACHE", 7)
     masters = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     saved = torch.from_numpy(masters).bfloat16().view(torch.int16).numpy().view(np.uint16).copy()
     saved[[0, 6, 7, 999]] ^= 1
-    assert list(Rounding(FLOAT32, BFLOAT16, 1000).wrong(masters, saved, True)) == [0, 6, 7, 999]
+    assert list(RoundingComparison(FLOAT32, BFLOAT16, 1000).wrong(masters, saved, True)) == [0, 6, 7, 999]
 
 
 def test_rounding_to_half_precision() -> None:
     masters = np.array([1.0, 65519.9, 65520.0, 1e-8, -0.0], np.float32)
     with np.errstate(over="ignore"):
         saved = masters.astype(np.float16)
-    assert not Rounding(FLOAT32, FLOAT16, 5).wrong(masters, saved, True).size
+    assert not RoundingComparison(FLOAT32, FLOAT16, 5).wrong(masters, saved, True).size
     saved[3] = 1
-    assert list(Rounding(FLOAT32, FLOAT16, 5).wrong(masters, saved, True)) == [3]
+    assert list(RoundingComparison(FLOAT32, FLOAT16, 5).wrong(masters, saved, True)) == [3]
 
 
 @pytest.mark.parametrize("slab, part", [(1 << 20, 1 << 26), (16, 64), (4, 4), (1 << 20, 10)])
@@ -78,8 +77,8 @@ def test_the_findings_do_not_depend_on_how_the_work_is_cut(
     expected = {
         level: [str(finding) for finding in verify(checkpoint, level).findings] for level in ("default", "deep")
     }
-    monkeypatch.setattr(tunables, "SLAB_BYTES", slab)
-    monkeypatch.setattr(tunables, "PART_BYTES", part)
+    monkeypatch.setattr(settings, "SLAB_BYTES", slab)
+    monkeypatch.setattr(settings, "PART_BYTES", part)
     for level, findings in expected.items():
         assert len(findings) == 3
         assert [str(finding) for finding in verify(checkpoint, level, jobs=3).findings] == findings
@@ -109,8 +108,8 @@ def test_a_master_that_is_cut_in_another_way_is_compared_all_the_same(tmp_path: 
 def test_every_byte_of_a_real_checkpoint_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(path.stat().st_size for path in FIXTURES.joinpath(name).rglob("*.pt"))
     for slab, part in ((1 << 20, 1 << 26), (256, 1000)):
-        monkeypatch.setattr(tunables, "SLAB_BYTES", slab)
-        monkeypatch.setattr(tunables, "PART_BYTES", part)
+        monkeypatch.setattr(settings, "SLAB_BYTES", slab)
+        monkeypatch.setattr(settings, "PART_BYTES", part)
         # Steps are tensors of one number: they are read to compare them, and for their CRC.
         assert 0 <= verify(FIXTURES / name, "deep").bytes_read - total < 500
 
@@ -120,20 +119,20 @@ def test_every_byte_of_atoms_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     listed = [path for path in (tmp_path / "atoms").rglob("*") if path.is_file() and path.name != "ucp.json"]
     total = sum(path.stat().st_size for path in listed)
     for slab in (1 << 20, 64):
-        monkeypatch.setattr(tunables, "SLAB_BYTES", slab)
+        monkeypatch.setattr(settings, "SLAB_BYTES", slab)
         assert verify(tmp_path / "atoms", "deep", jobs=3).bytes_read - total in range(500)
 
 
 def test_steps_go_where_the_first_lane_goes(tmp_path: Path) -> None:
     atom = make(tmp_path).parameters["layer.weight"].atoms["exp_avg"]
     file = Fragment(Region.all_of((6, 4)), "f", 0, FLOAT32)
-    one = lane_of(replace(atom, fragments=(file,)), 0)
+    one = cover_runs(replace(atom, fragments=(file,)), 0)
     parts = [file._replace(region=file.region.cut(a, b)) for a, b in ((3, 9), (9, 20))]
-    other = lane_of(replace(atom, fragments=tuple(parts)), 0)
+    other = cover_runs(replace(atom, fragments=tuple(parts)), 0)
     assert one is not None
     assert other is not None
     boxes = (whole((6, 4)),)
-    found = list(steps([one.spaces[boxes], other.spaces[boxes]], (1, 22), 8))
+    found = list(common_intervals([one.spaces[boxes], other.spaces[boxes]], (1, 22), 8))
     assert [(start, stop, runs[1] is not None) for start, stop, runs in found] == [
         (1, 3, False),
         (3, 9, True),
@@ -146,16 +145,16 @@ def test_steps_go_where_the_first_lane_goes(tmp_path: Path) -> None:
 @given(st.binary(min_size=1, max_size=60), st.lists(st.tuples(st.integers(0, 70), st.integers(1, 30)), max_size=6))
 def test_a_ledger_adds_up_whatever_was_read_first(data: bytes, reads: list[tuple[int, int]]) -> None:
     start = 5  # of the span in its file
-    ledger = Ledger()
-    track = ledger.add(Span("zip-crc", "f", start, start + len(data), "t", "00000001", None))
+    ledger = ChecksumCoverage()
+    track = ledger.add(ChecksumSpan("zip-crc", "f", start, start + len(data), "t", "00000001", None))
     ledger.close()
     file = bytes(start) + data + bytes(30)
     for at, length in reads:
-        notebook = Notebook(ledger)
+        notebook = ReadRecorder(ledger)
         notebook.take("f", at, memoryview(file[at : at + length]))
         notebook.take("elsewhere", at, memoryview(file[at : at + length]))
         notebook.close()
-    notebook = Notebook(ledger)
+    notebook = ReadRecorder(ledger)
     for at, stop in list(track.rest()):
         notebook.take("f", at, memoryview(file[at:stop]))
     notebook.close()
@@ -165,7 +164,7 @@ def test_a_ledger_adds_up_whatever_was_read_first(data: bytes, reads: list[tuple
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 64, 4100])
 def test_a_block_lies_as_its_bytes_do_in_the_file(offset: int) -> None:
-    block = Block(0, 100)
+    block = ReadBlock(0, 100)
     for _ in range(2):
         placed = block.place(offset, 100)
         assert placed.size == 100

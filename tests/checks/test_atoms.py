@@ -9,15 +9,16 @@ import pytest
 
 from tests.checks.made import flip, make
 from tests.checks.test_index import only
-from ucp import tunables
-from ucp.api import Conversion
-from ucp.checks import Level, verify
+from ucp import settings
+from ucp.checks.findings import Level
+from ucp.checks.runner import verify
+from ucp.conversion import Plan
 from ucp.formats.registry import WriteOptions, make_writer
 
 
 @pytest.fixture(params=[1 << 26, 20], ids=["one part", "many parts"])
 def atoms(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tunables, "PART_BYTES", request.param)
+    monkeypatch.setattr(settings, "PART_BYTES", request.param)
     return write(tmp_path, link=False)
 
 
@@ -29,7 +30,7 @@ def virtual(tmp_path: Path) -> Path:
 def write(folder: Path, *, link: bool) -> Path:
     writer = make_writer("atoms", make(folder / "made"), WriteOptions(link=link))
     path = folder / "atoms"
-    Conversion(writer.source, writer, writer.target(), path).run(jobs=1)  # type: ignore[attr-defined]
+    Plan(writer.source, writer, writer.target(), path).run(jobs=1)  # type: ignore[attr-defined]
     return path
 
 

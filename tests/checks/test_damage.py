@@ -15,10 +15,12 @@ import torch
 import ucp
 from tests.checks.made import flip
 from ucp.api import convert
-from ucp.checks import Finding, Report, verify
+from ucp.checks.findings import Finding
 from ucp.checks.renderings import render
-from ucp.files.torchzip import TorchFile
-from ucp.formats.deepspeed.fragments import RankFragments
+from ucp.checks.runner import verify
+from ucp.checks.verify_report import Report
+from ucp.containers.torch_file import TorchFile
+from ucp.formats.deepspeed.read.stored_shards import RankFragments
 from ucp.formats.registry import ReadOptions
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

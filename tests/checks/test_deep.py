@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from tests.checks.made import flip
 from tests.checks.test_index import only
-from ucp import tunables
-from ucp.checks import verify
+from ucp import settings
+from ucp.checks.runner import verify
 from ucp.checks.spans import archive_ranges
-from ucp.files.inert import TensorRef
-from ucp.files.torchzip import TorchFile
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
+from ucp.containers.inert import TensorRef
+from ucp.containers.torch_file import TorchFile
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
 
 FILE = "rank0.pt"
 
@@ -63,7 +63,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"])
 def root(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tunables, "SLAB_BYTES", request.param)
+    monkeypatch.setattr(settings, "SLAB_BYTES", request.param)
     return tmp_path
 
 

@@ -17,9 +17,9 @@ import pytest
 import ucp
 from tests.checks.forking import SIZES, said
 from tests.engine.test_forked import wait_until_gone, workers
-from ucp import tunables
-from ucp.checks import verify
-from ucp.files.torchzip import TorchFile
+from ucp import settings
+from ucp.checks.runner import verify
+from ucp.containers.torch_file import TorchFile
 
 FIXTURE = "z1_bf16_dp2"
 DAMAGED = (FIXTURE, "z1_bf16_tp2_dp2", "z3_fp32_dp3", "pp2_z1_bf16_tied_dp2")
@@ -52,7 +52,7 @@ def by_processes(what: str, sources: list[Path], project: Path) -> list[dict[str
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts and blocks of the sizes that the forks have."""
     for name, size in SIZES.items():
-        monkeypatch.setattr(tunables, name, size)
+        monkeypatch.setattr(settings, name, size)
 
 
 def damaged(source: Path, target: Path) -> Path:

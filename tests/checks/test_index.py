@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.checks.made import make
-from ucp import tunables
-from ucp.checks import Finding, Report, verify
+from ucp import settings
+from ucp.checks.findings import Finding
+from ucp.checks.runner import verify
+from ucp.checks.verify_report import Report
+from ucp.core.checkpoint import Checkpoint, Note
+from ucp.core.dtypes import BFLOAT16
+from ucp.core.region import Region
 from ucp.errors import UsageError
-from ucp.model.checkpoint import Checkpoint, Note
-from ucp.model.dtypes import BFLOAT16
-from ucp.model.region import Region
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_an_unknown_level_is_a_mistake_of_the_caller(checkpoint: Checkpoint) -> 
 def test_a_quick_look_at_very_many_fragments_is_a_sample_and_says_so(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tunables, "QUICK_FRAGMENTS", 10)
+    monkeypatch.setattr(settings, "QUICK_FRAGMENTS", 10)
     for parameter in checkpoint.parameters.values():
         for kind, atom in parameter.atoms.items():
             parameter.atoms[kind] = replace(atom, fragments=atom.fragments[1:])

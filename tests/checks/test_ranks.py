@@ -15,8 +15,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from tests.checks.test_index import only
-from ucp.checks import Finding, verify
-from ucp.model.layout import Rank
+from ucp.checks.findings import Finding
+from ucp.checks.runner import verify
+from ucp.core.mesh import Rank
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STEP = "global_step3"

@@ -12,11 +12,14 @@ import pytest
 import ucp
 from tests.checks.made import flip
 from tests.checks.test_atoms import ATOM, write
-from ucp.checks import CHECKS, Finding, Level, Policy, Report, make_policy, policy
+from ucp.checks import verify_report
+from ucp.checks.catalogue import CHECKS
+from ucp.checks.findings import Finding, Level
 from ucp.checks.renderings import FORMATS, render, verdict
+from ucp.checks.verify_report import Policy, Report, make_policy
 from ucp.cli import verify as cli
 from ucp.cli.main import run
-from ucp.model.layout import Rank
+from ucp.core.mesh import Rank
 
 DAMAGE = Finding(
     "zip-crc", "error", "f.pt, member a/data/0: checksum 1", "f.pt", Rank(tp=1), "p", "exp_avg", (64, 128), "restore", 4
@@ -43,7 +46,7 @@ def atoms(tmp_path: Path) -> Path:
 
 def test_the_command_offers_what_there_is() -> None:
     assert cli.FORMATS == FORMATS
-    assert cli.FAIL_ON == policy.FAIL_ON
+    assert cli.FAIL_ON == verify_report.FAIL_ON
 
 
 def test_github_annotations_are_escaped() -> None:

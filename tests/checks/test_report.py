@@ -10,7 +10,10 @@ import pytest
 
 from tests.checks.made import flip, make
 from tests.checks.test_atoms import ATOM, write
-from ucp.checks import CHECKS, Finding, Level, Report, verify
+from ucp.checks.catalogue import CHECKS
+from ucp.checks.findings import Finding, Level
+from ucp.checks.runner import verify
+from ucp.checks.verify_report import Report
 from ucp.cli.main import run
 
 

@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from ucp.api import convert
-from ucp.checks import verify
 from ucp.checks.companions import lost_companions
 from ucp.checks.megatron_ranks import exchanged_ranks
-from ucp.files.paths import files_below
-from ucp.files.pickles import read_pickle
+from ucp.checks.runner import verify
+from ucp.containers.pickle_reader import read_pickle
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter
+from ucp.core.dtypes import FLOAT32
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter
-from ucp.model.dtypes import FLOAT32
-from ucp.model.layout import Mesh, Rank
-from ucp.model.region import Region
+from ucp.storage.paths import list_files
 
 
 def strays(source: Path | Checkpoint) -> list[str | None]:
@@ -41,7 +41,7 @@ def test_data_files_that_no_metadata_name(project: Path, tmp_path: Path) -> None
     assert strays(tmp_path / "dcp") == ["__9_0.distcp"]
     # Megatron's index of such a folder has all its files.
     index = open_checkpoint(tmp_path / "dcp", ReadOptions())
-    index = replace(index, format="torch-dist", sizes=dict(files_below(tmp_path / "dcp")))
+    index = replace(index, format="torch-dist", sizes=dict(list_files(tmp_path / "dcp")))
     assert strays(index) == ["__9_0.distcp"]
 
 

@@ -10,15 +10,15 @@ import pytest
 
 from tests.checks.made import flip, make, step
 from tests.checks.test_index import only
-from ucp import tunables
-from ucp.checks import verify
-from ucp.checks.tasks import Meter, StoppedError, Task, run_tasks
-from ucp.model.checkpoint import Checkpoint
+from ucp import settings
+from ucp.checks.runner import verify
+from ucp.checks.tasks import CheckStoppedError, CheckTask, ReadMeter, run_tasks
+from ucp.core.checkpoint import Checkpoint
 
 
 @pytest.fixture(params=[1 << 20, 12], ids=["one slab", "many slabs"])
 def checkpoint(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    monkeypatch.setattr(tunables, "SLAB_BYTES", request.param)
+    monkeypatch.setattr(settings, "SLAB_BYTES", request.param)
     return make(tmp_path / "made")
 
 
@@ -133,17 +133,17 @@ def test_a_file_that_is_gone_is_a_finding_and_the_rest_is_still_checked(checkpoi
 def test_a_bug_in_a_check_is_raised_and_stops_the_others() -> None:
     seen: list[str] = []
 
-    def wait(meter: Meter) -> list[None]:
+    def wait(meter: ReadMeter) -> list[None]:
         try:
             while True:
                 meter.read(1)
-        except StoppedError:
+        except CheckStoppedError:
             seen.append("stopped")
             raise
 
-    def broken(_: Meter) -> list[None]:
+    def broken(_: ReadMeter) -> list[None]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_tasks([Task("replicas", 2, wait), Task("replicas", 1, broken)], 2, Meter(lambda _: None))  # type: ignore[arg-type]
+        run_tasks([CheckTask("replicas", 2, wait), CheckTask("replicas", 1, broken)], 2, ReadMeter(lambda _: None))  # type: ignore[arg-type]
     assert seen == ["stopped"]

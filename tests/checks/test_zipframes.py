@@ -12,12 +12,12 @@ import torch
 
 from tests.checks.made import flip
 from ucp.checks.spans import archive_ranges
-from ucp.checks.zipframes import Defect, frame_bytes, frame_defects
+from ucp.checks.zip_structure import ZipDefect, frame_bytes, frame_defects
+from ucp.containers.torch_file import TorchFile
 from ucp.errors import UcpError
-from ucp.files.torchzip import TorchFile
 
 
-def defects(path: Path) -> list[Defect]:
+def defects(path: Path) -> list[ZipDefect]:
     data = path.read_bytes()
 
     def read(offset: int, size: int) -> bytes:

@@ -23,17 +23,17 @@ BEFORE_IT_DIES = 40  # lines of the journal
 
 def misbehave() -> None:
     """Runs in every worker when it starts. Also notes who wrote what."""
-    from ucp import tunables
-    from ucp.conversion import Conversion
+    from ucp import settings
+    from ucp.conversion import Plan
     from ucp.engine.journal import Journal
-    from ucp.engine.worker import Written
+    from ucp.engine.worker import WrittenRange
 
-    tunables.JOURNAL_SECONDS = 0.0
+    settings.JOURNAL_SECONDS = 0.0
     folder = Path(os.environ["UCP_TEST_FOLDER"])
     die, wait, log = folder / "die", folder / "wait", folder / "written"
-    record, run = Journal.record, Conversion.run
+    record, run = Journal.record, Plan.run
 
-    def recorded(self: Journal, written: Sequence[Written]) -> None:
+    def recorded(self: Journal, written: Sequence[WrittenRange]) -> None:
         record(self, written)
         with log.open("a") as file:
             file.writelines(f"{self.path.name} {os.getpid()} {w.file} {w.offset}\n" for w in written)
@@ -42,12 +42,12 @@ def misbehave() -> None:
             die.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def waited(self: Conversion, **options: Any) -> None:
+    def waited(self: Plan, **options: Any) -> None:
         while options["share"].number == 0 and wait.exists():
             time.sleep(0.05)
         run(self, **options)
 
-    Journal.record, Conversion.run = recorded, waited  # type: ignore[method-assign, assignment]
+    Journal.record, Plan.run = recorded, waited  # type: ignore[method-assign, assignment]
 
 
 def start(ray: Any, attempts: int = 3) -> Any:

@@ -13,9 +13,9 @@ import pytest
 import ucp
 from tests.trees import contents
 from ucp import api
-from ucp.cli.launchers import launched_share
+from ucp.cli.convert import shard_of_launcher
 from ucp.engine.convert import Progress
-from ucp.engine.shares import Share
+from ucp.engine.work_shard import WorkShard
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
@@ -57,17 +57,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({}, None),
         ({"RANK": "1", "WORLD_SIZE": "4"}, None),  # a container's, for every shell in it
-        ({"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}, Share(1, 4)),
+        ({"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}, WorkShard(1, 4)),
         ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, None),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # the batch script itself
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, Share(3, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, Share(2, 3)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Share(0, 2)),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, WorkShard(3, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, WorkShard(2, 3)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, WorkShard(0, 2)),
         ({"PMI_RANK": "two", "PMI_SIZE": "2"}, None),
     ],
 )
-def test_who_am_i(environment: dict[str, str], share: Share | None) -> None:
-    assert launched_share(environment) == share
+def test_who_am_i(environment: dict[str, str], share: WorkShard | None) -> None:
+    assert shard_of_launcher(environment) == share
 
 
 def test_all_write_and_the_first_publishes(tmp_path: Path, whole: Path) -> None:
@@ -157,5 +157,5 @@ def test_the_first_tells_of_the_bytes_of_all(tmp_path: Path) -> None:
     out, heard = tmp_path / "out", Heard()
     ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, part=(2, 2))
     conversion = api.plan(SOURCE, out, to="deepspeed", tp=1, dp=3)
-    conversion.run_together(Share(0, 2), heard)
+    conversion.run_together(WorkShard(0, 2), heard)
     assert heard.total == heard.done == conversion.target.nbytes

@@ -15,7 +15,7 @@ SLOW = """
 import sys, time
 from ucp import tunables
 tunables.SLAB_BYTES, tunables.PART_BYTES = 256, 4096
-from ucp.files.local import SourceFiles
+from ucp.storage.local import SourceFiles
 read = SourceFiles.read_into
 def dawdle(self, file, offset, target):
     time.sleep(0.0005)

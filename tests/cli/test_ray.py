@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.remote.conftest import s3_port as s3_port
 from tests.trees import contents
 from ucp.cli.main import run
-from ucp.engine.place import staging_folder
-from ucp.engine.shares import Share
+from ucp.engine.staging import staging_folder
+from ucp.engine.work_shard import WorkShard
 from ucp.errors import UsageError
-from ucp.files.paths import COMPLETE
-from ucp.on_ray import absolute, dealt, everywhere
+from ucp.on_ray import absolute_options, absolute_path, choose_shards
+from ucp.storage.paths import COMPLETION_MARKER
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
@@ -136,7 +135,7 @@ def test_a_worker_that_is_killed_is_run_again_and_keeps_what_it_did(
     assert not (cluster.folder / "die").exists(), "it was killed"
     assert contents(tmp_path / "out") == contents(whole)
     lines = [line.split() for line in (cluster.folder / "written").read_text().splitlines()]
-    second = [line for line in lines if line[0] == Share(1, 2).journal]
+    second = [line for line in lines if line[0] == WorkShard(1, 2).journal]
     workers = [worker for _, worker, *_ in second]
     assert len(set(workers)) > 1, "another process went on with part 2"
     assert 0 < workers.count(workers[0]) < len(workers)
@@ -147,7 +146,7 @@ def test_a_worker_that_is_killed_is_run_again_and_keeps_what_it_did(
 def test_one_part_that_fails_ends_all_with_its_words(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
     out = tmp_path / "out"
     target = ucp.plan(SOURCE, out, to="deepspeed", tp=1, dp=3).target
-    second = target.files[min(Share(1, 2).files(target))].path
+    second = target.files[min(WorkShard(1, 2).files(target))].path
     obstacle = staging_folder(out) / second
     obstacle.mkdir(parents=True)
     (cluster.folder / "wait").touch()  # part 1 would never end
@@ -180,7 +179,7 @@ def test_into_an_object_store(cluster: Cluster, whole: Path) -> None:
     assert code == 0, said
     fs.invalidate_cache()
     names = [name.removeprefix("ray/out/") for name in fs.find("ray/out")]
-    assert {name: fs.cat_file(f"ray/out/{name}") for name in names if name != COMPLETE} == contents(whole)
+    assert {name: fs.cat_file(f"ray/out/{name}") for name in names if name != COMPLETION_MARKER} == contents(whole)
     code, said = cluster.convert("s3://ray/out")
     assert code == 2
     assert "exists already" in said
@@ -201,27 +200,27 @@ def test_into_an_object_store(cluster: Cluster, whole: Path) -> None:
 def test_parts_for_what_a_cluster_has(
     cpus: list[int], parts: int | None, jobs: int | None, expected: tuple[int, int]
 ) -> None:
-    assert dealt(cpus, parts, jobs, most=1000) == expected
+    assert choose_shards(cpus, parts, jobs, most=1000) == expected
 
 
 def test_clusters_that_have_too_little() -> None:
     with pytest.raises(UsageError, match="no node of the Ray cluster has a CPU"):
-        dealt([0, 0], None, None, most=10)
+        choose_shards([0, 0], None, None, most=10)
     with pytest.raises(UsageError, match="no node of the Ray cluster has 9 CPUs: the largest has 8"):
-        dealt([4, 8], None, 9, most=10)
+        choose_shards([4, 8], None, 9, most=10)
 
 
 def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "table.toml").touch()
-    assert everywhere({"like": Path("a"), "names": "table.toml", "dp": 2, "log": None}) == {
+    assert absolute_options({"like": Path("a"), "names": "table.toml", "dp": 2, "log": None}) == {
         "like": tmp_path / "a",
         "names": str(tmp_path / "table.toml"),
         "dp": 2,
         "log": None,
     }
-    assert everywhere({"names": "hf"}) == {"names": "hf"}
-    assert absolute("shadow://host:1") == "shadow://host:1"
+    assert absolute_options({"names": "hf"}) == {"names": "hf"}
+    assert absolute_path("shadow://host:1") == "shadow://host:1"
 
 
 @pytest.mark.parametrize(

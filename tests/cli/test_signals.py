@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 
-from ucp.cli.signals import Signals
+from ucp.cli.shadow import SignalQueue
 
 WAITING = """
 import signal, threading
-from ucp.cli.signals import Signals
+from ucp.cli.shadow import Signals
 
 for _ in range(3):  # some thread of which may be given a signal
     threading.Thread(target=lambda: [threading.Event().wait(0.001) for _ in range(100_000)], daemon=True).start()
@@ -39,7 +39,7 @@ def test_signals_that_come_together() -> None:
 
 def test_signals_are_given_back() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with Signals(signal.SIGUSR1) as signals:
+    with SignalQueue(signal.SIGUSR1) as signals:
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         assert signals.wait() == signal.SIGUSR1
         assert signal.getsignal(signal.SIGUSR1) is not before

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from tests.cli.test_commands import ucp
 from tests.log.made import made_manifest
-from ucp.log.append import Appender
-from ucp.log.manifest import write_manifest
+from ucp.log.epoch_manifest import write_manifest
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import epoch_folder, stream_folder
-from ucp.log.steps import append_step
+from ucp.log.segment_writer import SegmentWriter, append_step
 
 GIVEN = ("--mtbf", "6h", "--step-time", "2", "--base-stall", "4", "--replay-time", "40ms", "--restart-time", "60")
 
@@ -41,7 +40,7 @@ def test_from_what_a_log_has_measured(tmp_path: Path) -> None:
     folder = epoch_folder(tmp_path / "log", 0)
     write_manifest(folder, manifest)
     schema = manifest.streams[0]
-    appender = Appender(stream_folder(folder, 0), 0, 0, schema.hash())
+    appender = SegmentWriter(stream_folder(folder, 0), 0, 0, schema.hash())
     for step in range(1, 11):
         costs = {"steps": step, "record_seconds": 0.01 * step, "bases": 2, "base_seconds": 6.0, "syncs": 5}
         told = StepRecord(time_ns=step * 500_000_000)

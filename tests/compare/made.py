@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 import ucp
-from ucp.engine.casting import RawArray, raw_dtype
+from ucp.core.box import flat_index
+from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.box import flat_index
-from ucp.model.checkpoint import Atom, Checkpoint
+from ucp.read.casting import RawArray, raw_dtype
 
 
 def index(path: Path) -> Checkpoint:

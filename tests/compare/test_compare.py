@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from tests.compare.made import atoms, index, peek, poke
-from ucp import tunables
-from ucp.compare import Comparison, Options, Tolerance, compare
+from ucp import settings
+from ucp.compare.comparison import CompareOptions, Comparison, compare
+from ucp.compare.elements import Tolerance
+from ucp.core.checkpoint import Checkpoint
 from ucp.errors import IntegrityError, UsageError
-from ucp.model.checkpoint import Checkpoint
 
 
 def diff(a: Path | Checkpoint, b: Path | Checkpoint, **options: object) -> Comparison:
     a, b = (side if isinstance(side, Checkpoint) else index(side) for side in (a, b))
-    return compare(a, b, Options(**options))  # type: ignore[arg-type]
+    return compare(a, b, CompareOptions(**options))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -56,8 +57,8 @@ def test_tiny_slabs_find_the_same(source: Path, copy: Path, monkeypatch: pytest.
     poke(copy, "embed.weight", "exp_avg", (40, 3), 7.5)
     poke(copy, "embed.weight", "exp_avg", (41, 0), -9.0)
     whole = diff(source, copy).to_json()
-    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)
-    monkeypatch.setattr(tunables, "PART_BYTES", 128)
+    monkeypatch.setattr(settings, "SLAB_BYTES", 64)
+    monkeypatch.setattr(settings, "PART_BYTES", 128)
     assert diff(source, copy).to_json() == whole
     (atom,) = whole["differences"]
     assert (atom["first"], atom["differing"]) == ([40, 3], 2)

@@ -14,8 +14,8 @@ import ucp
 from tests.compare.made import index
 from tests.formats.megatron import made
 from ucp.cli.main import cli
-from ucp.compare import Options, compare
-from ucp.model.checkpoint import Checkpoint
+from ucp.compare.comparison import CompareOptions, compare
+from ucp.core.checkpoint import Checkpoint
 
 SCHEDULE = {"max_lr": 0.1, "num_steps": 28, "lr_decay_style": "cosine"}
 
@@ -37,7 +37,7 @@ def save(root: Path, change: Callable[[dict[str, Any]], Any] = dict.copy) -> Pat
 
 def paths(a: Path | Checkpoint, b: Path | Checkpoint, **options: Any) -> dict[str, tuple[Any, Any]]:
     one, other = (side if isinstance(side, Checkpoint) else index(side) for side in (a, b))
-    found = compare(one, other, Options(**options))
+    found = compare(one, other, CompareOptions(**options))
     assert not found.atoms
     return {extra.path: (extra.a, extra.b) for extra in found.counted_extras}
 

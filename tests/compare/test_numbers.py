@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.compare.numbers import bits, has_ulps, numbers, ulps, unequal_bits
-from ucp.model.dtypes import BY_NAME
+from ucp.compare.elements import bits, has_ulps, numbers, ulps, unequal_bits
+from ucp.core.dtypes import BY_NAME
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name.startswith("float8")])

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.without import without_matplotlib
-from ucp.compare.layers import layer_of
-from ucp.compare.plot import svg, write_plot
-from ucp.compare.updates import Update, Updates
+from ucp.compare.updates import RelativeUpdate, RelativeUpdates, layer_of
 from ucp.errors import StorageError, UsageError
+from ucp.reports.charts import update_chart_svg, write_update_chart
 
 HOSTILE = 'evil.7.</title><script>alert(1)</script>&"'
 
 
-def updates(count: int = 3, relative: float = 1e-3) -> Updates:
+def updates(count: int = 3, relative: float = 1e-3) -> RelativeUpdates:
     names = [f"blocks.{i}.weight" for i in range(count)] + [HOSTILE]
-    parameters = tuple(Update(name, relative, 1.0) for name in names)
-    layers = tuple(Update(layer, relative, 1.0) for layer in dict.fromkeys(map(layer_of, names)))
-    return Updates(parameters, layers, Update("all", relative, 1.0))
+    parameters = tuple(RelativeUpdate(name, relative, 1.0) for name in names)
+    layers = tuple(RelativeUpdate(layer, relative, 1.0) for layer in dict.fromkeys(map(layer_of, names)))
+    return RelativeUpdates(parameters, layers, RelativeUpdate("all", relative, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_layers_by_name(name: str, layer: str) -> None:
 
 
 def test_the_drawing_is_sound_xml_and_holds_every_layer() -> None:
-    drawing = ET.fromstring(svg(updates(), "a & b"))
+    drawing = ET.fromstring(update_chart_svg(updates(), "a & b"))
     space = "{http://www.w3.org/2000/svg}"
     titles = [title.text for title in drawing.iter(f"{space}title")]
     assert sorted(titles) == sorted(
@@ -54,11 +53,11 @@ def test_larger_updates_stand_higher() -> None:
     names = ["a.0.w", "b.0.w", "c.0.w", "d.0.w"]
     values = [0.0, 1e-4, 1e-2, math.inf]
     made = tuple(
-        Update(name, 1.0, 0.0) if value == math.inf else Update(name, value, 1.0)
+        RelativeUpdate(name, 1.0, 0.0) if value == math.inf else RelativeUpdate(name, value, 1.0)
         for name, value in zip(names, values, strict=True)
     )
-    layers = tuple(Update(layer_of(u.name), u.change, u.norm) for u in made)
-    drawing = ET.fromstring(svg(Updates(made, layers, Update("all", 0, 1)), "heights"))
+    layers = tuple(RelativeUpdate(layer_of(u.name), u.change, u.norm) for u in made)
+    drawing = ET.fromstring(update_chart_svg(RelativeUpdates(made, layers, RelativeUpdate("all", 0, 1)), "heights"))
     circles = list(drawing.iter("{http://www.w3.org/2000/svg}circle"))[:4]
     heights = [-float(circle.get("cy", "")) for circle in circles]
     assert heights == sorted(heights)
@@ -67,33 +66,33 @@ def test_larger_updates_stand_higher() -> None:
 
 
 def test_nothing_moved() -> None:
-    assert ET.fromstring(svg(updates(2, 0.0), "still")) is not None
+    assert ET.fromstring(update_chart_svg(updates(2, 0.0), "still")) is not None
 
 
 def test_many_layers_stay_legible() -> None:
-    drawing = svg(updates(2000), "many")
+    drawing = update_chart_svg(updates(2000), "many")
     assert drawing.count("rotate(-45)") <= 48
     width = float(ET.fromstring(drawing).get("width", ""))
     assert width < 3000
 
 
 def test_files(tmp_path: Path) -> None:
-    write_plot(updates(), tmp_path / "plot.svg", "title")
+    write_update_chart(updates(), tmp_path / "plot.svg", "title")
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
     with pytest.raises(UsageError, match=r"\.svg or a \.png"):
-        write_plot(updates(), tmp_path / "plot.pdf", "title")
+        write_update_chart(updates(), tmp_path / "plot.pdf", "title")
     with pytest.raises(StorageError):
-        write_plot(updates(), tmp_path / "nowhere" / "plot.svg", "title")
+        write_update_chart(updates(), tmp_path / "nowhere" / "plot.svg", "title")
 
 
 def test_png(tmp_path: Path) -> None:
-    write_plot(updates(), tmp_path / "plot.png", "costs $5 and $6")
+    write_update_chart(updates(), tmp_path / "plot.png", "costs $5 and $6")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_matplotlib(monkeypatch)
     with pytest.raises(UsageError, match="matplotlib") as refused:
-        write_plot(updates(), tmp_path / "plot.png", "title")
+        write_update_chart(updates(), tmp_path / "plot.png", "title")
     assert ".svg" in (refused.value.hint or "")
     assert not (tmp_path / "plot.png").exists()

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.compare.tally import EXACT, Tally, Tolerance
-from ucp.engine.casting import cast
-from ucp.model.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT32, FLOAT64, INT64
+from ucp.compare.elements import EXACT, AtomComparison, Tolerance
+from ucp.core.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT32, FLOAT64, INT64
+from ucp.read.casting import cast
 
 NAN, INF = math.nan, math.inf
 
 
-def tally(a: object, b: object, tolerance: Tolerance = EXACT, norms: bool = False) -> Tally:
-    made = Tally(FLOAT32, FLOAT32, tolerance, norms=norms)
+def tally(a: object, b: object, tolerance: Tolerance = EXACT, norms: bool = False) -> AtomComparison:
+    made = AtomComparison(FLOAT32, FLOAT32, tolerance, norms=norms)
     made.take(0, [np.asarray(a, np.float32), np.asarray(b, np.float32)])
     return made
 
@@ -87,24 +87,24 @@ def test_steps_of_the_last_place_are_a_tolerance() -> None:
 def test_other_dtypes_are_compared_by_value_and_steps_counted_in_the_coarser() -> None:
     precise = np.array([1.0, 1.001, 1.1], np.float32)
     coarse = cast(precise, FLOAT32, BFLOAT16)
-    found = Tally(FLOAT32, BFLOAT16, EXACT)
+    found = AtomComparison(FLOAT32, BFLOAT16, EXACT)
     found.take(0, [precise, coarse])
     assert (found.differing, found.max_ulp, found.first) == (2, 0, 1)
     assert 0 < found.max_rel < 1 / 256
-    masks = Tally(BOOL, FLOAT32, EXACT)
+    masks = AtomComparison(BOOL, FLOAT32, EXACT)
     masks.take(0, [np.array([True, False]), np.array([1.0, 0.0], np.float32)])
     assert (masks.differing, masks.max_ulp) == (0, None)
 
 
 def test_integers() -> None:
-    found = Tally(INT64, INT64, EXACT)
+    found = AtomComparison(INT64, INT64, EXACT)
     found.take(0, [np.array([2**62, 5]), np.array([2**62 + 1, 7])])
     assert (found.differing, found.max_abs, found.max_ulp) == (2, 2.0, None)
 
 
 def test_fp8_codes() -> None:
     dtype = BY_NAME["float8_e4m3fn"]
-    found = Tally(dtype, dtype, EXACT)
+    found = AtomComparison(dtype, dtype, EXACT)
     found.take(0, [np.array([0x38, 0x7F], np.uint8), np.array([0x39, 0x7F], np.uint8)])
     assert (found.differing, found.max_abs, found.max_ulp) == (1, 0.125, 1)
 
@@ -118,7 +118,7 @@ def test_parts_add_up_to_the_whole(cut: int) -> None:
     whole, parts = tally(a, b, norms=True), tally([], [], norms=True)
     cuts = [0, cut, 70_001, a.size] if cut < 70_001 else [0, cut, a.size]
     for start, stop in pairwise(cuts):
-        part = Tally(FLOAT32, FLOAT32, EXACT, norms=True)
+        part = AtomComparison(FLOAT32, FLOAT32, EXACT, norms=True)
         part.take(start, [a[start:stop], b[start:stop]])
         parts.merge(part)
     for field in ("differing", "outside", "first", "worst", "max_abs", "max_rel", "max_ulp"):
@@ -129,6 +129,6 @@ def test_parts_add_up_to_the_whole(cut: int) -> None:
 
 
 def test_double_precision_is_kept() -> None:
-    found = Tally(FLOAT64, FLOAT64, EXACT)
+    found = AtomComparison(FLOAT64, FLOAT64, EXACT)
     found.take(0, [np.array([1.0]), np.array([1.0 + 2**-52])])
     assert (found.differing, found.max_abs, found.max_ulp) == (1, 2**-52, 1)

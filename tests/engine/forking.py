@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 
-from ucp import api, tunables
+from ucp import api, settings
 from ucp.engine import worker
 from ucp.engine.convert import Progress
-from ucp.engine.plan import Part
+from ucp.engine.plan import CopyTask
 from ucp.errors import UcpError
 
 WORKERS: list[int] = []
@@ -42,14 +42,14 @@ class Happening(Progress):
 
 
 def main(what: str, src: str, dst: str) -> None:
-    tunables.TOLD_SECONDS = 0.0
-    tunables.PART_BYTES = 4096
+    settings.TOLD_SECONDS = 0.0
+    settings.PART_BYTES = 4096
     count_forks()
     conversion = api.plan(src, dst)
     if what == "break a worker":
-        worker.Worker.write = _divide  # type: ignore[method-assign]
+        worker.CopyWorker.write = _divide  # type: ignore[method-assign]
     if what == "break the source":
-        worker.Worker.write = _at_a_truncated_file  # type: ignore[method-assign]
+        worker.CopyWorker.write = _at_a_truncated_file  # type: ignore[method-assign]
     try:
         conversion.run(jobs=3, processes=True, progress=Happening(what), resume=what == "resume")
     except (UcpError, KeyboardInterrupt, RuntimeError) as error:
@@ -76,15 +76,15 @@ def tell(*words: object) -> None:
     sys.stdout.flush()
 
 
-_write = worker.Worker.write
+_write = worker.CopyWorker.write
 
 
-def _divide(self: worker.Worker, part: Part) -> list[worker.Written]:
+def _divide(self: worker.CopyWorker, part: CopyTask) -> list[worker.WrittenRange]:
     del self, part
-    return [worker.Written(1 // 0, 0, 0, "")]
+    return [worker.WrittenRange(1 // 0, 0, 0, "")]
 
 
-def _at_a_truncated_file(self: worker.Worker, part: Part) -> list[worker.Written]:
+def _at_a_truncated_file(self: worker.CopyWorker, part: CopyTask) -> list[worker.WrittenRange]:
     for fragment in part.atom.fragments if part.atom is not None else ():
         if fragment.file:
             os.truncate(self.work.source.root / fragment.file, fragment.offset)

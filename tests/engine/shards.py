@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ucp.engine.casting import raw_dtype
-from ucp.model.box import Box, Shape
-from ucp.model.checkpoint import Atom, Fragment
-from ucp.model.dtypes import BY_NAME, DType
-from ucp.model.region import Region
-from ucp.model.rules import Rule, slice_pieces
+from ucp.core.box import Box, Shape
+from ucp.core.checkpoint import Atom, Fragment
+from ucp.core.dtypes import BY_NAME, DType
+from ucp.core.region import Region
+from ucp.core.rules import Rule, slice_pieces
+from ucp.read.casting import raw_dtype
 
 
 @dataclass(frozen=True)

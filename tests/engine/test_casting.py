@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ucp.engine.casting import cast, castable, mean, raw_dtype, unscale
+from ucp.core.dtypes import BY_NAME, DType
 from ucp.errors import UsageError
-from ucp.model.dtypes import BY_NAME, DType
+from ucp.read.casting import can_cast, cast, mean, raw_dtype, unscale
 
 NAMES = ["float64", "float32", "float16", "bfloat16"]
 
@@ -48,7 +48,7 @@ def test_cast_to_the_same_dtype_is_free() -> None:
 
 
 def test_fp8_is_refused_with_its_name() -> None:
-    assert not castable(BY_NAME["float8_e4m3fn"], BY_NAME["float32"])
+    assert not can_cast(BY_NAME["float8_e4m3fn"], BY_NAME["float32"])
     with pytest.raises(UsageError, match="float8_e4m3fn"):
         cast(np.zeros(1, np.uint8), BY_NAME["float8_e4m3fn"], BY_NAME["float32"])
 

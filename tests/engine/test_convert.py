@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values_of, write_shards
 from tests.trees import contents
-from ucp import tunables
+from ucp import settings
+from ucp.core.checkpoint import Atom, Checkpoint, Parameter
+from ucp.core.dtypes import FLOAT32
+from ucp.core.mesh import Mesh
+from ucp.core.rules import Rule
+from ucp.core.strided_runs import StridedSpan
+from ucp.core.target import Digests, Literal, OutputFile, Target, WriteItem
 from ucp.engine.convert import Progress, RunOptions, run
-from ucp.engine.flat import Views
-from ucp.engine.place import staging_folder
-from ucp.engine.worker import Budget
+from ucp.engine.staging import staging_folder
+from ucp.engine.worker import WorkerBudget
 from ucp.errors import IntegrityError, StorageError, UsageError
-from ucp.model.checkpoint import Atom, Checkpoint, Parameter
-from ucp.model.dtypes import FLOAT32
-from ucp.model.layout import Mesh
-from ucp.model.rules import Rule
-from ucp.model.stripes import Runs
-from ucp.model.target import Digests, Hole, Literal, OutputFile, Target
+from ucp.read.verbatim import ViewCache
 
 
 def checkpoint(root: Path, atoms: list[Atom]) -> Checkpoint:
@@ -39,7 +39,7 @@ def one_file_a_rank(atom: Atom, cut: Cut) -> Target:
     files = []
     for number, region in enumerate(regions(cut, atom.shape)):
         head = f"rank {number}:".encode()
-        hole = Hole(atom, region, len(head))
+        hole = WriteItem(atom, region, len(head))
         files.append(OutputFile(f"{number}/shard", len(head) + hole.nbytes, (Literal(0, head),), (hole,)))
     return Target(tuple(files))
 
@@ -49,7 +49,7 @@ def nothing_last(_: Digests) -> None:
 
 
 def options(jobs: int = 1, **more: bool) -> RunOptions:
-    return RunOptions(Budget(jobs, 1 << 20), **more)
+    return RunOptions(WorkerBudget(jobs, 1 << 20), **more)
 
 
 @given(data=st.data())
@@ -59,11 +59,11 @@ def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
     source, wanted = data.draw(cuts(shape)), data.draw(cuts(shape))
     values = values_of(shape, dtype)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
-        patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 128)))
-        patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 512)))
-        patch.setattr(tunables, "LONG_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1024])))
-        patch.setattr(tunables, "KEPT_VIEWS", data.draw(st.sampled_from([1, 8, 1024])))
-        patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
+        patch.setattr(settings, "SLAB_BYTES", data.draw(st.integers(1, 128)))
+        patch.setattr(settings, "PART_BYTES", data.draw(st.integers(1, 512)))
+        patch.setattr(settings, "LONG_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1024])))
+        patch.setattr(settings, "KEPT_VIEWS", data.draw(st.sampled_from([1, 8, 1024])))
+        patch.setattr(settings, "SPACE_RESERVE_BYTES", 0)
         folder = Path(name)
         atom = write_shards(folder, values, dtype, source)
         digests: list[Digests] = []
@@ -88,9 +88,9 @@ def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
 
 def test_slabs_of_a_sliced_tensor_are_cut_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SLAB_BYTES", 1000), ("LONG_RUN_BYTES", 1)):
-        monkeypatch.setattr(tunables, name, value)
-    asked: list[Runs] = []
-    monkeypatch.setattr(Views, "of", lambda views, runs, of=Views.of: asked.append(runs) or of(views, runs))
+        monkeypatch.setattr(settings, name, value)
+    asked: list[StridedSpan] = []
+    monkeypatch.setattr(ViewCache, "of", lambda views, runs, of=ViewCache.of: asked.append(runs) or of(views, runs))
     values = values_of((199, 24), FLOAT32)  # 96 bytes a row, 10 rows a slab, and 9 that are left
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, ()))
     wanted = Cut(Rule("split", dim=1), 4, ())
@@ -111,8 +111,8 @@ def test_slabs_of_a_sliced_tensor_are_cut_alike(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Target, Checkpoint, Path]:
-    monkeypatch.setattr(tunables, "PART_BYTES", 256)
-    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)
+    monkeypatch.setattr(settings, "PART_BYTES", 256)
+    monkeypatch.setattr(settings, "SLAB_BYTES", 64)
     values = values_of((64, 16), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, (500,)))
     return one_file_a_rank(atom, Cut(Rule("split", dim=0), 2, ())), checkpoint(tmp_path, [atom]), tmp_path / "out"
@@ -225,7 +225,7 @@ def test_no_space_is_said_before_any_work(
     job: tuple[Target, Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, source, path = job
-    monkeypatch.setattr(tunables, "SPACE_RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr(settings, "SPACE_RESERVE_BYTES", 1 << 60)
     with pytest.raises(StorageError, match="bytes are needed"):
         run(target, source, path, options(), nothing_last, Progress())
     assert not path.exists()
@@ -269,13 +269,13 @@ def test_the_last_file_sees_every_digest(job: tuple[Target, Checkpoint, Path]) -
 
 
 def test_slabs_shrink_to_the_memory_budget() -> None:
-    assert Budget(4, 12_000).slab_bytes == 1000
-    assert Budget(1, 1 << 40).slab_bytes == tunables.SLAB_BYTES
+    assert WorkerBudget(4, 12_000).slab_bytes == 1000
+    assert WorkerBudget(1, 1 << 40).slab_bytes == settings.SLAB_BYTES
 
 
 def test_threads_and_slabs_do_not_change_a_byte(job: tuple[Target, Checkpoint, Path]) -> None:
     target, source, path = job
     run(target, source, path, options(3), nothing_last, Progress())
-    run(target, source, path.with_name("again"), RunOptions(Budget(1, 30)), nothing_last, Progress())
+    run(target, source, path.with_name("again"), RunOptions(WorkerBudget(1, 30)), nothing_last, Progress())
     assert contents(path) == contents(path.with_name("again"))
     assert np.frombuffer((path / "0/shard").read_bytes()[7:], np.float32).size == 512

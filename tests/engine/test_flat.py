@@ -14,23 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.shards import DTYPES, Cut, cuts, shapes, values_of, write_shards
-from ucp import tunables
-from ucp.engine.flat import StraightReader, Views, is_stored_as_is, stored_stripes
+from ucp import settings
+from ucp.core.checkpoint import Atom
+from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
+from ucp.core.rules import Rule
 from ucp.errors import InconsistentError
-from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import Atom
-from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.model.rules import Rule
+from ucp.read.verbatim import VerbatimReader, ViewCache, is_verbatim, stored_runs
+from ucp.storage.local import SourceFiles
 
 THREE_INTERVALS = Cut(Rule("replicated"), 1, (300, 600))
 
 
 def read(folder: Path, atom: Atom, start: int, stop: int) -> bytes:
     out = bytearray(stop - start)
-    stored = stored_stripes(atom)
+    stored = stored_runs(atom)
     assert stored is not None
     with SourceFiles(folder) as files:
-        StraightReader(files, atom, stored).read(start, stop, Views(memoryview(out)))
+        VerbatimReader(files, atom, stored).read(start, stop, ViewCache(memoryview(out)))
     return bytes(out)
 
 
@@ -45,7 +45,7 @@ def test_any_range_of_any_cut(
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tunables, "LONG_RUN_BYTES", 1)
+        patch.setattr(settings, "LONG_RUN_BYTES", 1)
         assert read(folder, atom, start, stop) == whole[start:stop]
 
 
@@ -70,11 +70,11 @@ def test_says_which_element_is_not_there_once(damage: Callable[..., tuple[object
 def test_casts_scales_means_and_numbers_are_not_stored_as_they_are(tmp_path: Path) -> None:
     atom = write_shards(tmp_path, values_of((4, 4), FLOAT32), FLOAT32, THREE_INTERVALS)
     first, *rest = atom.fragments
-    assert is_stored_as_is(atom)
-    assert not is_stored_as_is(replace(atom, dtype=BFLOAT16))
-    assert not is_stored_as_is(replace(atom, combine="average"))
-    assert not is_stored_as_is(replace(atom, fragments=(first._replace(scale=2.0), *rest)))
-    assert not is_stored_as_is(replace(atom, fragments=(first._replace(inline=b"0123"), *rest)))
+    assert is_verbatim(atom)
+    assert not is_verbatim(replace(atom, dtype=BFLOAT16))
+    assert not is_verbatim(replace(atom, combine="average"))
+    assert not is_verbatim(replace(atom, fragments=(first._replace(scale=2.0), *rest)))
+    assert not is_verbatim(replace(atom, fragments=(first._replace(inline=b"0123"), *rest)))
 
 
 CONVERSION = """
@@ -82,11 +82,11 @@ import sys
 from pathlib import Path
 from ucp.engine.convert import Progress, RunOptions, run
 from ucp.engine.worker import Budget
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
-from ucp.model.dtypes import FLOAT32
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
-from ucp.model.target import Hole, Literal, OutputFile, Target
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.core.dtypes import FLOAT32
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.core.target import Hole, Literal, OutputFile, Target
 
 shape = (64, 64)
 region = Region.all_of(shape)

@@ -16,11 +16,11 @@ import pytest
 
 import ucp
 from tests.trees import contents
-from ucp.engine import forked
-from ucp.engine.forks import Channel, Fork, Forks
-from ucp.engine.place import staging_folder
+from ucp.engine import pool
+from ucp.engine.pool import PipeChannel, WorkerProcess, WorkerProcesses
+from ucp.engine.staging import staging_folder
 from ucp.errors import StorageError
-from ucp.files.local import SourceFiles
+from ucp.storage.local import SourceFiles
 
 FIXTURE = "z1_bf16_dp2"
 
@@ -99,16 +99,19 @@ def test_a_machine_that_allows_no_more_processes_is_named(monkeypatch: pytest.Mo
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "fork", refuse)
-    with pytest.raises(StorageError, match="worker process 1 cannot be started"), Forks(lambda _: None) as forks:
+    with (
+        pytest.raises(StorageError, match="worker process 1 cannot be started"),
+        WorkerProcesses(lambda _: None) as forks,
+    ):
         forks.start(lambda *_: None)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_worker_that_is_killed_when_it_has_asked_is_lost() -> None:
-    near, far = Channel.pair()
+    near, far = PipeChannel.pair()
     far.close()
     with pytest.raises(StorageError, match="a worker process"):
-        Fork(1, 0, near).answer([1, 2, 3])
+        WorkerProcess(1, 0, near).answer([1, 2, 3])
     near.close()
 
 
@@ -117,7 +120,7 @@ def test_threads_are_not_forked(tmp_path: Path) -> None:
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
-        assert not forked.is_possible(SourceFiles(tmp_path))
+        assert not pool.can_copy_in_processes(SourceFiles(tmp_path))
     finally:
         ended.set()
         thread.join()

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ucp import tunables
-from ucp.engine.journal import BusyError, Journal
-from ucp.engine.worker import Written
+from ucp import settings
+from ucp.engine.journal import Journal, OutputBusyError
+from ucp.engine.worker import WrittenRange
 
-PART = [Written(0, 0, 64, "00")]
+PART = [WrittenRange(0, 0, 64, "00")]
 
 
 def begun(path: Path) -> Journal:
-    journal = Journal(path, BusyError("busy"))
+    journal = Journal(path, OutputBusyError("busy"))
     journal.begin("run")
     return journal
 
@@ -24,11 +24,11 @@ def lines(path: Path) -> int:
 
 
 def test_lines_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "JOURNAL_SECONDS", 3600.0)
+    monkeypatch.setattr(settings, "JOURNAL_SECONDS", 3600.0)
     journal = begun(tmp_path / "journal")
     journal.record(PART)
     assert lines(tmp_path / "journal") == 0, "a short run leaves nothing that the disk must have before it can go"
-    monkeypatch.setattr(tunables, "JOURNAL_SECONDS", 0.0)
+    monkeypatch.setattr(settings, "JOURNAL_SECONDS", 0.0)
     journal.record(PART)
     assert lines(tmp_path / "journal") == 3
     journal.close()
@@ -36,12 +36,12 @@ def test_lines_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("end", ["keep", "finish"])
 def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr(tunables, "JOURNAL_SECONDS", 3600.0)
+    monkeypatch.setattr(settings, "JOURNAL_SECONDS", 3600.0)
     journal = begun(tmp_path / "journal")
     journal.record(PART)
     getattr(journal, end)()
     journal.close()
-    again = Journal(tmp_path / "journal", BusyError("busy"))
+    again = Journal(tmp_path / "journal", OutputBusyError("busy"))
     assert again.taken
     assert again.load("run") == [PART]
     again.close()
@@ -49,6 +49,6 @@ def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_killed_run_that_had_said_nothing_begins_again(tmp_path: Path) -> None:
     begun(tmp_path / "journal").close()
-    again = Journal(tmp_path / "journal", BusyError("busy"))
+    again = Journal(tmp_path / "journal", OutputBusyError("busy"))
     assert not again.taken
     again.close()

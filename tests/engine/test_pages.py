@@ -7,11 +7,11 @@ import sys
 from mmap import PAGESIZE
 from pathlib import Path
 
-from ucp.engine.pages import scratch, whole_pages
+from ucp.read.aligned_buffers import page_aligned, scratch_buffer
 
 IN_A_FORK = """
 import os
-from ucp.engine.pages import scratch
+from ucp.read.aligned_buffers import scratch
 scratch("test", 8)[:] = 1
 pid = os.fork()
 if pid == 0:
@@ -29,8 +29,8 @@ def test_a_fork_has_memory_of_its_own(project: Path) -> None:
 
 
 def test_it_begins_a_page_and_is_kept() -> None:
-    block = scratch("test", 5000)
+    block = scratch_buffer("test", 5000)
     assert block.ctypes.data % PAGESIZE == 0
     assert block.size == 5000
-    assert scratch("test", 100).ctypes.data == block.ctypes.data
-    assert whole_pages(0).size == PAGESIZE
+    assert scratch_buffer("test", 100).ctypes.data == block.ctypes.data
+    assert page_aligned(0).size == PAGESIZE

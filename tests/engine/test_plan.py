@@ -13,27 +13,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.strategies import boxes
 from tests.engine.shards import Cut, regions, shapes
-from tests.model.strategies import boxes
-from ucp import tunables
-from ucp.engine.outputs import Outputs
-from ucp.engine.plan import Part, parts, stretches
-from ucp.engine.sweep import Sweep
+from ucp import settings
+from ucp.core.box import Box, Shape, intersect, slabs
+from ucp.core.checkpoint import Atom, Fragment
+from ucp.core.dtypes import FLOAT32
+from ucp.core.region import Region
+from ucp.core.rules import Rule
+from ucp.core.strided_runs import StridedRun
+from ucp.core.target import OutputFile, Target, WriteItem
+from ucp.engine.plan import CopyTask, OverlapSweep, copy_tasks, task_queues
+from ucp.engine.worker import OutputDescriptors
 from ucp.errors import StorageError
-from ucp.model.box import Box, Shape, intersect
-from ucp.model.checkpoint import Atom, Fragment
-from ucp.model.dtypes import FLOAT32
-from ucp.model.region import Region
-from ucp.model.rules import Rule
-from ucp.model.slabs import slabs
-from ucp.model.stripes import Stripe
-from ucp.model.target import Hole, OutputFile, Target
 
 
 @given(data=st.data(), shape=shapes(), limit=st.integers(1, 40))
 def test_a_sweep_misses_no_meeting(data: st.DataObject, shape: Shape, limit: int) -> None:
     held = data.draw(st.lists(boxes(shape), max_size=8))
-    sweep = Sweep((box, number) for number, box in enumerate(held))
+    sweep = OverlapSweep((box, number) for number, box in enumerate(held))
     for slab in slabs(shape, limit):
         met = {number for _, number in sweep.meeting(slab)}
         assert met >= {number for number, box in enumerate(held) if intersect(box, slab) is not None}
@@ -49,14 +47,14 @@ def atom_of(shape: Shape) -> Atom:
 def shares(atom: Atom, ranks: int) -> Target:
     """One file a rank, as ZeRO-3 cuts."""
     held = regions(Cut(Rule("replicated"), 1, tuple(1000 * rank // ranks for rank in range(1, ranks))), atom.shape)
-    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (Hole(atom, r, 0),)) for n, r in enumerate(held)))
+    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (WriteItem(atom, r, 0),)) for n, r in enumerate(held)))
 
 
 def columns(atom: Atom, ranks: int) -> Target:
     """One file a rank, with some of the columns: nothing that can be flattened."""
     height, width = atom.shape
     held = [Region.of([Box((rank * height // ranks, 0), (height // ranks, width - 1))]) for rank in range(ranks)]
-    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (Hole(atom, r, 0),)) for n, r in enumerate(held)))
+    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (WriteItem(atom, r, 0),)) for n, r in enumerate(held)))
 
 
 def calls(target: Target) -> int:
@@ -69,7 +67,7 @@ def calls(target: Target) -> int:
 
     sys.setprofile(tick)
     try:
-        for _ in parts(target):
+        for _ in copy_tasks(target):
             pass
     finally:
         sys.setprofile(None)
@@ -78,7 +76,7 @@ def calls(target: Target) -> int:
 
 @pytest.mark.parametrize("cut", [shares, columns])
 def test_planning_grows_with_the_ranks_and_not_with_their_square(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "PART_BYTES", 4 * 1000)
+    monkeypatch.setattr(settings, "PART_BYTES", 4 * 1000)
     small, large = (calls(cut(atom_of((100 * ranks, 10)), ranks)) for ranks in (50, 200))
     assert large < 5 * small
 
@@ -86,10 +84,10 @@ def test_planning_grows_with_the_ranks_and_not_with_their_square(cut: Any, monke
 # What is read -------------------------------------------------------------------------------------------------------
 
 
-def wanted_of(part: Part) -> Iterator[Box]:
+def wanted_of(part: CopyTask) -> Iterator[Box]:
     """What a part writes of the atom, or of the flattened one."""
     for extent in part.extents:
-        if isinstance(extent.place, Stripe):
+        if isinstance(extent.place, StridedRun):
             (first,), (count,) = part.block
             runs = extent.place.within(first, first + count)
             yield from (Box((first + a,), (b - a,)) for a, b in runs.intervals())
@@ -98,11 +96,11 @@ def wanted_of(part: Part) -> Iterator[Box]:
 
 
 def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "PART_BYTES", 4 * 100)
+    monkeypatch.setattr(settings, "PART_BYTES", 4 * 100)
     atom = atom_of((1000,))
     region = Region.all_of((1000,))
-    holes = (Hole(atom, region.cut(250, 260), 0), Hole(atom, region.cut(295, 520), 40))
-    found = list(parts(Target((OutputFile("f", 940, (), holes),))))
+    holes = (WriteItem(atom, region.cut(250, 260), 0), WriteItem(atom, region.cut(295, 520), 40))
+    found = list(copy_tasks(Target((OutputFile("f", 940, (), holes),))))
     assert [str(part.block) for part in found] == ["[250:300]", "[300:400]", "[400:500]", "[500:520]"]
     assert sum(prod(box.shape) for part in found for box in wanted_of(part)) == 235
 
@@ -113,10 +111,10 @@ def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pyt
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12), count=st.integers(1, 4))
 def test_stretches_are_the_plan_in_pieces_of_about_the_same_size(sizes: list[int], count: int) -> None:
     atoms = [atom_of((size,)) for size in sizes]
-    holes = [Hole(atom, Region.all_of(atom.shape), 0) for atom in atoms]
+    holes = [WriteItem(atom, Region.all_of(atom.shape), 0) for atom in atoms]
     target = Target(tuple(OutputFile(str(n), hole.nbytes, (), (hole,)) for n, hole in enumerate(holes)))
-    pieces = [list(stretch) for stretch in stretches(target, count)]
-    assert [part for piece in pieces for part in piece] == list(parts(target))
+    pieces = [list(stretch) for stretch in task_queues(target, count)]
+    assert [part for piece in pieces for part in piece] == list(copy_tasks(target))
     assert len(pieces) == count
     largest = max(sum(part.nbytes for part in piece) for piece in pieces)
     assert largest <= target.nbytes / count + 4 * max(sizes)
@@ -130,7 +128,7 @@ def test_outputs_close_what_was_longest_unused(tmp_path: Path) -> None:
     for file in files:
         (tmp_path / file.path).write_bytes(b"---")
     before = set(os.listdir("/proc/self/fd"))
-    outputs = Outputs(tmp_path, files, 2)
+    outputs = OutputDescriptors(tmp_path, files, 2)
     for number in (0, 1, 0, 2, 3, 4, 0):
         outputs.write(number, 1, memoryview(b"x%d" % number))
         assert len(set(os.listdir("/proc/self/fd")) - before) <= 2
@@ -140,7 +138,7 @@ def test_outputs_close_what_was_longest_unused(tmp_path: Path) -> None:
 
 
 def test_outputs_name_the_file_that_cannot_be_written(tmp_path: Path) -> None:
-    outputs = Outputs(tmp_path, [OutputFile("gone", 3)], 2)
+    outputs = OutputDescriptors(tmp_path, [OutputFile("gone", 3)], 2)
     with pytest.raises(StorageError, match="gone: cannot be written"):
         outputs.write(0, 0, memoryview(b"abc"))
     os.mkfifo(tmp_path / "gone")

@@ -12,18 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.shards import DTYPES, Cut, cuts, index_of, shapes, values_of, write_shards
-from ucp import tunables
-from ucp.engine.arrays import read_array, read_tensor
-from ucp.engine.casting import cast, raw_dtype
-from ucp.engine.reading import AtomReader
+from ucp import settings
+from ucp.core.box import Box, flat_index, is_contiguous_in, slabs
+from ucp.core.checkpoint import Atom, Fragment
+from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
+from ucp.core.region import Region
+from ucp.core.rules import Rule
 from ucp.errors import InconsistentError, IntegrityError, UsageError
-from ucp.files.local import SourceFiles
-from ucp.model.box import Box, flat_index, is_contiguous_in
-from ucp.model.checkpoint import Atom, Fragment
-from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64
-from ucp.model.region import Region
-from ucp.model.rules import Rule
-from ucp.model.slabs import slabs
+from ucp.read.atom_reader import AtomReader
+from ucp.read.casting import cast, raw_dtype
+from ucp.read.region_reader import read_array, read_tensor
+from ucp.storage.local import SourceFiles
 
 
 def read_by_slabs(folder: Path, atom: Atom, limit: int, flat: bool | None) -> np.ndarray:
@@ -87,7 +86,7 @@ def test_strided_tensors_read_in_logical_order(tmp_path: Path, monkeypatch: pyte
     fragment = Fragment(Region.all_of(view.shape), "t", 2, FLOAT32, strides=strides)
     atom = Atom("t", "weight", view.shape, FLOAT32, (fragment,))
     for limit in (4, 64, 1 << 20):
-        monkeypatch.setattr(tunables, "SLAB_BYTES", limit)
+        monkeypatch.setattr(settings, "SLAB_BYTES", limit)
         assert read_array(tmp_path, atom).tobytes() == np.ascontiguousarray(view).tobytes()
 
 
@@ -133,7 +132,7 @@ def test_contiguity_is_what_numpy_says(data: st.DataObject) -> None:
 
 
 def test_more_files_than_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "OPEN_FILES", 2)
+    monkeypatch.setattr(settings, "OPEN_FILES", 2)
     values = values_of((12, 3), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=0), 4, (250, 500, 750)))
     assert len(atom.fragments) > 10

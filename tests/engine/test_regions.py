@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from tests.engine.shards import DTYPES, Cut, cuts, pick, shapes, values_of, write_shards
 from tests.engine.shards import regions as regions_of
-from ucp import tunables
-from ucp.engine.casting import cast, raw_dtype
-from ucp.engine.regions import read_region
+from ucp import settings
+from ucp.core.box import Box
+from ucp.core.checkpoint import Atom, Fragment
+from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
+from ucp.core.region import Region
+from ucp.core.rules import Rule
 from ucp.errors import InconsistentError
-from ucp.files.local import SourceFiles
-from ucp.model.box import Box
-from ucp.model.checkpoint import Atom, Fragment
-from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64
-from ucp.model.region import Region
-from ucp.model.rules import Rule
+from ucp.read.casting import cast, raw_dtype
+from ucp.read.region_reader import read_region
+from ucp.storage.local import SourceFiles
 
 
 class Counting(SourceFiles):
@@ -47,12 +47,12 @@ def read(folder: Path, atom: Atom, region: Region) -> tuple[np.ndarray[Any, Any]
 
 @contextmanager
 def limits(short: int, slab: int) -> Iterator[None]:
-    before = tunables.SHORT_RUN_BYTES, tunables.SLAB_BYTES
-    tunables.SHORT_RUN_BYTES, tunables.SLAB_BYTES = short, slab
+    before = settings.SHORT_RUN_BYTES, settings.SLAB_BYTES
+    settings.SHORT_RUN_BYTES, settings.SLAB_BYTES = short, slab
     try:
         yield
     finally:
-        tunables.SHORT_RUN_BYTES, tunables.SLAB_BYTES = before
+        settings.SHORT_RUN_BYTES, settings.SLAB_BYTES = before
 
 
 @given(data=st.data())

@@ -18,26 +18,28 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.containers.likeness import differences
 from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values_of, write_shards
-from tests.engine.test_convert import StopAfter, checkpoint, contents, nothing_last, options
-from tests.files.likeness import differences
-from ucp import tunables
+from tests.engine.test_convert import StopAfter, checkpoint, nothing_last, options
+from tests.trees import contents
+from ucp import settings
+from ucp.containers.inert import Inert, InertOrderedDict, StorageRef, TensorRef
+from ucp.containers.pickle_writer import NewTensor
+from ucp.containers.torch_file import TorchFile
+from ucp.containers.torch_file_writer import NewStorage, RegionContent, ZeroContent, new_tensor, torch_file
+from ucp.core.box import Box
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment
+from ucp.core.dtypes import FLOAT32, UINT8, DType
+from ucp.core.region import Region
+from ucp.core.rules import Rule
+from ucp.core.target import Digests, Literal, OutputFile, Target, Trailer, WriteItem, ZeroRange
 from ucp.engine import plan, staging
 from ucp.engine.convert import Progress, fingerprint, run
-from ucp.engine.place import staging_folder
-from ucp.engine.plan import parts
-from ucp.engine.sealing import sealing_parts
-from ucp.engine.worker import Written
+from ucp.engine.execute import trailer_tasks
+from ucp.engine.plan import copy_tasks
+from ucp.engine.staging import staging_folder
+from ucp.engine.worker import WrittenRange
 from ucp.errors import UsageError
-from ucp.files.inert import Inert, InertOrderedDict, StorageRef, TensorRef
-from ucp.files.torchzip import TorchFile
-from ucp.files.torchzip_writer import Fill, NewStorage, NewTensor, Zeros, new_tensor, torch_file
-from ucp.model.box import Box
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment
-from ucp.model.dtypes import FLOAT32, UINT8, DType
-from ucp.model.region import Region
-from ucp.model.rules import Rule
-from ucp.model.target import Digests, Hole, Literal, OutputFile, Seal, Target, ZeroRange
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -81,11 +83,11 @@ def test_storages_tiled_by_anything(data: st.DataObject) -> None:
     shape, dtype = data.draw(shapes()), data.draw(st.sampled_from(DTYPES))
     values = values_of(shape, dtype)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
-        patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 128)))
-        patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 512)))
-        patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
-        patch.setattr(plan, "_RANGES_OF_A_PART", data.draw(st.integers(1, 4)))
-        patch.setattr(tunables, "OPEN_FILES", data.draw(st.integers(1, 4)))
+        patch.setattr(settings, "SLAB_BYTES", data.draw(st.integers(1, 128)))
+        patch.setattr(settings, "PART_BYTES", data.draw(st.integers(1, 512)))
+        patch.setattr(settings, "SPACE_RESERVE_BYTES", 0)
+        patch.setattr(plan, "_MAX_RANGES_PER_TASK", data.draw(st.integers(1, 4)))
+        patch.setattr(settings, "OPEN_FILES", data.draw(st.integers(1, 4)))
         folder = Path(name)
         atom = write_shards(folder, values, dtype, data.draw(cuts(shape)))
         wanted: list[list[bytes]] = []
@@ -117,16 +119,16 @@ def test_storages_tiled_by_anything(data: st.DataObject) -> None:
 
 
 def draw_storage(data: st.DataObject, atom: Atom, values: np.ndarray[Any, Any]) -> tuple[NewStorage, bytes]:
-    pieces: list[Fill | Zeros | bytes] = []
+    pieces: list[RegionContent | ZeroContent | bytes] = []
     content = b""
     for kind in data.draw(st.lists(st.sampled_from(["fill", "zeros", "bytes"]), max_size=4)):
         if kind == "fill":
             region = data.draw(padded_regions(atom.shape))
-            pieces.append(Fill(atom, region))
+            pieces.append(RegionContent(atom, region))
             content += expected(values, region)
         elif kind == "zeros":
             count = data.draw(st.integers(0, 300))
-            pieces.append(Zeros(count))
+            pieces.append(ZeroContent(count))
             content += bytes(count * atom.dtype.itemsize)
         else:
             some = b"\1" * (atom.dtype.itemsize * data.draw(st.integers(0, 9)))
@@ -145,9 +147,9 @@ def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
     whole = tuple(padded if d == dim else n for d, n in enumerate(shape))
     values = values_of(shape, FLOAT32)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
-        patch.setattr(tunables, "SLAB_BYTES", data.draw(st.integers(1, 64)))
-        patch.setattr(tunables, "PART_BYTES", data.draw(st.integers(1, 128)))
-        patch.setattr(tunables, "SPACE_RESERVE_BYTES", 0)
+        patch.setattr(settings, "SLAB_BYTES", data.draw(st.integers(1, 64)))
+        patch.setattr(settings, "PART_BYTES", data.draw(st.integers(1, 128)))
+        patch.setattr(settings, "SPACE_RESERVE_BYTES", 0)
         folder = Path(name)
         stored = np.full((rows + 2, columns) if dim == 0 else (columns, rows + 2), np.float32("nan"))
         stored[tuple(slice(0, n) for n in shape)] = values
@@ -157,7 +159,7 @@ def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
         held = regions(Cut(Rule("split", dim=dim), tp, ()), whole)
         target = Target(
             tuple(
-                OutputFile(str(rank), 3 + 4 * region.numel, (Literal(0, b"abc"),), (Hole(atom, region, 3),))
+                OutputFile(str(rank), 3 + 4 * region.numel, (Literal(0, b"abc"),), (WriteItem(atom, region, 3),))
                 for rank, region in enumerate(held)
             )
         )
@@ -180,15 +182,18 @@ def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Target, Checkpoint, Path]:
     """Two torch files: a column-cut weight with padded rows in one, zeros and scalars around its rows in the other."""
-    monkeypatch.setattr(tunables, "PART_BYTES", 256)
-    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)
+    monkeypatch.setattr(settings, "PART_BYTES", 256)
+    monkeypatch.setattr(settings, "SLAB_BYTES", 64)
     values = values_of((64, 16), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, (500,)))
     left = Region.of([Box((0, 0), (70, 8))])
     flat = Region.all_of((64, 16)).cut(100, 900)
     trees: list[Any] = [
-        {"w": new_tensor(FLOAT32, (70, 8), Fill(atom, left)), "n": 1},
-        [new_tensor(FLOAT32, (1000,), Zeros(150), Fill(atom, flat), Zeros(50)), new_tensor(FLOAT32, (), b"\0\0\x80?")],
+        {"w": new_tensor(FLOAT32, (70, 8), RegionContent(atom, left)), "n": 1},
+        [
+            new_tensor(FLOAT32, (1000,), ZeroContent(150), RegionContent(atom, flat), ZeroContent(50)),
+            new_tensor(FLOAT32, (), b"\0\0\x80?"),
+        ],
     ]
     target = Target(tuple(torch_file(f"{number}.pt", tree) for number, tree in enumerate(trees)))
     return target, checkpoint(tmp_path, [atom]), tmp_path / "out"
@@ -256,8 +261,8 @@ def test_resume_does_not_believe_a_literal_that_has_changed(job: tuple[Target, C
     with pytest.raises(KeyboardInterrupt):
         run(target, source, path, options(), KillBeforePublishing(), Progress())
     half = staging.Staging(path, target, fingerprint(target, source), resume=True, restart=False)
-    assert list(half.remaining(parts(target))) == []
-    seals = list(sealing_parts(target, half.written(), half.files))
+    assert list(half.remaining(copy_tasks(target))) == []
+    seals = list(trailer_tasks(target, half.written(), half.files))
     assert list(half.remaining(seals)) == []
     extent = replace(seals[0].extents[0], data=b"x" * seals[0].extents[0].nbytes)
     changed = replace(seals[0], extents=(extent, *seals[0].extents[1:]))
@@ -289,9 +294,9 @@ def test_a_seal_of_ones_own(tmp_path: Path) -> None:
         "f",
         26,
         (Literal(18, b"four"), Literal(25, b"!")),
-        (Hole(atom, region, 8),),
+        (WriteItem(atom, region, 8),),
         (ZeroRange(22, 3),),
-        Seal(spans, close),
+        Trailer(spans, close),
     )
     run(Target((file,)), checkpoint(tmp_path, [atom]), tmp_path / "out", options(), nothing_last, Progress())
     written = (tmp_path / "out" / "f").read_bytes()
@@ -300,21 +305,21 @@ def test_a_seal_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_span_must_be_tiled() -> None:
-    file = OutputFile("f", 9, seal=Seal(((2, 5),), lambda crcs: [Literal(0, bytes(len(crcs)))]))
+    file = OutputFile("f", 9, seal=Trailer(((2, 5),), lambda crcs: [Literal(0, bytes(len(crcs)))]))
     for extents in ([], [(2, 4)], [(2, 3), (6, 1)], [(1, 6)], [(2, 6)]):
         with pytest.raises(AssertionError, match="not tiled"):
-            list(sealing_parts(Target((file,)), [Written(0, a, n, "", 0) for a, n in extents], {0}))
+            list(trailer_tasks(Target((file,)), [WrittenRange(0, a, n, "", 0) for a, n in extents], {0}))
     with pytest.raises(AssertionError, match="CRC-32"):
-        list(sealing_parts(Target((file,)), [Written(0, 2, 5, "")], {0}))
+        list(trailer_tasks(Target((file,)), [WrittenRange(0, 2, 5, "")], {0}))
 
 
 def test_atoms_in_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "OPEN_FILES", 8)
+    monkeypatch.setattr(settings, "OPEN_FILES", 8)
     values = values_of((6,), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("replicated"), 1, ()))
-    hole = Hole(atom, Region.all_of((6,)), 0)
+    hole = WriteItem(atom, Region.all_of((6,)), 0)
     target = Target(tuple(OutputFile(str(n), 24, (), (hole,)) for n in range(20)))
-    assert [len(part.extents) for part in parts(target)] == [20]
+    assert [len(part.extents) for part in copy_tasks(target)] == [20]
     run(target, checkpoint(tmp_path, [atom]), tmp_path / "out", options(), nothing_last, Progress())
     assert set(contents(tmp_path / "out").values()) == {values.tobytes()}
 
@@ -398,5 +403,5 @@ class Copier:
             start = self.file.position(replace(ref, offset=0, shape=(count,), strides=(1,)))
             region = Region.all_of((count,))
             atom = Atom(old.key, "storage", (count,), dtype, (Fragment(region, self.name, start, dtype),))
-            self.storages[old] = NewStorage(dtype, (Fill(atom, region),))
+            self.storages[old] = NewStorage(dtype, (RegionContent(atom, region),))
         return self.storages[ref.storage]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import ucp
 from tests.trees import contents
-from ucp.engine.place import staging_folder
-from ucp.engine.shares import Share, found_shares
+from ucp.core.target import OutputFile, Target
+from ucp.engine.staging import staging_folder
+from ucp.engine.work_shard import WorkShard, journalled_shards
 from ucp.errors import StorageError, UsageError
-from ucp.model.target import OutputFile, Target
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 SOURCE = FIXTURES / "z1_bf16_dp2"
@@ -25,7 +25,7 @@ LAYOUT: dict[str, Any] = {"to": "deepspeed", "dp": 3}
 @given(sizes=st.lists(st.integers(0, 1000), max_size=30), count=st.integers(1, 6))
 def test_shares_take_every_file_once_and_about_as_many_bytes(sizes: list[int], count: int) -> None:
     target = Target(tuple(OutputFile(str(n), size) for n, size in enumerate(sizes)))
-    shares = [Share(number, count).files(target) for number in range(count)]
+    shares = [WorkShard(number, count).files(target) for number in range(count)]
     assert sorted(n for share in shares for n in share) == list(range(len(sizes)))
     loads = [sum(sizes[n] for n in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)
@@ -63,14 +63,14 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     ucp.convert(SOURCE, path, part=(2, 3), **LAYOUT)
     with pytest.raises(UsageError, match="part 1/3 was not begun; part 3/3 was not begun"):
         ucp.convert(SOURCE, path, finish=True, **LAYOUT)
-    assert [str(share) for share in found_shares(staging_folder(path))] == ["part 2/3"]
+    assert [str(share) for share in journalled_shards(staging_folder(path))] == ["part 2/3"]
 
 
 def test_a_part_that_did_not_end_is_run_again_and_keeps_what_it_did(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     for number in (1, 2):
         ucp.convert(SOURCE, path, part=(number, 2), **LAYOUT)
-    journal = staging_folder(path) / Share(1, 2).journal
+    journal = staging_folder(path) / WorkShard(1, 2).journal
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:-2]) + lines[-2][:20])  # as a kill leaves it
     with pytest.raises(UsageError, match="part 2/2 did not end"):
@@ -85,7 +85,7 @@ def test_a_part_that_did_not_end_is_run_again_and_keeps_what_it_did(tmp_path: Pa
 def test_a_part_killed_before_its_first_word_begins_anew(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     ucp.convert(SOURCE, path, part=(1, 2), **LAYOUT)
-    (staging_folder(path) / Share(1, 2).journal).write_bytes(b'{"ucp":"jour')
+    (staging_folder(path) / WorkShard(1, 2).journal).write_bytes(b'{"ucp":"jour')
     ucp.convert(SOURCE, path, part=(2, 2), **LAYOUT)
     ucp.convert(SOURCE, path, finish=True, **LAYOUT)
     assert contents(path) == contents(whole)

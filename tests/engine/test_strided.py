@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucp import tunables
-from ucp.engine import strided
-from ucp.engine.reading import AtomReader
-from ucp.files.local import SourceFiles
-from ucp.model.box import Box, whole
-from ucp.model.checkpoint import Atom, Fragment
-from ucp.model.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.model.region import Region
-from ucp.model.slabs import slabs
-from ucp.model.tiles import Tile, tiled_atom
+from ucp import settings as ucp_settings
+from ucp.core.box import Box, slabs, whole
+from ucp.core.checkpoint import Atom, Fragment
+from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
+from ucp.core.region import Region
+from ucp.core.remap import BlockMap, remapped_atom
+from ucp.read import strided_reader
+from ucp.read.atom_reader import AtomReader
+from ucp.storage.local import SourceFiles
 
 KINDS = {FLOAT32: np.dtype(np.float32), BFLOAT16: np.dtype(np.uint16)}
 
@@ -51,18 +50,18 @@ def test_blocks_of_columns_become_rows(
     tiles, expected, at = [], [], 0
     for block in order:
         lo, n = int(starts[block]), lengths[block]
-        tiles.append(Tile("s", Box((0, lo), (width, n)), Box((at, 0), (n, width)), transposed=True))
+        tiles.append(BlockMap("s", Box((0, lo), (width, n)), Box((at, 0), (n, width)), transposed=True))
         expected.append(stored[:, lo : lo + n].T)
         at += n
     file = Fragment(Region.of((whole((width, total)),)), "data", front, dtype)
     source = Atom("s", "weight", (width, total), dtype, (file,))
-    atom = tiled_atom("t", tiles, (total, width), {"s": source})
+    atom = remapped_atom("t", tiles, (total, width), {"s": source})
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         (Path(folder) / "data").write_bytes(b"x" * front + stored.tobytes())
-        patch.setattr(tunables, "SLAB_BYTES", slab * kind.itemsize)
-        patch.setattr(tunables, "STRIPS_BYTES", strips)
-        patch.setattr(strided, "_GAP_BYTES", gap)
-        patch.setattr(strided, "_TILE_LENGTH", tile)
+        patch.setattr(ucp_settings, "SLAB_BYTES", slab * kind.itemsize)
+        patch.setattr(ucp_settings, "STRIPS_BYTES", strips)
+        patch.setattr(strided_reader, "_GAP_BYTES", gap)
+        patch.setattr(strided_reader, "_TILE_LENGTH", tile)
         with SourceFiles(Path(folder)) as files:
             reader = AtomReader(files, atom, flat=False)
             found = []
@@ -84,11 +83,11 @@ def test_a_stored_matrix_is_not_read_once_a_slab(tmp_path: Path, monkeypatch: py
         for part in range(3):
             lo = (part * heads + head) * rows
             box = Box(((head * 3 + part) * rows, 0), (rows, width))
-            tiles.append(Tile("s", Box((0, lo), (width, rows)), box, transposed=True))
+            tiles.append(BlockMap("s", Box((0, lo), (width, rows)), box, transposed=True))
     fragment = Fragment(Region.of((whole(stored.shape),)), "data", 0, FLOAT32)
     source = Atom("s", "weight", stored.shape, FLOAT32, (fragment,))
-    atom = tiled_atom("t", tiles, (total, width), {"s": source})
-    monkeypatch.setattr(tunables, "STRIPS_BYTES", stored.nbytes)
+    atom = remapped_atom("t", tiles, (total, width), {"s": source})
+    monkeypatch.setattr(ucp_settings, "STRIPS_BYTES", stored.nbytes)
     read = 0
     with SourceFiles(tmp_path) as files:
         original = files.read_into

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from tests.faults.injection import KINDS, Injector, always_short, points, signal_storm
 from tests.trees import contents
-from ucp import tunables
+from ucp import settings
 from ucp.cli.main import run
-from ucp.files.paths import OUR_NOTES
+from ucp.storage.paths import OWN_PREFIX
 
 BUG = 70  # exit code of a child that shows a traceback
 KILLED = -signal.SIGKILL
@@ -145,7 +145,7 @@ class Sweep:
 
 def without_journals(files: dict[str, bytes]) -> dict[str, bytes]:
     """What a run leaves that was killed in its last act: the next one removes its journals."""
-    return {name: data for name, data in files.items() if not name.startswith(OUR_NOTES)}
+    return {name: data for name, data in files.items() if not name.startswith(OWN_PREFIX)}
 
 
 def _write(path: Path, calls: list[tuple[str, str]]) -> None:
@@ -155,8 +155,8 @@ def _write(path: Path, calls: list[tuple[str, str]]) -> None:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    tunables.SLAB_BYTES, tunables.PART_BYTES, tunables.RESERVED_FILE_BYTES = 4096, 16384, 8192
-    tunables.JOURNAL_SECONDS = 0.0
+    settings.SLAB_BYTES, settings.PART_BYTES, settings.RESERVED_FILE_BYTES = 4096, 16384, 8192
+    settings.JOURNAL_SECONDS = 0.0
     sweep = Sweep(Path(asked["folder"]), asked["commands"], asked["hit"])
     calls = sweep.calls()
     for kind in asked["kinds"]:

@@ -12,9 +12,9 @@ from tests.faults.injection import CALLS, REAL, Injector, points
 from tests.log.made import made_manifest
 from tests.log.test_reader import contents, expected
 from tests.log.test_writer import begin, put
-from ucp import tunables
+from ucp import settings
 from ucp.errors import StorageError, UcpError
-from ucp.log.manifest import Parent
+from ucp.log.epoch_manifest import ParentEpoch
 from ucp.log.reader import Log
 
 STEPS = 6
@@ -43,7 +43,7 @@ def restore() -> None:
 
 @pytest.mark.parametrize("kind", ["short", "EIO", "ENOSPC"])
 def test_one_fault_loses_nothing_that_was_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(tunables, "LOG_SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(settings, "LOG_SEGMENT_BYTES", 3000)
     recorded = Injector()
     assert write(tmp_path / "recorded", recorded) == STEPS
     tried = points(recorded.calls, kind)
@@ -82,7 +82,7 @@ def go_on(run: Path) -> None:
     """Write the rest of the steps in a new epoch, as a job does that starts again from what the log has."""
     with Log.open(run, "inspect") as log:
         last = log.recoverable_step
-    writer = begin(run, made_manifest(epoch=1, start=last, parent=Parent(0, last)), durable_step=last)
+    writer = begin(run, made_manifest(epoch=1, start=last, parent=ParentEpoch(0, last)), durable_step=last)
     for step in range(last + 1, STEPS + 2):
         put(writer, step)
     writer.close()
@@ -93,7 +93,7 @@ def test_a_disk_that_is_late_lies_or_loses_its_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """What a disk says that it has, and has not, may be missing; but no step is another than it was."""
-    monkeypatch.setattr(tunables, "LOG_SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(settings, "LOG_SEGMENT_BYTES", 3000)
     recorded = Injector()
     recorded.install()
     try:

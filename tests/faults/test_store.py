@@ -10,8 +10,8 @@ import pytest
 from tests.faults.injection import CALLS, REAL, Injector, points
 from tests.store.stores import fill, is_of_one_step, schema
 from ucp.errors import UcpError
-from ucp.store.loading import load
-from ucp.store.writer import Store
+from ucp.training.store.store_loading import load_store
+from ucp.training.store.writer import Store
 
 
 def make_and_write(path: Path, injector: Injector) -> tuple[bool, int]:
@@ -54,10 +54,10 @@ def test_one_fault_leaves_one_whole_generation(tmp_path: Path, kind: str) -> Non
             assert list(path.parent.iterdir()) == [], "nothing half-made is left"
             continue
         if step:
-            assert load(path).step >= step, recorded.calls[at]
-            assert is_of_one_step(load(path)), recorded.calls[at]
+            assert load_store(path).step >= step, recorded.calls[at]
+            assert is_of_one_step(load_store(path)), recorded.calls[at]
         with Store.open(path) as store:  # and it goes on
             fill(store, 4)
             store.commit()
-        assert load(path).step == 4
-        assert is_of_one_step(load(path))
+        assert load_store(path).step == 4
+        assert is_of_one_step(load_store(path))

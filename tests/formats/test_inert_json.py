@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp import tunables
+from ucp import settings
+from ucp.containers.inert import InertOrderedDict, NumpyArray, NumpyScalar, Size, class_path, new_class
+from ucp.containers.inert_json import InertEncoder, decode
+from ucp.core.checkpoint import Atom
+from ucp.core.dtypes import BFLOAT16, FLOAT32
 from ucp.errors import IntegrityError, UnsafeError
-from ucp.files.inert import InertOrderedDict, NumpyArray, NumpyScalar, Size, class_path, new_class
-from ucp.formats.inert_json import Encoder, decode
-from ucp.model.checkpoint import Atom
-from ucp.model.dtypes import BFLOAT16, FLOAT32
 
 leaves = st.one_of(
     st.none(),
@@ -44,7 +44,7 @@ trees = st.recursive(
 
 
 def round_trip(value: Any, tensors: dict[str, Atom] | None = None) -> Any:
-    return decode(json.loads(json.dumps(Encoder().encode(value))), tensors or {})
+    return decode(json.loads(json.dumps(InertEncoder().encode(value))), tensors or {})
 
 
 def types(value: Any) -> Any:
@@ -105,7 +105,7 @@ def test_keys_that_look_like_tags_are_safe() -> None:
 
 def test_tensors_go_to_the_tensor_file() -> None:
     atom = Atom("rng:0", "extra", (4,), FLOAT32, ())
-    encoder = Encoder()
+    encoder = InertEncoder()
     node = encoder.encode({"rng": [atom]})
     assert encoder.tensors == {"rng:0": atom}
     assert decode(node, {"rng:0": atom}) == {"rng": [atom]}
@@ -114,16 +114,16 @@ def test_tensors_go_to_the_tensor_file() -> None:
 
 
 def test_sharing_cannot_blow_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "MAX_EXTRAS_NODES", 10_000)
+    monkeypatch.setattr(settings, "MAX_EXTRAS_NODES", 10_000)
     tree: list[Any] = [0]
     for _ in range(100):
         tree = [tree, tree]
     with pytest.raises(UnsafeError):
-        Encoder().encode(tree)
+        InertEncoder().encode(tree)
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UnsafeError):
-        Encoder().encode(loop)
+        InertEncoder().encode(loop)
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ucp import tunables
+from ucp import settings
+from ucp.containers.inert import TensorRef
+from ucp.containers.torch_file import TorchFile
+from ucp.core.box import Shape
+from ucp.core.checkpoint import Fragment
+from ucp.core.dtypes import FLOAT32
+from ucp.core.region import Region
+from ucp.core.rules import REPLICATED, Rule, resolve, slice_pieces, whole_shape
 from ucp.errors import InconsistentError, UsageError
-from ucp.files.inert import TensorRef
-from ucp.files.local import SourceFiles
-from ucp.files.torchzip import TorchFile
-from ucp.formats.deepspeed.ucinfo import rules_from_info
-from ucp.formats.equality import Sameness, compare
-from ucp.formats.inference import LocalSlice, RuleInference
-from ucp.formats.rulefiles import load_rules
-from ucp.model.box import Shape
-from ucp.model.checkpoint import Fragment
-from ucp.model.dtypes import FLOAT32
-from ucp.model.region import Region
-from ucp.model.rules import REPLICATED, Rule, resolve, slice_pieces, whole_shape
+from ucp.formats.deepspeed.universal_info import rules_from_info
+from ucp.formats.sharded.rule_files import load_rules
+from ucp.formats.sharded.rule_inference import LocalSlice, RuleInference
+from ucp.formats.sharded.slice_equality import SliceEquality, compare_slices
+from ucp.storage.local import SourceFiles
 
 
 class Slices:
@@ -220,7 +220,7 @@ def test_nothing_to_infer(slices: Slices) -> None:
 def test_comparison_sees_every_byte_however_the_slices_are_cut(
     slices: Slices, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(tunables, "SLAB_BYTES", block)
+    monkeypatch.setattr(settings, "SLAB_BYTES", block)
     values = slices.random.normal(size=(5, 7)).astype(np.float32)
     whole = [slices.fragment(values)]
     cut = [slices.fragment(part) for part in np.split(values.reshape(-1), [3, 4, 20])]
@@ -236,22 +236,22 @@ def test_comparison_sees_every_byte_however_the_slices_are_cut(
     forms = [whole, cut, strided, window, inline]
     with SourceFiles(slices.root) as files:
         (slices.root / "data.bin").write_bytes(slices.data)
-        assert compare(files, [((5, 7), form) for form in forms]) is Sameness.EQUAL
+        assert compare_slices(files, [((5, 7), form) for form in forms]) is SliceEquality.EQUAL
         for at in (0, 17, 34):
             other = values.copy()
             other.reshape(-1)[at] += 1
             changed = [Fragment(Region.all_of((5, 7)), "", 0, FLOAT32, inline=other.tobytes())]
-            assert compare(files, [((5, 7), whole), ((5, 7), changed)]) is Sameness.DIFFERENT
+            assert compare_slices(files, [((5, 7), whole), ((5, 7), changed)]) is SliceEquality.DIFFERENT
         shorter = [Fragment(Region.all_of((5, 6)), "", 0, FLOAT32, inline=values.tobytes()[:120])]
-        assert compare(files, [((5, 7), whole), ((5, 7), shorter)]) is Sameness.DIFFERENT
-        assert compare(files, [((5, 7), shorter), ((5, 7), whole)]) is Sameness.DIFFERENT
+        assert compare_slices(files, [((5, 7), whole), ((5, 7), shorter)]) is SliceEquality.DIFFERENT
+        assert compare_slices(files, [((5, 7), shorter), ((5, 7), whole)]) is SliceEquality.DIFFERENT
 
 
-@pytest.mark.parametrize("limit, looked_at", [(64, 128), (tunables.SLAB_BYTES, 2 * 4096)])
+@pytest.mark.parametrize("limit, looked_at", [(64, 128), (settings.SLAB_BYTES, 2 * 4096)])
 def test_comparison_stops_at_the_first_difference(
     slices: Slices, monkeypatch: pytest.MonkeyPatch, limit: int, looked_at: int
 ) -> None:
-    monkeypatch.setattr(tunables, "SLAB_BYTES", limit)
+    monkeypatch.setattr(settings, "SLAB_BYTES", limit)
     a = slices.random.normal(size=10_000)
     first, second = slices.fragment(a), slices.fragment(a + 1)
     (slices.root / "data.bin").write_bytes(slices.data)
@@ -264,7 +264,7 @@ def test_comparison_stops_at_the_first_difference(
             return super().read(file, offset, size)
 
     with Counting(slices.root) as files:
-        assert compare(files, [((10_000,), [first]), ((10_000,), [second])]) is Sameness.DIFFERENT
+        assert compare_slices(files, [((10_000,), [first]), ((10_000,), [second])]) is SliceEquality.DIFFERENT
     assert read == looked_at
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ucp.containers.config_files import MAX_BYTES
+from ucp.core.rules import REPLICATED, Rule
 from ucp.errors import StorageError, UsageError
-from ucp.files.toml_lists import MAX_BYTES
-from ucp.formats.rulefiles import load_preset, load_rules, preset_names, rule_lines
-from ucp.model.rules import REPLICATED, Rule
+from ucp.formats.sharded.rule_files import format_rule, load_preset, load_rules, preset_names
 
 
 def write(tmp_path: Path, text: str | bytes) -> Path:
@@ -133,7 +133,7 @@ def test_lines_for_a_hint_read_back_as_the_rule(tmp_path: Path) -> None:
     rules = [Rule("split", 1), Rule("split", 0, ratio=(2, 1)), Rule("split", 0, parts=(4, 2)), REPLICATED]
     rules.append(Rule("vocab", 0, true_size=7))
     for rule in rules:
-        book = load_rules(write(tmp_path, rule_lines("blocks.0.w[1]", rule)))
+        book = load_rules(write(tmp_path, format_rule("blocks.0.w[1]", rule)))
         found = book.find("blocks.0.w[1]")
         assert found is not None
         assert found.rule == rule

@@ -9,9 +9,17 @@ import zlib
 import xxhash
 
 from ucp.errors import UcpError
+from ucp.formats.store.store_layout import (
+    HEADER_ENTRY,
+    HEADER_FIXED,
+    PAGE,
+    SCHEMA_AT,
+    SUPERBLOCKS_AT,
+    StoreLayout,
+    StoreSchema,
+)
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, TABLE_TYPES, FrameType, checksum, padded
-from ucp.log.payloads import ENTRY, TABLE_HEAD, Commit, table_bytes
-from ucp.store.layout import HEADER_ENTRY, HEADER_FIXED, PAGE, SCHEMA_AT, SUPERBLOCKS_AT, Layout, Schema
+from ucp.log.payloads import ENTRY, TABLE_HEAD, StepCommit, table_bytes
 
 LARGEST = 1 << 20  # bytes of a file that is made
 
@@ -26,7 +34,7 @@ def sealed_segment(data: bytes) -> bytes:
         kind, lsn, length = made[at + 4], *struct.unpack_from("<Q8xQ", made, at + 16)
         body, end = at + FRAME_BYTES, at + FRAME_BYTES + length
         end = min(end, len(made))
-        if kind == FrameType.COMMIT and end - body == len(commit := Commit.of(grads, step_lsn).pack()):
+        if kind == FrameType.COMMIT and end - body == len(commit := StepCommit.of(grads, step_lsn).pack()):
             made[body:end] = commit
         if kind in TABLE_TYPES and end - body >= TABLE_HEAD.size:
             covered = min(end, body + table_bytes(struct.unpack_from("<I", made, body)[0]))
@@ -55,7 +63,7 @@ def sealed_store(data: bytes) -> bytes:
     schema = bytes(made[SCHEMA_AT : SCHEMA_AT + schema_bytes])
     made[32:48] = xxhash.xxh3_128_digest(schema)
     with contextlib.suppress(UcpError):
-        layout = Layout(Schema.parse(schema, "x"), slots, schema_bytes)
+        layout = StoreLayout(StoreSchema.parse(schema, "x"), slots, schema_bytes)
         if max(layout.numbers()) <= LARGEST:
             struct.pack_into("<QQQQ", made, 56, *layout.numbers()[2:])
             made = made[: layout.file_bytes].ljust(layout.file_bytes, b"\0")
@@ -66,7 +74,7 @@ def sealed_store(data: bytes) -> bytes:
     return bytes(made)
 
 
-def _seal_slot(made: bytearray, layout: Layout, slot: int) -> None:
+def _seal_slot(made: bytearray, layout: StoreLayout, slot: int) -> None:
     at = layout.slot_at(slot)
     notes = struct.unpack_from("<Q", made, at + 56)[0]
     body = at + HEADER_FIXED

@@ -16,18 +16,19 @@ from pathlib import Path
 
 import ucp
 from tests.hostile.seals import sealed_segment, sealed_store
-from ucp.engine.arrays import read_tensor
+from ucp.containers.distcp import read_dcp_folder
+from ucp.containers.pickle_reader import read_pickle
+from ucp.containers.safetensors_file import read_safetensors
+from ucp.containers.torch_file import TorchFile
+from ucp.core.checkpoint import Checkpoint, Extras
 from ucp.errors import UcpError
-from ucp.files.pickles import read_pickle
-from ucp.files.safetensors import read_safetensors
-from ucp.files.torchzip import TorchFile
-from ucp.formats.distcp_index import read_folder
-from ucp.formats.rulefiles import parse_rules
-from ucp.formats.store.description import schema_of
+from ucp.formats.sharded.rule_files import parse_rules
+from ucp.formats.store.reader import schema_of
 from ucp.log.reader import Log
-from ucp.model.checkpoint import Checkpoint, Extras
-from ucp.names.tables import parse_table
-from ucp.store import Store, load
+from ucp.names.name_tables import parse_table
+from ucp.read.region_reader import read_tensor
+from ucp.training.store.store_loading import load_store
+from ucp.training.store.writer import Store
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
@@ -83,7 +84,7 @@ def _metadata(data: bytes, folder: Path) -> None:
         with (folder / f"__{number}_0.distcp").open("wb") as file:
             file.truncate(1 << 20)
     (folder / ".metadata").write_bytes(data)
-    read_folder(folder)
+    read_dcp_folder(folder)
 
 
 def _segment(data: bytes, folder: Path) -> None:
@@ -112,7 +113,7 @@ def _store(data: bytes, folder: Path) -> None:
     path.write_bytes(data)
     for parameter in ucp.open(path).parameters.values():
         str(parameter)
-    load(path).check()
+    load_store(path).check()
 
 
 def _sealed_store(data: bytes, folder: Path) -> None:
@@ -148,24 +149,22 @@ def _shadow_frames(data: bytes, folder: Path) -> None:
     """What a job sends to its shadow: whole frames, and frames of which a part is wanted."""
     from tests.log.made import made_manifest
     from ucp.log.frames import SEGMENT_BYTES, BadBytesError, SegmentHeader
-    from ucp.shadow.intake import ArrivedStep, GapError, Intake
-    from ucp.shadow.portions import Portion
-    from ucp.shadow.server import frames_of
-    from ucp.shadow.tables import Tables
-    from ucp.shadow.wire import RefusedError, receive
+    from ucp.training.shadow.protocol import RefusedError, receive
+    from ucp.training.shadow.server import frames_of
+    from ucp.training.shadow.step_assembler import BlockTables, GapError, ReceivedStep, StepAssembler, StreamShard
 
     del folder
     manifest = made_manifest()
-    for portion in (None, Portion((0, 10), (0, 40))):
-        tables = Tables(manifest.streams[0], manifest.state_kinds, portion)
-        tape, intake = _Tape(sealed_segment(data)), Intake(0, tables)
+    for portion in (None, StreamShard((0, 10), (0, 40))):
+        tables = BlockTables(manifest.streams[0], manifest.state_kinds, portion)
+        tape, intake = _Tape(sealed_segment(data)), StepAssembler(0, tables)
         try:
             segment = SegmentHeader.unpack(bytes(receive(tape, SEGMENT_BYTES)))
             for frame in frames_of(tape, segment, tables):
                 intake.offer(frame)
                 while intake.ready:
                     arrived = intake.pop()
-                    for block in arrived.blocks.values() if isinstance(arrived, ArrivedStep) else ():
+                    for block in arrived.blocks.values() if isinstance(arrived, ReceivedStep) else ():
                         block.bits()
         except (BadBytesError, GapError, RefusedError) as error:
             str(error)
@@ -237,7 +236,7 @@ def _rank_files() -> list[bytes]:
 
 
 def _pickles() -> list[bytes]:
-    from tests.files.hostile import attacks
+    from tests.containers.hostile import attacks
 
     files = [next(RANKS.rglob("*optim_states.pt")), *RANKS.rglob("mp_rank_00*.pt")]
     trees = []

@@ -18,11 +18,19 @@ from tests.hostile.seals import sealed_segment, sealed_store
 from tests.hostile.targets import RANKS, TARGETS, Target
 from tests.log.made import made_manifest
 from ucp.errors import IntegrityError, UcpError
+from ucp.formats.store.store_layout import (
+    HEADER_ENTRY,
+    HEADER_FIXED,
+    PAGE,
+    SCHEMA_AT,
+    StoreLayout,
+    StoreSchema,
+    round_up,
+)
 from ucp.log.codecs import Encoding
+from ucp.log.epoch_manifest import _checksum, _json
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameType, padded
-from ucp.log.manifest import _checksum, _json
 from ucp.log.payloads import TABLE_HEAD
-from ucp.store.layout import HEADER_ENTRY, HEADER_FIXED, PAGE, SCHEMA_AT, Layout, Schema, rounded
 
 DEEP = "a value in 3,000 lists"
 STRANGE = [float("inf"), -1, 10**30, 1.5, None, "", [[1]], {"a": 1}, DEEP]
@@ -83,7 +91,7 @@ def schema_of_the_seed() -> tuple[Any, Callable[[bytes], bytes]]:
         head = bytearray(seed[:SCHEMA_AT])
         struct.pack_into("<Q", head, 48, len(text))
         front = bytes(head) + text
-        return sealed_store(front.ljust(rounded(len(front), PAGE), b"\0") + seed[slots_at:])
+        return sealed_store(front.ljust(round_up(len(front), PAGE), b"\0") + seed[slots_at:])
 
     return json.loads(seed[SCHEMA_AT : SCHEMA_AT + size]), sealed
 
@@ -106,7 +114,9 @@ def test_values_that_a_schema_once_fell_over(tmp_path: Path, where: Path_, stran
 def test_the_notes_of_a_generation(tmp_path: Path) -> None:
     [seed] = TARGETS["store"].seeds()
     size = struct.unpack_from("<Q", seed, 48)[0]
-    layout = Layout(Schema.parse(seed[SCHEMA_AT : SCHEMA_AT + size], "x"), struct.unpack_from("<I", seed, 12)[0], size)
+    layout = StoreLayout(
+        StoreSchema.parse(seed[SCHEMA_AT : SCHEMA_AT + size], "x"), struct.unpack_from("<I", seed, 12)[0], size
+    )
     room = layout.schema.notes_bytes
 
     def sealed(text: bytes) -> bytes:
@@ -202,12 +212,12 @@ def test_a_scale_that_is_none(tmp_path: Path) -> None:
 )
 def test_what_a_shadow_says_of_itself(told: Any) -> None:
     """Whoever knows the token may answer what it likes."""
-    from ucp.shadow.wire import receive_json, send_json, welcome
+    from ucp.training.shadow.protocol import accept_handshake, receive_json, send_json
 
     def answer() -> None:
         sock, _ = server.accept()
         with sock:
-            welcome(sock, b"")
+            accept_handshake(sock, b"")
             receive_json(sock, 1 << 16)
             send_json(sock, told)
             sock.recv(1)  # until it is closed

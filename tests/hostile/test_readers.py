@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import ucp
 from tests.hostile.seals import sealed_segment, sealed_store
 from tests.hostile.targets import RANKS, TARGETS, mutated
+from ucp.core.rules import REPLICATED, RuleBook, compile_pattern
 from ucp.errors import UcpError, UnsafeError
-from ucp.model.patterns import compile_pattern
-from ucp.model.rules import REPLICATED, RuleBook
 
 SHOTS = {"rank": 15, "segment": 30, "sealed segment": 30, "dcp": 40}
 
@@ -97,8 +96,8 @@ OUTSIDE = [
 
 def hostile_names(folder: Path) -> Path:
     """A checkpoint whose parameters are named like places."""
-    from ucp.files.safetensors import build_header
-    from ucp.model.dtypes import BY_NAME
+    from ucp.containers.safetensors_file import build_header
+    from ucp.core.dtypes import BY_NAME
 
     layout = build_header([(name, BY_NAME["float32"], (2,)) for name in OUTSIDE], {"format": "pt"})
     folder.mkdir()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.interop.jobs import Trainer
-from tests.train.worlds import Worlds
+from tests.training.worlds import Worlds
 
 
 @pytest.fixture(scope="session")

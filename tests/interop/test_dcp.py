@@ -14,7 +14,7 @@ from tests.interop.fsdp_rank import TorchJob
 from tests.interop.fsdp_worker import TorchResult, TorchTrainer
 from tests.interop.jobs import Trainer
 from tests.interop.spec import Spec
-from ucp.formats.dcp import cutting
+from ucp.formats.dcp import writer
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
@@ -35,7 +35,7 @@ def torch_trainer() -> Iterator[TorchTrainer]:
 @pytest.fixture(autouse=True)
 def cut_small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here are tiny, and a tensor in one piece proves little."""
-    monkeypatch.setattr(cutting, "SMALLEST_CUT", 64)
+    monkeypatch.setattr(writer, "SMALLEST_SPLIT_BYTES", 64)
 
 
 @pytest.fixture(scope="module")

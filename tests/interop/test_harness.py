@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.jobs import JobError, Trainer
+from tests.interop.jobs import Trainer
 from tests.interop.spec import Spec
+from tests.interop.worker import JobError
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 

@@ -13,11 +13,11 @@ import pytest
 import ucp
 from tests.interop.spec import Spec
 from tests.references import Place, RankState, bits, differences
-from tests.train.worlds import Worlds
+from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-RANKS = "tests.train.ranks:"
+RANKS = "tests.training.ranks:"
 
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:

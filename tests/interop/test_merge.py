@@ -11,7 +11,7 @@ import pytest
 import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
-from tests.train.worlds import Worlds
+from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
@@ -74,7 +74,7 @@ def test_weights_of_a_first_step_that_was_skipped(worlds: Worlds, tmp_path: Path
         assert found.same, (step, [str(atom) for atom in found.atoms])
 
 
-LOAD = "tests.train.ranks:load"
+LOAD = "tests.training.ranks:load"
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ import pytest
 import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
-from tests.train.worlds import Worlds
-from ucp.log.bases import list_bases, usable_bases
+from tests.training.worlds import Worlds
+from ucp.log.base_folders import list_bases, usable_bases
 from ucp.log.codecs import Encoding
-from ucp.log.payloads import Stage
+from ucp.log.payloads import GradientStage
 from ucp.log.reader import Log
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-RANKS = "tests.train.recording_ranks:"
+RANKS = "tests.training.recording_ranks:"
 
 
 def assert_is_what_was_consumed(out: Path, results: list[Any]) -> Log:
@@ -75,34 +75,39 @@ def assert_everything_once(log: Log) -> None:
     assert all(np.all(counts == 1) for counts in covered.values())
 
 
-ENGINES: dict[str, tuple[int, Spec, Stage, set[str]]] = {
-    "zero 0, fp32": (2, Spec(zero=0, dtype="fp32"), Stage.CONSUMED, {"float32"}),
-    "zero 0, bf16": (2, Spec(zero=0, groups=3), Stage.REDUCED, {"bfloat16"}),
-    "zero 1": (2, Spec(zero=1, gas=2), Stage.REDUCED, {"bfloat16"}),
+ENGINES: dict[str, tuple[int, Spec, GradientStage, set[str]]] = {
+    "zero 0, fp32": (2, Spec(zero=0, dtype="fp32"), GradientStage.CONSUMED, {"float32"}),
+    "zero 0, bf16": (2, Spec(zero=0, groups=3), GradientStage.REDUCED, {"bfloat16"}),
+    "zero 1": (2, Spec(zero=1, gas=2), GradientStage.REDUCED, {"bfloat16"}),
     "zero 2, round robin, 3 ranks": (
         *(3, Spec(zero=2, groups=3, frozen=("pos",), config=zero(2, round_robin_gradients=True))),
-        *(Stage.REDUCED, {"bfloat16"}),
+        *(GradientStage.REDUCED, {"bfloat16"}),
     ),
-    "zero 3, small sub-groups": (2, Spec(zero=3, config=zero(3, sub_group_size=700)), Stage.REDUCED, {"bfloat16"}),
-    "bf16 optimizer": (2, Spec(config=BF16_OPTIMIZER), Stage.REDUCED, {"float32"}),
+    "zero 3, small sub-groups": (
+        2,
+        Spec(zero=3, config=zero(3, sub_group_size=700)),
+        GradientStage.REDUCED,
+        {"bfloat16"},
+    ),
+    "bf16 optimizer": (2, Spec(config=BF16_OPTIMIZER), GradientStage.REDUCED, {"float32"}),
     "zero 2, offload": (
         *(2, Spec(zero=2, config=zero(2, offload_optimizer={"device": "cpu"}))),
-        *(Stage.REDUCED, {"float32"}),
+        *(GradientStage.REDUCED, {"float32"}),
     ),
     "zero 3, offload": (
         *(2, Spec(zero=3, config=zero(3, offload_optimizer={"device": "cpu"}))),
-        *(Stage.REDUCED, {"float32"}),
+        *(GradientStage.REDUCED, {"float32"}),
     ),
     "zero 2, accumulated in fp32": (
         *(2, Spec(zero=2, gas=2, config={**zero(2), "data_types": {"grad_accum_dtype": "fp32"}})),
-        *(Stage.REDUCED, {"float32"}),
+        *(GradientStage.REDUCED, {"float32"}),
     ),
-    "zero 0, fp16": (2, Spec(zero=0, dtype="fp16"), Stage.REDUCED, {"float16"}),
-    "tp 2 × dp 2": (4, Spec(tp=2), Stage.REDUCED, {"bfloat16"}),
-    "zero 1, early": (2, Spec(zero=1, gas=2), Stage.REDUCED, {"bfloat16"}),
-    "zero 2, early": (2, Spec(zero=2, groups=3), Stage.REDUCED, {"bfloat16"}),
-    "zero 3, early": (2, Spec(zero=3, gas=2, config=zero(3, sub_group_size=700)), Stage.REDUCED, {"bfloat16"}),
-    "pp 2 × dp 1": (2, Spec(pp=2, gas=2), Stage.REDUCED, {"bfloat16"}),
+    "zero 0, fp16": (2, Spec(zero=0, dtype="fp16"), GradientStage.REDUCED, {"float16"}),
+    "tp 2 × dp 2": (4, Spec(tp=2), GradientStage.REDUCED, {"bfloat16"}),
+    "zero 1, early": (2, Spec(zero=1, gas=2), GradientStage.REDUCED, {"bfloat16"}),
+    "zero 2, early": (2, Spec(zero=2, groups=3), GradientStage.REDUCED, {"bfloat16"}),
+    "zero 3, early": (2, Spec(zero=3, gas=2, config=zero(3, sub_group_size=700)), GradientStage.REDUCED, {"bfloat16"}),
+    "pp 2 × dp 1": (2, Spec(pp=2, gas=2), GradientStage.REDUCED, {"bfloat16"}),
 }
 
 
@@ -129,7 +134,7 @@ def test_what_is_recorded_is_what_was_consumed(worlds: Worlds, tmp_path: Path, n
     assert epoch.streams[0].aux(4)["lr_scheduler"]["last_epoch"] == 4
     assert [base.step for base in list_bases(tmp_path / "run")] == [0, 3]
     assert [base.step for base in usable_bases(log)] == [0, 3]
-    if stage == Stage.REDUCED:
+    if stage == GradientStage.REDUCED:
         assert all(stream.record(step).scale != 1 for stream in epoch.streams.values() for step in epoch.steps)
         sizes = {block.data.nbytes / block.count for block in stored_blocks(log)}
         narrow = "accumulated in fp32" not in name

@@ -12,12 +12,12 @@ import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import BF16_OPTIMIZER, places, state, unequal, zero
 from tests.references import differences
-from tests.train.worlds import Worlds
+from tests.training.worlds import Worlds
 from ucp.formats.atoms import manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-RANKS = "tests.train.ranks:"
+RANKS = "tests.training.ranks:"
 
 SAVED: dict[str, tuple[int, Spec, bool]] = {
     "zero 0, bf16": (2, Spec(zero=0), True),
@@ -74,7 +74,7 @@ def test_atoms_hold_what_the_engines_held(worlds: Worlds, tmp_path: Path, name: 
 
 def assert_tiled(folder: Path) -> None:
     """The parts of every file lie end to end and cover it."""
-    files = manifest.load(folder)["files"]
+    files = manifest.load_manifest(folder)["files"]
     assert files
     for name, entry in files.items():
         at = 0

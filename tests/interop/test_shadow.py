@@ -14,16 +14,17 @@ import pytest
 import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
-from tests.train.worlds import WorldError, Worlds
-from ucp.shadow.addresses import Address, Transport
-from ucp.shadow.following import Shadow
-from ucp.shadow.server import Door
+from tests.interop.worker import JobError
+from tests.training.worlds import Worlds
+from ucp.training.shadow.protocol import ShadowAddress, Transport
+from ucp.training.shadow.server import ShadowServer
+from ucp.training.shadow.shadow import Shadow
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-FOLLOWED = "tests.shadow.ranks:followed"
-LOAD = "tests.train.ranks:load"
-TRAINED = "tests.shadow.ranks:trained"
+FOLLOWED = "tests.training.shadow.ranks:followed"
+LOAD = "tests.training.ranks:load"
+TRAINED = "tests.training.shadow.ranks:trained"
 CLIP = {"gradient_clipping": 0.1}
 
 RUNS: dict[str, tuple[int, Spec, dict[str, Any]]] = {
@@ -47,7 +48,7 @@ def url() -> Iterator[str]:
     """A shadow that waits for a job."""
     shadow = Shadow(wait_for_job=True)
     shadow.start()
-    door = Door(shadow, Address("127.0.0.1", 0))
+    door = ShadowServer(shadow, ShadowAddress("127.0.0.1", 0))
     yield str(door.address)
     door.close()
     shadow.stop()
@@ -76,10 +77,10 @@ def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, tran
     """Over TCP, and over groups of torch.distributed beside the job's own. It is asked over TCP."""
     shadow = Shadow(wait_for_job=True)
     shadow.start()
-    doors = [Door(shadow, Address("127.0.0.1", 0, None, each)) for each in ("shadow", transport)]
+    doors = [ShadowServer(shadow, ShadowAddress("127.0.0.1", 0, None, each)) for each in ("shadow", transport)]
     to, ask = str(doors[1].address), str(doors[0].address)
     try:
-        results = worlds.run(2, "tests.shadow.ranks:distributed", tmp_path, steps=4, to=to, ask=ask)
+        results = worlds.run(2, "tests.training.shadow.ranks:distributed", tmp_path, steps=4, to=to, ask=ask)
     finally:
         for door in doors:
             door.close()
@@ -99,7 +100,7 @@ def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, tran
 def test_a_killed_engine_goes_on_in_another_world(worlds: Worlds, tmp_path: Path, url: str) -> None:
     """One of two ranks dies in step 4. Three ranks go on from the shadow as from what the job saved of step 3."""
     spec = Spec(zero=2, config={**zero(2), **CLIP})
-    with pytest.raises(WorldError):
+    with pytest.raises(JobError):
         worlds.run(2, FOLLOWED, tmp_path, spec=asdict(spec), steps=6, to=url, killed_in=4)
     other: dict[str, Any] = {"to": "deepspeed", "dp": 3, "zero": 3}
     ucp.convert(url, tmp_path / "of_shadow", **other)
@@ -122,7 +123,7 @@ def test_an_engine_that_is_killed_anywhere_goes_on(worlds: Worlds, tmp_path: Pat
     a job that was never killed, in another world with that world's."""
     stage, killed_after = seed + 1, Random(seed).uniform(0.05, 0.6)
     spec = Spec(zero=stage, config={**zero(stage), **CLIP})
-    with pytest.raises(WorldError):
+    with pytest.raises(JobError):
         worlds.run(2, TRAINED, tmp_path / "killed", spec=asdict(spec), steps=400, to=url, killed_after=killed_after)
     ucp.convert(url, tmp_path / "atoms")
     reached = ucp.open(tmp_path / "atoms").index.step

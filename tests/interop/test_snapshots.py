@@ -12,12 +12,12 @@ import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import BF16_OPTIMIZER, state, zero
 from tests.references import Place, RankState, differences
-from tests.train.worlds import Worlds
+from tests.training.worlds import Worlds
 from ucp.errors import UsageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-RANKS = "tests.train.snapshot_ranks:"
+RANKS = "tests.training.snapshot_ranks:"
 
 JOBS: dict[str, tuple[int, Spec, str]] = {
     "zero 0, bf16": (2, Spec(zero=0), "engine"),

@@ -13,12 +13,12 @@ import ucp
 from tests.interop.spec import Spec
 from tests.interop.test_load_into import state, unequal
 from tests.interop.test_save import assert_tiled
-from tests.train.worlds import Worlds
+from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-TORCH = "tests.train.torch_ranks:"
-RANKS = "tests.train.ranks:"
+TORCH = "tests.training.torch_ranks:"
+RANKS = "tests.training.ranks:"
 # Rows long enough to be read one by one; an odd vocabulary and a parameter of one element for uneven shards.
 SPEC = Spec(dtype="fp32", frozen=("pos",), hidden=256, ffn=508, layers=1)
 OTHER = replace(SPEC, seed=5, lr=0.3)

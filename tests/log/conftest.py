@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ucp import tunables
+from ucp import settings
 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "LOG_RESERVE_BYTES", 8192)
+    monkeypatch.setattr(settings, "LOG_RESERVE_BYTES", 8192)

@@ -19,11 +19,11 @@ from pathlib import Path
 from tests.log.made import made_manifest
 from tests.log.test_reader import contents, expected
 from tests.log.test_writer import put
-from ucp import tunables
-from ucp.log.manifest import write_manifest
+from ucp import settings
+from ucp.log.epoch_manifest import write_manifest
+from ucp.log.maintenance import resume_stream
 from ucp.log.reader import Log, epoch_folder, stream_folder
-from ucp.log.upkeep import resume_stream
-from ucp.log.writer import Writer
+from ucp.log.writer import StreamWriter
 
 
 def write_until_killed(run: Path, pipe: int) -> None:
@@ -37,7 +37,7 @@ def write_until_killed(run: Path, pipe: int) -> None:
         lsn = resume_stream(log.epochs[0], log.epochs[0].streams[0])
     else:
         write_manifest(folder, manifest)
-    writer = Writer(stream_folder(folder, 0), 0, manifest.streams[0], slots=3, next_lsn=lsn, durable_step=step)
+    writer = StreamWriter(stream_folder(folder, 0), 0, manifest.streams[0], slots=3, next_lsn=lsn, durable_step=step)
     told = -1
     while True:
         step += 1
@@ -73,8 +73,8 @@ def kill_one(run: Path, after: float) -> tuple[int, int]:
 
 def main() -> None:
     folder, times = Path(sys.argv[1]), int(sys.argv[2])
-    tunables.LOG_SEGMENT_BYTES = 20_000
-    tunables.LOG_RESERVE_BYTES = 8192
+    settings.LOG_SEGMENT_BYTES = 20_000
+    settings.LOG_RESERVE_BYTES = 8192
     chance = random.Random(7)
     results = [kill_one(folder / str(i // 2), chance.uniform(0, 0.03)) for i in range(times)]
     recovered = [r for _, r in results]

@@ -6,22 +6,23 @@ from pathlib import Path
 
 import numpy as np
 
-from ucp.log.append import Appender
+from ucp.core.dtypes import BFLOAT16, DType
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
 from ucp.log.codecs import bits_type
+from ucp.log.epoch_manifest import EpochManifest, KernelFingerprint, OptimizerGroup, ParentEpoch, write_manifest
 from ucp.log.frames import FrameType
-from ucp.log.manifest import Kernel, Manifest, OptimizerGroup, Parent, write_manifest
-from ucp.log.payloads import Digest, GroupScalars, Stage, StepRecord, pack_digests, pack_json
+from ucp.log.payloads import GradientStage, GroupScalars, StateDigest, StepRecord, pack_digests, pack_json
 from ucp.log.reader import epoch_folder, stream_folder
-from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
-from ucp.log.steps import append_step, encode_block
-from ucp.model.dtypes import BFLOAT16, DType
-from ucp.model.layout import Mesh, Rank
-from ucp.model.region import Region
+from ucp.log.segment_writer import SegmentWriter, append_step, encode_block
+from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
 
 SHAPE = (6, 10)
 
 
-def made_manifest(streams: int = 1, *, epoch: int = 0, start: int = 0, parent: Parent | None = None) -> Manifest:
+def made_manifest(
+    streams: int = 1, *, epoch: int = 0, start: int = 0, parent: ParentEpoch | None = None
+) -> EpochManifest:
     """One parameter of 60 elements, cut over `streams` ranks, in blocks of 16 elements."""
     numel = 60
     per = -(-numel // streams)
@@ -31,12 +32,12 @@ def made_manifest(streams: int = 1, *, epoch: int = 0, start: int = 0, parent: P
         tensor = OptimizerTensor(per, 0, "float32", "bfloat16", ("w",))
         blocks = list(cut_blocks(0, 0, [(0, region, 0)], limit=16))
         schemas.append(StreamSchema(number, Rank(0, 0, number), [tensor], blocks))
-    return Manifest(
+    return EpochManifest(
         "run",
         epoch,
         start,
         Mesh(1, 1, streams, 1, 1 if streams > 1 else 0),
-        Kernel("torch.adamw.single", torch="2.13.0", cpu_capability="AVX2", vector_bytes=32),
+        KernelFingerprint("torch.adamw.single", torch="2.13.0", cpu_capability="AVX2", vector_bytes=32),
         "AdamW",
         [LoggedParameter("w", SHAPE, "bfloat16", 0)],
         [OptimizerGroup({"lr": 0.1}, ("w",))],
@@ -53,25 +54,25 @@ def gradient(stream: int, step: int, block: int, count: int, dtype: DType = BFLO
 
 def record(step: int, *, skipped: bool = False) -> StepRecord:
     group = GroupScalars(0, 0.1 / step, 0.9, 0.999, 1e-8, 0.01, opt_step=step - 1)
-    return StepRecord((group,), Stage.REDUCED, np.float32(1 / 3), skipped, 2, 8 * step, 123)
+    return StepRecord((group,), GradientStage.REDUCED, np.float32(1 / 3), skipped, 2, 8 * step, 123)
 
 
 def write_log(
     run: Path,
     steps: range,
-    manifest: Manifest | None = None,
+    manifest: EpochManifest | None = None,
     *,
     skipped: tuple[int, ...] = (),
     per_segment: int = 1000,
     end: bool = True,
     compress: bool = False,
-) -> Manifest:
+) -> EpochManifest:
     """Write a log of these steps; a segment ends after every `per_segment` of them."""
     manifest = manifest or made_manifest()
     folder = epoch_folder(run / "log", manifest.epoch)
     write_manifest(folder, manifest)
     for schema in manifest.streams:
-        appender = Appender(stream_folder(folder, schema.stream), manifest.epoch, schema.stream, schema.hash())
+        appender = SegmentWriter(stream_folder(folder, schema.stream), manifest.epoch, schema.stream, schema.hash())
         for step in steps:
             blocks = [
                 encode_block(b.id, gradient(schema.stream, step, b.id, b.count), BFLOAT16, compress=compress)
@@ -84,7 +85,7 @@ def write_log(
             if (step - steps.start + 1) % per_segment == 0:
                 appender.close_segment()
         if end:
-            appender.append(FrameType.DIGEST, steps.stop - 1, [pack_digests([Digest(0, "master", "0" * 32)])])
+            appender.append(FrameType.DIGEST, steps.stop - 1, [pack_digests([StateDigest(0, "master", "0" * 32)])])
             appender.append(FrameType.EPOCH_END, steps.stop - 1, [pack_json({"reason": "closed"})])
         appender.close_segment()
     return manifest

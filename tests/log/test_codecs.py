@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from ucp.core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ucp.errors import UcpError
 from ucp.log import codecs
 from ucp.log.codecs import Encoding
 from ucp.log.frames import BadBytesError
-from ucp.model.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 
 DTYPES = st.sampled_from([BFLOAT16, FLOAT16, FLOAT32, BY_NAME["float64"], BY_NAME["uint8"]])
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.log.made import gradient, made_manifest, record, segments, write_log
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UcpError, UsageError
+from ucp.log.epoch_manifest import EpochManifest, ParentEpoch, read_manifest
 from ucp.log.frames import FrameHeader, SegmentHeader
-from ucp.log.manifest import Manifest, Parent, read_manifest
 from ucp.log.reader import Log
-from ucp.log.walk import scan_stream
+from ucp.log.stream_recovery import scan_stream
 
 
 def contents(log: Log, upto: int | None = None) -> dict[int, dict[tuple[int, int], bytes]]:
@@ -60,7 +60,7 @@ def test_a_log_reads_as_it_was_written(tmp_path: Path, check: str, compress: boo
 
 
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
-    manifest = write_log(tmp_path, range(1, 2), made_manifest(3, epoch=4, start=9, parent=Parent(2, 9)))
+    manifest = write_log(tmp_path, range(1, 2), made_manifest(3, epoch=4, start=9, parent=ParentEpoch(2, 9)))
     assert read_manifest(tmp_path / "log" / "epoch-000004") == manifest
     assert [b.region.numel for b in manifest.streams[2].blocks] == [16, 4]
 
@@ -90,7 +90,7 @@ def test_the_last_step_that_all_streams_have_is_the_last(tmp_path: Path) -> None
 
 def test_a_newer_epoch_wins_after_the_step_it_went_on_from(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 8), made_manifest())
-    write_log(tmp_path, range(5, 7), made_manifest(2, epoch=1, start=4, parent=Parent(0, 4)))
+    write_log(tmp_path, range(5, 7), made_manifest(2, epoch=1, start=4, parent=ParentEpoch(0, 4)))
     log = Log.open(tmp_path)
     assert [(s.epoch.number, s.first, s.last) for s in log.spans()] == [(0, 1, 4), (1, 5, 6)]
     assert [(s.epoch.number, s.first, s.last) for s in log.spans(3)] == [(0, 1, 3)]
@@ -241,7 +241,7 @@ def test_headers_know_their_place() -> None:
 
 def test_manifests_of_another_run_do_not_mix(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 3))
-    other: Manifest = made_manifest(epoch=1, start=2, parent=Parent(0, 2))
+    other: EpochManifest = made_manifest(epoch=1, start=2, parent=ParentEpoch(0, 2))
     other.run = "another"
     write_log(tmp_path, range(3, 5), other)
     with pytest.raises(InconsistentError, match="2 different runs"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.without import without_matplotlib
 from ucp.errors import StorageError, UsageError
 from ucp.log.tuning import (
-    Costs,
+    RecordingCosts,
     Tuner,
     best_batch,
     best_interval,
@@ -24,16 +24,17 @@ from ucp.log.tuning import (
     curve,
     estimated_mtbf,
     waste,
+    waste_svg,
+    write_plot,
     young_interval,
 )
-from ucp.log.tuning_plot import svg, write_plot
 
 some = st.floats(1e-3, 1e2)
 
 
 @st.composite
-def costs(draw: st.DrawFn) -> Costs:
-    return Costs(
+def costs(draw: st.DrawFn) -> RecordingCosts:
+    return RecordingCosts(
         step=draw(st.floats(0.05, 10)),
         mtbf=draw(st.floats(100, 1e5)),
         base_stall=draw(some),
@@ -45,7 +46,7 @@ def costs(draw: st.DrawFn) -> Costs:
 
 
 @given(costs())
-def test_closed_forms(c: Costs) -> None:
+def test_closed_forms(c: RecordingCosts) -> None:
     every, batch = best_interval(c), best_batch(c)
     assert every == pytest.approx((2 * c.base_stall * c.mtbf / (c.replay * c.step)) ** 0.5, rel=1e-9)
     assert batch == pytest.approx((2 * c.sync_stall * c.mtbf) ** 0.5 / c.step, rel=1e-9)
@@ -58,7 +59,7 @@ def test_closed_forms(c: Costs) -> None:
 
 
 @given(costs())
-def test_without_a_log_it_is_youngs_formula(c: Costs) -> None:
+def test_without_a_log_it_is_youngs_formula(c: RecordingCosts) -> None:
     assert best_interval(replace(c, replay=c.step)) == pytest.approx(young_interval(c), rel=1e-9)
 
 
@@ -71,7 +72,7 @@ def test_the_collapsed_form_keeps_its_identity(size: float, bandwidth: float, me
 
 @settings(max_examples=40, deadline=None)
 @given(costs())
-def test_whole_numbers_are_as_good_as_trying_all(c: Costs) -> None:
+def test_whole_numbers_are_as_good_as_trying_all(c: RecordingCosts) -> None:
     choice = choose(c, longest=3000)
     every = min(range(1, 3001), key=lambda k: waste(c, k, 1).total)
     assert abs(choice.base_every - every) <= 1
@@ -80,7 +81,7 @@ def test_whole_numbers_are_as_good_as_trying_all(c: Costs) -> None:
     assert choice.waste.total <= waste(c, every, batch).total * (1 + 1e-9)
 
 
-def simulate(c: Costs, every: int, batch: int, failures: int, seed: int) -> float:
+def simulate(c: RecordingCosts, every: int, batch: int, failures: int, seed: int) -> float:
     """Wasted time as a fraction of training time, step by step, with failures at random moments."""
     chance = random.Random(seed)
     useful = wasted = 0.0
@@ -110,7 +111,7 @@ def simulate(c: Costs, every: int, batch: int, failures: int, seed: int) -> floa
 
 
 def test_predicted_waste_is_what_simulated_failures_waste() -> None:
-    c = Costs(step=1.0, mtbf=4000.0, base_stall=3.0, sync_stall=0.05, record=0.01, replay=0.1, restart=30.0)
+    c = RecordingCosts(step=1.0, mtbf=4000.0, base_stall=3.0, sync_stall=0.05, record=0.01, replay=0.1, restart=30.0)
     choice = choose(c)
     measured = simulate(c, choice.base_every, choice.batch_steps, failures=1500, seed=1)
     assert measured == pytest.approx(choice.waste.total, rel=0.10)
@@ -119,7 +120,7 @@ def test_predicted_waste_is_what_simulated_failures_waste() -> None:
 
 
 def test_limits_are_kept() -> None:
-    c = Costs(step=1.0, mtbf=1e5, base_stall=1.0, replay=0.01, base_time=50, step_bytes=1e9, quota_bytes=300e9)
+    c = RecordingCosts(step=1.0, mtbf=1e5, base_stall=1.0, replay=0.01, base_time=50, step_bytes=1e9, quota_bytes=300e9)
     assert choose(c).base_every == 300
     assert choose(replace(c, base_stall=0.0)).base_every == 50
     with pytest.raises(UsageError, match="may only hold 20"):
@@ -131,7 +132,7 @@ def test_limits_are_kept() -> None:
 
 
 def test_the_tuner_changes_its_mind_only_where_it_pays() -> None:
-    c = Costs(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
+    c = RecordingCosts(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
     tuner = Tuner()
     first = tuner.update(c)
     assert tuner.update(replace(c, base_stall=2.1)).base_every == first.base_every
@@ -146,9 +147,9 @@ def test_the_time_between_failures_is_learned() -> None:
 
 
 def test_the_curve_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = Costs(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
+    c = RecordingCosts(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
     choice = choose(c)
-    drawing = ET.fromstring(svg(list(curve(c, choice.batch_steps)), choice, "a <b> & c"))
+    drawing = ET.fromstring(waste_svg(list(curve(c, choice.batch_steps)), choice, "a <b> & c"))
     lines = [line for line in drawing.iter() if line.tag.endswith("polyline")]
     assert len(lines) == 3
     heights = [float(point.split(",")[1]) for point in lines[0].attrib["points"].split()]

@@ -15,28 +15,28 @@ import pytest
 
 from tests.log.made import gradient, made_manifest, record, segments, write_log
 from tests.log.test_reader import contents, expected
-from ucp import tunables
+from ucp import settings
+from ucp.core.mesh import Rank
+from ucp.core.region import Region
 from ucp.errors import StorageError, UsageError
-from ucp.log import append
+from ucp.log import segment_writer
+from ucp.log.epoch_manifest import EpochManifest, ParentEpoch, write_manifest
 from ucp.log.frames import FrameType
-from ucp.log.manifest import Manifest, Parent, write_manifest
-from ucp.log.payloads import Digest, pack_digests
+from ucp.log.maintenance import apply_cuts, plan_compact, plan_truncate, remove_empty_epochs, resume_stream
+from ucp.log.payloads import StateDigest, pack_digests
 from ucp.log.reader import Log, epoch_folder, stream_folder
-from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
-from ucp.log.upkeep import carry_out, plan_compact, plan_truncate, remove_empty_epochs, resume_stream
-from ucp.log.writer import Writer
-from ucp.model.layout import Rank
-from ucp.model.region import Region
+from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
+from ucp.log.writer import StreamWriter
 
 
-def begin(run: Path, manifest: Manifest | None = None, **settings: int) -> Writer:
+def begin(run: Path, manifest: EpochManifest | None = None, **settings: int) -> StreamWriter:
     manifest = manifest or made_manifest()
     folder = epoch_folder(run / "log", manifest.epoch)
     write_manifest(folder, manifest)
-    return Writer(stream_folder(folder, 0), manifest.epoch, manifest.streams[0], **settings)
+    return StreamWriter(stream_folder(folder, 0), manifest.epoch, manifest.streams[0], **settings)
 
 
-def put(writer: Writer, step: int, *, skipped: bool = False) -> None:
+def put(writer: StreamWriter, step: int, *, skipped: bool = False) -> None:
     slot = writer.acquire()
     slot.step, slot.record = step, record(step, skipped=skipped)
     for block, array in enumerate(slot.arrays):
@@ -51,7 +51,7 @@ def test_steps_are_written_and_become_durable(tmp_path: Path) -> None:
     for step in range(1, 11):
         put(writer, step, skipped=step == 4)
     assert writer.flush() == 10
-    writer.append(FrameType.DIGEST, 10, pack_digests([Digest(0, "master", "ab" * 16)]))
+    writer.append(FrameType.DIGEST, 10, pack_digests([StateDigest(0, "master", "ab" * 16)]))
     writer.close()
     with Log.open(tmp_path, "strict") as log:
         assert contents(log) == expected(range(1, 11), skipped=(4,))
@@ -63,7 +63,7 @@ def test_steps_are_written_and_become_durable(tmp_path: Path) -> None:
 
 
 def test_a_step_becomes_durable_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "LOG_BATCH_SECONDS", 0.05)
+    monkeypatch.setattr(settings, "LOG_BATCH_SECONDS", 0.05)
     writer = begin(tmp_path, slots=4)
     put(writer, 1)
     deadline = time.monotonic() + 10
@@ -90,7 +90,7 @@ def test_the_trainer_waits_when_all_slots_are_in_use(tmp_path: Path, monkeypatch
         held.wait(10)
         real(fd)
 
-    monkeypatch.setattr(append.os, "fdatasync", slow)
+    monkeypatch.setattr(segment_writer.os, "fdatasync", slow)
     writer = begin(tmp_path, slots=2)
     put(writer, 1)
     put(writer, 2)
@@ -104,7 +104,7 @@ def test_the_trainer_waits_when_all_slots_are_in_use(tmp_path: Path, monkeypatch
 
 
 def test_segments_end_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "LOG_SEGMENT_BYTES", 6000)
+    monkeypatch.setattr(settings, "LOG_SEGMENT_BYTES", 6000)
     writer = begin(tmp_path)
     for step in range(1, 13):
         put(writer, step)
@@ -112,7 +112,7 @@ def test_segments_end_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.Monkey
     count = len(segments(tmp_path))
     assert count > 3
     writer.rotate()
-    writer.drop_upto(7)
+    writer.drop_segments_upto(7)
     writer.flush()
     put(writer, 13)
     writer.close()
@@ -140,7 +140,7 @@ def test_what_a_failed_write_lost_is_written_again(tmp_path: Path, monkeypatch: 
             raise OSError(5, "Input/output error")
         return real(*args)
 
-    monkeypatch.setattr(append.os, call, failing)
+    monkeypatch.setattr(segment_writer.os, call, failing)
     for step in range(2, 8):
         put(writer, step)
     writer.close()
@@ -160,9 +160,9 @@ def test_a_disk_that_keeps_failing_closes_the_stream(
     def full(*_: object) -> object:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(append.os, call, full)
+    monkeypatch.setattr(segment_writer.os, call, full)
     if call == "fsync":  # of a segment that is full
-        monkeypatch.setattr(tunables, "LOG_SEGMENT_BYTES", 1)
+        monkeypatch.setattr(settings, "LOG_SEGMENT_BYTES", 1)
 
     def go_on() -> None:
         for step in range(2, 10):
@@ -213,7 +213,7 @@ def test_streams_are_cut_to_the_same_step(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 8), made_manifest(2), per_segment=2)
     epoch = Log.open(tmp_path).epochs[0]
     cuts = plan_truncate(epoch, 5)
-    carry_out(cuts, save_tails=True)
+    apply_cuts(cuts, save_tails=True)
     log = Log.open(tmp_path, "strict")
     assert contents(log) == expected(range(1, 6), 2)
     assert sum(cut.size - cut.keep for cut in cuts) == sum(p.stat().st_size for p in tmp_path.rglob("*.tail"))
@@ -223,12 +223,12 @@ def test_streams_are_cut_to_the_same_step(tmp_path: Path) -> None:
 
 def test_what_a_base_has_made_superfluous_goes(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 8), made_manifest(), per_segment=2)
-    write_log(tmp_path, range(6, 12), made_manifest(2, epoch=1, start=5, parent=Parent(0, 5)), per_segment=2)
+    write_log(tmp_path, range(6, 12), made_manifest(2, epoch=1, start=5, parent=ParentEpoch(0, 5)), per_segment=2)
     log = Log.open(tmp_path)
-    carry_out(plan_compact(log, 3))
+    apply_cuts(plan_compact(log, 3))
     log = Log.open(tmp_path, "strict")
     assert [(s.epoch.number, s.first, s.last) for s in log.spans()] == [(0, 3, 5), (1, 6, 11)]
-    carry_out(plan_compact(log, 8))
+    apply_cuts(plan_compact(log, 8))
     assert remove_empty_epochs(log) == [tmp_path / "log" / "epoch-000000"]
     log = Log.open(tmp_path, "strict")
     assert [(s.epoch.number, s.first, s.last) for s in log.spans()] == [(1, 8, 11)]
@@ -244,7 +244,7 @@ def test_what_a_parameter_takes_in_a_step(tmp_path: Path, compress: bool, most: 
     manifest.streams, manifest.parameters = [schema], [LoggedParameter("w", (numel,), "bfloat16", 0)]
     folder = epoch_folder(tmp_path / "log", 0)
     write_manifest(folder, manifest)
-    writer = Writer(stream_folder(folder, 0), 0, schema, compress=compress)
+    writer = StreamWriter(stream_folder(folder, 0), 0, schema, compress=compress)
     random = np.random.default_rng(0)
     for step in range(1, 4):
         slot = writer.acquire()

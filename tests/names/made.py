@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ucp.files.safetensors import build_header
-from ucp.model.dtypes import FLOAT32
+from ucp.containers.safetensors_file import build_header
+from ucp.core.dtypes import FLOAT32
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -25,8 +25,8 @@ from tests.names.made import (
     write_weights,
 )
 from tests.names.test_mapping import read_all, same
-from ucp.api import plan
 from ucp.errors import UsageError
+from ucp.planning import plan
 
 Shapes = dict[str, tuple[int, ...]]
 SHARED, Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 2 * FFN, 6, 8, 4, 2, 3

@@ -13,12 +13,17 @@ import torch
 import ucp
 from tests.formats.dcp.saving import save
 from tests.names.made import LLAMA, MIXTRAL, llama_shapes, mixtral_shapes, numbers, write_weights
-from ucp.api import plan
+from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, UsageError
-from ucp.model.checkpoint import Checkpoint
-from ucp.names.arguments import arguments_for, facts_of_arguments, in_core_words, in_deepspeed_words
-from ucp.names.configs import config_for, facts_of_config
-from ucp.names.facts import Facts
+from ucp.formats.translate.hf_config import from_hf_config, to_hf_config
+from ucp.formats.translate.megatron_args import (
+    from_megatron_args,
+    to_megatron_args,
+    to_megatron_core_args,
+    to_megatron_deepspeed_args,
+)
+from ucp.formats.translate.model_config import ModelConfig
+from ucp.planning import plan
 
 
 @pytest.mark.parametrize(
@@ -117,26 +122,26 @@ def test_models_without_a_table_are_refused(corpus: Path) -> None:
     assert isinstance(ucp.open(corpus / "megatron/mla_tp1_torch", names="megatron").index, Checkpoint)
 
 
-WINDOWED = facts_of_config({**LLAMA, "model_type": "mistral", "sliding_window": 3})
-FACTS = facts_of_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}})
+WINDOWED = from_hf_config({**LLAMA, "model_type": "mistral", "sliding_window": 3})
+FACTS = from_hf_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}})
 
 
 @pytest.mark.parametrize(
     "facts",
-    [FACTS, facts_of_config(MIXTRAL), facts_of_config({**LLAMA, "model_type": "qwen2"}), WINDOWED, facts_of_config({
+    [FACTS, from_hf_config(MIXTRAL), from_hf_config({**LLAMA, "model_type": "qwen2"}), WINDOWED, from_hf_config({
         "model_type": "gpt2", "n_head": 4, "n_embd": 12, "n_layer": 2, "n_positions": 6, "vocab_size": 7
     })],
     ids=["llama", "mixtral", "qwen2", "mistral", "gpt2"],
 )  # fmt: skip
-def test_facts_survive_arguments_and_configurations(facts: Facts) -> None:
-    args = arguments_for(facts, 3, "bfloat16")
-    assert facts_of_arguments(args).over(Facts(vocabulary=facts.vocabulary)) == facts
-    config, why = config_for(facts_of_arguments(args), facts.vocabulary)
+def test_facts_survive_arguments_and_configurations(facts: ModelConfig) -> None:
+    args = to_megatron_args(facts, 3, "bfloat16")
+    assert from_megatron_args(args).over(ModelConfig(vocabulary=facts.vocabulary)) == facts
+    config, why = to_hf_config(from_megatron_args(args), facts.vocabulary)
     assert why is None
     assert config is not None
-    assert facts_of_config(config) == facts
-    mds = in_deepspeed_words(args)
-    assert facts_of_arguments(in_core_words(mds)).over(Facts(vocabulary=facts.vocabulary)) == facts
+    assert from_hf_config(config) == facts
+    mds = to_megatron_deepspeed_args(args)
+    assert from_megatron_args(to_megatron_core_args(mds)).over(ModelConfig(vocabulary=facts.vocabulary)) == facts
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 import ucp
 from tests.names.made import LLAMA, llama_shapes, numbers, write_weights
 from ucp.errors import StorageError, UsageError
-from ucp.names.patterns import Pattern, outline
-from ucp.names.tables import load_table, packaged_tables, parse_table, table_names
+from ucp.names.name_tables import NamePattern, load_table, outline, packaged_tables, parse_table, table_names
 
 
 def test_the_packaged_tables() -> None:
@@ -26,12 +25,12 @@ def test_the_table_of_the_documentation(project: Path) -> None:
 
 
 def test_patterns_count() -> None:
-    pattern = Pattern("{layer+2}.mlp.experts.{expert}.weight")
+    pattern = NamePattern("{layer+2}.mlp.experts.{expert}.weight")
     assert pattern.read("7.mlp.experts.3.weight", None) == {"layer": 5, "expert": 3}
     assert pattern.write({"layer": 5, "expert": 3}, None) == "7.mlp.experts.3.weight"
     assert pattern.read("1.mlp.experts.3.weight", None) is None  # there is no layer before the first
     assert pattern.read("7.mlp.experts.3.weights", None) is None
-    last = Pattern("{layers+2}.weight")
+    last = NamePattern("{layers+2}.weight")
     assert last.read("6.weight", 4) == {}
     assert last.read("7.weight", 4) is None
     assert last.read("6.weight", None) is None
@@ -39,7 +38,7 @@ def test_patterns_count() -> None:
 
 @pytest.mark.parametrize("text", ["h{layer}.x", "{layer}.x", "1.{layer+1}.7.x{expert}", "{layers+2}.weight", "a.b"])
 def test_an_outline_is_that_of_its_names(text: str) -> None:
-    pattern = Pattern(text)
+    pattern = NamePattern(text)
     name = pattern.write({"layer": 12, "expert": 3}, 40)
     assert pattern.outline() in (outline(name), None)
     assert (pattern.outline() is None) == ("h{" in text or "x{" in text)

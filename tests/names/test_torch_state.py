@@ -88,9 +88,9 @@ def test_a_key_that_deepspeed_reads_is_left_out(tmp_path: Path) -> None:
 
 
 def test_loading_into_an_engine_finds_the_schedule(tmp_path: Path) -> None:
-    from ucp.model.layout import Mesh, Rank
-    from ucp.train.extras import find_training_state
-    from ucp.train.live import LiveJob
+    from ucp.core.mesh import Mesh, Rank
+    from ucp.training.live_job import LiveJob
+    from ucp.training.training_state import find_training_state
 
     schedule = torch_schedule(3)
     source = ucp.open(save(made("plan", schedule), tmp_path / "a")).index

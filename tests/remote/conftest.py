@@ -12,7 +12,7 @@ import pytest
 
 from tests.remote import troubled_proxy
 from tests.remote.troubled_proxy import Proxy
-from ucp import tunables
+from ucp import settings
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def proxy(_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(tunables, "REMOTE_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(settings, "REMOTE_PAUSE_SECONDS", 0.001)
     _proxy.reset()
     yield _proxy
     _proxy.reset()

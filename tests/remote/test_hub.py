@@ -25,7 +25,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     (tmp_path / "repository").mkdir()
     server = Hub(tmp_path / "repository")
     monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": server.url, "token": False, "skip_instance_cache": True})
-    monkeypatch.setattr("ucp.files.remote._stores", {})
+    monkeypatch.setattr("ucp.storage.object_store._stores", {})
     yield server
     server.shutdown()
     server.server_close()

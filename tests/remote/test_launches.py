@@ -10,21 +10,21 @@ import pytest
 
 import ucp
 from tests.remote.test_targets import SOURCE, here, seen, there
-from ucp import tunables
-from ucp.api import plan
+from ucp import settings
 from ucp.engine.convert import Progress
-from ucp.engine.shares import Share
+from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, StorageError, UsageError
-from ucp.files.remote import Store
+from ucp.planning import plan
+from ucp.storage.object_store import ObjectStore
 
 pytest.importorskip("fsspec")
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "REMOTE_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 16 * tunables.KIB)
-    monkeypatch.setattr(tunables, "MISSING_PROCESS_SECONDS", 600.0)  # on a machine that is busy with something else
+    monkeypatch.setattr(settings, "REMOTE_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 16 * settings.KIB)
+    monkeypatch.setattr(settings, "MISSING_PROCESS_SECONDS", 600.0)  # on a machine that is busy with something else
 
 
 def launch(url: str, count: int) -> list[BaseException | None]:
@@ -33,7 +33,7 @@ def launch(url: str, count: int) -> list[BaseException | None]:
 
     def work(number: int) -> None:
         try:
-            plan(SOURCE, url).run_together(Share(number, count), Progress(), jobs=1)
+            plan(SOURCE, url).run_together(WorkShard(number, count), Progress(), jobs=1)
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             ended[number] = error
 
@@ -60,17 +60,17 @@ def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
 ) -> None:
     url = f"{memory}/out"
     target = plan(SOURCE, url).target
-    second = sorted(Share(1, 2).files(target))
+    second = sorted(WorkShard(1, 2).files(target))
     victim = target.files[second[len(second) // 2]].path
-    real = Store.upload
+    real = ObjectStore.upload
 
-    def fails(self: Store, file: Path, key: str, streams: int) -> Any:
+    def fails(self: ObjectStore, file: Path, key: str, streams: int) -> Any:
         if key.endswith(victim):
             raise StorageError("the wire is cut")
         return real(self, file, key, streams)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "upload", fails)
+        patch.setattr(ObjectStore, "upload", fails)
         first, other = launch(url, 2)
     assert "the wire is cut" in str(other)
     assert "part 2/2 failed: the wire is cut" in str(first)
@@ -82,9 +82,9 @@ def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
 
 
 def test_one_that_never_comes_is_missed(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "MISSING_PROCESS_SECONDS", 0.2)
+    monkeypatch.setattr(settings, "MISSING_PROCESS_SECONDS", 0.2)
     with pytest.raises(StorageError, match="part 2/2 is not done, and no process works on it") as failure:
-        plan(SOURCE, f"{memory}/out").run_together(Share(0, 2), Progress(), jobs=1)
+        plan(SOURCE, f"{memory}/out").run_together(WorkShard(0, 2), Progress(), jobs=1)
     assert "--part 2/2, then --finish" in str(failure.value)
     ucp.convert(SOURCE, f"{memory}/out", part=(2, 2))
     ucp.convert(SOURCE, f"{memory}/out", finish=True)

@@ -15,9 +15,9 @@ import pytest
 
 import ucp
 from tests.remote.test_targets import SOURCE, here, seen
-from ucp import tunables
-from ucp.files.remote import Store
-from ucp.tunables import KIB
+from ucp import settings
+from ucp.settings import KIB
+from ucp.storage.object_store import ObjectStore
 
 fsspec = pytest.importorskip("fsspec")
 memory = pytest.importorskip("fsspec.implementations.memory")
@@ -38,14 +38,14 @@ def test_a_client_gets_no_options_that_it_does_not_know(tmp_path: Path) -> None:
     fsspec.register_implementation("picky", PickyFileSystem, clobber=True)
     file = tmp_path / "file"
     file.write_bytes(b"some bytes")
-    assert Store("picky://bucket").upload(file, "picky://bucket/file", streams=4).size == 10
+    assert ObjectStore("picky://bucket").upload(file, "picky://bucket/file", streams=4).size == 10
 
 
 @pytest.mark.skipif(not STORES, reason="UCP_TEST_STORES is not set")
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("to", ["atoms", "deepspeed"])
 def test_a_store_is_source_and_target(store: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 64 * KIB)
     url = f"{store}/{uuid4().hex}"
     ucp.convert(SOURCE, tmp_path / "out", to=to)
     ucp.convert(SOURCE, url, to=to)

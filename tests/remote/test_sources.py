@@ -17,12 +17,12 @@ from safetensors.numpy import save_file
 import ucp
 from tests.remote.conftest import upload
 from tests.remote.troubled_proxy import Proxy
-from ucp import tunables
+from ucp import settings
 from ucp.cli.main import run
+from ucp.containers.torch_file import TorchFile
 from ucp.errors import IntegrityError, StorageError, UnsafeError, UsageError
-from ucp.files.paths import as_path
-from ucp.files.torchzip import TorchFile
-from ucp.tunables import KIB, MIB
+from ucp.settings import KIB, MIB
+from ucp.storage.paths import parse_path
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CORPUS = Path(os.environ.get("UCP_CORPUS") or "no corpus")
@@ -126,7 +126,7 @@ def test_an_index_takes_the_ends_of_a_shard_and_not_the_shard(tmp_path: Path, bu
     torch.save({f"t{n}": torch.zeros(4 * MIB // 4) for n in range(6)}, file)
     url = upload(tmp_path / "run", bucket)
     proxy.reset()
-    there = TorchFile(as_path(f"{url}/some.pt"))
+    there = TorchFile(parse_path(f"{url}/some.pt"))
     here = TorchFile(file)
     positions = [there.position(there.tree[f"t{n}"]) for n in range(6)]
     assert positions == [here.position(here.tree[f"t{n}"]) for n in range(6)]
@@ -153,7 +153,7 @@ def test_what_is_read_is_what_is_fetched(
 ) -> None:
     folder, arrays = weights
     url = upload(folder, bucket)
-    monkeypatch.setattr(tunables, "REMOTE_BLOCK_BYTES", 1 * MIB)
+    monkeypatch.setattr(settings, "REMOTE_BLOCK_BYTES", 1 * MIB)
     proxy.reset()
     opened = ucp.open(url)
     assert proxy.sent("safetensors") < 300 * KIB
@@ -172,9 +172,9 @@ def test_little_memory_costs_requests_and_not_the_same_bytes_again_and_again(
 ) -> None:
     folder, _ = weights
     url = upload(folder, bucket)
-    monkeypatch.setattr(tunables, "REMOTE_BLOCK_BYTES", 1 * MIB)
-    monkeypatch.setattr(tunables, "REMOTE_CACHE_BYTES", 2 * MIB)
-    monkeypatch.setattr(tunables, "SLAB_BYTES", 256 * KIB)
+    monkeypatch.setattr(settings, "REMOTE_BLOCK_BYTES", 1 * MIB)
+    monkeypatch.setattr(settings, "REMOTE_CACHE_BYTES", 2 * MIB)
+    monkeypatch.setattr(settings, "SLAB_BYTES", 256 * KIB)
     proxy.reset()
     assert ucp.diff(url, folder, jobs=4).same
     assert proxy.sent("safetensors") < 2.5 * 24 * MIB
@@ -209,7 +209,7 @@ def test_a_shorter_object_than_its_index_says_is_told(memory: str) -> None:
     [
         (lambda: ucp.open("nothing-such://bucket/run"), UsageError, "fsspec knows no nothing-such://"),
         (lambda: ucp.open("memory://nobody/nothing"), StorageError, "no such file or folder"),
-        (lambda: as_path("memory://one/run") / "/etc/passwd", None, ""),
+        (lambda: parse_path("memory://one/run") / "/etc/passwd", None, ""),
     ],
     ids=["scheme", "missing", "elsewhere"],
 )
@@ -227,7 +227,7 @@ def test_no_manifest_leads_out_of_its_bucket(memory: str, tmp_path: Path) -> Non
     ucp.convert(FIXTURES / "z1_bf16_dp2", tmp_path / "view", link=True)
     with pytest.raises(UnsafeError, match="points at files elsewhere"):
         ucp.open(upload(tmp_path / "view", memory))
-    inside = as_path(f"{memory}/run")
+    inside = parse_path(f"{memory}/run")
     assert (inside / "../other").key == f"{memory}/other"
     with pytest.raises(UnsafeError, match="leads out of"):
         (inside / "../../../secret").exists()
@@ -235,12 +235,12 @@ def test_no_manifest_leads_out_of_its_bucket(memory: str, tmp_path: Path) -> Non
 
 def test_a_url_is_refused_where_a_file_is_needed(memory: str) -> None:
     with pytest.raises(TypeError, match="no file of this machine"):
-        os.stat(as_path(f"{memory}/x"))
+        os.stat(parse_path(f"{memory}/x"))
 
 
 def test_file_urls_are_files() -> None:
-    assert as_path("file:///some/where") == Path("/some/where")
-    assert as_path("plain/path") == Path("plain/path")
+    assert parse_path("file:///some/where") == Path("/some/where")
+    assert parse_path("plain/path") == Path("plain/path")
 
 
 def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ import pytest
 import ucp
 from tests.remote.conftest import upload
 from tests.remote.troubled_proxy import Proxy
-from ucp import tunables
+from ucp import settings
 from ucp.cli.main import run
-from ucp.engine.uploading import groups
+from ucp.core.target import OutputFile, Target
+from ucp.engine.upload import upload_groups
 from ucp.errors import InconsistentError, IntegrityError, StorageError, UsageError
-from ucp.files.paths import as_path
-from ucp.files.remote import Store, part_bytes
-from ucp.model.target import OutputFile, Target
-from ucp.tunables import GIB, KIB, MIB
+from ucp.settings import GIB, KIB, MIB
+from ucp.storage.object_store import ObjectStore, upload_part_bytes
+from ucp.storage.paths import parse_path
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -44,7 +44,7 @@ def seen(url: str) -> dict[str, bytes]:
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few files are made and sent at a time, as of a checkpoint that is larger than the spool."""
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 64 * KIB)
 
 
 @pytest.mark.usefixtures("small_groups")
@@ -79,7 +79,7 @@ def test_large_files_go_in_parts(tmp_path: Path, bucket: str, proxy: Proxy, monk
 
     (tmp_path / "weights").mkdir()
     save_file({"w": np.arange(3 * MIB, dtype=np.float32)}, tmp_path / "weights" / "model.safetensors")
-    monkeypatch.setattr(tunables, "REMOTE_PART_BYTES", 5 * MIB)  # the least that S3 takes
+    monkeypatch.setattr(settings, "REMOTE_PART_BYTES", 5 * MIB)  # the least that S3 takes
     ucp.convert(tmp_path / "weights", f"{bucket}/out", to="safetensors")
     parts = [request for request in proxy.requests if request.method == "PUT" and "partNumber" in request.path]
     assert len(parts) == 3
@@ -89,20 +89,20 @@ def test_large_files_go_in_parts(tmp_path: Path, bucket: str, proxy: Proxy, monk
 def fail_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
     """Let only so many files be sent."""
     left = iter(range(count))
-    real = Store.upload
+    real = ObjectStore.upload
 
-    def some(self: Store, file: Path, key: str, streams: int) -> Any:
+    def some(self: ObjectStore, file: Path, key: str, streams: int) -> Any:
         if next(left, None) is None:
             raise error
         return real(self, file, key, streams)
 
-    monkeypatch.setattr(Store, "upload", some)
+    monkeypatch.setattr(ObjectStore, "upload", some)
 
 
 @pytest.fixture
 def interrupted(memory: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A target that a full store, or its owner's patience, has left half-done."""
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 64 * KIB)
     with monkeypatch.context() as patch:
         fail_after(patch, 3, StorageError("no more"))
         with pytest.raises(StorageError, match="no more") as failure:
@@ -116,8 +116,8 @@ def test_what_is_half_done_is_not_taken_for_a_checkpoint(interrupted: str) -> No
     with pytest.raises(InconsistentError, match="half-done") as failure:
         ucp.open(interrupted)
     assert "--resume" in str(failure.value)
-    assert list(as_path(interrupted).iterdir()) == []
-    assert list(as_path(interrupted).parent.rglob("*")) == []
+    assert list(parse_path(interrupted).iterdir()) == []
+    assert list(parse_path(interrupted).parent.rglob("*")) == []
     report = ucp.verify(interrupted)
     assert not report.ok
 
@@ -130,8 +130,10 @@ def test_a_second_run_sends_what_the_first_had_not(
         ucp.convert(SOURCE, interrupted)
     assert "--resume" in str(failure.value)
     sent: list[str] = []
-    real = Store.upload
-    monkeypatch.setattr(Store, "upload", lambda self, file, key, n: (sent.append(key), real(self, file, key, n))[1])
+    real = ObjectStore.upload
+    monkeypatch.setattr(
+        ObjectStore, "upload", lambda self, file, key, n: (sent.append(key), real(self, file, key, n))[1]
+    )
     ucp.convert(SOURCE, interrupted, resume=True)
     ucp.convert(SOURCE, tmp_path / "out")
     assert seen(interrupted) == here(tmp_path / "out")
@@ -159,22 +161,22 @@ def test_a_half_done_target_is_gone_on_with_by_its_own_run_only(interrupted: str
 
 
 def test_of_two_writers_one_is_told(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
-    real, url = Store.upload, f"{memory}/out"
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    real, url = ObjectStore.upload, f"{memory}/out"
 
-    def other_begins(self: Store, file: Path, key: str, streams: int) -> Any:
-        monkeypatch.setattr(Store, "upload", real)
+    def other_begins(self: ObjectStore, file: Path, key: str, streams: int) -> Any:
+        monkeypatch.setattr(ObjectStore, "upload", real)
         ucp.convert(SOURCE, url, resume=True, jobs=1)
         return real(self, file, key, streams)
 
-    monkeypatch.setattr(Store, "upload", other_begins)
+    monkeypatch.setattr(ObjectStore, "upload", other_begins)
     with pytest.raises(UsageError, match="another process writes it now"):
         ucp.convert(SOURCE, url, jobs=1)
     assert ucp.diff(url, SOURCE, only="weights").same
 
 
 def test_a_source_that_turns_out_damaged_leaves_nothing_behind(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 64 * KIB)
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 64 * KIB)
     with monkeypatch.context() as patch:
         fail_after(patch, 3, IntegrityError("what was read is no checkpoint"))
         with pytest.raises(IntegrityError, match="no checkpoint"):
@@ -186,16 +188,16 @@ def test_a_source_that_turns_out_damaged_leaves_nothing_behind(memory: str, monk
 def test_large_files_wait_for_room(memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ucp.convert(SOURCE, tmp_path / "out", to="deepspeed")
     largest = max(len(data) for data in here(tmp_path / "out").values())
-    monkeypatch.setattr("ucp.engine.uploading._room", lambda *_: largest)
+    monkeypatch.setattr("ucp.engine.upload._spool_bytes", lambda *_: largest)
     kept: list[int] = []
-    real = Store.upload
+    real = ObjectStore.upload
 
-    def measured(self: Store, file: Path, key: str, streams: int) -> Any:
+    def measured(self: ObjectStore, file: Path, key: str, streams: int) -> Any:
         spool = next(parent for parent in file.parents if parent.name.startswith("ucp-spool-"))
         kept.append(sum(path.stat().st_size for path in spool.rglob("*") if path.is_file()))
         return real(self, file, key, streams)
 
-    monkeypatch.setattr(Store, "upload", measured)
+    monkeypatch.setattr(ObjectStore, "upload", measured)
     ucp.convert(SOURCE, f"{memory}/out", to="deepspeed")
     assert 0 < max(kept) <= largest
     assert seen(f"{memory}/out") == here(tmp_path / "out")
@@ -225,12 +227,12 @@ def test_a_folder_that_holds_something_is_not_written_into(memory: str) -> None:
 
 def test_what_a_checkpoint_is_known_by_comes_last(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    real_upload, real_put = Store.upload, Store.put
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 1)
+    real_upload, real_put = ObjectStore.upload, ObjectStore.put
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 1)
     monkeypatch.setattr(
-        Store, "upload", lambda self, file, key, n: (order.append(key), real_upload(self, file, key, n))[1]
+        ObjectStore, "upload", lambda self, file, key, n: (order.append(key), real_upload(self, file, key, n))[1]
     )
-    monkeypatch.setattr(Store, "put", lambda self, key, data: (order.append(key), real_put(self, key, data))[1])
+    monkeypatch.setattr(ObjectStore, "put", lambda self, key, data: (order.append(key), real_put(self, key, data))[1])
     ucp.convert(SOURCE, f"{memory}/out", to="deepspeed")
     names = [key.removeprefix(f"{memory}/out/") for key in order]
     assert names[0].startswith(".ucp-journal-1-of-1/")
@@ -243,12 +245,12 @@ def test_what_a_checkpoint_is_known_by_comes_last(memory: str, monkeypatch: pyte
 
 def test_groups_hold_so_many_bytes_or_one_file() -> None:
     target = Target(tuple(OutputFile(f"f{n}", size) for n, size in enumerate((3, 3, 9, 1, 1))))
-    assert list(groups(target, range(5), 6)) == [[0, 1], [2], [3, 4]]
+    assert list(upload_groups(target, range(5), 6)) == [[0, 1], [2], [3, 4]]
 
 
 @pytest.mark.parametrize("size", [0, 1, 5 * GIB, 160 * GIB, 5000 * GIB])
 def test_an_upload_has_at_most_ten_thousand_parts(size: int) -> None:
-    part = part_bytes(size)
+    part = upload_part_bytes(size)
     assert part % (256 * KIB) == 0
     assert size <= 10_000 * part
     assert part <= 5 * GIB

@@ -14,11 +14,11 @@ import ucp
 from tests.remote.conftest import upload
 from tests.remote.test_targets import here, seen
 from tests.remote.troubled_proxy import Fault, Proxy, Request, Trouble
-from ucp import tunables
+from ucp import settings
 from ucp.cli.main import run
 from ucp.errors import InconsistentError, StorageError
-from ucp.files.remote_retry import persistently
-from ucp.tunables import KIB, MIB
+from ucp.settings import KIB, MIB
+from ucp.storage.object_store import with_retries
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SOURCE = FIXTURES / "z1_bf16_dp2"
@@ -39,8 +39,8 @@ def test_reads_that_fail_are_made_again(trouble: Trouble, bucket: str, proxy: Pr
 
 def test_a_store_that_falls_silent_is_asked_again(bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     url = upload(SOURCE, bucket)
-    monkeypatch.setattr(tunables, "REMOTE_TIMEOUT_SECONDS", 3.0)
-    monkeypatch.setattr(tunables, "REMOTE_ATTEMPTS", 100)  # a busy machine may look like a silent store
+    monkeypatch.setattr(settings, "REMOTE_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr(settings, "REMOTE_ATTEMPTS", 100)  # a busy machine may look like a silent store
     proxy.reset()
     proxy.faults.append(Fault("stall", 2, "GET", is_object))
     assert ucp.diff(url, SOURCE).same
@@ -51,7 +51,7 @@ def test_a_store_that_falls_silent_is_asked_again(bucket: str, proxy: Proxy, mon
 def test_writes_that_fail_are_made_again(
     trouble: Trouble, tmp_path: Path, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tunables, "REMOTE_SPOOL_BYTES", 128 * KIB)
+    monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 128 * KIB)
     proxy.faults += [
         Fault(trouble, 2, "PUT", lambda request: "journal" in request.path),
         Fault(trouble, 2, "PUT", lambda request: request.path.endswith(".pt")),
@@ -71,7 +71,7 @@ def test_parts_of_a_large_file_that_fail_are_sent_again(
 
     (tmp_path / "weights").mkdir()
     save_file({"w": np.arange(3 * MIB, dtype=np.float32)}, tmp_path / "weights" / "model.safetensors")
-    monkeypatch.setattr(tunables, "REMOTE_PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(settings, "REMOTE_PART_BYTES", 5 * MIB)
     proxy.faults.append(Fault("cut early", 1, "PUT", lambda request: "partNumber=2" in request.path))
     proxy.faults.append(Fault("refuse", 1, "POST", lambda request: "uploadId" in request.path))
     ucp.convert(tmp_path / "weights", f"{bucket}/out", to="safetensors")
@@ -83,7 +83,7 @@ def test_a_store_that_stays_broken_is_told(
     bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = upload(SOURCE, bucket)
-    monkeypatch.setattr(tunables, "REMOTE_ATTEMPTS", 2)
+    monkeypatch.setattr(settings, "REMOTE_ATTEMPTS", 2)
     proxy.faults.append(Fault("refuse", 10_000, "GET", is_object))
     assert run(["verify", url]) == StorageError.exit_code
     assert run(["convert", url, f"{bucket}/out"]) == StorageError.exit_code
@@ -133,7 +133,7 @@ def test_a_killed_upload_is_not_seen_and_gone_on_with(tmp_path: Path, bucket: st
 
 
 def test_what_asking_again_does_not_change_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "REMOTE_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(settings, "REMOTE_PAUSE_SECONDS", 0.0)
     asked: list[int] = []
 
     def refuse(error: Exception) -> None:
@@ -141,11 +141,11 @@ def test_what_asking_again_does_not_change_is_asked_once(monkeypatch: pytest.Mon
         raise error
 
     with pytest.raises(StorageError, match="s3://b/k: PermissionError: no") as failure:
-        persistently(lambda: refuse(PermissionError("no")), "s3://b/k")
+        with_retries(lambda: refuse(PermissionError("no")), "s3://b/k")
     assert "credentials" in str(failure.value)
     with pytest.raises(FileNotFoundError):
-        persistently(lambda: refuse(FileNotFoundError()), "s3://b/k")
+        with_retries(lambda: refuse(FileNotFoundError()), "s3://b/k")
     assert len(asked) == 2
     with pytest.raises(StorageError, match=r"ConnectionError: reset \(6 attempts\)"):
-        persistently(lambda: refuse(ConnectionError("reset")), "s3://b/k")
-    assert len(asked) == 2 + tunables.REMOTE_ATTEMPTS
+        with_retries(lambda: refuse(ConnectionError("reset")), "s3://b/k")
+    assert len(asked) == 2 + settings.REMOTE_ATTEMPTS

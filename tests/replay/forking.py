@@ -9,9 +9,8 @@ import os
 import sys
 from typing import Any
 
-from ucp import api, tunables
-from ucp.replay.chunks import ReplayedTensor
-from ucp.replay.computed import ReplayedFiles
+from ucp import api, settings
+from ucp.replay.replayer import ReplayedFiles, ReplayedTensor
 
 
 def main(src: str, log: str, step: str, dst: str, *assignments: str) -> None:
@@ -19,7 +18,7 @@ def main(src: str, log: str, step: str, dst: str, *assignments: str) -> None:
 
     for setting in assignments:
         name, _, value = setting.partition("=")
-        setattr(tunables, name, int(value))
+        setattr(settings, name, int(value))
     # Threads of torch's own, which no fork has: a worker that wants them would wait for ever.
     torch.set_num_threads(2)
     torch.ones(1 << 20).add_(1)

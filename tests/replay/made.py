@@ -12,20 +12,19 @@ import numpy as np
 import torch
 
 import ucp
-from ucp.log.append import Appender
-from ucp.log.bases import Base, base_folder, write_base
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.dtypes import BY_NAME
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
+from ucp.log.base_folders import BaseCheckpoint, base_folder, write_base
 from ucp.log.codecs import bits_type, encode_difference
+from ucp.log.epoch_manifest import EpochManifest, KernelFingerprint, OptimizerGroup, ParentEpoch, write_manifest
 from ucp.log.frames import FrameType
-from ucp.log.manifest import Kernel, Manifest, OptimizerGroup, Parent, write_manifest
-from ucp.log.payloads import Digest, GroupScalars, LrKind, Stage, StepRecord, pack_digests
+from ucp.log.payloads import GradientStage, GroupScalars, LrKind, StateDigest, StepRecord, pack_digests
 from ucp.log.reader import epoch_folder, stream_folder
-from ucp.log.schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
-from ucp.log.steps import EncodedBlock, append_blocks, append_step, encode_block
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.dtypes import BY_NAME
-from ucp.model.layout import Mesh, Rank
-from ucp.model.region import Region
-from ucp.views import OpenCheckpoint
+from ucp.log.segment_writer import EncodedBlock, SegmentWriter, append_blocks, append_step, encode_block
+from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
+from ucp.sources import OpenCheckpoint
 
 State = dict[str, torch.Tensor]  # "name|kind" → a copy
 
@@ -49,12 +48,12 @@ class Run:
     folder: Path
     net: Net
     optimizer: torch.optim.Optimizer
-    kernel: Kernel
+    kernel: KernelFingerprint
     epoch: int = 0
     step: int = 0
     streams: int = 1
     history: dict[int, State] = field(default_factory=dict)
-    appenders: list[Appender] = field(default_factory=list)
+    appenders: list[SegmentWriter] = field(default_factory=list)
     schemas: list[StreamSchema] = field(default_factory=list)
     kinds: list[str] = field(default_factory=lambda: ["grad", "param", "exp_avg", "exp_avg_sq"])
     scale: float | None = None
@@ -71,7 +70,7 @@ class Run:
     def group_of(self, parameter: torch.Tensor) -> int:
         return next(n for n, g in enumerate(self.optimizer.param_groups) if any(p is parameter for p in g["params"]))
 
-    def open_epoch(self, parent: Parent | None = None, base: str | None = None) -> None:
+    def open_epoch(self, parent: ParentEpoch | None = None, base: str | None = None) -> None:
         """Write the manifest of a new epoch that goes on from the present step."""
         names = [name for name, _ in self.named()]
         self.schemas, self.appenders = [], []
@@ -85,7 +84,7 @@ class Run:
                     share = (index, Region.all_of(tuple(p.shape)), 0)
                     schema.blocks.extend(cut_blocks(len(schema.blocks), tensor, [share]))
             self.schemas.append(schema)
-        manifest = Manifest(
+        manifest = EpochManifest(
             "run",
             self.epoch,
             self.step,
@@ -112,7 +111,7 @@ class Run:
         folder = epoch_folder(self.log, self.epoch)
         write_manifest(folder, manifest)
         self.appenders = [
-            Appender(stream_folder(folder, s.stream), self.epoch, s.stream, s.hash()) for s in self.schemas
+            SegmentWriter(stream_folder(folder, s.stream), self.epoch, s.stream, s.hash()) for s in self.schemas
         ]
         for s in self.schemas:
             stream_folder(folder, s.stream).mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,7 @@ class Run:
                 blocks = [] if skipped else self._blocks(schema, reduced)
                 record = StepRecord(
                     () if skipped else scalars,
-                    Stage.CONSUMED if scale is None else Stage.REDUCED,
+                    GradientStage.CONSUMED if scale is None else GradientStage.REDUCED,
                     None if skipped else scale,
                     skipped,
                 )
@@ -188,7 +187,7 @@ class Run:
 
     def save(self, number: int, steps: dict[str, int] | None = None) -> Path:
         """A base of the present state; gives its checkpoint."""
-        base = Base(base_folder(self.folder, number), number, self.step, self.epoch, steps=steps or {})
+        base = BaseCheckpoint(base_folder(self.folder, number), number, self.step, self.epoch, steps=steps or {})
         base.folder.mkdir(parents=True)
         ucp.save(self.net, self.optimizer, base.path).wait()
         write_base(base)
@@ -207,7 +206,7 @@ class Run:
                 for kind, value in {"param": p.detach(), **self.optimizer.state[p]}.items():
                     if kind != "step":
                         digests.append(
-                            Digest(index, kind, xxhash.xxh3_128_hexdigest(bits(value.reshape(-1)).tobytes()))
+                            StateDigest(index, kind, xxhash.xxh3_128_hexdigest(bits(value.reshape(-1)).tobytes()))
                         )
             appender.append(FrameType.DIGEST, self.step, [pack_digests(digests)])
 
@@ -239,9 +238,9 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return raw.view(bits_type(BY_NAME[str(tensor.dtype).removeprefix("torch.")]))
 
 
-def here(kernel_id: str) -> Kernel:
+def here(kernel_id: str) -> KernelFingerprint:
     """The fingerprint of this machine."""
-    return Kernel(kernel_id, str(torch.__version__), str(torch.backends.cpu.get_cpu_capability()))
+    return KernelFingerprint(kernel_id, str(torch.__version__), str(torch.backends.cpu.get_cpu_capability()))
 
 
 def start(

@@ -13,8 +13,8 @@ import ucp
 from tests.interop import model as gpt
 from tests.interop.ds_rank import build, save, train, write_state
 from tests.interop.spec import Job
-from tests.train.ranks import spec_of
-from tests.train.recording_ranks import spoil
+from tests.training.ranks import spec_of
+from tests.training.recording_ranks import spoil
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "sequential": lambda optimizer: schedulers.SequentialLR(

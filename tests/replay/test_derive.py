@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 import ucp
 from tests.replay.lion import Lion
 from tests.replay.made import Run, assert_same, start, state_of
-from ucp import tunables
+from ucp import settings
+from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.formats.registry import WriteOptions, make_writer
 from ucp.log.codecs import apply_difference, difference
-from ucp.log.manifest import Parent
+from ucp.log.epoch_manifest import ParentEpoch
 from ucp.log.reader import Log
-from ucp.model.checkpoint import Checkpoint
-from ucp.replay.computed import ReplayedFiles
-from ucp.replay.derive import at_step
-from ucp.replay.stored import fold
+from ucp.replay.at_step import at_step
+from ucp.replay.logged_states import fold_differences
+from ucp.replay.replayer import ReplayedFiles
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny tensors walk the path of large ones: several blocks a tensor, in several chunks."""
-    monkeypatch.setattr(tunables, "LOG_BLOCK_ELEMENTS", 128)
+    monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 128)
 
 
 def sync(run: Run) -> None:
@@ -94,8 +94,8 @@ def test_other_optimizers(tmp_path: Path, kernel: str, make: Any) -> None:
 
 def test_the_states_of_a_stretch_come_from_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Converting reads three states of every parameter; with a cache of a few stretches each is replayed once."""
-    monkeypatch.setattr(tunables, "REPLAY_CACHE_BYTES", 1)
-    monkeypatch.setattr(tunables, "PART_BYTES", 4096)
+    monkeypatch.setattr(settings, "REPLAY_CACHE_BYTES", 1)
+    monkeypatch.setattr(settings, "PART_BYTES", 4096)
     run = start(tmp_path, large=400)
     base = run.save(0)
     run.train(3)
@@ -143,7 +143,7 @@ def test_a_layout_that_changes_on_the_way(tmp_path: Path) -> None:
     run.net.load_state_dict(at_5["net"])
     run.optimizer.load_state_dict(at_5["optimizer"])
     run.step, run.epoch, run.streams, run.scale = 5, 1, 2, 0.5
-    run.open_epoch(Parent(0, 5))
+    run.open_epoch(ParentEpoch(0, 5))
     run.train(4)
     for step in range(1, 10):
         assert_same(state_of(derive(run, base, step)), run.history[step])
@@ -305,11 +305,11 @@ def test_differences_fold(values: list[list[int]]) -> None:
     states = [np.array(value, np.uint32) for value in values]
     deltas = [difference(a, b) for a, b in pairwise(states)]
     if deltas:
-        assert np.array_equal(apply_difference(states[0], fold(deltas)), states[-1])
+        assert np.array_equal(apply_difference(states[0], fold_differences(deltas)), states[-1])
 
 
 def test_a_live_job_gets_all_states_from_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "REPLAY_CACHE_BYTES", 1)
+    monkeypatch.setattr(settings, "REPLAY_CACHE_BYTES", 1)
     computed: list[tuple[str, int]] = []
     compute = ReplayedFiles._compute
 

@@ -12,17 +12,17 @@ import pytest
 import ucp
 from tests.replay.made import Run, assert_same, start, state_of
 from tests.trees import contents
-from ucp import tunables
-from ucp.engine import forked
-from ucp.files.local import SourceFiles
-from ucp.log.manifest import Parent
+from ucp import settings
+from ucp.engine import pool
+from ucp.log.epoch_manifest import ParentEpoch
+from ucp.storage.local import SourceFiles
 
 BLOCK = 40_000
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "LOG_BLOCK_ELEMENTS", BLOCK)
+    monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", BLOCK)
 
 
 def merge(project: Path, run: Run, base: Path, dst: Path) -> subprocess.CompletedProcess[str]:
@@ -63,7 +63,7 @@ def test_the_same_bytes_as_from_threads_and_nothing_is_replayed_twice(project: P
     run.train(2)
     sync(run)
     run.epoch, run.streams = 1, 2
-    run.open_epoch(Parent(0, 2))
+    run.open_epoch(ParentEpoch(0, 2))
     run.train(1)
     sync(run)
     done = merge(project, run, base, tmp_path / "forked")
@@ -86,4 +86,4 @@ class Connected:
 
 
 def test_connections_are_not_shared(tmp_path: Path) -> None:
-    assert not forked.is_possible(SourceFiles(tmp_path, computed=Connected()))
+    assert not pool.can_copy_in_processes(SourceFiles(tmp_path, computed=Connected()))

@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.made import bits
+from ucp.core.box import Box
+from ucp.core.dtypes import BY_NAME
+from ucp.core.mesh import Rank
+from ucp.core.region import Region
 from ucp.errors import InconsistentError
-from ucp.log.append import Appender
 from ucp.log.payloads import StepRecord
-from ucp.log.schema import OptimizerTensor, StreamSchema, cut_blocks
-from ucp.log.steps import append_step, encode_block
-from ucp.log.stream import Stream
-from ucp.log.walk import scan_stream
-from ucp.model.box import Box
-from ucp.model.dtypes import BY_NAME
-from ucp.model.layout import Rank
-from ucp.model.region import Region
+from ucp.log.reader import LogStream
+from ucp.log.segment_writer import SegmentWriter, append_step, encode_block
+from ucp.log.stream_recovery import scan_stream
+from ucp.log.stream_schema import OptimizerTensor, StreamSchema, cut_blocks
 from ucp.replay.gradients import Gradients
 
 STEPS = 3
@@ -30,7 +29,7 @@ STEPS = 3
 
 def logged(
     folder: Path, sizes: list[int], gap: int, limit: int, dtype: str, compress: bool, leave_out: int | None = None
-) -> tuple[Stream, list[torch.Tensor]]:
+) -> tuple[LogStream, list[torch.Tensor]]:
     """A log of one optimizer tensor: parameters of these sizes, `gap` elements of padding after each."""
     generator = torch.Generator().manual_seed(sum(sizes))
     shares, at = [], 0
@@ -40,7 +39,7 @@ def logged(
     kind: torch.dtype = getattr(torch, dtype.removesuffix(" narrow"))
     tensor = OptimizerTensor(at, 0, "float32", str(kind).removeprefix("torch."), tuple(map(str, range(len(sizes)))))
     schema = StreamSchema(0, Rank(), [tensor], list(cut_blocks(0, 0, shares, limit)))
-    appender = Appender(folder, 0, 0, schema.hash())
+    appender = SegmentWriter(folder, 0, 0, schema.hash())
     whole = []
     for step in range(1, STEPS + 1):
         gradient = torch.zeros(at, dtype=kind)
@@ -56,7 +55,7 @@ def logged(
         append_step(appender, step, StepRecord(), blocks)
         whole.append(gradient)
     appender.close_segment()
-    return Stream(folder, schema, scan_stream(folder, 0, schema)), whole
+    return LogStream(folder, schema, scan_stream(folder, 0, schema)), whole
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.train.test_recording_states import assert_same, merged
+from tests.training.test_recording_states import assert_same, merged
+from ucp.core.checkpoint import kind_of_state
 from ucp.errors import UsageError
-from ucp.model.checkpoint import kind_of_state
 
 torch = pytest.importorskip("torch")
 

@@ -13,14 +13,13 @@ import torch
 
 from tests.replay.lean import lean_builds
 from tests.replay.lion import Lion
-from ucp.replay import adam
+from ucp.replay import kernels
 from ucp.replay.gradients import consumed
-from ucp.replay.kernels import KERNELS
-from ucp.replay.stretch import CUT, Stretch
+from ucp.replay.kernels import CHUNK_ALIGNMENT, KERNELS, StateChunk
 
 STEPS = 60
 SKIPPED = {7, 31}
-SIZES = (1, 7, 64, 1003, 4 * CUT + 5)
+SIZES = (1, 7, 64, 1003, 4 * CHUNK_ALIGNMENT + 5)
 
 
 @dataclass
@@ -83,7 +82,7 @@ def replay(
         parts = []
         for start in range(0, whole.numel(), cut or whole.numel()):
             piece = slice(start, start + (cut or whole.numel()))
-            stretch = Stretch(whole[piece].clone())
+            stretch = StateChunk(whole[piece].clone())
             for kind in kernel.kinds(constant):
                 value = kernel.initial(kind, constant)
                 if value is not None:
@@ -162,11 +161,11 @@ CASES: dict[str, tuple[str, Make]] = {
 def deepspeed_optimizer(name: str) -> tuple[str, Make]:
     """An optimizer of DeepSpeed's that is compiled when it is first used."""
     from ucp.errors import UsageError
-    from ucp.replay.deepspeed_ops import load
+    from ucp.replay.kernels import load_native_op
 
     try:
         with lean_builds():
-            load(name)
+            load_native_op(name)
     except UsageError as error:
         pytest.skip(error.what)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -195,7 +194,7 @@ def test_replay_gives_the_bits_of_the_optimizer(case: str, count: int) -> None:
     kernel_id, make = CASES[case]
     with threads(count):
         optimizer, begin, log = train(make)
-        check(kernel_id, optimizer, begin, log, CUT)
+        check(kernel_id, optimizer, begin, log, CHUNK_ALIGNMENT)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -206,12 +205,12 @@ def test_adam_is_replayed_with_or_without_memory_of_its_own(
     """The operations one by one where they are those of the installed torch, else torch's own function."""
     cases = {**CASES, "adam-decay": ("torch.adam.single", lambda g: torch.optim.Adam(g, foreach=False))}
     kernel_id, make = cases[case]
-    assert adam._torch_takes_the_same_steps(kernel_id == "torch.adamw.single"), "the fast way is never taken"
+    assert kernels._torch_takes_the_same_steps(kernel_id == "torch.adamw.single"), "the fast way is never taken"
     taken = []
-    monkeypatch.setattr(adam, "_torch_takes_the_same_steps", lambda _: known)
-    monkeypatch.setattr(adam, "_plain_adam", spy(adam._plain_adam, taken))
+    monkeypatch.setattr(kernels, "_torch_takes_the_same_steps", lambda _: known)
+    monkeypatch.setattr(kernels, "_plain_adam", spy(kernels._plain_adam, taken))
     optimizer, begin, log = train(make)
-    check(kernel_id, optimizer, begin, log, CUT)
+    check(kernel_id, optimizer, begin, log, CHUNK_ALIGNMENT)
     assert bool(taken) is known
 
 
@@ -219,14 +218,14 @@ def test_adam_is_replayed_with_or_without_memory_of_its_own(
 def test_replay_of_bfloat16_parameters(case: str) -> None:
     kernel_id, make = CASES[case]
     optimizer, begin, log = train(make, torch.bfloat16)
-    check(kernel_id, optimizer, begin, log, CUT)
+    check(kernel_id, optimizer, begin, log, CHUNK_ALIGNMENT)
 
 
 @pytest.mark.parametrize("case", ["adamw-single", "adamw-fused", "sgd"])
 def test_replay_of_a_learning_rate_that_is_a_tensor(case: str) -> None:
     kernel_id, make = CASES[case]
     optimizer, begin, log = train(make, lr_tensor=True)
-    check(kernel_id, optimizer, begin, log, CUT)
+    check(kernel_id, optimizer, begin, log, CHUNK_ALIGNMENT)
 
 
 @pytest.mark.slow
@@ -234,7 +233,7 @@ def test_replay_of_a_learning_rate_that_is_a_tensor(case: str) -> None:
 def test_replay_of_deepspeed_optimizers(name: str) -> None:
     kernel_id, make = deepspeed_optimizer(name)
     optimizer, begin, log = train(make)
-    check(kernel_id, optimizer, begin, log, CUT)
+    check(kernel_id, optimizer, begin, log, CHUNK_ALIGNMENT)
 
 
 @pytest.mark.slow
@@ -245,7 +244,7 @@ def test_replay_of_deepspeed_adam_from_the_middle() -> None:
     done = [entry for entry in log if entry is not None]
     whole = replay("deepspeed.cpu_adam", begin, done, cut=None)[3]
     kernel, number = KERNELS["deepspeed.cpu_adam"], 3
-    stretch = Stretch(begin[number].clone(), {k: torch.zeros_like(begin[number]) for k in ("exp_avg", "exp_avg_sq")})
+    stretch = StateChunk(begin[number].clone(), {k: torch.zeros_like(begin[number]) for k in ("exp_avg", "exp_avg_sq")})
     for entry in done:
         if stretch.step == 40:
             stretch.handle = None  # as if a base had been saved here
@@ -258,7 +257,7 @@ def differing(kernel_id: str, make: Make, change: Callable[[Logged], Logged] = l
     """Elements of parameters that a replay gets wrong."""
     optimizer, begin, log = train(make)
     parameters = {p.numel(): p.detach() for group in optimizer.param_groups for p in group["params"]}
-    done = replay(kernel_id, begin, [entry and change(entry) for entry in log], cut=CUT)
+    done = replay(kernel_id, begin, [entry and change(entry) for entry in log], cut=CHUNK_ALIGNMENT)
     return sum(int((param != parameters[n]).sum()) for n, (param, _, _) in zip(SIZES, done, strict=True))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from ucp.formats.deepspeed.fragments import RankFragments
-from ucp.model.box import Box
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
-from ucp.model.dtypes import BFLOAT16, FLOAT32
-from ucp.model.layout import Mesh, Rank
-from ucp.model.region import Region
-from ucp.model.rules import Rule
+from ucp.core.box import Box
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.core.dtypes import BFLOAT16, FLOAT32
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
+from ucp.core.rules import Rule
+from ucp.formats.deepspeed.read.stored_shards import RankFragments
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 

@@ -12,8 +12,8 @@ from tests.reports.browser import CHROMIUM, DRIVER, Browser
 from tests.reports.made import zero1, zero3
 from tests.reports.test_page import HOSTILE, hostile_page
 from tests.reports.test_report import full
-from ucp.reports.facts import facts
-from ucp.reports.page import page
+from ucp.reports.html_page import html_page
+from ucp.reports.page_data import page_data
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no chromium with its chromedriver here")
 
@@ -170,7 +170,7 @@ def test_hostile_names_are_shown_and_not_run(browser: Browser, tmp_path: Path) -
 
 def test_a_checkpoint_that_cannot_be_opened(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text(page(facts(None, None, {}, source="x", version="1", sample=None), "x"), encoding="utf-8")
+    path.write_text(html_page(page_data(None, None, {}, source="x", version="1", sample=None), "x"), encoding="utf-8")
     browser.open(path)
     assert browser.console() == []
     assert "could not be opened" in browser.text("#overview")
@@ -181,8 +181,8 @@ def test_a_checkpoint_that_cannot_be_opened(browser: Browser, tmp_path: Path) ->
 def test_a_large_page_stays_quick(browser: Browser, tmp_path: Path, stage: int) -> None:
     checkpoint = zero3(2500, 1024) if stage == 3 else zero1(2500, 8, 128)
     path = tmp_path / "large.html"
-    said = facts(checkpoint, None, full(checkpoint), source="x", version="1", sample=None)
-    path.write_text(page(said, "large"), encoding="utf-8")
+    said = page_data(checkpoint, None, full(checkpoint), source="x", version="1", sample=None)
+    path.write_text(html_page(said, "large"), encoding="utf-8")
     browser.open(path)
     browser.type("/layers.1234.")
     browser.wait("return document.getElementById('search-count').textContent === '4 of 10,000'")

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.reports.made import zero1
-from ucp.checks import Finding, Level, Report
-from ucp.model.checkpoint import Checkpoint, Note
-from ucp.reports.facts import facts
-from ucp.reports.page import embedded, page
+from ucp.checks.findings import Finding, Level
+from ucp.checks.verify_report import Report
+from ucp.core.checkpoint import Checkpoint, Note
+from ucp.reports.html_page import embedded, html_page
+from ucp.reports.page_data import page_data
 
 HOSTILE = (
     '</script><script>document.title="pwned"</script>',
@@ -47,8 +48,8 @@ def hostile() -> Checkpoint:
 def hostile_page() -> str:
     report = Report("evil", Level.QUICK, ["coverage"])
     report.add([Finding("coverage", "error", HOSTILE[0], file=HOSTILE[0], parameter=HOSTILE[0], hint=HOSTILE[0])])
-    said = facts(hostile(), report, {}, source=HOSTILE[0], version="1", sample=None)
-    return page(said, HOSTILE[0])
+    said = page_data(hostile(), report, {}, source=HOSTILE[0], version="1", sample=None)
+    return html_page(said, HOSTILE[0])
 
 
 class Elements(HTMLParser):
@@ -112,7 +113,7 @@ def test_only_what_is_embedded_may_run() -> None:
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
-    elements = parse(page({"source": "x"}, "x"))
+    elements = parse(html_page({"source": "x"}, "x"))
     for tag, attributes in elements.found:
         assert tag not in ("link", "img", "iframe", "object", "embed"), tag
         assert "src" not in attributes
@@ -141,7 +142,7 @@ def test_json_comes_back_as_it_was(name: str) -> None:
 
 
 def test_assets_are_all_used() -> None:
-    from ucp.reports.page import SCRIPTS
+    from ucp.reports.html_page import SCRIPTS
 
     folder = Path(__file__).resolve().parents[2] / "ucp" / "reports" / "assets"
     assert {path.name for path in folder.iterdir()} == {*SCRIPTS, "page.html", "page.css"}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.reports.made import zero1, zero3
+from ucp.core.box import Box
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment
+from ucp.core.dtypes import FLOAT32
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.box import Box
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment
-from ucp.model.dtypes import FLOAT32
-from ucp.model.layout import Mesh, Rank
-from ucp.model.region import Region
-from ucp.reports.partition import Partition
+from ucp.reports.page_data import PartitionMap
 
 FIXTURES = [
     "z1_bf16_tp2_dp2",
@@ -34,7 +34,7 @@ def expand(runs: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
             yield tuple(n + i * s for n, s in zip(first, step, strict=True))
 
 
-def described(partition: Partition, pattern: int) -> list[tuple[object, ...]]:
+def described(partition: PartitionMap, pattern: int) -> list[tuple[object, ...]]:
     """Fragments as a pattern describes them."""
     return [
         (partition.ranks[rank], partition.files[file], partition.boxes[boxes], start, length, cover)
@@ -50,8 +50,8 @@ def truth(atom: Atom) -> list[tuple[object, ...]]:
     ]
 
 
-def check(checkpoint: Checkpoint) -> Partition:
-    partition = Partition.of(checkpoint)
+def check(checkpoint: Checkpoint) -> PartitionMap:
+    partition = PartitionMap.of(checkpoint)
     for atom in checkpoint.atoms():
         assert described(partition, partition.pattern_of(atom)) == truth(atom), atom
     return partition
@@ -79,7 +79,7 @@ def test_tensor_parallel_slices_are_one_run() -> None:
 
 def test_elements_held_by_rank() -> None:
     checkpoint = zero3(1, 7)
-    partition = Partition.of(checkpoint)
+    partition = PartitionMap.of(checkpoint)
     atom = next(checkpoint.atoms())
     held = partition.patterns[partition.pattern_of(atom)].held
     assert sum(held.values()) == atom.numel
@@ -89,7 +89,7 @@ def test_elements_held_by_rank() -> None:
 def test_many_boxes_are_cut_short_and_it_is_said() -> None:
     boxes = tuple(Box((row, 0), (1, 4)) for row in range(1000))
     atom = Atom("fused", "weight", (1000, 8), FLOAT32, [Fragment(Region.of(boxes), "file", 0, FLOAT32)])
-    partition = Partition.of(Checkpoint("made", Path(), Mesh(), {}, sizes={"file": 1}))
+    partition = PartitionMap.of(Checkpoint("made", Path(), Mesh(), {}, sizes={"file": 1}))
     partition.pattern_of(atom)
     said = partition.to_json()
     assert len(said["boxes"][0]) == 256
@@ -98,7 +98,7 @@ def test_many_boxes_are_cut_short_and_it_is_said() -> None:
 
 def test_files_are_counted_not_spelled() -> None:
     sizes = {f"rank_{number}.pt": 1 for number in (10, 9, 2, 1)}
-    assert Partition.of(Checkpoint("made", Path(), Mesh(), {}, sizes=sizes)).files == [
+    assert PartitionMap.of(Checkpoint("made", Path(), Mesh(), {}, sizes=sizes)).files == [
         "rank_1.pt",
         "rank_2.pt",
         "rank_9.pt",

@@ -18,14 +18,13 @@ import pytest
 
 import ucp
 from tests.reports.made import zero1, zero3
-from ucp import tunables
+from ucp import settings
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.dtypes import FLOAT32
 from ucp.errors import IntegrityError
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.dtypes import FLOAT32
-from ucp.reports.facts import facts
-from ucp.reports.page import page
-from ucp.reports.statistics import Statistics
-from ucp.reports.write import measure
+from ucp.reports.atom_statistics import AtomStatistics
+from ucp.reports.html_page import html_page, measure
+from ucp.reports.page_data import page_data
 
 MB = 1_000_000
 
@@ -135,7 +134,7 @@ def test_one_unreadable_state_is_said_in_its_place() -> None:
     checkpoint = zero1(1, 2, 2)
     name = next(iter(checkpoint.parameters))
     failed = {(name, "master"): IntegrityError("file: ends too early")}
-    shown = facts(checkpoint, None, failed, source="x", version="1", sample=None)
+    shown = page_data(checkpoint, None, failed, source="x", version="1", sample=None)
     assert shown["statistics"][shown["kinds"].index("master")][0] == "file: ends too early"
 
 
@@ -146,30 +145,30 @@ def test_measuring_goes_on_where_a_file_is_too_short(clean: Path, tmp_path: Path
     victim = tmp_path / "atoms" / broken.file
     victim.write_bytes(victim.read_bytes()[: broken.offset + 8])
     found = measure(index, jobs=2)
-    failed = {key for key, value in found.items() if not isinstance(value, Statistics)}
+    failed = {key for key, value in found.items() if not isinstance(value, AtomStatistics)}
     assert ("embed.weight", "exp_avg_sq") in failed
     assert {name for name, _ in failed} == {"embed.weight"}
     assert ("embed.weight", "step") not in found, "counts of steps are no tensor to measure"
 
 
 def test_a_sample_reads_less_and_the_ends(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "SLAB_BYTES", 64)  # 16 elements of float32
+    monkeypatch.setattr(settings, "SLAB_BYTES", 64)  # 16 elements of float32
     index = ucp.open(clean).index
     whole = measure(index, jobs=2)["embed.weight", "master"]
     some = measure(index, jobs=2, sample=64)["embed.weight", "master"]
-    assert isinstance(whole, Statistics)
-    assert isinstance(some, Statistics)
+    assert isinstance(whole, AtomStatistics)
+    assert isinstance(some, AtomStatistics)
     assert whole.count == 53 * 14
     assert 48 <= some.count <= 64
     assert whole.low <= some.low <= some.high <= whole.high
 
 
-def full(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
+def full(checkpoint: Checkpoint) -> dict[tuple[str, str], AtomStatistics]:
     """Statistics as wide as they come, for every state."""
     noise = np.random.default_rng(0)
     found = {}
     for atom in checkpoint.atoms():
-        made = found[atom.name, atom.kind] = Statistics(FLOAT32)
+        made = found[atom.name, atom.kind] = AtomStatistics(FLOAT32)
         made.take(0, [noise.normal(size=500).astype(np.float32) * np.float32(noise.random())])
     return found
 
@@ -180,6 +179,6 @@ def test_ten_thousand_parameters_on_a_thousand_ranks(made: Any) -> None:
     checkpoint = made()
     statistics = full(checkpoint)
     begin = time.process_time()
-    text = page(facts(checkpoint, None, statistics, source="x", version="1", sample=None), "large")
+    text = html_page(page_data(checkpoint, None, statistics, source="x", version="1", sample=None), "large")
     assert time.process_time() - begin < 20
     assert len(text.encode()) < 10 * MB

@@ -10,20 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.engine.casting import raw_dtype
-from ucp.model.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, FLOAT64, INT64, DType
-from ucp.reports.statistics import Statistics
+from ucp.core.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, FLOAT64, INT64, DType
+from ucp.read.casting import raw_dtype
+from ucp.reports.atom_statistics import AtomStatistics
 
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 
 
-def measured(raw: np.ndarray, dtype: DType = FLOAT32) -> Statistics:
-    made = Statistics(dtype)
+def measured(raw: np.ndarray, dtype: DType = FLOAT32) -> AtomStatistics:
+    made = AtomStatistics(dtype)
     made.take(0, [raw])
     return made
 
 
-def histogram(statistics: Statistics) -> dict[float, tuple[int, int]]:
+def histogram(statistics: AtomStatistics) -> dict[float, tuple[int, int]]:
     """Lower edge of each bin that is in use → heights below and above zero."""
     first, below, above = statistics.to_json()[8:]
     edges = [2.0 ** ((first + i) // 2 - 127) * (1.5 if (first + i) % 2 else 1.0) for i in range(len(below))]
@@ -54,7 +54,7 @@ def test_nan_and_infinity_are_counted_and_left_out() -> None:
 def test_nothing_but_nan_is_no_number() -> None:
     said = measured(np.array([math.nan], np.float32)).to_json()
     assert said == [0.0, None, None, None, None, 1, 0, 0, 0, "", ""]
-    assert Statistics(FLOAT32).to_json()[1:5] == [None] * 4
+    assert AtomStatistics(FLOAT32).to_json()[1:5] == [None] * 4
 
 
 def test_bins_are_half_octaves() -> None:
@@ -79,7 +79,7 @@ def test_zeros_are_no_bar_and_the_smallest_numbers_are() -> None:
 @given(st.lists(st.floats(width=32), max_size=50), st.integers(0, 50))
 def test_parts_add_up_to_the_whole(values: list[float], cut: int) -> None:
     raw = np.array(values, np.float32)
-    whole, parts = measured(raw), Statistics(FLOAT32)
+    whole, parts = measured(raw), AtomStatistics(FLOAT32)
     for part in (raw[:cut], raw[cut:]):
         parts.merge(measured(part))
     assert (parts.nan, parts.infinite, parts.zeros, parts.low, parts.high) == (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.formats.megatron.distributed import read_torch_dist
+from ucp.formats.megatron.read.sharded_containers import read_torch_dist
 
 PROJECT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow  # processes of their own, one of which imports torch

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.store.stores import fill, is_of_one_step, schema
-from ucp.store.loading import load
-from ucp.store.survey import read_shape, reader_of, survey
-from ucp.store.writer import Store
+from ucp.formats.store.generations import find_generations, positional_reader, read_store_file
+from ucp.training.store.store_loading import load_store
+from ucp.training.store.writer import Store
 
 
 def write_for_ever(path: Path, told: int) -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     before = 3
     for _ in range(kills):
         told = kill_one(path, chance, seconds)
-        loaded = load(path)
+        loaded = load_store(path)
         loaded.check()
         if not is_of_one_step(loaded):
             seen["wrong"].append(f"step {loaded.step} is a mixture")
@@ -77,8 +77,8 @@ def main() -> None:
         before = loaded.sequence
         del loaded
         fd = os.open(path, os.O_RDONLY)
-        read = reader_of(fd, path)
-        found = survey(read, read_shape(read, os.fstat(fd).st_size, path))
+        read = positional_reader(fd, path)
+        found = find_generations(read, read_store_file(read, os.fstat(fd).st_size, path))
         os.close(fd)
         seen["in the middle"] += len(found.generations) == 1 and not found.beyond
         seen["uncommitted"] += len(found.beyond)

@@ -6,26 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64
-from ucp.store.layout import Entry, Schema
+from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
+from ucp.formats.store.store_layout import StoreEntry, StoreSchema
 
 ENTRIES = (
-    Entry("embed.weight", "weight", (40, 33), BFLOAT16),
-    Entry("embed.weight", "master", (40, 33), FLOAT32),
-    Entry("embed.weight", "exp_avg", (40, 33), FLOAT32),
-    Entry("embed.weight", "step", (), FLOAT32),
-    Entry("norm.weight", "weight", (7,), FLOAT32),
-    Entry("count", "weight", (), INT64),
-    Entry("nothing", "weight", (0, 3), FLOAT32),
-    Entry("big", "weight", (128, 256), FLOAT32),
+    StoreEntry("embed.weight", "weight", (40, 33), BFLOAT16),
+    StoreEntry("embed.weight", "master", (40, 33), FLOAT32),
+    StoreEntry("embed.weight", "exp_avg", (40, 33), FLOAT32),
+    StoreEntry("embed.weight", "step", (), FLOAT32),
+    StoreEntry("norm.weight", "weight", (7,), FLOAT32),
+    StoreEntry("count", "weight", (), INT64),
+    StoreEntry("nothing", "weight", (0, 3), FLOAT32),
+    StoreEntry("big", "weight", (128, 256), FLOAT32),
 )
 
 
-def schema(**options: Any) -> Schema:
-    return Schema(ENTRIES, **options)
+def schema(**options: Any) -> StoreSchema:
+    return StoreSchema(ENTRIES, **options)
 
 
-def content(number: int, entry: Entry, step: int) -> bytes:
+def content(number: int, entry: StoreEntry, step: int) -> bytes:
     """What atom `number` holds after `step`: every byte differs from that of the step before."""
     at = np.arange(entry.nbytes, dtype=np.uint32)
     return bytes(((at * 31 + number * 17 + step * 101) % 251).astype(np.uint8).data)

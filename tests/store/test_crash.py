@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 from tests.conftest import PROJECT
 from tests.store.stores import ENTRIES, content, fill, is_of_one_step, schema
 from ucp.errors import IntegrityError
-from ucp.store.blocks import Head, Superblock
-from ucp.store.layout import Layout
-from ucp.store.loading import Loaded, load
-from ucp.store.survey import Shape, read_shape, reader_of, survey
-from ucp.store.writer import Store
+from ucp.formats.store.generations import StoreFile, find_generations, positional_reader, read_store_file
+from ucp.formats.store.store_layout import StoreHead, StoreLayout, Superblock
+from ucp.training.store.store_loading import LoadedGeneration, load_store
+from ucp.training.store.writer import Store
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -89,17 +88,17 @@ class Cut:
         pass
 
 
-def new_disk(slots: int) -> tuple[bytearray, Shape]:
+def new_disk(slots: int) -> tuple[bytearray, StoreFile]:
     made = schema()
     data = made.dump()
-    layout = Layout(made, slots, len(data))
-    head = Head(bytes(range(16)), xxhash.xxh3_128_digest(data), layout.numbers(), 0)
+    layout = StoreLayout(made, slots, len(data))
+    head = StoreHead(bytes(range(16)), xxhash.xxh3_128_digest(data), layout.numbers(), 0)
     disk = bytearray(layout.file_bytes)
     disk[0:4096] = head.pack()
     for at in (4096, 8192):
         disk[at : at + 4096] = Superblock(0, -1, 0, 0, 0).pack(head.id)
     disk[12288 : 12288 + len(data)] = data
-    return disk, Shape(Path("disk"), head, layout)
+    return disk, StoreFile(Path("disk"), head, layout)
 
 
 @settings(max_examples=80)
@@ -126,7 +125,7 @@ def test_a_power_cut_leaves_one_whole_generation(slots: int, cuts: list[int], sh
         def read(at: int, size: int) -> bytes:
             return bytes(disk[at : at + size])
 
-        found = survey(read, read_shape(read, len(disk), Path("disk")))
+        found = find_generations(read, read_store_file(read, len(disk), Path("disk")))
         root = found.root
         assert (0 if root is None else root.sequence) in (committed, committed + 1)
         assert not found.broken
@@ -138,7 +137,7 @@ def test_a_power_cut_leaves_one_whole_generation(slots: int, cuts: list[int], sh
                 assert bytes(disk[at : at + entry.nbytes]) == content(number, entry, header.step), header.sequence
 
 
-def is_whole(loaded: Loaded) -> bool:
+def is_whole(loaded: LoadedGeneration) -> bool:
     """Whether its own digests say so."""
     try:
         loaded.check()
@@ -167,15 +166,15 @@ def test_a_disk_that_lies_is_found_out(slots: int, waits: int, lie: int, share: 
         file.write(disk)
         file.flush()
         path = Path(file.name)
-        found = survey(reader_of(file.fileno(), path), shape)
+        found = find_generations(positional_reader(file.fileno(), path), shape)
         for header in found.generations:
             whole = all(
                 bytes(disk[at : at + entry.nbytes]) == content(number, entry, header.step)
                 for number, entry in enumerate(ENTRIES)
                 for at in [shape.layout.atom_at(header.slot, number)]
             )
-            assert whole == is_whole(load(path, step=header.step)), header
+            assert whole == is_whole(load_store(path, step=header.step)), header
         with Store.open(path) as again:  # and the job goes on
             fill(again, 99)
             again.commit()
-        assert is_of_one_step(load(path))
+        assert is_of_one_step(load_store(path))

@@ -8,14 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ucp.core.dtypes import BY_NAME
 from ucp.errors import IntegrityError, UsageError
-from ucp.model.dtypes import BY_NAME
-from ucp.store.blocks import AtomRecord, DamagedError, Head, SlotHeader, Superblock, seal_of
-from ucp.store.layout import GRAIN, PAGE, SCHEMA_AT, SUPERBLOCKS_AT, Entry, Layout, Schema, joined
+from ucp.formats.store.store_layout import (
+    GRAIN,
+    PAGE,
+    SCHEMA_AT,
+    SUPERBLOCKS_AT,
+    AtomRecord,
+    DamagedBlockError,
+    SlotHeader,
+    StoreEntry,
+    StoreHead,
+    StoreLayout,
+    StoreSchema,
+    Superblock,
+    coalesce_ranges,
+    seal_of,
+)
 
 entries = st.lists(
     st.builds(
-        Entry,
+        StoreEntry,
         st.text(max_size=6),
         st.sampled_from(["weight", "master", "exp_avg", "step"]),
         st.lists(st.integers(0, 40), max_size=3).map(tuple),
@@ -24,13 +38,13 @@ entries = st.lists(
     max_size=20,
     unique_by=lambda entry: (entry.name, entry.kind),
 ).map(tuple)
-schemas = st.builds(Schema, entries, st.just({"a": [1]}), st.integers(0, 10_000))
+schemas = st.builds(StoreSchema, entries, st.just({"a": [1]}), st.integers(0, 10_000))
 
 
 @given(schemas, st.integers(2, 5))
-def test_nothing_overlaps_and_everything_is_inside(schema: Schema, slots: int) -> None:
+def test_nothing_overlaps_and_everything_is_inside(schema: StoreSchema, slots: int) -> None:
     data = schema.dump()
-    layout = Layout(schema, slots, len(data))
+    layout = StoreLayout(schema, slots, len(data))
     taken = [(at, at + PAGE) for at in (0, *SUPERBLOCKS_AT)] + [(SCHEMA_AT, SCHEMA_AT + len(data))]
     for slot in range(slots):
         begin = layout.slot_at(slot)
@@ -46,7 +60,7 @@ def test_nothing_overlaps_and_everything_is_inside(schema: Schema, slots: int) -
         assert start >= last
         last = stop
     assert last <= layout.file_bytes
-    again = Layout(Schema.parse(data, "here"), slots, len(data))
+    again = StoreLayout(StoreSchema.parse(data, "here"), slots, len(data))
     assert again.numbers() == layout.numbers()
     assert again.schema == schema
     assert again.offsets == layout.offsets
@@ -54,15 +68,15 @@ def test_nothing_overlaps_and_everything_is_inside(schema: Schema, slots: int) -
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 50)).map(lambda p: (p[0], p[0] + p[1])), max_size=20))
 def test_joined_ranges_cover_just_the_touched_units(ranges: list[tuple[int, int]]) -> None:
-    made = joined(ranges, 16)
+    made = coalesce_ranges(ranges, 16)
     touched = {at // 16 for start, stop in ranges for at in range(start, stop)}
     assert [unit for start, stop in made for unit in range(start // 16, stop // 16)] == sorted(touched)
     assert all(a[1] < b[0] for a, b in pairwise(made))
 
 
 @given(schemas, st.data())
-def test_a_block_with_any_byte_changed_does_not_parse(schema: Schema, data: st.DataObject) -> None:
-    layout = Layout(schema, 2, len(schema.dump()))
+def test_a_block_with_any_byte_changed_does_not_parse(schema: StoreSchema, data: st.DataObject) -> None:
+    layout = StoreLayout(schema, 2, len(schema.dump()))
     identity = bytes(range(16))
     records = tuple(AtomRecord(bytes([i % 256] * 16), i) for i in range(len(schema.entries)))
     notes = b"x" * min(5, schema.notes_bytes)
@@ -73,21 +87,21 @@ def test_a_block_with_any_byte_changed_does_not_parse(schema: Schema, data: st.D
     assert parsed.seal == seal_of(header)
     root = Superblock(4, 1, 12, 99, 77).pack(identity)
     assert Superblock.parse(root, identity, 2) == Superblock(4, 1, 12, 99, 77)
-    head = Head(identity, bytes(16), layout.numbers(), 5).pack()
-    assert Head.parse(head) == Head(identity, bytes(16), layout.numbers(), 5)
+    head = StoreHead(identity, bytes(16), layout.numbers(), 5).pack()
+    assert StoreHead.parse(head) == StoreHead(identity, bytes(16), layout.numbers(), 5)
     for block, parse in (
         (header, lambda changed: SlotHeader.parse(changed, identity, 1, layout)),
         (root, lambda changed: Superblock.parse(changed, identity, 2)),
-        (head, Head.parse),
+        (head, StoreHead.parse),
     ):
         at = data.draw(st.integers(0, len(block) - 1))
         changed = bytearray(block)
         changed[at] ^= 1 << data.draw(st.integers(0, 7))
-        with pytest.raises(DamagedError):
+        with pytest.raises(DamagedBlockError):
             parse(bytes(changed))
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedBlockError):
         SlotHeader.parse(header, identity, 0, layout)  # of another slot
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedBlockError):
         Superblock.parse(root, bytes(16), 2)  # of another store
 
 
@@ -104,9 +118,9 @@ def test_a_block_with_any_byte_changed_does_not_parse(schema: Schema, data: st.D
 )
 def test_a_schema_that_is_none_is_refused(text: bytes) -> None:
     with pytest.raises(IntegrityError, match="schema"):
-        Schema.parse(text, "here")
+        StoreSchema.parse(text, "here")
 
 
 def test_one_slot_is_not_enough() -> None:
     with pytest.raises(UsageError, match="at least 2 slots"):
-        Layout(Schema(()), 1, 10)
+        StoreLayout(StoreSchema(()), 1, 10)

@@ -16,10 +16,11 @@ import ucp
 from tests.conftest import PROJECT
 from tests.store.stores import fill, schema
 from tests.store.test_store import damaged, look
-from ucp.engine.arrays import read_tensor
 from ucp.errors import UsageError
-from ucp.formats.store.description import generation_notes, schema_of
-from ucp.store import BusyError, Store
+from ucp.formats.store.generations import StoreBusyError
+from ucp.formats.store.reader import generation_notes, schema_of
+from ucp.read.region_reader import read_tensor
+from ucp.training.store.writer import Store
 
 FIXTURE = PROJECT / "fixtures" / "z1_bf16_dp2"
 
@@ -142,7 +143,7 @@ def test_an_index_holds_its_generation(tmp_path: Path) -> None:
         opened = ucp.open(tmp_path / "store")
         fill(store, 3)  # into the other slot
         store.commit()
-        with pytest.raises(BusyError):
+        with pytest.raises(StoreBusyError):
             store.begin(4)
         del opened
         fill(store, 4)
@@ -168,7 +169,7 @@ def test_a_running_job_is_read_without_a_mixture(tmp_path: Path) -> None:
             assert not [f for f in report.findings if f.check in ("manifest-checksums", "store")], report.findings
             try:
                 opened = ucp.open(path)
-            except BusyError:  # the job was too fast for a reader that has to share its core
+            except StoreBusyError:  # the job was too fast for a reader that has to share its core
                 continue
             first = np.asarray(opened["big"].read("weight")).tobytes()
             time.sleep(0.01)

@@ -12,8 +12,10 @@ import pytest
 
 from tests.store.stores import ENTRIES, fill, is_of_one_step, schema
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UsageError
-from ucp.store import BusyError, Schema, Store, load
-from ucp.store.survey import read_shape, reader_of, survey
+from ucp.formats.store.generations import StoreBusyError, find_generations, positional_reader, read_store_file
+from ucp.formats.store.store_layout import StoreSchema
+from ucp.training.store.store_loading import load_store
+from ucp.training.store.writer import Store
 
 torch = pytest.importorskip("torch")
 
@@ -27,14 +29,14 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
         "d": {"weight": np.arange(12, dtype=np.float64).reshape(3, 4)[:, ::2], "z": torch.randn(3, dtype=torch.cfloat)},
         "e": {"weight": torch.nn.Parameter(torch.tensor([float("nan"), -0.0, float("inf")]))},
     }
-    with Store.create(tmp_path / "store", Schema.of(tensors)) as store:
+    with Store.create(tmp_path / "store", StoreSchema.of(tensors)) as store:
         assert store.way in ("msync", "msync on DAX", "pmem_persist")
         store.begin(41)
         for name, states in tensors.items():
             for kind, tensor in states.items():
                 store.write(name, kind, tensor)
         assert store.commit({"epoch": 3}) == 1
-    loaded = load(tmp_path / "store")
+    loaded = load_store(tmp_path / "store")
     assert (loaded.step, loaded.sequence, loaded.notes) == (41, 1, {"epoch": 3})
     loaded.check()
     for name, states in tensors.items():
@@ -53,7 +55,7 @@ def test_loading_copies_nothing(tmp_path: Path) -> None:
     with Store.create(tmp_path / "store", schema()) as store:
         fill(store, 1)
         store.commit()
-    loaded = load(tmp_path / "store")
+    loaded = load_store(tmp_path / "store")
     array, tensor = loaded.array("big", "weight"), loaded.tensor("big", "weight")
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("/store")]
     ranges = [tuple(int(edge, 16) for edge in line.split()[0].split("-")) for line in mapped]
@@ -70,22 +72,22 @@ def test_generations_take_turns_and_older_ones_can_be_had(tmp_path: Path) -> Non
         for step in range(1, 8):
             fill(store, step)
             store.commit()
-            assert is_of_one_step(load(tmp_path / "store"))
-            assert load(tmp_path / "store").step == step
+            assert is_of_one_step(load_store(tmp_path / "store"))
+            assert load_store(tmp_path / "store").step == step
             for earlier in range(max(1, step - 2), step):
-                assert is_of_one_step(load(tmp_path / "store", step=earlier))
+                assert is_of_one_step(load_store(tmp_path / "store", step=earlier))
             gc.collect()
         with pytest.raises(UsageError, match="no generation of step 2") as caught:
-            load(tmp_path / "store", step=2)
+            load_store(tmp_path / "store", step=2)
         assert "7, 6, 5" in str(caught.value)
 
 
 def test_views_are_the_slot_itself(tmp_path: Path) -> None:
-    with Store.create(tmp_path / "store", Schema.of({"a": {"weight": np.zeros(5000, np.float32)}})) as store:
+    with Store.create(tmp_path / "store", StoreSchema.of({"a": {"weight": np.zeros(5000, np.float32)}})) as store:
         store.begin(1)
         store.view("a", "weight").view(np.float32)[:] = np.arange(5000)
         store.commit()
-    loaded = load(tmp_path / "store")
+    loaded = load_store(tmp_path / "store")
     loaded.check()
     assert np.array_equal(loaded["a", "weight"], np.arange(5000, dtype=np.float32))
 
@@ -96,22 +98,22 @@ def test_the_root_is_never_overwritten_and_readers_hold_what_they_read(tmp_path:
         for step in (1, 2):
             fill(store, step)
             store.commit()
-        held = load(path, step=1)
-        with pytest.raises(BusyError, match="readers hold"):
+        held = load_store(path, step=1)
+        with pytest.raises(StoreBusyError, match="readers hold"):
             store.begin(3)
         assert is_of_one_step(held)
         array = held.array("big", "weight")
         del held
         gc.collect()
-        with pytest.raises(BusyError):  # an array is enough to hold it
+        with pytest.raises(StoreBusyError):  # an array is enough to hold it
             store.begin(3, wait=0.01)
         del array
         gc.collect()
         fill(store, 3)
-        assert load(path).step == 2  # until it is committed
+        assert load_store(path).step == 2  # until it is committed
         store.commit()
-        assert load(path).step == 3
-        with pytest.raises(BusyError, match="another process writes"):
+        assert load_store(path).step == 3
+        with pytest.raises(StoreBusyError, match="another process writes"):
             Store.open(path)
     Store.open(path).close()
 
@@ -123,11 +125,11 @@ def test_a_generation_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
         store.commit()
         fill(store, 2)
         store.abort()
-        assert load(path).step == 1
+        assert load_store(path).step == 1
         store.begin(5)
     with Store.open(path) as store:
         assert store.sequence == 1
-        assert is_of_one_step(load(path))
+        assert is_of_one_step(load_store(path))
         fill(store, 2)
         assert store.commit() == 2
 
@@ -138,7 +140,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         Store.create(tmp_path / "no" / "folder", schema())
     store = Store.create(path, schema(notes_bytes=100))
     with pytest.raises(IntegrityError, match="no generation yet"):
-        load(path)
+        load_store(path)
     with pytest.raises(UsageError, match="exists already"):
         Store.create(path, schema())
     with pytest.raises(UsageError, match="no generation was begun"):
@@ -160,7 +162,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(UsageError, match="closed"):
         store.begin(3)
-    assert load(path).step == 1
+    assert load_store(path).step == 1
 
 
 def damaged(path: Path, at: int, bit: int = 1) -> None:
@@ -181,9 +183,9 @@ def made(path: Path, steps: int = 3) -> None:
 def look(path: Path) -> tuple[int, int, int]:
     """Offsets: of the superblock of the root, of the root's header, of the root's first atom."""
     fd = os.open(path, os.O_RDONLY)
-    read = reader_of(fd, path)
-    shape = read_shape(read, os.fstat(fd).st_size, path)
-    found = survey(read, shape)
+    read = positional_reader(fd, path)
+    shape = read_store_file(read, os.fstat(fd).st_size, path)
+    found = find_generations(read, shape)
     os.close(fd)
     assert found.root is not None
     assert found.root_superblock is not None
@@ -199,28 +201,28 @@ def test_damage_is_found_or_passed_by(tmp_path: Path) -> None:
         path.write_bytes((tmp_path / "whole").read_bytes())
         damaged(path, at)
         with pytest.raises(IntegrityError, match=what):
-            load(path)
+            load_store(path)
     for at in (superblock, header):  # the older generation is there
         path = tmp_path / f"at{at}"
         path.write_bytes((tmp_path / "whole").read_bytes())
         damaged(path, at)
-        loaded = load(path)
+        loaded = load_store(path)
         assert loaded.step == 2
         assert is_of_one_step(loaded)
         with Store.open(path) as store:  # and the next one goes into the damaged place
             fill(store, 9)
             assert store.commit() >= 3
-        assert load(path).step == 9
+        assert load_store(path).step == 9
     damaged(tmp_path / "whole", atom + 77)
     with pytest.raises(IntegrityError, match=r"embed\.weight, weight"):
-        load(tmp_path / "whole").check()
+        load_store(tmp_path / "whole").check()
     with (tmp_path / "whole").open("r+b") as file:
         file.truncate(8 * mmap.PAGESIZE)
     with pytest.raises(IntegrityError, match="bytes, not"):
-        load(tmp_path / "whole")
+        load_store(tmp_path / "whole")
     (tmp_path / "other").write_bytes(b"something else")
     with pytest.raises(NotUnderstoodError):
-        load(tmp_path / "other")
+        load_store(tmp_path / "other")
 
 
 def test_both_superblocks_gone_is_said(tmp_path: Path) -> None:
@@ -228,12 +230,12 @@ def test_both_superblocks_gone_is_said(tmp_path: Path) -> None:
     damaged(tmp_path / "store", 4096)
     damaged(tmp_path / "store", 8192)
     with pytest.raises(IntegrityError, match="both superblocks are damaged"):
-        load(tmp_path / "store")
+        load_store(tmp_path / "store")
 
 
 def test_the_number_of_atoms_is_that_of_the_schema(tmp_path: Path) -> None:
     made(tmp_path / "store")
-    loaded = load(tmp_path / "store")
+    loaded = load_store(tmp_path / "store")
     assert list(loaded) == [(entry.name, entry.kind) for entry in ENTRIES]
     assert len(loaded) == len(ENTRIES)
     assert {loaded.atom_step(*key) for key in loaded} == {3}

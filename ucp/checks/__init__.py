@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ucp.checks.catalogue import CHECKS, Check
 from ucp.checks.findings import Finding, Level
-from ucp.checks.policy import Policy, make_policy
-from ucp.checks.registry import CHECKS, Check
-from ucp.checks.report import Report
-from ucp.checks.run import verify
+from ucp.checks.runner import verify
+from ucp.checks.verify_report import Policy, Report, make_policy
 
 __all__ = ["CHECKS", "Check", "Finding", "Level", "Policy", "Report", "make_policy", "verify"]

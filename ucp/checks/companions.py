@@ -9,8 +9,8 @@ from math import prod
 from typing import Final
 
 from ucp.checks.findings import Finding
-from ucp.formats.deepspeed.names import is_state_file
-from ucp.model.checkpoint import Checkpoint
+from ucp.core.checkpoint import Checkpoint
+from ucp.formats.deepspeed.step_files import is_state_file
 
 _TRAINER: Final = "trainer_state.json"
 _SCHEDULER: Final = "scheduler.pt"

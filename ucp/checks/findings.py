@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
 
+from ucp.core.checkpoint import Fragment
+from ucp.core.mesh import Rank
 from ucp.errors import InconsistentError
-from ucp.model.checkpoint import Fragment
-from ucp.model.layout import Rank
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")

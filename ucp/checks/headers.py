@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from ucp.checks.findings import Finding
-from ucp.checks.tasks import Context, Meter, Task
+from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
+from ucp.containers.safetensors_file import read_safetensors
+from ucp.core.checkpoint import Parameter
 from ucp.errors import IntegrityError
-from ucp.files.safetensors import read_safetensors
-from ucp.model.checkpoint import Parameter
 
 
-def look(context: Context) -> Iterator[Task]:
+def look(context: CheckContext) -> Iterator[CheckTask]:
     """One task a file of real atoms. A file that is not there is another check's finding."""
     checkpoint = context.checkpoint
     if checkpoint.format != "atoms" or checkpoint.details.get("virtual"):
@@ -22,10 +22,10 @@ def look(context: Context) -> Iterator[Task]:
         files = {fragment.file for atom in parameter.atoms.values() for fragment in atom.fragments}
         for file in sorted(files):
             if (checkpoint.root / file).is_file():
-                yield Task("headers", 0, partial(_compare, checkpoint.root, file, parameter), parameter.name)
+                yield CheckTask("headers", 0, partial(_compare, checkpoint.root, file, parameter), parameter.name)
 
 
-def _compare(root: Path, file: str, parameter: Parameter, meter: Meter) -> Iterator[Finding]:
+def _compare(root: Path, file: str, parameter: Parameter, meter: ReadMeter) -> Iterator[Finding]:
     meter.check()
     header = read_safetensors(root / file)
     said = {kind: (entry.dtype, entry.shape, entry.start) for kind, entry in header.entries.items()}

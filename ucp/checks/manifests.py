@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.checks.findings import Finding
-from ucp.checks.tasks import Context
+from ucp.checks.tasks import CheckContext
 from ucp.errors import IntegrityError
 from ucp.formats.atoms import manifest as manifests
 
 _RESTORE: Final = "restore the file, or convert again"
 
 
-def look(context: Context) -> Iterator[Finding]:
+def look(context: CheckContext) -> Iterator[Finding]:
     """What the folder holds against what its manifest lists."""
     checkpoint = context.checkpoint
     if checkpoint.format == "atoms":
@@ -24,7 +24,7 @@ def look(context: Context) -> Iterator[Finding]:
 
 def compare_folder(root: Path) -> Iterator[Finding]:
     """Files that are missing, of another size or not listed, and changed sources of virtual atoms."""
-    content = manifests.load(root)
+    content = manifests.load_manifest(root)
     yield from _files(root, content)
     yield from changed_sources(content)
 

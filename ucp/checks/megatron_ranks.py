@@ -7,10 +7,10 @@ from itertools import pairwise, permutations
 from typing import Final
 
 from ucp.checks.findings import Finding
-from ucp.files.inert import Inert
+from ucp.containers.inert import Inert
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.mesh import Rank
 from ucp.formats.megatron.folder import MODEL_FILE, RANK_FOLDER
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.layout import Rank
 
 _HINT: Final = "give the folders of these ranks their names back, or restore the files of one save"
 

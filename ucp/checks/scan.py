@@ -9,27 +9,25 @@ from typing import Final
 
 import numpy as np
 
-from ucp import tunables
-from ucp.checks.blocks import Block, aligned, block_bytes
-from ucp.checks.deep import Deep
-from ucp.checks.filemap import FileMap
+from ucp import settings
+from ucp.checks.catalogue import BY_ID
+from ucp.checks.deep_state import DeepState, ReadRecorder, SpanChecksum
 from ucp.checks.findings import Finding
-from ucp.checks.ledger import Notebook, Track
-from ucp.checks.registry import BY_ID
-from ucp.checks.spans import Archive, Span, manifest_spans, plain_spans, torch_spans
+from ucp.checks.raw_values import NEVER_ZERO
+from ucp.checks.read_blocks import ReadBlock, aligned, block_bytes
+from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, manifest_spans, plain_spans, torch_spans
 from ucp.checks.stores import store_spans
-from ucp.checks.tasks import Context, Meter, Task, failure
-from ucp.checks.values import NEVER_ZERO
-from ucp.checks.zipframes import frame_bytes, frame_defects
+from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, failure_finding
+from ucp.checks.zip_structure import frame_bytes, frame_defects
+from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint
 from ucp.errors import IntegrityError, UcpError
-from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import MASTER, WEIGHT, Checkpoint
+from ucp.storage.local import SourceFiles
 
 _ALIGN: Final = 16  # blocks are multiples of the largest element, so that none is cut in two
 _NAMED: Final = 3  # parameters that a message names
 
 
-def look(context: Context) -> Iterator[Finding | Task]:
+def look(context: CheckContext) -> Iterator[Finding | CheckTask]:
     """The tasks that read what no other check reads, and compare all checksums."""
     checkpoint = context.checkpoint
     assert context.deep is not None
@@ -39,7 +37,7 @@ def look(context: Context) -> Iterator[Finding | Task]:
     # ZeRO-3's masters is whatever was in memory, and weight decay takes it into the states.
     unpadded = checkpoint.format == "deepspeed-universal" or checkpoint.mesh.zero == 3 or _fills_padding(checkpoint)
     padding = 0 if unpadded else max(2 * checkpoint.mesh.dp, 16)
-    found: list[Finding | Span | Archive] = []
+    found: list[Finding | ChecksumSpan | TorchArchive] = []
     if checkpoint.format == "atoms":
         found.extend(manifest_spans(checkpoint.root, held))
     if checkpoint.format == "store":
@@ -48,8 +46,8 @@ def look(context: Context) -> Iterator[Finding | Task]:
         try:
             found.extend(torch_spans(checkpoint.root, file, held, padding))
         except UcpError as error:
-            found.append(failure("zip-crc", error))
-    summed = {item.file for item in found if isinstance(item, Span)}
+            found.append(failure_finding("zip-crc", error))
+    summed = {item.file for item in found if isinstance(item, ChecksumSpan)}
     for file in held.files:
         if file not in summed:
             found.extend(plain_spans(checkpoint.root, file, held))
@@ -62,41 +60,43 @@ def _fills_padding(checkpoint: Checkpoint) -> bool:
     return any(isinstance(eps, (list, tuple)) and eps and eps[0] for eps in settings)
 
 
-def tasks_of(files: SourceFiles, deep: Deep, found: Iterable[Finding | Span | Archive]) -> Iterator[Finding | Task]:
+def tasks_of(
+    files: SourceFiles, deep: DeepState, found: Iterable[Finding | ChecksumSpan | TorchArchive]
+) -> Iterator[Finding | CheckTask]:
     """Findings as they are, and the tasks that scan spans and look at the frames of archives."""
-    tracks: list[Track] = []
+    tracks: list[SpanChecksum] = []
     for item in found:
-        if isinstance(item, Span):
+        if isinstance(item, ChecksumSpan):
             tracks.append(deep.ledger.add(item))
-        elif isinstance(item, Archive):
+        elif isinstance(item, TorchArchive):
             nbytes = frame_bytes(item.index, item.start, item.stop)
-            yield Task("zip-structure", nbytes, partial(_frame, files, item))
+            yield CheckTask("zip-structure", nbytes, partial(_frame, files, item))
         else:
             yield item
     deep.ledger.close()
     for track in tracks:
         yield from _span_tasks(files, deep, track)
-    yield Task("finite", 0, lambda _: deep.tallies.findings(), turn=2)
+    yield CheckTask("finite", 0, lambda _: deep.tallies.findings(), turn=2)
 
 
-def _span_tasks(files: SourceFiles, deep: Deep, track: Track) -> Iterator[Task]:
+def _span_tasks(files: SourceFiles, deep: DeepState, track: SpanChecksum) -> Iterator[CheckTask]:
     """One task for a span; parts of a long one for several threads; the rest of one that other checks read from."""
     span = track.span
     complete = partial(_complete, files, deep, track)
     elsewhere = sum(held.stop - held.start for held in span.held if (held.parameter, held.kind) in deep.elsewhere)
     if elsewhere:
-        yield Task(span.check, max(0, span.nbytes - elsewhere), complete, turn=1)
-    elif track.is_sequential or span.nbytes <= tunables.PART_BYTES:
-        yield Task(span.check, span.nbytes, complete)
+        yield CheckTask(span.check, max(0, span.nbytes - elsewhere), complete, turn=1)
+    elif track.is_sequential or span.nbytes <= settings.PART_BYTES:
+        yield CheckTask(span.check, span.nbytes, complete)
     else:
-        step = max(_ALIGN, tunables.PART_BYTES // _ALIGN * _ALIGN)
+        step = max(_ALIGN, settings.PART_BYTES // _ALIGN * _ALIGN)
         for start in range(span.start, span.stop, step):
             stop = min(start + step, span.stop)
-            yield Task(span.check, stop - start, partial(_some, files, deep, span, start, stop))
-        yield Task(span.check, 0, complete, turn=1)
+            yield CheckTask(span.check, stop - start, partial(_some, files, deep, span, start, stop))
+        yield CheckTask(span.check, 0, complete, turn=1)
 
 
-def _frame(files: SourceFiles, archive: Archive, meter: Meter) -> Iterator[Finding]:
+def _frame(files: SourceFiles, archive: TorchArchive, meter: ReadMeter) -> Iterator[Finding]:
     def read(offset: int, size: int) -> bytes:
         meter.read(size)
         return files.read(archive.file, offset, size)
@@ -114,17 +114,19 @@ def _frame(files: SourceFiles, archive: Archive, meter: Meter) -> Iterator[Findi
         )
 
 
-def _some(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, meter: Meter) -> Iterator[Finding]:
-    notebook = Notebook(deep.ledger)
+def _some(
+    files: SourceFiles, deep: DeepState, span: ChecksumSpan, start: int, stop: int, meter: ReadMeter
+) -> Iterator[Finding]:
+    notebook = ReadRecorder(deep.ledger)
     _read(files, deep, span, start, stop, notebook, meter)
     notebook.close()
     return iter(())
 
 
-def _complete(files: SourceFiles, deep: Deep, track: Track, meter: Meter) -> Iterator[Finding]:
+def _complete(files: SourceFiles, deep: DeepState, track: SpanChecksum, meter: ReadMeter) -> Iterator[Finding]:
     """Read what nobody has read of a span, and compare its checksum."""
     span = track.span
-    notebook = Notebook(deep.ledger)
+    notebook = ReadRecorder(deep.ledger)
     for start, stop in list(track.rest()):
         _read(files, deep, span, start, stop, notebook, meter)
     notebook.close()
@@ -134,10 +136,18 @@ def _complete(files: SourceFiles, deep: Deep, track: Track, meter: Meter) -> Ite
             yield _damaged(span, found)
 
 
-def _read(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, notebook: Notebook, meter: Meter) -> None:
+def _read(
+    files: SourceFiles,
+    deep: DeepState,
+    span: ChecksumSpan,
+    start: int,
+    stop: int,
+    notebook: ReadRecorder,
+    meter: ReadMeter,
+) -> None:
     """Bytes `[start, stop)` of a span, block by block; nothing in it is cut through by `start`."""
     size = min(max(block_bytes() // _ALIGN, 1) * _ALIGN, stop - start)
-    block = Block(1, size)  # where masters are read into, which are as long
+    block = ReadBlock(1, size)  # where masters are read into, which are as long
     gaps = _gaps(span)
     starts = [held.start for held in span.held]
     longest = max((held.stop - held.start for held in span.held), default=0)
@@ -159,7 +169,7 @@ def _read(files: SourceFiles, deep: Deep, span: Span, start: int, stop: int, not
                 deep.tallies.pad(span.file, span.title, int(np.count_nonzero(bad)), lo + int(np.argmax(bad)))
 
 
-def _gaps(span: Span) -> list[tuple[int, int]]:
+def _gaps(span: ChecksumSpan) -> list[tuple[int, int]]:
     """What no parameter holds of a storage of optimizer states, which start at zero and get no gradient there.
 
     (A longer gap is something that the index left out.)
@@ -179,7 +189,7 @@ def _gaps(span: Span) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in gaps if stop - start <= longest]
 
 
-def _damaged(span: Span, found: str) -> Finding:
+def _damaged(span: ChecksumSpan, found: str) -> Finding:
     names = list(dict.fromkeys(f"{held.parameter}, {held.kind}" for held in span.held))
     hit = "; ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     one = span.held[0] if len(names) == 1 else None

@@ -1,22 +1,99 @@
-"""Spans: what one recorded checksum covers. A member of a torch file, or a part of a file of atoms."""
+"""The index turned around: for each file, which parameter's state lies at which bytes.
+
+Spans: what one recorded checksum covers. A member of a torch file, or a part of a file of atoms.
+"""
 
 from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 import xxhash
 
-from ucp import tunables
-from ucp.checks.filemap import FileMap, Held
+from ucp import settings
 from ucp.checks.findings import Finding
+from ucp.checks.tasks import CheckContext
+from ucp.containers.torch_file import TorchFile
+from ucp.core.checkpoint import Atom, Fragment, Parameter, Role
+from ucp.core.dtypes import DType
+from ucp.core.mesh import Rank
 from ucp.errors import NotUnderstoodError
-from ucp.files.torchzip import TorchFile
 from ucp.formats.atoms import manifest as manifests
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes `[start, stop)` of a file that are part of one state of one parameter."""
+
+    start: int
+    stop: int
+    parameter: str
+    kind: str
+    dtype: DType
+    rank: Rank
+    role: Role = "trained"
+    stateless: bool = False  # nothing but a weight is known of the parameter: it may be a buffer
+
+
+class FileMap:
+    """Every byte range that an atom takes up, replicas included. A strided view counts as its span."""
+
+    def __init__(self, context: CheckContext | None) -> None:
+        self._held: dict[str, list[StateBytes]] = {}
+        self._starts: dict[str, list[int]] = {}
+        self._stops: dict[str, list[int]] = {}  # the furthest so far
+        if context is None:
+            return
+        for atom in context.atoms():
+            parameter = context.checkpoint.parameters[atom.name]
+            for cover in (atom.fragments, *atom.replicas):
+                for fragment in cover:
+                    if fragment.inline is None and fragment.region.numel:
+                        self._held.setdefault(fragment.file, []).append(state_bytes(fragment, atom, parameter))
+        for file, ranges in self._held.items():
+            ranges.sort(key=lambda held: (held.start, held.stop))
+            self._starts[file] = [held.start for held in ranges]
+            self._stops[file] = list(accumulate((held.stop for held in ranges), max))
+
+    @property
+    def files(self) -> list[str]:
+        return list(self._held)
+
+    def of(self, file: str) -> Sequence[StateBytes]:
+        """All that atoms take up of a file, in order of its first byte."""
+        return self._held.get(file, ())
+
+    def between(self, file: str, start: int, stop: int) -> Sequence[StateBytes]:
+        """What overlaps bytes `[start, stop)` of a file, in order of its first byte."""
+        if file not in self._held:
+            return ()
+        first = bisect_right(self._stops[file], start)
+        last = bisect_left(self._starts[file], stop)
+        return [held for held in self._held[file][first:last] if held.stop > start]
+
+
+def state_bytes(fragment: Fragment, atom: Atom, parameter: Parameter) -> StateBytes:
+    """The bytes that a fragment of an atom of a parameter takes up."""
+    start = fragment.offset
+    stateless = len(parameter.atoms) == 1
+    rank, role = fragment.rank, parameter.role
+    return StateBytes(start, start + _span(fragment), atom.name, atom.kind, fragment.dtype, rank, role, stateless)
+
+
+def _span(fragment: Fragment) -> int:
+    """Bytes from a fragment's first element to the end of its last."""
+    if fragment.strides is None:
+        return fragment.nbytes
+    shape = fragment.region.boxes[0].shape
+    last = sum((n - 1) * stride for n, stride in zip(shape, fragment.strides, strict=True))
+    return (last + 1) * fragment.dtype.itemsize
+
 
 # The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
 _TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")
@@ -24,7 +101,7 @@ _END_BYTES: Final = 22
 _END_SIGNATURE: Final = b"PK\5\6"
 
 
-class Digest(Protocol):
+class RunningDigest(Protocol):
     """A running checksum that cannot be put together from those of parts."""
 
     def update(self, data: memoryview, /) -> None: ...
@@ -38,7 +115,7 @@ def crc_text(crc: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChecksumSpan:
     """Bytes `[start, stop)` of a file under one checksum; `expected` is None where the writer recorded none.
 
     `digest` makes the running checksum; None stands for CRC-32.
@@ -50,8 +127,8 @@ class Span:
     stop: int
     title: str
     expected: str | None
-    digest: Callable[[], Digest] | None
-    held: Sequence[Held] = ()  # which parameters lie in it
+    digest: Callable[[], RunningDigest] | None
+    held: Sequence[StateBytes] = ()  # which parameters lie in it
     padding: int = 0  # elements: up to so many between what parameters hold of a storage are padding
 
     @property
@@ -60,7 +137,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class TorchArchive:
     """A torch archive at bytes `[start, stop)` of a file."""
 
     file: str
@@ -69,9 +146,9 @@ class Archive:
     index: TorchFile
 
 
-def manifest_spans(root: Path, held: FileMap) -> Iterator[Span]:
+def manifest_spans(root: Path, held: FileMap) -> Iterator[ChecksumSpan]:
     """What a manifest has checksums of. Files that are missing or too short are another check's finding."""
-    for file, entry in manifests.load(root)["files"].items():
+    for file, entry in manifests.load_manifest(root)["files"].items():
         path = root / file
         size = path.stat().st_size if path.is_file() else -1
         for start, nbytes, digest in entry["parts"]:
@@ -79,10 +156,12 @@ def manifest_spans(root: Path, held: FileMap) -> Iterator[Span]:
             if stop <= size:
                 title = f"bytes [{start}, {stop})"
                 inside = held.between(file, start, stop)
-                yield Span("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, inside)
+                yield ChecksumSpan("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, inside)
 
 
-def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Iterator[Finding | Span | Archive]:
+def torch_spans(
+    root: Path, file: str, held: FileMap, padding: int = 0
+) -> Iterator[Finding | ChecksumSpan | TorchArchive]:
     """Every archive of a torch file, and every member that holds bytes; nothing where the file is of another kind.
 
     `padding` is the most elements that a flat buffer of this checkpoint is padded with in one place.
@@ -92,10 +171,10 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
     path = root / file
     if not _is_zip(path):
         return
-    archives: list[Archive] = []
+    archives: list[TorchArchive] = []
     for start, stop in archive_ranges(path):
         try:
-            archives.append(Archive(file, start, stop, TorchFile(path, start, stop)))
+            archives.append(TorchArchive(file, start, stop, TorchFile(path, start, stop)))
         except NotUnderstoodError:
             continue  # a zip archive of someone else's
     yield from archives
@@ -113,7 +192,7 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
     for archive, entry in filled:
         begin = archive.payload(entry)
         end = begin + entry.size
-        yield Span(
+        yield ChecksumSpan(
             "zip-crc",
             file,
             begin,
@@ -126,7 +205,7 @@ def torch_spans(root: Path, file: str, held: FileMap, padding: int = 0) -> Itera
         )
 
 
-def plain_spans(root: Path, file: str, held: FileMap) -> Iterator[Span]:
+def plain_spans(root: Path, file: str, held: FileMap) -> Iterator[ChecksumSpan]:
     """What atoms take up of a file that records no checksums (safetensors of others, chunks of zarr).
 
     Its numbers are looked at all the same. Neighbours make one span as long as no element is cut in two where a block
@@ -134,7 +213,7 @@ def plain_spans(root: Path, file: str, held: FileMap) -> Iterator[Span]:
     """
     if not (root / file).is_file():
         return  # made when it is read, or another check's finding
-    run: list[Held] = []
+    run: list[StateBytes] = []
     stop = 0
     for item in held.of(file):
         if not run or item.start > stop or (item.start - run[0].start) % item.dtype.itemsize:
@@ -149,9 +228,9 @@ def plain_spans(root: Path, file: str, held: FileMap) -> Iterator[Span]:
         yield _plain_span(file, run, stop)
 
 
-def _plain_span(file: str, run: Sequence[Held], stop: int) -> Span:
+def _plain_span(file: str, run: Sequence[StateBytes], stop: int) -> ChecksumSpan:
     start = run[0].start
-    return Span("finite", file, start, stop, f"bytes [{start}, {stop})", None, None, tuple(run))
+    return ChecksumSpan("finite", file, start, stop, f"bytes [{start}, {stop})", None, None, tuple(run))
 
 
 def archive_ranges(path: Path) -> list[tuple[int, int]]:
@@ -181,7 +260,7 @@ def archive_ranges(path: Path) -> list[tuple[int, int]]:
 
 def _end_before(file: BinaryIO, start: int) -> int:
     """Where the archive ends that lies before byte `start`, which zeros may follow; 0 where there is none."""
-    look = min(start, tunables.DATA_ALIGNMENT + _END_BYTES)
+    look = min(start, settings.DATA_ALIGNMENT + _END_BYTES)
     file.seek(start - look)
     data = file.read(look)
     if not data.strip(b"\0"):
@@ -193,6 +272,6 @@ def _end_before(file: BinaryIO, start: int) -> int:
 def _is_zip(path: Path) -> bool:
     try:
         with path.open("rb", buffering=0) as file:
-            return file.read(tunables.DATA_ALIGNMENT).lstrip(b"\0").startswith(b"PK\x03\x04")
+            return file.read(settings.DATA_ALIGNMENT).lstrip(b"\0").startswith(b"PK\x03\x04")
     except OSError:
         return False

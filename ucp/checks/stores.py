@@ -6,19 +6,18 @@ from collections.abc import Iterator
 
 import xxhash
 
-from ucp.checks.filemap import FileMap
 from ucp.checks.findings import Finding
-from ucp.checks.spans import Span
-from ucp.checks.tasks import Context
+from ucp.checks.spans import ChecksumSpan, FileMap
+from ucp.checks.tasks import CheckContext
+from ucp.core.checkpoint import Checkpoint
 from ucp.errors import IntegrityError
-from ucp.model.checkpoint import Checkpoint
-from ucp.store.leases import Lease
+from ucp.formats.store.generations import GenerationLease
 
 
-def look(context: Context) -> Iterator[Finding]:
+def look(context: CheckContext) -> Iterator[Finding]:
     """Superblocks that do not parse, and a newest generation that cannot be used."""
     lease = context.checkpoint.lease
-    if not isinstance(lease, Lease):
+    if not isinstance(lease, GenerationLease):
         return
     file = lease.shape.path.name
     for number in lease.survey.torn:
@@ -43,10 +42,10 @@ def look(context: Context) -> Iterator[Finding]:
         )
 
 
-def store_spans(checkpoint: Checkpoint, held: FileMap) -> Iterator[Span]:
+def store_spans(checkpoint: Checkpoint, held: FileMap) -> Iterator[ChecksumSpan]:
     """What the held generation has checksums of."""
     lease = checkpoint.lease
-    if not isinstance(lease, Lease):
+    if not isinstance(lease, GenerationLease):
         return
     layout, file = lease.shape.layout, lease.shape.path.name
     for number, (entry, record) in enumerate(zip(layout.schema.entries, lease.header.atoms, strict=True)):
@@ -55,4 +54,6 @@ def store_spans(checkpoint: Checkpoint, held: FileMap) -> Iterator[Span]:
         if start < stop:
             title = f"bytes [{start}, {stop})"
             inside = held.between(file, start, stop)
-            yield Span("manifest-checksums", file, start, stop, title, record.digest.hex(), xxhash.xxh3_128, inside)
+            yield ChecksumSpan(
+                "manifest-checksums", file, start, stop, title, record.digest.hex(), xxhash.xxh3_128, inside
+            )

@@ -8,17 +8,17 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from ucp.checks.findings import Finding
-from ucp.checks.tasks import Context
-from ucp.files.paths import scan
-from ucp.formats.distcp_index import read_folder
-from ucp.model.checkpoint import Fragment
+from ucp.checks.tasks import CheckContext
+from ucp.containers.distcp import read_dcp_folder
+from ucp.core.checkpoint import Fragment
+from ucp.storage.paths import scan_folder
 
 _DATA: Final = ".distcp"
 _RANK_FOLDER: Final = re.compile(r"mp_rank_\d{2,}(?:_\d{3,})*")
 _SHARD: Final = re.compile(r"(.+)-\d{5}-of-\d{5}(\.safetensors|\.bin)")
 
 
-def strays(context: Context) -> Iterator[Finding]:
+def strays(context: CheckContext) -> Iterator[Finding]:
     """A warning for every such file of a Megatron, torch.distributed or Hugging Face folder."""
     looks = {"dcp": _unlisted, "torch-dist": _unlisted_of_megatron, "megatron": _ranks, "safetensors": _shards}
     look = looks.get(context.checkpoint.format)
@@ -32,14 +32,14 @@ def strays(context: Context) -> Iterator[Finding]:
         )
 
 
-def _unlisted(context: Context) -> Iterator[tuple[str, str]]:
+def _unlisted(context: CheckContext) -> Iterator[tuple[str, str]]:
     """Data files that no `.metadata` names; the index has only those that one does.
 
     A rank that has nothing to write leaves an empty file.
     """
     checkpoint = context.checkpoint
     for folder in sorted({PurePosixPath(file).parent for file in checkpoint.sizes if file.endswith(_DATA)}):
-        with scan(checkpoint.root / folder) as entries:
+        with scan_folder(checkpoint.root / folder) as entries:
             names = sorted(entry.name for entry in entries if entry.name.endswith(_DATA) and entry.stat().st_size)
         for name in names:
             file = (folder / name).as_posix()
@@ -47,16 +47,16 @@ def _unlisted(context: Context) -> Iterator[tuple[str, str]]:
                 yield file, "is not named in .metadata"
 
 
-def _unlisted_of_megatron(context: Context) -> Iterator[tuple[str, str]]:
+def _unlisted_of_megatron(context: CheckContext) -> Iterator[tuple[str, str]]:
     """The same where the index has all files of the folder. Most hold parameters: metadata are read for the rest."""
     checkpoint = context.checkpoint
     held = _holding(context)
     unknown = [file for file, size in checkpoint.sizes.items() if size and file.endswith(_DATA) and file not in held]
-    listed = read_folder(checkpoint.root).files if unknown else {}
+    listed = read_dcp_folder(checkpoint.root).files if unknown else {}
     return ((file, "is not named in .metadata") for file in unknown if file not in listed)
 
 
-def _ranks(context: Context) -> Iterator[tuple[str, str]]:
+def _ranks(context: CheckContext) -> Iterator[tuple[str, str]]:
     """Rank folders of Megatron's legacy layout beyond the ranks that the job had."""
     mesh = context.checkpoint.mesh
     inside = {
@@ -70,7 +70,7 @@ def _ranks(context: Context) -> Iterator[tuple[str, str]]:
             yield file, f"belongs to no rank of {mesh}"
 
 
-def _shards(context: Context) -> Iterator[tuple[str, str]]:
+def _shards(context: CheckContext) -> Iterator[tuple[str, str]]:
     """Shards that the index of a Hugging Face folder does not name, called as those that it does."""
     held = _holding(context)
     families = {match.groups() for file in held if (match := _SHARD.fullmatch(file))}
@@ -80,11 +80,11 @@ def _shards(context: Context) -> Iterator[tuple[str, str]]:
             yield file, "is not named in the index of the shards"
 
 
-def _holding(context: Context) -> set[str]:
+def _holding(context: CheckContext) -> set[str]:
     """The files that hold a part of an atom."""
     return {fragment.file for fragment in _fragments(context)}
 
 
-def _fragments(context: Context) -> Iterator[Fragment]:
+def _fragments(context: CheckContext) -> Iterator[Fragment]:
     covers = (cover for atom in context.atoms() for cover in (atom.fragments, *atom.replicas))
     return (fragment for cover in covers for fragment in cover)

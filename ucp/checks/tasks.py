@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ucp import tunables
+from ucp import settings
 from ucp.checks.findings import Finding, Level
+from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.errors import UcpError
-from ucp.files.local import SourceFiles
-from ucp.model.checkpoint import Atom, Checkpoint
+from ucp.storage.local import SourceFiles
 
 if TYPE_CHECKING:
-    from ucp.checks.deep import Deep
-    from ucp.checks.forked import Forking
+    from ucp.checks.deep_state import DeepState
+    from ucp.checks.task_processes import CheckProcesses
 
 
-class Shared(Protocol):
+class ForkMergeable(Protocol):
     """What tasks fill together. Where they run in forks of this process each fork has a copy, so that they meet."""
 
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class Shared(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class CheckContext:
     """What a check looks at: the index and the files behind it.
 
     Fragments are made when they are looked at, and some may turn out not to be in their file. Those atoms are `broken`:
@@ -44,8 +44,8 @@ class Context:
     files: SourceFiles
     level: Level = Level.DEFAULT
     broken: set[tuple[str, str]] = field(default_factory=set)
-    deep: Deep | None = None  # at that level
-    shared: list[Shared] = field(default_factory=list)  # all that tasks fill together
+    deep: DeepState | None = None  # at that level
+    shared: list[ForkMergeable] = field(default_factory=list)  # all that tasks fill together
 
     def atoms(self) -> Iterator[Atom]:
         """Every atom whose fragments can be located."""
@@ -56,7 +56,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CheckTask:
     """A piece of reading for one check: costs `nbytes` of reads, and `run` gives what it found.
 
     Tasks of a later `turn` are run when all of the turns before are done: they go by what those have read.
@@ -64,17 +64,17 @@ class Task:
 
     check: str
     nbytes: int
-    run: Callable[[Meter], Iterable[Finding]]
+    run: Callable[[ReadMeter], Iterable[Finding]]
     parameter: str | None = None
     kind: str | None = None
     turn: int = 0
 
 
-class StoppedError(Exception):
+class CheckStoppedError(Exception):
     """Another task failed for good or the person gave up: leave the work where it is."""
 
 
-class Meter:
+class ReadMeter:
     """Counts the bytes that all threads read. A task tells it each block, and that is where it can be stopped."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
@@ -93,36 +93,38 @@ class Meter:
     def check(self) -> None:
         """Leave here if the work was stopped."""
         if self._stop.is_set():
-            raise StoppedError
+            raise CheckStoppedError
 
     def stop(self) -> None:
         self._stop.set()
 
 
-def run_tasks(tasks: Iterable[Task], jobs: int, meter: Meter, forking: Forking | None = None) -> list[Finding]:
+def run_tasks(
+    tasks: Iterable[CheckTask], jobs: int, meter: ReadMeter, forking: CheckProcesses | None = None
+) -> list[Finding]:
     """Carry out all tasks, the longest first so that workers finish together. A failure to read becomes a finding.
 
     Workers are threads, or with `forking` processes where there is enough to read.
     """
     # Those of a part or more are all the same: neighbours in a file stay neighbours.
-    ordered = sorted(tasks, key=lambda task: -min(task.nbytes, tunables.PART_BYTES))
+    ordered = sorted(tasks, key=lambda task: -min(task.nbytes, settings.PART_BYTES))
     findings: list[Finding] = []
     for turn in sorted({task.turn for task in ordered}):
         findings += _run([task for task in ordered if task.turn == turn], jobs, meter, forking)
     return findings
 
 
-def _run(tasks: Sequence[Task], jobs: int, meter: Meter, forking: Forking | None) -> list[Finding]:
+def _run(tasks: Sequence[CheckTask], jobs: int, meter: ReadMeter, forking: CheckProcesses | None) -> list[Finding]:
     if forking is not None and jobs > 1:
-        if sum(task.nbytes for task in tasks) > tunables.PART_BYTES:
+        if sum(task.nbytes for task in tasks) > settings.PART_BYTES:
             return forking.run(tasks, jobs, meter)
         jobs = 1  # a thread would cost more than it reads, and would be in the way of forks
     if jobs <= 1 or len(tasks) <= 1:
-        return [finding for task in tasks for finding in carry_out(task, meter)]
+        return [finding for task in tasks for finding in run_task(task, meter)]
     from concurrent.futures import ThreadPoolExecutor, wait  # takes long to import
 
     with ThreadPoolExecutor(min(jobs, len(tasks)), thread_name_prefix="ucp-check") as pool:
-        futures = [pool.submit(partial(carry_out, task, meter)) for task in tasks]
+        futures = [pool.submit(partial(run_task, task, meter)) for task in tasks]
         try:
             wait(futures, return_when="FIRST_EXCEPTION")
         finally:  # an interrupt of the waiting thread ends the workers too
@@ -130,22 +132,22 @@ def _run(tasks: Sequence[Task], jobs: int, meter: Meter, forking: Forking | None
                 meter.stop()
                 pool.shutdown(cancel_futures=True)
         failures = [future.exception() for future in futures if future.done() and not future.cancelled()]
-        failure = next((f for f in failures if f is not None and not isinstance(f, StoppedError)), None)
+        failure = next((f for f in failures if f is not None and not isinstance(f, CheckStoppedError)), None)
         if failure is not None:
             raise failure
         return [finding for future in futures for finding in future.result()]
 
 
-def carry_out(task: Task, meter: Meter) -> list[Finding]:
+def run_task(task: CheckTask, meter: ReadMeter) -> list[Finding]:
     """What a task finds; that it could not read is a finding too."""
     meter.check()
     try:
         return list(task.run(meter))
     except UcpError as error:
-        return [failure(task.check, error, task.parameter, task.kind)]
+        return [failure_finding(task.check, error, task.parameter, task.kind)]
 
 
-def failure(check: str, error: UcpError, parameter: str | None = None, kind: str | None = None) -> Finding:
+def failure_finding(check: str, error: UcpError, parameter: str | None = None, kind: str | None = None) -> Finding:
     """A failure to read as a finding of the check that tried; it keeps its own exit code."""
     return Finding(
         check,

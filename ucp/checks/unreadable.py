@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ucp.checks.deep import Deep
-from ucp.checks.filemap import FileMap
+from ucp.checks.deep_state import DeepState
 from ucp.checks.findings import Finding, Level
-from ucp.checks.grid import missing
 from ucp.checks.manifests import compare_folder
+from ucp.checks.rank_grid import missing
 from ucp.checks.scan import tasks_of
-from ucp.checks.spans import Archive, Span, torch_spans
-from ucp.checks.tasks import Task, failure
+from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, torch_spans
+from ucp.checks.tasks import CheckTask, failure_finding
 from ucp.errors import UcpError
-from ucp.files.local import SourceFiles
 from ucp.formats.atoms import reader as atoms
 from ucp.formats.deepspeed import folder as deepspeed_folder
 from ucp.formats.deepspeed import universal_folder
 from ucp.formats.megatron import folder as megatron_folder
 from ucp.formats.registry import ReadOptions
-from ucp.store.survey import is_store
-from ucp.tunables import MIB
+from ucp.formats.store.generations import is_store
+from ucp.settings import MIB
+from ucp.storage.local import SourceFiles
 
 _SMALL = 1 * MIB  # members up to this size are worth a look at any level: the pickles are among them
 
 
 def diagnose(
     path: Path, options: ReadOptions, level: Level, files: SourceFiles, error: UcpError
-) -> Iterator[Finding | Task]:
+) -> Iterator[Finding | CheckTask]:
     """Missing rank files, missing or changed files of a manifest, and damaged archives."""
     try:
         yield from _diagnose(path, options, level, files, error)
@@ -38,7 +37,7 @@ def diagnose(
 
 def _diagnose(
     path: Path, options: ReadOptions, level: Level, files: SourceFiles, error: UcpError
-) -> Iterator[Finding | Task]:
+) -> Iterator[Finding | CheckTask]:
     if atoms.recognises(path):
         try:
             yield from compare_folder(path)
@@ -61,7 +60,7 @@ def _archives(path: Path, tag: str | None) -> list[Path]:
         return sorted(universal_folder.find(path, tag).rglob("*.pt"))
     if deepspeed_folder.recognises(path):
         beside = path.parent if path.is_file() else path
-        if deepspeed_folder.is_step(beside):
+        if deepspeed_folder.is_step_folder(beside):
             return sorted(beside.glob("*.pt"))
         place = deepspeed_folder.find(path, tag)
         return sorted({*place.root.glob("*.pt"), *place.step.glob("*.pt")})
@@ -71,18 +70,18 @@ def _archives(path: Path, tag: str | None) -> list[Path]:
 
 def _damaged_archives(
     files: SourceFiles, suspects: Sequence[Path], level: Level, known: UcpError
-) -> Iterator[Finding | Task]:
+) -> Iterator[Finding | CheckTask]:
     """A pickle that makes no sense is most often a pickle whose bytes were changed: its CRC tells."""
     folder = files.root
     nothing = FileMap(None)
-    found: list[Finding | Span | Archive] = []
+    found: list[Finding | ChecksumSpan | TorchArchive] = []
     for file in suspects:
         name = file.relative_to(folder).as_posix()
         try:
             for item in torch_spans(folder, name, nothing):
-                if level is Level.DEEP or (isinstance(item, Span) and item.nbytes <= _SMALL):
+                if level is Level.DEEP or (isinstance(item, ChecksumSpan) and item.nbytes <= _SMALL):
                     found.append(item)
         except UcpError as error:
             if error.what != known.what:
-                found.append(failure("zip-crc", error))
-    yield from tasks_of(files, Deep(), found)
+                found.append(failure_finding("zip-crc", error))
+    yield from tasks_of(files, DeepState(), found)

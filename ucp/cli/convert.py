@@ -1,40 +1,44 @@
-"""`ucp convert`: one checkpoint in, another out, in one pass."""
+"""`ucp convert`: one checkpoint in, another out, in one pass.
+
+Launchers of many processes: which of how many this one is, as torchrun, srun and mpirun tell it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from ucp import api
-from ucp.cli.options import (
+from ucp.cli.parameters import (
     PATH,
-    counted,
     echo_notes,
-    human_bytes,
+    format_bytes,
+    format_table,
+    limit_torch_threads,
     log_options,
     naming_options,
     parse_bytes,
+    plural,
     reading_options,
     selection_options,
     source_argument,
-    table,
-    use_one_thread_each,
 )
-from ucp.conversion import Conversion, default_jobs
-from ucp.engine.shares import Share
+from ucp.conversion import Plan, default_jobs
+from ucp.core.checkpoint import Note
+from ucp.core.target import Target
+from ucp.engine.work_shard import WorkShard
 from ucp.errors import UsageError
-from ucp.files.paths import files_below, is_url
 from ucp.formats.registry import WRITERS
-from ucp.model.checkpoint import Note
-from ucp.model.target import Target
+from ucp.storage.paths import is_url, list_files
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def _parse_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     del ctx, param
     if value is None:
         return None
@@ -44,14 +48,14 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
         raise click.BadParameter(f"{value!r} is not a list of layer numbers such as 0,5,11") from None
 
 
-def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Share | None:
+def _parse_shard(ctx: click.Context, param: click.Parameter, value: str | None) -> WorkShard | None:
     del ctx, param
     if value is None:
         return None
     number, slash, count = value.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and int(count)):
         raise click.BadParameter(f"{value!r} is not a part such as 1/4")
-    return Share(int(number) - 1, int(count))
+    return WorkShard(int(number) - 1, int(count))
 
 
 @click.command("convert", short_help="Turn a checkpoint into another one.")
@@ -73,7 +77,7 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
 @click.option("--etp", type=click.IntRange(1), help="Tensor-parallel degree of the target's experts (Megatron).")
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the target.")
 @click.option("--like", type=PATH, metavar="CHECKPOINT", help="Copy the layout of this checkpoint.")
-@click.option("--stages", callback=_numbers, metavar="N,N,…", help="First layer of every pipeline stage: 0,5,11.")
+@click.option("--stages", callback=_parse_numbers, metavar="N,N,…", help="First layer of every pipeline stage: 0,5,11.")
 @click.option("--vocab-size", type=click.IntRange(1), help="Padded size of the vocabulary in the target.")
 @click.option(
     "--experts",
@@ -115,7 +119,10 @@ def _part(ctx: click.Context, param: click.Parameter, value: str | None) -> Shar
 @click.option("--restart", is_flag=True, help="Discard a half-done output and start over.")
 @click.option("--durable", is_flag=True, help="Flush everything to disk before the output appears.")
 @click.option(
-    "--part", callback=_part, metavar="I/N", help="Write only this part of the output (1/4 to 4/4), on any machine."
+    "--part",
+    callback=_parse_shard,
+    metavar="I/N",
+    help="Write only this part of the output (1/4 to 4/4), on any machine.",
 )
 @click.option("--finish", is_flag=True, help="Make the output appear, once all its parts are written.")
 @click.option(
@@ -143,7 +150,7 @@ def command(
     resume: bool,
     restart: bool,
     durable: bool,
-    part: Share | None,
+    part: WorkShard | None,
     finish: bool,
     engine: api.Engine,
     ray_address: str | None,
@@ -171,25 +178,24 @@ def command(
     Under torchrun, srun or mpirun the processes share the work. Without a launcher, run --part 1/4 to --part 4/4 on any
     machines that see both folders, then --finish; or let a Ray cluster do it with --engine ray.
     """
-    from ucp.cli.launchers import launched_share
-    from ucp.cli.progress import Bar
-    from ucp.engine.place import staging_folder
+    from ucp.cli.progress import ProgressBar
+    from ucp.engine.staging import staging_folder
 
     if resume and restart:
         raise UsageError(
             "--resume goes on with a half-done output, --restart throws it away", hint="choose one of them"
         )
-    launched = None if part is not None or finish else launched_share()
+    launched = None if part is not None or finish else shard_of_launcher()
     _check_engine(engine, part is not None or finish, launched, ray_address is not None or parts is not None)
     source: str | Path = src
     if engine == "ray":
-        from ucp.on_ray import absolute, everywhere
+        from ucp.on_ray import absolute_options, absolute_path
 
-        source, options = absolute(src), everywhere(options)
-    conversion = api.plan(source, absolute(dst) if engine == "ray" else dst, **options)
+        source, options = absolute_path(src), absolute_options(options)
+    conversion = api.plan(source, absolute_path(dst) if engine == "ray" else dst, **options)
     if is_url(dst):
         dst = conversion.path  # spelled like one again
-    use_one_thread_each(conversion.source)
+    limit_torch_threads(conversion.source)
     notes = (*conversion.source.notes, *conversion.writer.notes)
     if launched is None or launched.number == 0:
         echo_notes(notes)
@@ -206,12 +212,18 @@ def command(
                 from ucp.on_ray import run_on_ray
 
                 run_on_ray(
-                    conversion, source, options, address=ray_address or "auto", parts=parts, progress=Bar(), **how
+                    conversion,
+                    source,
+                    options,
+                    address=ray_address or "auto",
+                    parts=parts,
+                    progress=ProgressBar(),
+                    **how,
                 )
             elif launched is not None:
-                conversion.run_together(launched, Bar(), **how)
+                conversion.run_together(launched, ProgressBar(), **how)
             else:
-                conversion.run(share=part, progress=Bar(), processes=True, **how)
+                conversion.run(share=part, progress=ProgressBar(), processes=True, **how)
         except KeyboardInterrupt:
             if (kept := dst if is_url(dst) else staging_folder(dst)).exists():
                 again = "with --resume " if part is None and launched is None and engine == "local" else ""
@@ -224,20 +236,20 @@ def command(
             return
     seconds = time.perf_counter() - begin
     target = conversion.target
-    files = sum(1 for _ in files_below(dst))
+    files = sum(1 for _ in list_files(dst))
     summary = {"schema": 1, "target": str(dst), "files": files, "bytes": target.nbytes, "seconds": seconds}
     if as_json:
         click.echo(json.dumps({**summary, "notes": _listed(notes)}))
         return
-    rate = f"{human_bytes(target.nbytes / seconds)}/s" if seconds > 0 else ""
+    rate = f"{format_bytes(target.nbytes / seconds)}/s" if seconds > 0 else ""
     click.echo(
-        f"{dst}: {counted(len(conversion.source.parameters), 'parameter')}, {counted(files, 'file')},"
-        f" {human_bytes(target.nbytes)} in {seconds:.2f} s ({rate})",
+        f"{dst}: {plural(len(conversion.source.parameters), 'parameter')}, {plural(files, 'file')},"
+        f" {format_bytes(target.nbytes)} in {seconds:.2f} s ({rate})",
         err=True,
     )
 
 
-def _check_engine(engine: api.Engine, in_parts: bool, launched: Share | None, ray_options: bool) -> None:
+def _check_engine(engine: api.Engine, in_parts: bool, launched: WorkShard | None, ray_options: bool) -> None:
     if engine == "ray" and in_parts:
         raise UsageError("--engine ray makes the parts and finishes itself", hint="leave --part and --finish out")
     if engine == "ray" and launched is not None:
@@ -253,11 +265,11 @@ def _listed(notes: Iterable[Note]) -> list[dict[str, str]]:
     return [{"id": note.id, "text": note.text} for note in notes]
 
 
-def _print_plan(conversion: Conversion, notes: Iterable[Note], jobs: int, memory: int, as_json: bool) -> None:
-    from ucp.engine.worker import Budget
+def _print_plan(conversion: Plan, notes: Iterable[Note], jobs: int, memory: int, as_json: bool) -> None:
+    from ucp.engine.worker import WorkerBudget
 
     target = conversion.target
-    slab = Budget(jobs, memory).slab_bytes
+    slab = WorkerBudget(jobs, memory).slab_bytes
     totals = {
         "reads": _bytes_read(target),
         "writes": target.nbytes,
@@ -270,12 +282,12 @@ def _print_plan(conversion: Conversion, notes: Iterable[Note], jobs: int, memory
         click.echo(json.dumps({**target.to_json(), **totals, **facts}))
         return
     if mesh is not None:
-        click.echo(f"{conversion.source.mesh} → {mesh} ({counted(mesh.world, 'rank')})\n")
-    rows = [[file.path, human_bytes(file.size), str(len(file.holes))] for file in target.files]
-    click.echo(table(rows, ["file", "bytes", "tensors"]))
+        click.echo(f"{conversion.source.mesh} → {mesh} ({plural(mesh.world, 'rank')})\n")
+    rows = [[file.path, format_bytes(file.size), str(len(file.holes))] for file in target.files]
+    click.echo(format_table(rows, ["file", "bytes", "tensors"]))
     click.echo(
-        f"\n{counted(len(target.files), 'file')}: reads {human_bytes(totals['reads'])},"
-        f" writes {human_bytes(totals['writes'])}, holds {human_bytes(totals['memory'])} in {counted(jobs, 'thread')}"
+        f"\n{plural(len(target.files), 'file')}: reads {format_bytes(totals['reads'])},"
+        f" writes {format_bytes(totals['writes'])}, holds {format_bytes(totals['memory'])} in {plural(jobs, 'thread')}"
     )
 
 
@@ -284,3 +296,23 @@ def _bytes_read(target: Target) -> int:
     atoms = {id(hole.atom): hole.atom for file in target.files for hole in file.holes}.values()
     covers = [cover for a in atoms for cover in (a.fragments, *(a.replicas if a.combine == "average" else ()))]
     return sum(fragment.nbytes for cover in covers for fragment in cover)
+
+
+# Variables of the rank and of the world, and one that only a launched process has: containers of training jobs set RANK
+# and WORLD_SIZE for every shell, and Slurm sets SLURM_NTASKS for the batch script too.
+_LAUNCHERS: Final = (
+    ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),  # torchrun
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS"),  # srun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # mpirun of Open MPI
+    ("PMI_RANK", "PMI_SIZE", "PMI_RANK"),  # mpirun of MPICH and Intel
+)
+
+
+def shard_of_launcher(environment: Mapping[str, str] = os.environ) -> WorkShard | None:
+    """This process's share of the work, where a launcher started several."""
+    for rank, world, proof in _LAUNCHERS:
+        if proof in environment and environment.get(rank, "").isdecimal() and environment.get(world, "").isdecimal():
+            number, count = int(environment[rank]), int(environment[world])
+            if count > 1 and number < count:
+                return WorkShard(number, count)
+    return None

@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.options import FILE, PATH, check_folder_of, counted, human_bytes, naming_options, selection_options, table
+from ucp.cli.parameters import (
+    FILE,
+    PATH,
+    check_parent_folder,
+    format_bytes,
+    format_table,
+    naming_options,
+    plural,
+    selection_options,
+)
 from ucp.errors import UsageError
 
 if TYPE_CHECKING:
-    from ucp.compare import AtomDifference, Comparison
+    from ucp.compare.comparison import AtomDifference, Comparison
 
 
 @click.command("diff", short_help="Say whether two checkpoints are the same.")
@@ -82,17 +91,17 @@ def command(
 
     Exit code 0: the same (within the tolerances) · 1: different. With --updates it is 0 whatever moved.
     """
-    from ucp.cli.progress import Bar
+    from ucp.cli.progress import ProgressBar
 
     if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
         raise UsageError(f"{plot}: a plot is an .svg or a .png file")
     if plot is not None:
-        check_folder_of(plot, "the plot")
-    result = api.diff(a, b, updates=updates or plot is not None, progress=Bar(), **options)
+        check_parent_folder(plot, "the plot")
+    result = api.diff(a, b, updates=updates or plot is not None, progress=ProgressBar(), **options)
     if plot is not None and result.updates is not None:
-        from ucp.compare.plot import write_plot
+        from ucp.reports.charts import write_update_chart
 
-        write_plot(result.updates, plot, f"{_title(result, 'a')} → {_title(result, 'b')}")
+        write_update_chart(result.updates, plot, f"{_title(result, 'a')} → {_title(result, 'b')}")
     if as_json:
         click.echo(json.dumps(result.to_json(), allow_nan=False))
     elif result.updates is not None:
@@ -128,7 +137,7 @@ def _print(result: Comparison, limit: int) -> None:
     for header, rows in tables:
         if rows:
             more = f"\n… {len(rows) - limit} more (--limit, --json)" if len(rows) > limit else ""
-            shown.append(table(rows[:limit], header) + more)
+            shown.append(format_table(rows[:limit], header) + more)
     if shown:
         click.echo("\n\n".join(shown))
 
@@ -171,16 +180,16 @@ def _print_updates(result: Comparison, limit: int) -> None:
     ):
         cells = [[u.name, f"{u.relative:.3e}", f"{u.change:.4g}", f"{u.norm:.4g}"] for u in rows]
         more = f"\n… {len(cells) - limit} more (--limit, --json)" if len(cells) > limit else ""
-        shown.append(table(cells[:limit], [title, "relative update", "‖b − a‖", "‖a‖"]) + more)
+        shown.append(format_table(cells[:limit], [title, "relative update", "‖b − a‖", "‖a‖"]) + more)
     click.echo("\n\n".join(shown))
 
 
 def _verdict(result: Comparison) -> str:
-    read = f"{counted(result.compared, 'atom')}, {human_bytes(result.bytes_read)} read"
+    read = f"{plural(result.compared, 'atom')}, {format_bytes(result.bytes_read)} read"
     if result.identical:
         return f"identical: {read}"
     if result.same:
-        return f"the same within the tolerances: {counted(len(result.within), 'atom')} off by less; {read}"
+        return f"the same within the tolerances: {plural(len(result.within), 'atom')} off by less; {read}"
     found = (
         (len(result.atoms), "atom", "differing"),
         (len(result.only_a), "atom", "only in A"),
@@ -188,5 +197,5 @@ def _verdict(result: Comparison) -> str:
         (len(result.settings), "setting", "differing"),
         (len(result.counted_extras), "extra", "differing"),
     )
-    parts = [f"{counted(count, noun)} {what}" for count, noun, what in found if count]
+    parts = [f"{plural(count, noun)} {what}" for count, noun, what in found if count]
     return f"DIFFERENT: {', '.join(parts)}; {read}"

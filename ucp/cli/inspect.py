@@ -10,11 +10,19 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.options import counted, echo_notes, human_bytes, log_options, naming_options, source_argument, table
+from ucp.cli.parameters import (
+    echo_notes,
+    format_bytes,
+    format_table,
+    log_options,
+    naming_options,
+    plural,
+    source_argument,
+)
+from ucp.containers.inert_json import InertEncoder
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.core.rules import rule_to_json
 from ucp.errors import UsageError
-from ucp.formats.inert_json import Encoder
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
-from ucp.model.rule_json import rule_to_json
 
 
 @click.command("inspect", short_help="Show what a checkpoint holds.")
@@ -96,24 +104,24 @@ def _summary_text(checkpoint: Checkpoint) -> str:
         ["format", checkpoint.format],
         ["framework", checkpoint.framework or "unknown"],
         ["root", str(checkpoint.root)],
-        ["mesh", f"{checkpoint.mesh} ({counted(checkpoint.mesh.world, 'rank')})"],
+        ["mesh", f"{checkpoint.mesh} ({plural(checkpoint.mesh.world, 'rank')})"],
         ["step", "unknown" if checkpoint.step is None else str(checkpoint.step)],
         ["parameters", f"{weights:,} in {', '.join(f'{count} {role}' for role, count in roles.items())}"],
-        ["files", f"{len(checkpoint.sizes)}, {human_bytes(sum(checkpoint.sizes.values()))}"],
-        ["states", ", ".join(f"{kind} {dtype} {human_bytes(size)}" for (kind, dtype), size in kinds.items())],
+        ["files", f"{len(checkpoint.sizes)}, {format_bytes(sum(checkpoint.sizes.values()))}"],
+        ["states", ", ".join(f"{kind} {dtype} {format_bytes(size)}" for (kind, dtype), size in kinds.items())],
     ]
     for key, value in checkpoint.details.items():
         facts.append([key.replace("_", " "), value if isinstance(value, str) else json.dumps(value)])
     for number, group in enumerate(checkpoint.groups):
         hyper = {key: value for key, value in group.hyper.items() if isinstance(value, (int, float, str, tuple))}
         text = ", ".join(f"{key}={value}" for key, value in hyper.items())
-        facts.append([f"group {number}", f"{counted(len(group.names), 'parameter')}: {text}"])
+        facts.append([f"group {number}", f"{plural(len(group.names), 'parameter')}: {text}"])
     rows = [
         [
             parameter.name,
             "×".join(map(str, parameter.shape)) or "scalar",
             _dtypes(parameter),
-            human_bytes(parameter.nbytes),
+            format_bytes(parameter.nbytes),
             "-" if parameter.group is None else str(parameter.group),
             " ".join(kind for kind in parameter.atoms),
             _remarks(parameter),
@@ -122,7 +130,7 @@ def _summary_text(checkpoint: Checkpoint) -> str:
     ]
     header = ["parameter", "shape", "dtype", "bytes", "group", "states", "rule"]
     width = max(len(key) for key, _ in facts)
-    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in facts) + "\n\n" + table(rows, header)
+    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in facts) + "\n\n" + format_table(rows, header)
 
 
 def _rules_text(checkpoint: Checkpoint) -> str:
@@ -130,7 +138,7 @@ def _rules_text(checkpoint: Checkpoint) -> str:
         [parameter.name, "×".join(map(str, parameter.shape)) or "scalar", str(parameter.rule), parameter.rule_origin]
         for parameter in checkpoint.parameters.values()
     ]
-    return table(rows, ["parameter", "shape", "rule", "where it came from"])
+    return format_table(rows, ["parameter", "shape", "rule", "where it came from"])
 
 
 def _remarks(parameter: Parameter) -> str:
@@ -155,7 +163,7 @@ def _bytes_by_kind(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
 
 
 def _summary_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    encoder = Encoder()
+    encoder = InertEncoder()
     return {
         "schema": 1,
         "format": checkpoint.format,
@@ -215,7 +223,7 @@ def _places_text(parameter: Parameter) -> str:
             )
     header = ["state", "rank", "holds", "dtype", "", "bytes", "file"]
     facts = f"{list(parameter.shape)}, {parameter.role}, rule {parameter.rule} ({parameter.rule_origin})"
-    return f"{parameter.name}: {facts}\n\n{table(rows, header)}"
+    return f"{parameter.name}: {facts}\n\n{format_table(rows, header)}"
 
 
 def _places_json(parameter: Parameter) -> dict[str, Any]:

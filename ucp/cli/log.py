@@ -1,20 +1,26 @@
-"""`ucp log`: what a gradient log holds, whether it is whole, and what of it may go."""
+"""`ucp log`: what a gradient log holds, whether it is whole, and what of it may go.
+
+What commands tell about a log, as JSON values.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ucp.cli.log_facts import SCHEMA, bytes_of, listing, scalars_of, statistics, steps_of
-from ucp.cli.options import PATH, human_bytes, table
+from ucp.cli.parameters import PATH, format_bytes, format_table
 from ucp.errors import InconsistentError, IntegrityError, UsageError
-from ucp.files.paths import as_path, is_url
-from ucp.log.bases import list_bases, usable_bases
-from ucp.log.reader import Log
-from ucp.log.upkeep import Cut, carry_out, plan_compact, plan_truncate, remove_empty_epochs
+from ucp.log.base_folders import list_bases, usable_bases
+from ucp.log.codecs import Encoding
+from ucp.log.frames import TABLE_TYPES
+from ucp.log.maintenance import FileCut, apply_cuts, plan_compact, plan_truncate, remove_empty_epochs
+from ucp.log.payloads import StepRecord
+from ucp.log.reader import Epoch, Log, LogStream
+from ucp.storage.paths import is_url, parse_path
 
 _log = click.argument("log", type=PATH)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -45,7 +51,7 @@ def list_log(log: Path, as_json: bool) -> None:
     """
     with Log.open(log, "inspect", check="tail") as opened:
         if as_json:
-            click.echo(json.dumps(listing(opened)))
+            click.echo(json.dumps(log_to_json(opened)))
             return
         rows = [
             [
@@ -55,18 +61,18 @@ def list_log(log: Path, as_json: bool) -> None:
                 str(len(epoch.manifest.streams)),
                 str(epoch.manifest.mesh),
                 epoch.manifest.kernel.id,
-                human_bytes(bytes_of(epoch)),
+                format_bytes(bytes_of(epoch)),
             ]
             for epoch in opened.epochs
         ]
-        click.echo(table(rows, ["epoch", "steps", "from", "streams", "mesh", "kernel", "size"]))
+        click.echo(format_table(rows, ["epoch", "steps", "from", "streams", "mesh", "kernel", "size"]))
         bases = list_bases(opened.run_folder)
         if bases:
             usable = {base.number for base in usable_bases(opened)}
             rows = [[str(b.number), str(b.step), str(b.epoch), "yes" if b.number in usable else "no"] for b in bases]
-            click.echo("\n" + table(rows, ["base", "step", "epoch", "log goes on from it"]))
+            click.echo("\n" + format_table(rows, ["base", "step", "epoch", "log goes on from it"]))
         click.echo(f"last step that can be had: {opened.recoverable_step}", err=True)
-        _tell_defects(opened)
+        _echo_defects(opened)
 
 
 @command.command("stat", short_help="Show sizes, encodings, streams and scalars.")
@@ -84,13 +90,13 @@ def stat(log: Path, step: int | None, as_json: bool) -> None:
         if step is not None:
             _show_step(opened, step, as_json)
             return
-        epochs = [statistics(epoch) for epoch in opened.epochs]
+        epochs = [epoch_statistics(epoch) for epoch in opened.epochs]
         if as_json:
             click.echo(json.dumps({"schema": SCHEMA, "epochs": epochs}))
             return
         for epoch in epochs:
             _print_statistics(epoch)
-        _tell_defects(opened)
+        _echo_defects(opened)
 
 
 @command.command("verify", short_help="Read all of a log and check it.")
@@ -165,13 +171,13 @@ def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_jso
                 f"{bad[0]}", hint=f"to throw away everything from there on: --step {epoch.recoverable_step}"
             )
         cuts = plan_truncate(epoch, epoch.recoverable_step if step is None else step)
-        _do(cuts, dry_run, as_json, keep_tail=keep_tail)
+        _carry_out(cuts, dry_run, as_json, keep_tail=keep_tail)
 
 
 def _refuse_store(log: Path) -> None:
     if is_url(log):
         raise UsageError(
-            f"{as_path(log)}: logs in an object store are read only", hint="do it before it is copied there"
+            f"{parse_path(log)}: logs in an object store are read only", hint="do it before it is copied there"
         )
 
 
@@ -200,7 +206,7 @@ def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
                 )
             step = bases[-2].first_step
         cuts = plan_compact(opened, step)
-        _do(cuts, dry_run, as_json)
+        _carry_out(cuts, dry_run, as_json)
         if not dry_run:
             remove_empty_epochs(opened)
 
@@ -208,10 +214,10 @@ def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _do(cuts: list[Cut], dry_run: bool, as_json: bool, *, keep_tail: bool = False) -> None:
+def _carry_out(cuts: list[FileCut], dry_run: bool, as_json: bool, *, keep_tail: bool = False) -> None:
     freed = sum(cut.size - cut.keep for cut in cuts)
     if not dry_run:
-        carry_out(cuts, save_tails=keep_tail)
+        apply_cuts(cuts, save_tails=keep_tail)
     if as_json:
         told = {"schema": SCHEMA, "done": not dry_run, "bytes": freed, "files": [cut.to_json() for cut in cuts]}
         click.echo(json.dumps(told))
@@ -219,7 +225,7 @@ def _do(cuts: list[Cut], dry_run: bool, as_json: bool, *, keep_tail: bool = Fals
     for cut in cuts:
         what = "goes" if cut.keep == 0 else f"is cut to {cut.keep} bytes"
         click.echo(f"{cut.path}: {what}")
-    click.echo(f"{human_bytes(freed)} {'would be' if dry_run else 'are'} free", err=True)
+    click.echo(f"{format_bytes(freed)} {'would be' if dry_run else 'are'} free", err=True)
 
 
 def _print_statistics(epoch: dict[str, Any]) -> None:
@@ -228,7 +234,7 @@ def _print_statistics(epoch: dict[str, Any]) -> None:
     click.echo(f"  elements   {epoch['elements']:,}")
     if epoch["bytes_per_step"] is not None:
         each = f", {epoch['bytes_per_element']:.3f} bytes an element" if epoch["bytes_per_element"] is not None else ""
-        click.echo(f"  a step     {human_bytes(epoch['bytes_per_step'])}{each}")
+        click.echo(f"  a step     {format_bytes(epoch['bytes_per_step'])}{each}")
         click.echo("  blocks     " + ", ".join(f"{count} {name}" for name, count in epoch["encodings"].items()))
     if epoch["skipped"]:
         click.echo(f"  skipped    {', '.join(map(str, epoch['skipped']))}")
@@ -241,12 +247,12 @@ def _print_statistics(epoch: dict[str, Any]) -> None:
             "-" if stream["steps"] is None else f"{stream['steps'][0]}-{stream['steps'][1]}",
             str(stream["segments"]),
             f"{stream['elements']:,}",
-            human_bytes(stream["bytes"]),
+            format_bytes(stream["bytes"]),
             "closed" if stream["closed"] else "open",
         ]
         for stream in epoch["streams"]
     ]
-    text = table(rows, ["stream", "rank", "steps", "files", "elements", "size", "end"])
+    text = format_table(rows, ["stream", "rank", "steps", "files", "elements", "size", "end"])
     click.echo("\n".join("  " + line for line in text.splitlines()))
 
 
@@ -254,7 +260,7 @@ def _show_step(log: Log, step: int, as_json: bool) -> None:
     span = log.spans(step)[-1]
     stream = next(iter(span.epoch.streams.values()))
     record = stream.record(step)
-    told = {"schema": SCHEMA, "step": step, "epoch": span.epoch.number, **scalars_of(record), "aux": stream.aux(step)}
+    told = {"schema": SCHEMA, "step": step, "epoch": span.epoch.number, **step_scalars(record), "aux": stream.aux(step)}
     if as_json:
         click.echo(json.dumps(told))
         return
@@ -265,9 +271,126 @@ def _show_step(log: Log, step: int, as_json: bool) -> None:
         click.echo("  group " + ", ".join(f"{key} {value!r}" for key, value in group.items() if value is not None))
 
 
-def _tell_defects(log: Log) -> None:
+def _echo_defects(log: Log) -> None:
     for epoch in log.epochs:
         for defect in epoch.defects:
             click.echo(f"note: {defect}", err=True)
         for stream in epoch.missing:
             click.echo(f"note: epoch {epoch.number}: stream {stream} has no files", err=True)
+
+
+SCHEMA = 1  # of what `ucp log … --json` prints
+
+
+def log_to_json(log: Log) -> dict[str, Any]:
+    usable = {base.number for base in usable_bases(log)}
+    return {
+        "schema": SCHEMA,
+        "root": str(log.root),
+        "recoverable_step": log.recoverable_step,
+        "epochs": [
+            {
+                "epoch": epoch.number,
+                "start": epoch.manifest.start,
+                "first_step": epoch.steps.start if epoch.steps else None,
+                "last_step": epoch.steps.stop - 1 if epoch.steps else None,
+                "parent": None
+                if epoch.manifest.parent is None
+                else {"epoch": epoch.manifest.parent.epoch, "step": epoch.manifest.parent.step},
+                "streams": len(epoch.manifest.streams),
+                "mesh": epoch.manifest.mesh.to_json(),
+                "kernel": epoch.manifest.kernel.to_json(),
+                "optimizer": epoch.manifest.optimizer,
+                "base": epoch.manifest.base,
+                "notes": epoch.manifest.notes,
+                "bytes": bytes_of(epoch),
+                "defects": len(epoch.defects),
+            }
+            for epoch in log.epochs
+        ],
+        "bases": [
+            {
+                "number": base.number,
+                "step": base.step,
+                "epoch": base.epoch,
+                "path": str(base.path),
+                "usable": base.number in usable,
+            }
+            for base in list_bases(log.run_folder)
+        ],
+    }
+
+
+def epoch_statistics(epoch: Epoch) -> dict[str, Any]:
+    numel = sum(schema.numel for schema in epoch.manifest.streams)
+    encodings: Counter[str] = Counter()
+    streams = []
+    total = steps = 0
+    for stream in epoch.streams.values():
+        size = sum(_step_bytes(stream, step) for step in stream.steps)
+        total += size
+        for step in stream.steps[-1:]:
+            logged = stream.scan.steps[step]
+            for ref in (*logged.grads, *(other for other in logged.others if other.header.type in TABLE_TYPES)):
+                encodings.update(Encoding(int(code)).name.lower() for code in stream.table(ref)["encoding"])
+        steps = max(steps, len(stream.steps))
+        streams.append(
+            {
+                "stream": stream.number,
+                "rank": str(stream.schema.rank),
+                "steps": [stream.steps.start, stream.steps.stop - 1] if stream.steps else None,
+                "segments": len(stream.scan.segments),
+                "elements": stream.schema.numel,
+                "blocks": len(stream.schema.blocks),
+                "bytes": sum(segment.size for segment in stream.scan.segments),
+                "closed": stream.scan.ended,
+                "digests": sorted(stream.digests()),
+                "defects": [str(defect) for defect in stream.defects],
+            }
+        )
+    skipped = [step for step in epoch.steps if next(iter(epoch.streams.values())).record(step).skipped]
+    return {
+        "epoch": epoch.number,
+        "optimizer": epoch.manifest.optimizer,
+        "kernel": epoch.manifest.kernel.id,
+        "elements": numel,
+        "steps": [epoch.steps.start, epoch.steps.stop - 1] if epoch.steps else None,
+        "skipped": skipped,
+        "bytes_per_step": total / steps if steps else None,
+        "bytes_per_element": total / steps / numel if steps and numel else None,
+        "encodings": dict(encodings),
+        "notes": epoch.manifest.notes,
+        "streams": streams,
+    }
+
+
+def step_scalars(record: StepRecord) -> dict[str, Any]:
+    names = ("group", "lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "opt_step")
+    return {
+        "stage": record.stage.name.lower(),
+        "skipped": record.skipped,
+        "scale": None if record.scale is None else float(record.scale),
+        "micro_batches": record.micro_batches,
+        "consumed_samples": record.consumed_samples,
+        "time_ns": record.time_ns,
+        "groups": [
+            {name: None if (value := getattr(group, name)) != value else value for name in names}
+            for group in record.groups
+        ],
+    }
+
+
+def _step_bytes(stream: LogStream, step: int) -> int:
+    """Everything that a step takes in its file, headers and padding included."""
+    logged = stream.scan.steps[step]
+    refs = [*logged.grads, *logged.others, logged.commit, *([logged.aux] if logged.aux is not None else [])]
+    step_frame = 64 + -(-len(logged.record.pack()) // 64) * 64
+    return step_frame + sum(ref.header.end - ref.header.offset for ref in refs)
+
+
+def steps_of(epoch: Epoch) -> str:
+    return f"{epoch.steps.start}-{epoch.steps.stop - 1}" if epoch.steps else "none"
+
+
+def bytes_of(epoch: Epoch) -> int:
+    return sum(segment.size for stream in epoch.streams.values() for segment in stream.scan.segments)

@@ -30,7 +30,7 @@ COMMANDS = {
 }
 
 
-class _Commands(click.Group):
+class _CommandGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
         return list(COMMANDS)
@@ -59,7 +59,7 @@ class _Commands(click.Group):
 
 
 @click.group(
-    cls=_Commands,
+    cls=_CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 ok · 1 inconsistent · 2 usage · 3 not understood · 4 integrity · 5 I/O or space"
     " · 6 refused as unsafe · 130 interrupted. UCP_DEBUG=1 shows tracebacks.",

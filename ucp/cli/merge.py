@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ucp.cli import convert
-from ucp.cli.options import PATH, log_options, parse_bytes, reading_options, source_argument
+from ucp.cli.parameters import PATH, log_options, parse_bytes, reading_options, source_argument
 
 
 @click.command("merge", short_help="Make atoms of any step of a logged run.")

@@ -6,11 +6,11 @@ import sys
 import threading
 from typing import Any
 
-from ucp.cli.options import is_watched
+from ucp.cli.parameters import stderr_is_terminal
 from ucp.engine.convert import Progress
 
 
-class Bar(Progress):
+class ProgressBar(Progress):
     """A tqdm bar in bytes."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Bar(Progress):
         self._lock = threading.Lock()
 
     def start(self, total: int) -> None:
-        if is_watched():
+        if stderr_is_terminal():
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # no thread of its own: a process that has others cannot fork workers

@@ -8,7 +8,15 @@ from pathlib import Path
 import click
 
 from ucp import api
-from ucp.cli.options import FILE, check_folder_of, counted, human_bytes, parse_bytes, reading_options, source_argument
+from ucp.cli.parameters import (
+    FILE,
+    check_parent_folder,
+    format_bytes,
+    parse_bytes,
+    plural,
+    reading_options,
+    source_argument,
+)
 from ucp.errors import UsageError
 
 
@@ -59,11 +67,11 @@ def command(
     For a checkpoint that cannot be opened, the page says what is wrong with it, and the exit code is that of `ucp
     verify`.
     """
-    from ucp.cli.progress import Bar
+    from ucp.cli.progress import ProgressBar
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")
-    check_folder_of(output, "the page")
+    check_parent_folder(output, "the page")
     written = api.report(
         src,
         output,
@@ -74,14 +82,14 @@ def command(
         tag=tag,
         rules=rules,
         preset=preset,
-        progress=Bar(),
+        progress=ProgressBar(),
     )
     checks = written.report
     if as_json:
         summary = {"schema": 1, "page": str(output), "bytes": written.nbytes, "parameters": written.parameters}
         click.echo(json.dumps({**summary, "ok": checks.ok, "counts": checks.counts}))
     else:
-        counts = ", ".join(counted(count, severity) for severity, count in checks.counts.items() if count)
-        size, parameters = human_bytes(written.nbytes), counted(written.parameters, "parameter")
+        counts = ", ".join(plural(count, severity) for severity, count in checks.counts.items() if count)
+        size, parameters = format_bytes(written.nbytes), plural(written.parameters, "parameter")
         click.echo(f"{output}: {size}, {parameters}; {counts or 'consistent'}")
     ctx.exit(0 if written.parameters else checks.exit_code)

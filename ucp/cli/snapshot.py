@@ -10,18 +10,19 @@ from typing import Any
 
 import click
 
-from ucp.cli.options import FILE, PATH, human_bytes, parse_bytes, table
+from ucp.cli.parameters import FILE, PATH, format_bytes, format_table, parse_bytes
 from ucp.errors import IntegrityError, StorageError, UsageError
-from ucp.train.snapshots.drawing import Row, draw
-from ucp.train.snapshots.plan import (
-    Blocked,
-    Costs,
-    Schedule,
-    Tensor,
+from ucp.training.snapshots.copy_schedule import (
+    BlockedTimes,
+    CopyRates,
+    CopySchedule,
+    ScheduleRow,
+    TensorDeadline,
+    draw_schedule,
     is_feasible,
+    iterations_needed,
     make_schedule,
     open_time,
-    spread,
 )
 
 SCHEDULE = "schedule.json"
@@ -72,16 +73,16 @@ def plan(
         raise UsageError(
             f"{snapshots}: the first snapshot measures, the next ones are planned", hint="give --link, or wait for one"
         )
-    costs = Costs(float(rates[0]), float(rates[1] or rates[0]), share)
+    costs = CopyRates(float(rates[0]), float(rates[1] or rates[0]), share)
     # What was measured of the exchange of gradients says nothing about another step time.
     blocked = [] if window is not None else [(float(a), float(b)) for a, b in told.get("blocked", ())]
-    parts = _parts(told, window, costs, blocked)
+    parts = _steps_of(told, window, costs, blocked)
     rows = [row for part in parts for row in part.rows()]
     summary = _summary(told, parts, costs, blocked)
     planned, measured = summary["planned"]["stall"], summary["measured"]["stall"]
     if output is not None:
         stall = f"stall {_ms(planned)} ms planned, {_ms(measured)} ms measured"
-        draw(rows, output, f"snapshot of step {told['step']}: {stall}", blocked)
+        draw_schedule(rows, output, f"snapshot of step {told['step']}: {stall}", blocked)
     if as_json:
         schedules = [{"step": part.step, **part.schedule.to_json()} for part in parts]
         click.echo(json.dumps({"schema": 1, **summary, "schedules": schedules, "tensors": told["tensors"]}))
@@ -90,7 +91,7 @@ def plan(
         [
             *([str(row.step)] if len(parts) > 1 else []),
             row.name,
-            human_bytes(row.nbytes),
+            format_bytes(row.nbytes),
             "-" if row.deadline is None else _ms(row.deadline),
             ", ".join(f"{_ms(start)}-{_ms(stop)}" for start, stop in row.planned) or "-",
             "-" if row.measured is None else f"{_ms(row.measured[0])}-{_ms(row.measured[1])}",
@@ -99,9 +100,9 @@ def plan(
         for row in rows
     ]
     heads = ["step"] if len(parts) > 1 else []
-    click.echo(table(cells, [*heads, "tensor", "size", "update at", "planned", "measured", "copied by"]))
+    click.echo(format_table(cells, [*heads, "tensor", "size", "update at", "planned", "measured", "copied by"]))
     click.echo(
-        f"\nstep {summary['step']}: {human_bytes(summary['bytes'])} at {human_bytes(costs.rate)}/s;"
+        f"\nstep {summary['step']}: {format_bytes(summary['bytes'])} at {format_bytes(costs.rate)}/s;"
         f" stall planned {_ms(planned)} ms, measured {_ms(measured)} ms"
         f" (and {_ms(summary['measured']['prepare'])} ms to prepare)"
     )
@@ -112,26 +113,26 @@ def plan(
         click.echo(f"no copies while gradients are exchanged: {spans} ms after a step")
     if not summary["feasible"]:
         click.echo(
-            f"{human_bytes(summary['planned']['late_bytes'])} do not fit between two steps; spread over"
+            f"{format_bytes(summary['planned']['late_bytes'])} do not fit between two steps; spread over"
             f" {summary['spread']} iterations they would"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SnapshotStep:
     """What of a snapshot was copied after one step: as the job tells it, and as it is planned."""
 
     step: int
     told: list[dict[str, Any]]
-    tensors: list[Tensor]
-    schedule: Schedule
+    tensors: list[TensorDeadline]
+    schedule: CopySchedule
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ScheduleRow]:
         planned: dict[str, list[tuple[float, float]]] = {}
         for copy in self.schedule.copies:
             planned.setdefault(copy.name, []).append((copy.start, copy.stop))
         return [
-            Row(
+            ScheduleRow(
                 tensor.name,
                 tensor.nbytes,
                 planned.get(tensor.name, []),
@@ -144,14 +145,16 @@ class _Part:
         ]
 
 
-def _parts(told: dict[str, Any], window: float | None, costs: Costs, blocked: Blocked) -> list[_Part]:
+def _steps_of(
+    told: dict[str, Any], window: float | None, costs: CopyRates, blocked: BlockedTimes
+) -> list[_SnapshotStep]:
     by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in told.get("parts", ())}
     for each in told["tensors"]:
         by_step.setdefault(each.get("step", told["step"]), []).append(each)
     made = []
     for step, some in by_step.items():
-        tensors = [Tensor(each["name"], int(each["bytes"]), 0.0, _deadline(each, window)) for each in some]
-        made.append(_Part(step, some, tensors, make_schedule(tensors, costs, blocked)))
+        tensors = [TensorDeadline(each["name"], int(each["bytes"]), 0.0, _deadline(each, window)) for each in some]
+        made.append(_SnapshotStep(step, some, tensors, make_schedule(tensors, costs, blocked)))
     return made
 
 
@@ -180,7 +183,9 @@ def _deadline(told: dict[str, Any], window: float | None) -> float:
     return float(told["deadline"]) if window is None else window
 
 
-def _summary(told: dict[str, Any], parts: list[_Part], costs: Costs, blocked: Blocked) -> dict[str, Any]:
+def _summary(
+    told: dict[str, Any], parts: list[_SnapshotStep], costs: CopyRates, blocked: BlockedTimes
+) -> dict[str, Any]:
     tensors = [tensor for part in parts for tensor in part.tensors]
     total = sum(tensor.nbytes for tensor in tensors)
     window = min((tensor.deadline for tensor in tensors), default=inf)
@@ -189,7 +194,7 @@ def _summary(told: dict[str, Any], parts: list[_Part], costs: Costs, blocked: Bl
         "parts": [part.step for part in parts],
         "bytes": total,
         "feasible": all(is_feasible(part.tensors, costs.rate, blocked) for part in parts),
-        "spread": 1 if window == inf else spread(total, costs, open_time(0.0, window, blocked)),
+        "spread": 1 if window == inf else iterations_needed(total, costs, open_time(0.0, window, blocked)),
         "blocked": [list(stretch) for stretch in blocked],
         "planned": {
             "stall": sum(part.schedule.stall for part in parts),

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import click
 
-from ucp.cli.options import FILE, PATH, human_bytes, parse_bytes
+from ucp.cli.parameters import FILE, PATH, format_bytes, parse_bytes
 from ucp.errors import UsageError
-from ucp.log.measured import measure
 from ucp.log.reader import Log
-from ucp.log.tuning import Choice, Costs, choose, waste, young_interval
+from ucp.log.tuning import RecordingCosts, TuningChoice, choose, measure_costs, waste, young_interval
 
 SCHEMA = 1
 _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -65,7 +64,7 @@ def command(
     costs = _costs(log, mtbf, quota, given)
     choice = choose(costs)
     if plot is not None:
-        from ucp.log.tuning_plot import write_plot
+        from ucp.log.tuning import write_plot
 
         write_plot(costs, choice, plot, "Base interval" if log is None else f"Base interval for {log}")
     young = max(1, round(young_interval(costs)))
@@ -86,7 +85,7 @@ def command(
     _print(choice, costs, lost, young, without.total)
 
 
-def _costs(log: Path | None, mtbf: float, quota: int | None, given: dict[str, float | None]) -> Costs:
+def _costs(log: Path | None, mtbf: float, quota: int | None, given: dict[str, float | None]) -> RecordingCosts:
     names = {
         "step_time": "step",
         "base_stall": "base_stall",
@@ -101,15 +100,15 @@ def _costs(log: Path | None, mtbf: float, quota: int | None, given: dict[str, fl
         changes["quota_bytes"] = float(quota)
     if log is not None:
         with Log.open(log, check="tail") as opened:
-            return replace(measure(opened, mtbf), **changes)
+            return replace(measure_costs(opened, mtbf), **changes)
     missing = [name for name in ("step_time", "base_stall", "replay_time") if given[name] is None]
     if missing:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise UsageError(f"without a log, these are needed as well: {options}")
-    return Costs(mtbf=mtbf, **changes)
+    return RecordingCosts(mtbf=mtbf, **changes)
 
 
-def _print(choice: Choice, costs: Costs, lost: float, young: int, without: float) -> None:
+def _print(choice: TuningChoice, costs: RecordingCosts, lost: float, young: int, without: float) -> None:
     share = choice.waste
     rows = [
         ("base every", f"{choice.base_every} steps ({choice.base_every * costs.step:.0f} s)"),
@@ -125,6 +124,6 @@ def _print(choice: Choice, costs: Costs, lost: float, young: int, without: float
         ("without a log", f"{without:.3%} with a checkpoint every {young} steps"),
     ]
     if costs.step_bytes:
-        rows.append(("log between bases", human_bytes(costs.step_bytes * choice.base_every)))
+        rows.append(("log between bases", format_bytes(costs.step_bytes * choice.base_every)))
     for name, value in rows:
         click.echo(f"{name:<18} {value}")

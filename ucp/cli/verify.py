@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucp.cli.options import (
+from ucp.cli.parameters import (
     FILE,
-    check_folder_of,
-    counted,
-    human_bytes,
-    is_watched,
+    check_parent_folder,
+    format_bytes,
     log_options,
+    plural,
     reading_options,
     source_argument,
+    stderr_is_terminal,
 )
 from ucp.conversion import default_jobs
 from ucp.errors import StorageError, UsageError
 from ucp.sources import read_options
 
 if TYPE_CHECKING:
-    from ucp.checks import Report
+    from ucp.checks.verify_report import Report
 
 # Said twice, here and in ucp.checks, so that --help need not wait for the checks; a test compares them.
 FORMATS = ("text", "json", "junit", "sarif", "github")
@@ -92,8 +92,10 @@ def command(
     """
     # numpy's algebra has no part in this: its threads would take a while to start, and again to stop before a fork.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from ucp.checks import Level, make_policy, verify
+    from ucp.checks.findings import Level
     from ucp.checks.renderings import render
+    from ucp.checks.runner import verify
+    from ucp.checks.verify_report import make_policy
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")
@@ -103,16 +105,16 @@ def command(
     level = Level.QUICK if quick else Level.DEEP if deep else Level.DEFAULT
     policy = make_policy(fail_on, allow, baseline)
     for path in output:
-        check_folder_of(path, "the report")
+        check_parent_folder(path, "the report")
     options = read_options(tag, rules, preset)
     progress = None
-    if not quick and is_watched():  # else there is no one to see the bar, and its modules need not be loaded
-        from ucp.cli.progress import Bar
+    if not quick and stderr_is_terminal():  # else there is no one to see the bar, and its modules need not be loaded
+        from ucp.cli.progress import ProgressBar
 
-        progress = Bar()
+        progress = ProgressBar()
     how: dict[str, Any] = {"jobs": jobs or default_jobs(), "progress": progress, "policy": policy, "processes": True}
     if log is not None or step is not None or exact:
-        from ucp.replay.checking import verify_at
+        from ucp.replay.checks import verify_at
 
         report = verify_at(src, level, options, log, step, exact=exact, **how)
     else:
@@ -138,8 +140,8 @@ def _conclude(report: Report) -> None:
     from ucp.checks.renderings import verdict
 
     click.echo(
-        f"{report.source}: {verdict(report)}; {counted(len(report.checks), 'check')} ({report.level.title}) of"
-        f" {counted(report.parameters, 'parameter')}, {counted(report.atoms, 'atom')}, {counted(report.files, 'file')};"
-        f" {human_bytes(report.bytes_read)} read",
+        f"{report.source}: {verdict(report)}; {plural(len(report.checks), 'check')} ({report.level.title}) of"
+        f" {plural(report.parameters, 'parameter')}, {plural(report.atoms, 'atom')}, {plural(report.files, 'file')};"
+        f" {format_bytes(report.bytes_read)} read",
         err=True,
     )

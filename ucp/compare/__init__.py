@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ucp.compare.result import AtomDifference, Comparison
-from ucp.compare.run import Options, compare
-from ucp.compare.tally import Tolerance
+from ucp.compare.comparison import AtomDifference, CompareOptions, Comparison, compare
+from ucp.compare.elements import Tolerance
 
-__all__ = ["AtomDifference", "Comparison", "Options", "Tolerance", "compare"]
+__all__ = ["AtomDifference", "CompareOptions", "Comparison", "Tolerance", "compare"]

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from ucp.engine.casting import castable
-from ucp.engine.reading import can_flatten
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
+from ucp.core.selection import Only, Selection, select
 from ucp.errors import UsageError
-from ucp.model.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
-from ucp.model.selection import Only, Selection, select
+from ucp.read.casting import can_cast
+from ucp.read.verbatim import can_flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class AtomPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Tying:
+class TyingDifference:
     """Names that a parameter goes by in one of the two checkpoints only."""
 
     name: str
@@ -52,7 +52,7 @@ class Pairing:
     atoms: list[AtomPair] = field(default_factory=list)
     only_a: list[tuple[str, str]] = field(default_factory=list)
     only_b: list[tuple[str, str]] = field(default_factory=list)
-    tying: list[Tying] = field(default_factory=list)
+    tying: list[TyingDifference] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
 
@@ -162,7 +162,7 @@ def _as_kept_by(partner: Parameter, parameter: Parameter, side: str, remarks: Co
     wanted_weight, wanted_master = partner.atoms.get(WEIGHT), partner.atoms.get(MASTER)
     atoms = dict(parameter.atoms)
     if weight is None and master is not None and wanted_weight is not None:
-        if castable(master.dtype, wanted_weight.dtype):
+        if can_cast(master.dtype, wanted_weight.dtype):
             atoms[WEIGHT] = replace(master, kind=WEIGHT, dtype=wanted_weight.dtype)
             remarks[f"{side} keeps the master alone, which stood for the weight{_rounded(master, wanted_weight)}"] += 1
     elif master is None and weight is not None and wanted_master is not None and weight.dtype == wanted_master.dtype:
@@ -178,8 +178,8 @@ def _rounded(ours: Atom, theirs: Atom) -> str:
     return "" if ours.dtype == theirs.dtype else f" rounded to {theirs.dtype}"
 
 
-def _tying(parameters: Sequence[tuple[Parameter, Parameter]]) -> Iterator[Tying]:
+def _tying(parameters: Sequence[tuple[Parameter, Parameter]]) -> Iterator[TyingDifference]:
     for one, other in parameters:
         names_a, names_b = {one.name, *one.aliases}, {other.name, *other.aliases}
         if names_a != names_b:
-            yield Tying(one.name, tuple(sorted(names_a - names_b)), tuple(sorted(names_b - names_a)))
+            yield TyingDifference(one.name, tuple(sorted(names_a - names_b)), tuple(sorted(names_b - names_a)))

@@ -9,30 +9,28 @@ from pathlib import Path
 
 import xxhash
 
-from ucp import tunables
-from ucp.engine.plan import VERSION, stretches
-from ucp.engine.publishing import gather, publish, was_published
-from ucp.engine.sealing import sealing_parts
-from ucp.engine.shares import WHOLE, Share
-from ucp.engine.staging import Staging
-from ucp.engine.stream import stream
-from ucp.engine.worker import Budget
+from ucp import settings
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.target import Digests, OutputFile, Target
+from ucp.engine.execute import copy_all, trailer_tasks
+from ucp.engine.plan import VERSION, task_queues
+from ucp.engine.staging import Staging, collect_shards, publish, was_published
+from ucp.engine.work_shard import UNSHARDED, WorkShard
+from ucp.engine.worker import WorkerBudget
 from ucp.errors import StorageError
-from ucp.files.local import SourceFiles
-from ucp.files.paths import RemotePath
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.target import Digests, OutputFile, Target
+from ucp.storage.local import SourceFiles
+from ucp.storage.paths import RemotePath
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How to run; what is written does not depend on any of it."""
 
-    budget: Budget
+    budget: WorkerBudget
     resume: bool = False
     restart: bool = False
     durable: bool = False
-    share: Share = WHOLE
+    share: WorkShard = UNSHARDED
 
 
 class Progress:
@@ -59,9 +57,9 @@ def run(
     """Write `target` to the folder `path`, or a share of it. `last` gets all digests and gives the last file."""
     identity = fingerprint(target, source)
     if isinstance(path, RemotePath):
-        from ucp.engine import uploading
+        from ucp.engine import upload
 
-        uploading.run(target, source, path, options, last, progress, identity)
+        upload.upload_target(target, source, path, options, last, progress, identity)
         return
     if options.resume and was_published(path, identity, durable=options.durable):
         return
@@ -71,20 +69,20 @@ def run(
         with SourceFiles(source.root, computed=source.computed) as files:
             progress.advance(staging.finished_bytes)
             write = partial(
-                stream,
+                copy_all,
                 source=files,
                 folder=staging.folder,
                 files=target.files,
                 done=staging.record,
                 progress=progress.advance,
             )
-            walks = stretches(target, tunables.STRETCHES_OF_A_WORKER * max(1, options.budget.jobs), staging.files)
+            walks = task_queues(target, settings.STRETCHES_OF_A_WORKER * max(1, options.budget.jobs), staging.files)
             # What is resumed is checked first, and that once: not by every process.
             in_threads = replace(options.budget, processes=False)
             write(
                 [staging.remaining(walk) for walk in walks], budget=in_threads if staging.finished else options.budget
             )
-            write([staging.remaining(sealing_parts(target, staging.written(), staging.files))], budget=in_threads)
+            write([staging.remaining(trailer_tasks(target, staging.written(), staging.files))], budget=in_threads)
         if options.share.is_whole:
             staging.publish(last(staging.digests()), durable=options.durable)
         else:
@@ -114,16 +112,16 @@ def finish(
     """Publish what the shares of a conversion have written, when all of them are done."""
     identity = fingerprint(target, source)
     if isinstance(path, RemotePath):
-        from ucp.engine import uploading
+        from ucp.engine import upload
 
-        uploading.finish(target, path, last, identity)
+        upload.finish_upload(target, path, last, identity)
     elif not was_published(path, identity, durable=durable):
-        publish(path, target, last(gather(path, target, identity)), durable=durable)
+        publish(path, target, last(collect_shards(path, target, identity)), durable=durable)
 
 
 def fingerprint(target: Target, source: Checkpoint) -> str:
     """Identity of a run: the target, how it is cut into parts, and the source files with their sizes and times."""
-    digest = xxhash.xxh3_128(repr((VERSION, tunables.PART_BYTES)).encode())
+    digest = xxhash.xxh3_128(repr((VERSION, settings.PART_BYTES)).encode())
     texts: dict[int, str] = {}  # of atoms and boxes, by identity: the ranks of a target share them
 
     def text(value: object, *described: object) -> str:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ucp import tunables
-from ucp.engine.worker import Written
+from ucp import settings
+from ucp.engine.worker import WrittenRange
 from ucp.errors import StorageError, UsageError
 
 
-class BusyError(UsageError):
+class OutputBusyError(UsageError):
     """Another process writes this target, or this part of it, now."""
 
 
@@ -27,11 +27,11 @@ class Journal:
     `publish`).
     """
 
-    def __init__(self, path: Path, busy: BusyError) -> None:
+    def __init__(self, path: Path, busy: OutputBusyError) -> None:
         """Open or make it; `busy` is raised where another process holds it."""
         self.path = path
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)
-        if not (_lock(self._fd) and _is_at(self._fd, path)):  # whoever had it may have removed it just now
+        if not (_lock(self._fd) and _is_same_file(self._fd, path)):  # whoever had it may have removed it just now
             self.close()
             raise busy
         self.taken = bool(_whole_lines(path.read_bytes()))  # else it was killed before it had said anything
@@ -44,14 +44,14 @@ class Journal:
         os.ftruncate(self._fd, 0)
         self._append({"ucp": "journal", "version": 1, "fingerprint": fingerprint})
 
-    def load(self, fingerprint: str) -> list[list[Written]]:
+    def load(self, fingerprint: str) -> list[list[WrittenRange]]:
         """What an earlier process finished, part by part; what its end tore, or the machine's, is cut off."""
         whole = _whole_lines(self.path.read_bytes())
         assert self._fd is not None
         os.ftruncate(self._fd, len(whole))  # no one reads on behind a torn line
-        return Record.parse(whole, fingerprint, self.path).parts
+        return JournalRecord.parse(whole, fingerprint, self.path).parts
 
-    def record(self, written: Sequence[Written]) -> None:
+    def record(self, written: Sequence[WrittenRange]) -> None:
         """Note a finished part."""
         self._append({"written": [_entry(w) for w in written]})
 
@@ -75,7 +75,7 @@ class Journal:
 
     def _append(self, record: dict[str, Any]) -> None:
         self._pending.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        if time.monotonic() - self._written_at >= tunables.JOURNAL_SECONDS:
+        if time.monotonic() - self._written_at >= settings.JOURNAL_SECONDS:
             self._write()
 
     def _write(self) -> None:
@@ -90,15 +90,15 @@ class Journal:
         self._written_at = time.monotonic()
 
 
-class Record:
+class JournalRecord:
     """What a journal says: the finished parts, and whether its process did all of its work."""
 
-    def __init__(self, parts: list[list[Written]], done: bool) -> None:
+    def __init__(self, parts: list[list[WrittenRange]], done: bool) -> None:
         self.parts = parts
         self.done = done
 
     @classmethod
-    def parse(cls, data: bytes, fingerprint: str, path: Path) -> Record:
+    def parse(cls, data: bytes, fingerprint: str, path: Path) -> JournalRecord:
         """Read a journal's lines up to the first torn one; one of another run is refused."""
         records = list(_records(data.splitlines()))
         if not records or records[0].get("fingerprint") != fingerprint:
@@ -106,7 +106,7 @@ class Record:
                 f"{path.parent}: the half-done output belongs to another source, target or version",
                 hint="add --restart instead of --resume to throw it away and begin again",
             )
-        parts = [[Written(*entry) for entry in record["written"]] for record in records[1:] if "written" in record]
+        parts = [[WrittenRange(*entry) for entry in record["written"]] for record in records[1:] if "written" in record]
         return cls(parts, bool(records[-1].get("done")))
 
     @staticmethod
@@ -120,7 +120,7 @@ class Record:
         return sum(written.nbytes for part in self.parts for written in part)
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a live process holds this journal."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -140,7 +140,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def _is_same_file(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def _whole_lines(data: bytes) -> bytes:
     return b"".join(line + b"\n" for line in lines[:count])
 
 
-def _entry(written: Written) -> list[int | str]:
+def _entry(written: WrittenRange) -> list[int | str]:
     """A journal entry; `Written(*entry)` reads it."""
     entry: list[int | str] = [written.file, written.offset, written.nbytes, written.digest]
     return entry if written.crc is None else [*entry, written.crc]

@@ -1,4 +1,8 @@
-"""Staging: output appears whole or not at all, and a killed run goes on where it was.
+"""The place of a target: where its unfinished form is, and what may stand in its way.
+
+The last act: what was written is looked over, gets its manifest, and appears under its name.
+
+Staging: output appears whole or not at all, and a killed run goes on where it was.
 
 Work goes to `.<name>.ucp-partial` beside the target. A journal there has one line a finished part with the digests of
 what was written. Resuming reads journalled ranges back and believes only those whose digest still fits, so it does not
@@ -9,22 +13,174 @@ Several processes may share the work: each has a journal of its own and writes w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
-from ucp import tunables
-from ucp.engine.journal import Journal, is_held
-from ucp.engine.place import busy, check_place, discard_half_done, staging_folder
-from ucp.engine.plan import Extent, Part
-from ucp.engine.publishing import digests_of, publish
-from ucp.engine.shares import WHOLE, Share, found_shares
-from ucp.engine.worker import Written
+from ucp import settings
+from ucp.containers.crc32 import Crc32
+from ucp.core.target import Digests, OutputFile, Target
+from ucp.engine.journal import Journal, JournalRecord, OutputBusyError, is_locked
+from ucp.engine.plan import CopyTask, OutputRange
+from ucp.engine.work_shard import UNSHARDED, WorkShard, journalled_shards
+from ucp.engine.worker import WrittenRange
 from ucp.errors import StorageError, UsageError
-from ucp.files.crc import Crc32
-from ucp.files.local import free_bytes, make_file, remove_tree, sync
-from ucp.model.target import Digests, OutputFile, Target
+from ucp.storage.local import free_bytes, make_file, remove_tree, sync, write_all
+from ucp.storage.paths import OWN_PREFIX
+
+
+def staging_folder(target: Path) -> Path:
+    """Where the unfinished form of `target` lives: its files, and journals, whose names begin with `OUR_NOTES`."""
+    return target.parent / f".{target.name}.ucp-partial"
+
+
+def busy_error(path: Path, share: WorkShard = UNSHARDED) -> OutputBusyError:
+    """What is said where another process writes `path`, or this share of it."""
+    whose = "" if share.is_whole else f"{share}: "
+    return OutputBusyError(
+        f"{path}: {whose}another process is writing it now", hint="wait for it, or choose another target"
+    )
+
+
+def discard_partial_output(path: Path) -> None:
+    """Remove what an earlier run has left of `path`, in one piece or in parts; refused while a process is at it."""
+    folder = staging_folder(path)
+    if not folder.exists():
+        return
+    if any(is_locked(folder / share.journal) for share in journalled_shards(folder)):
+        raise busy_error(path)
+    held = Journal(folder / UNSHARDED.journal, busy_error(path))  # so that nobody begins while it goes
+    remove_tree(folder)
+    held.close()
+
+
+def check_destination(path: Path) -> None:
+    """Refuse a target that is there already, or that has no folder to be in."""
+    if not path.parent.is_dir():
+        raise StorageError(f"{path.parent}: no such folder", hint="make it first, or choose another target")
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: exists already", hint="choose another target, or remove it first")
+
+
+def collect_shards(path: Path, target: Target, fingerprint: str) -> Digests:
+    """What the shares of a conversion have written together; refused where something is missing."""
+    check_destination(path)
+    folder = staging_folder(path)
+    shares = journalled_shards(folder)
+    if not shares:
+        raise UsageError(
+            f"{folder}: no part of this target is here", hint="write the parts first, with --part 1/N to --part N/N"
+        )
+    count = shares[0].count
+    written: dict[tuple[int, int, int], WrittenRange] = {}  # what was written again is in a journal twice
+    lacking: list[str] = []
+    for share in (WorkShard(number, count) for number in range(count)):
+        journal = folder / share.journal
+        try:
+            record = JournalRecord.parse(journal.read_bytes(), fingerprint, journal)
+        except FileNotFoundError:
+            lacking.append(f"{share} was not begun")
+            continue
+        if not record.done:
+            lacking.append(f"{share} " + ("is at work" if is_locked(journal) else "did not end"))
+        written.update(((w.file, w.offset, w.nbytes), w) for part in record.parts for w in part)
+    if lacking:
+        raise UsageError(
+            f"{path}: {'; '.join(lacking)}", hint="run these parts (again: what they have done is kept), then --finish"
+        )
+    digests = digests_of(target, written.values())
+    for file, ranges in zip(target.files, digests, strict=True):
+        if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (folder / file.path).is_file():
+            raise StorageError(
+                f"{folder / file.path}: not all of it was written",
+                hint="do all machines see the same folder? Remove it and run the parts again",
+            )
+    return digests
+
+
+def digests_of(target: Target, written: Iterable[WrittenRange]) -> Digests:
+    """For each file of the target, what was written: `(offset, nbytes, digest)` in order of offset."""
+    table: list[list[tuple[int, int, str]]] = [[] for _ in target.files]
+    for w in written:
+        table[w.file].append((w.offset, w.nbytes, w.digest))
+    for entries in table:
+        entries.sort()
+    return table
+
+
+def publish(path: Path, target: Target, last: OutputFile | None, *, durable: bool) -> None:
+    """Write `last` (the manifest) into the staging folder of `path`, then let that folder appear under its name.
+
+    Journals come along and go last: where blocks of a disk are given back at once, to remove a folder of their own
+    would take as long as all that was written before takes to reach the disk.
+    """
+    folder = staging_folder(path)
+    try:
+        if last is not None:
+            _write_whole(folder / last.path, b"".join(literal.data for literal in last.literals))
+        _remove_strays(folder, {file.path for file in (*target.files, *(() if last is None else (last,)))})
+        if durable:
+            _sync_tree(folder)
+        os.rename(folder, path)
+        _remove_own_files(path)
+        if durable:
+            sync(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be published: {error.strerror}") from error
+
+
+def was_published(path: Path, fingerprint: str, *, durable: bool) -> bool:
+    """Whether an earlier run let the output appear, and was killed before it had put its things away. Does that now."""
+    journals = [
+        path / share.journal for share in (UNSHARDED, *journalled_shards(path)) if (path / share.journal).exists()
+    ]
+    if not journals or not all(_is_abandoned(journal, fingerprint) for journal in journals):
+        return False
+    _remove_own_files(path)
+    if durable:
+        sync(path.parent)
+    return True
+
+
+def _is_abandoned(journal: Path, fingerprint: str) -> bool:
+    """Is it of this run, and of a process that is gone?"""
+    return not is_locked(journal) and JournalRecord.belongs(journal.read_bytes(), fingerprint)
+
+
+def _remove_own_files(path: Path) -> None:
+    """Remove our own files from an output that has appeared. It is whole, whatever becomes of them."""
+    for own in path.glob(f"{OWN_PREFIX}*"):
+        with suppress(OSError):
+            own.unlink()
+
+
+def _remove_strays(folder: Path, known: Container[str]) -> None:
+    """Remove files that are no part of the output: a run that was killed while it threw them away left them."""
+    for base, _, names in os.walk(folder):
+        for name in names:
+            path = Path(base) / name
+            relative = path.relative_to(folder).as_posix()
+            if relative not in known and not relative.startswith(OWN_PREFIX):
+                path.unlink()
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(fd, 0, data)
+    finally:
+        os.close(fd)
+
+
+def _sync_tree(folder: Path) -> None:
+    for base, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(base) / name)
+        sync(Path(base))
 
 
 class Staging:
@@ -38,7 +194,7 @@ class Staging:
         *,
         resume: bool,
         restart: bool,
-        share: Share = WHOLE,
+        share: WorkShard = UNSHARDED,
     ) -> None:
         """`fingerprint` identifies target and source: a journal of another one is never continued."""
         self.path = path
@@ -48,8 +204,8 @@ class Staging:
         self.folder = staging_folder(path)
         self.files = share.files(target)
         self._journal: Journal | None = None
-        self.finished: dict[tuple[tuple[int, int, int], ...], list[Written]] = {}
-        check_place(path)
+        self.finished: dict[tuple[tuple[int, int, int], ...], list[WrittenRange]] = {}
+        check_destination(path)
         try:
             self._check_half_done(resume, restart)
             self._begin(restart)
@@ -60,12 +216,12 @@ class Staging:
         """What is here already must be ours to go on with. A share always goes on: its neighbours may be at work."""
         if not self.folder.exists():
             return
-        others = found_shares(self.folder)
+        others = journalled_shards(self.folder)
         if self.share.is_whole:
             if restart:
-                discard_half_done(self.path)
-            elif is_held(self.folder / WHOLE.journal):
-                raise busy(self.path)
+                discard_partial_output(self.path)
+            elif is_locked(self.folder / UNSHARDED.journal):
+                raise busy_error(self.path)
             elif others or not resume:
                 on = f"--part N/{others[0].count} and --finish" if others else "--resume"
                 raise UsageError(
@@ -73,7 +229,7 @@ class Staging:
                     + (f", made in {others[0].count} parts" if others else ""),
                     hint=f"add {on} to go on where it stopped, or --restart to throw it away and begin again",
                 )
-        elif (self.folder / WHOLE.journal).exists() or any(other.count != self.share.count for other in others):
+        elif (self.folder / UNSHARDED.journal).exists() or any(other.count != self.share.count for other in others):
             how = f"in {others[0].count} parts" if others else "in one piece"
             raise UsageError(
                 f"{self.folder}: a half-done output is here that was made {how}",
@@ -84,8 +240,8 @@ class Staging:
         made = not self.folder.exists()
         try:
             self.folder.mkdir(exist_ok=True)
-            journal = self._journal = Journal(self.folder / self.share.journal, busy(self.path, self.share))
-            check_place(self.path)  # again: now no one else can publish it
+            journal = self._journal = Journal(self.folder / self.share.journal, busy_error(self.path, self.share))
+            check_destination(self.path)  # again: now no one else can publish it
             if journal.taken and not restart:
                 for written in journal.load(self.fingerprint):
                     self._finished(written)
@@ -106,7 +262,7 @@ class Staging:
         """Bytes that the journal says are on disk."""
         return sum(w.nbytes for w in self.written())
 
-    def remaining(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def remaining(self, parts: Iterable[CopyTask]) -> Iterator[CopyTask]:
         """The parts that are not yet on disk, journalled ones being read back and checked."""
         for part in parts:
             key = tuple((e.file, e.offset, e.nbytes) for e in part.extents)
@@ -115,7 +271,7 @@ class Staging:
                 self.finished.pop(key, None)
                 yield part
 
-    def _intact(self, extent: Extent, written: Written) -> bool:
+    def _intact(self, extent: OutputRange, written: WrittenRange) -> bool:
         new = xxhash.xxh3_128 if written.crc is None else Crc32
         if extent.data is not None:
             digest = new()
@@ -125,15 +281,15 @@ class Staging:
         path = self.folder / self.target.files[written.file].path
         return digest_range(path, written.offset, written.nbytes, new()) == written.digest
 
-    def written(self) -> Iterator[Written]:
+    def written(self) -> Iterator[WrittenRange]:
         """Everything that is on disk, in no particular order."""
         for written in self.finished.values():
             yield from written
 
-    def _finished(self, written: list[Written]) -> None:
+    def _finished(self, written: list[WrittenRange]) -> None:
         self.finished[tuple((w.file, w.offset, w.nbytes) for w in written)] = written
 
-    def record(self, written: list[Written]) -> None:
+    def record(self, written: list[WrittenRange]) -> None:
         """Journal a finished part."""
         assert self._journal is not None
         self._finished(written)
@@ -178,7 +334,7 @@ class Staging:
 
 def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 | Crc32) -> str | None:
     """The digest (hex) of a byte range; None where the file is shorter or not there."""
-    block = memoryview(bytearray(min(max(nbytes, 1), tunables.SLAB_BYTES)))
+    block = memoryview(bytearray(min(max(nbytes, 1), settings.SLAB_BYTES)))
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
@@ -197,8 +353,8 @@ def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 |
 
 def _check_space(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
-    if needed + tunables.SPACE_RESERVE_BYTES > free:
+    if needed + settings.SPACE_RESERVE_BYTES > free:
         raise StorageError(
-            f"{folder}: {needed:,} bytes are needed, and {tunables.SPACE_RESERVE_BYTES:,} to spare; {free:,} are free",
+            f"{folder}: {needed:,} bytes are needed, and {settings.SPACE_RESERVE_BYTES:,} to spare; {free:,} are free",
             hint="free some space, or choose a target on another file system (ucp convert --link copies nothing)",
         )

@@ -1,8 +1,12 @@
-"""A worker: moves one part after the other through a block of memory, from source fragments to output extents."""
+"""The output files of one thread: positional writes, with a bounded set of open descriptors.
+
+A worker: moves one part after the other through a block of memory, from source fragments to output extents.
+"""
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,27 +14,63 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from ucp import tunables
-from ucp.engine.flat import Stored, StraightReader, Views
-from ucp.engine.outputs import Outputs
-from ucp.engine.plan import Extent, Part
-from ucp.engine.sweep import Sweep
-from ucp.files.crc import crc32, crc32_of_zeros, hex_crc
-from ucp.files.local import SourceFiles
-from ucp.model.box import Box
-from ucp.model.checkpoint import Atom
-from ucp.model.slabs import slabs
-from ucp.model.stripes import Stripe
-from ucp.model.target import OutputFile
+from ucp import settings
+from ucp.containers.crc32 import crc32, crc32_of_zeros, hex_crc
+from ucp.core.box import Box, slabs
+from ucp.core.checkpoint import Atom
+from ucp.core.strided_runs import StridedRun
+from ucp.core.target import OutputFile
+from ucp.engine.plan import CopyTask, OutputRange, OverlapSweep
+from ucp.errors import StorageError
+from ucp.read.verbatim import StoredRuns, VerbatimReader, ViewCache
+from ucp.storage.local import SourceFiles, write_all
 
 if TYPE_CHECKING:
-    from ucp.engine.shaped import ShapedReader
+    from ucp.read.atom_reader import SlabReader
 
-_LARGEST_ITEM = 16  # bytes of the widest element there is
+
+class OutputDescriptors:
+    """Files of a target, below `folder`, by number. At most `limit` are open; the longest unused is closed first."""
+
+    def __init__(self, folder: Path, files: Sequence[OutputFile], limit: int) -> None:
+        self.folder = folder
+        self.files = files
+        self._limit = limit
+        self._open: dict[int, int] = {}  # number of the file → descriptor, longest unused first
+
+    def path(self, number: int) -> Path:
+        return self.folder / self.files[number].path
+
+    def write(self, number: int, offset: int, data: memoryview) -> None:
+        """Write all of `data` into a file at byte `offset`."""
+        fd = self._descriptor(number)
+        try:
+            write_all(fd, offset, data)
+        except OSError as error:
+            raise StorageError(f"{self.path(number)}: cannot write bytes at {offset}: {error.strerror}") from error
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, number: int) -> int:
+        fd = self._open.pop(number, None)
+        if fd is None:
+            if len(self._open) >= self._limit:
+                os.close(self._open.pop(next(iter(self._open))))
+            try:
+                fd = os.open(self.path(number), os.O_WRONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise StorageError(f"{self.path(number)}: cannot be written: {error.strerror}") from error
+        self._open[number] = fd
+        return fd
+
+
+_LARGEST_ITEMSIZE = 16  # bytes of the widest element there is
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenRange:
     """An extent that is on disk, and the digest of its bytes in hex: XXH3-128, or in a file with a seal their CRC-32,
     which is computed for the seal anyway."""
 
@@ -42,7 +82,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class WorkerBudget:
     """How many workers there are, and how much work may be in memory at once: `memory` is in bytes over all of them.
 
     With `processes` workers are processes where that is possible, else threads of this one.
@@ -55,17 +95,17 @@ class Budget:
     @property
     def slab_bytes(self) -> int:
         """A worker holds a slab, as much scratch for the stored form, and as much for what it writes."""
-        return max(_LARGEST_ITEM, min(tunables.SLAB_BYTES, self.memory // (3 * max(1, self.jobs))))
+        return max(_LARGEST_ITEMSIZE, min(settings.SLAB_BYTES, self.memory // (3 * max(1, self.jobs))))
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CopyContext:
     """What all workers of a stream are told. `progress` gets numbers of bytes; `stopped` says when to leave."""
 
     source: SourceFiles
     folder: Path
     files: Sequence[OutputFile]
-    budget: Budget
+    budget: WorkerBudget
     progress: Callable[[int], None]
     stopped: Callable[[], bool]
 
@@ -74,22 +114,22 @@ class StoppedError(Exception):
     """Another worker failed; this one leaves its part unfinished."""
 
 
-class Worker:
+class CopyWorker:
     """Writes parts, one after the other. Keeps its block of memory, its reader and its open files from part to part."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: CopyContext) -> None:
         self.work = work
         # Whole pages: AMD's Zen copies four times slower where target and source differ by 1 to 31 bytes modulo 4,096,
         # as memory of malloc and the start of a file do.
         self.block = memoryview(mmap.mmap(-1, work.budget.slab_bytes))
-        self.views = Views(self.block)
-        self.outputs = Outputs(work.folder, work.files, max(1, tunables.OPEN_FILES // work.budget.jobs))
-        self.straight: tuple[Atom, StraightReader] | None = None
-        self.shaped: ShapedReader | None = None
+        self.views = ViewCache(self.block)
+        self.outputs = OutputDescriptors(work.folder, work.files, max(1, settings.OPEN_FILES // work.budget.jobs))
+        self.straight: tuple[Atom, VerbatimReader] | None = None
+        self.shaped: SlabReader | None = None
 
-    def write(self, part: Part) -> list[Written]:
+    def write(self, part: CopyTask) -> list[WrittenRange]:
         """Write a part; gives what is on disk now, extent by extent."""
-        targets = [_Target(self.outputs, extent) for extent in part.extents]
+        targets = [_OpenRange(self.outputs, extent) for extent in part.extents]
         if part.atom is not None:
             self._write_atom(part, part.atom, targets)
         else:
@@ -97,7 +137,7 @@ class Worker:
                 self._write_known(target)
         return [target.finish() for target in targets]
 
-    def _write_known(self, target: _Target) -> None:
+    def _write_known(self, target: _OpenRange) -> None:
         """Write a literal, or zeros."""
         data, left = target.extent.data, target.extent.nbytes
         if data is not None:
@@ -113,16 +153,16 @@ class Worker:
             self.work.progress(some)
             left -= some
 
-    def _write_atom(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
+    def _write_atom(self, part: CopyTask, atom: Atom, targets: Sequence[_OpenRange]) -> None:
         if part.stored is not None:
             self._copy(part, atom, part.stored, targets)
         else:
             self._reshape(part, atom, targets)
 
-    def _copy(self, part: Part, atom: Atom, stored: Stored, targets: Sequence[_Target]) -> None:
+    def _copy(self, part: CopyTask, atom: Atom, stored: StoredRuns, targets: Sequence[_OpenRange]) -> None:
         """Bytes that go as they are: no arrays."""
         if self.straight is None or self.straight[0] is not atom:
-            self.straight = atom, StraightReader(self.work.source, atom, stored)
+            self.straight = atom, VerbatimReader(self.work.source, atom, stored)
         reader = self.straight[1]
         itemsize = atom.dtype.itemsize
         begin = part.block.start[0] * itemsize
@@ -151,11 +191,11 @@ class Worker:
                 self.work.progress(sum(target.take(start, stop, self.views, itemsize) for _, target in met))
             start, stop = stop, stop + step
 
-    def _reshape(self, part: Part, atom: Atom, targets: Sequence[_Target]) -> None:
-        from ucp.engine.shaped import ShapedReader, pick
+    def _reshape(self, part: CopyTask, atom: Atom, targets: Sequence[_OpenRange]) -> None:
+        from ucp.read.atom_reader import SlabReader, extract_bytes
 
         if self.shaped is None or self.shaped.atom is not atom or self.shaped.flat != part.flat:
-            self.shaped = ShapedReader(self.work.source, atom, flat=part.flat)
+            self.shaped = SlabReader(self.work.source, atom, flat=part.flat)
         sweep = _sweep(targets)
         for local in slabs(part.block.shape, max(1, len(self.block) // atom.dtype.itemsize)):
             self._check_stop()
@@ -163,7 +203,7 @@ class Worker:
             values = self.shaped.read(slab, self.block)
             done = 0
             for box, target in sweep.meeting(slab):
-                data = pick(values, slab, box)
+                data = extract_bytes(values, slab, box)
                 target.append(data)
                 done += len(data)
             self.work.progress(done)
@@ -173,14 +213,14 @@ class Worker:
             raise StoppedError
 
 
-def _sweep(targets: Iterable[_Target]) -> Sweep[_Target]:
-    return Sweep((target.reach, target) for target in targets)
+def _sweep(targets: Iterable[_OpenRange]) -> OverlapSweep[_OpenRange]:
+    return OverlapSweep((target.reach, target) for target in targets)
 
 
-class _Target:
+class _OpenRange:
     """An extent being written, front to back, with its running digest."""
 
-    def __init__(self, outputs: Outputs, extent: Extent) -> None:
+    def __init__(self, outputs: OutputDescriptors, extent: OutputRange) -> None:
         self.outputs = outputs
         self.extent = extent
         self._sealed = outputs.files[extent.file].seal is not None
@@ -192,24 +232,24 @@ class _Target:
     @property
     def is_interval(self) -> bool:
         """Does it hold all of the flattened atom from its first to its last element?"""
-        return isinstance(self.extent.place, Stripe) and self.extent.place.times == 1
+        return isinstance(self.extent.place, StridedRun) and self.extent.place.times == 1
 
     @property
     def reach(self) -> Box:
         """The smallest box of the atom, or of the flattened one, that all of it lies in."""
         place = self.extent.place
         assert place is not None
-        return Box((place.first,), (place.stop - place.first,)) if isinstance(place, Stripe) else place
+        return Box((place.first,), (place.stop - place.first,)) if isinstance(place, StridedRun) else place
 
     @property
     def distance(self) -> int:
         """Elements from the beginning of a run in the flattened atom to that of the next one; 0 where there is one."""
         place = self.extent.place
-        return place.step if isinstance(place, Stripe) and place.times > 1 else 0
+        return place.step if isinstance(place, StridedRun) and place.times > 1 else 0
 
-    def take(self, start: int, stop: int, data: Views, itemsize: int) -> int:
+    def take(self, start: int, stop: int, data: ViewCache, itemsize: int) -> int:
         """Append what this extent holds of the flattened atom's bytes `[start, stop)`; gives their number."""
-        assert isinstance(self.extent.place, Stripe)
+        assert isinstance(self.extent.place, StridedRun)
         runs = self.extent.place.scaled(itemsize).within(start, stop)
         if not runs.times:
             return 0
@@ -225,10 +265,10 @@ class _Target:
         self.outputs.write(self.extent.file, self._at, data)
         self._at += len(data)
 
-    def finish(self) -> Written:
+    def finish(self) -> WrittenRange:
         extent = self.extent
         if self._at != extent.offset + extent.nbytes:
             raise AssertionError(f"{self.outputs.path(extent.file)}: wrote up to {self._at} of extent {extent}")
         if self._digest is not None:
-            return Written(extent.file, extent.offset, extent.nbytes, self._digest.hexdigest())
-        return Written(extent.file, extent.offset, extent.nbytes, hex_crc(self._crc), self._crc)
+            return WrittenRange(extent.file, extent.offset, extent.nbytes, self._digest.hexdigest())
+        return WrittenRange(extent.file, extent.offset, extent.nbytes, hex_crc(self._crc), self._crc)

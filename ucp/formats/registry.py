@@ -8,13 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+from ucp.core.checkpoint import Checkpoint, Note
+from ucp.core.dtypes import DType
+from ucp.core.mesh import Mesh
+from ucp.core.rules import RuleBook
+from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
-from ucp.files.paths import RemotePath, is_shadow
-from ucp.model.checkpoint import Checkpoint, Note
-from ucp.model.dtypes import DType
-from ucp.model.layout import Mesh
-from ucp.model.rules import RuleBook
-from ucp.model.target import Digests, OutputFile, Target
+from ucp.storage.paths import RemotePath, is_shadow
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ReadOptions:
     repair: bool = False  # put right what a known bug of the framework damaged, where the bytes survive
 
 
-class Reader(Protocol):
+class FormatReader(Protocol):
     """The reading side of a format: a module with these two functions."""
 
     def recognises(self, path: Path) -> bool:
@@ -41,9 +41,9 @@ class Reader(Protocol):
 READERS: dict[str, str] = {
     "atoms": "ucp.formats.atoms.reader",
     "store": "ucp.formats.store.reader",
-    "deepspeed-universal": "ucp.formats.deepspeed.universal",
-    "deepspeed": "ucp.formats.deepspeed.reader",
-    "megatron": "ucp.formats.megatron.reader",
+    "deepspeed-universal": "ucp.formats.deepspeed.read.universal_reader",
+    "deepspeed": "ucp.formats.deepspeed.read.reader",
+    "megatron": "ucp.formats.megatron.read.reader",
     "dcp": "ucp.formats.dcp.reader",
     "safetensors": "ucp.formats.huggingface.reader",
 }
@@ -67,56 +67,56 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
         name = _format_of(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    found = cast(Reader, import_module(READERS[name])).read(path, options)
+    found = cast(FormatReader, import_module(READERS[name])).read(path, options)
     if found.steps and not options.spread:
         found.lease = None  # the error keeps this frame
-        raise _mixture(path, found)
+        raise _mixed_steps_error(path, found)
     return found
 
 
 def _format_of(path: Path) -> str:
     """The format of what is at `path`."""
     if not path.exists():
-        raise StorageError(f"{path}: no such file or folder", hint=_instead_of(path))
+        raise StorageError(f"{path}: no such file or folder", hint=_similar_paths(path))
     if isinstance(path, RemotePath) and path.is_half_done():
         raise InconsistentError(
             f"{path}: is half-done: ucp has begun to write it, and has not finished",
             hint="repeat the command that writes it, with --resume; or remove it",
         )
-    name = _recognised(path)
+    name = _recognizing_format(path)
     if name is not None:
         return name
     if path.is_dir() and not any(path.iterdir()):
         raise NotUnderstoodError(f"{path}: is an empty folder")
     raise NotUnderstoodError(
         f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
-        hint=_near(path)
+        hint=_checkpoints_nearby(path)
         or "give the folder that the job saved to (with `latest` or `latest_checkpointed_iteration.txt`), one step in"
         " it, or a folder with `.metadata`, `model.safetensors` or `ucp.json`",
     )
 
 
-def _recognised(path: Path) -> str | None:
+def _recognizing_format(path: Path) -> str | None:
     """The first format that recognises what is at `path`."""
     for name, module in READERS.items():
-        if cast(Reader, import_module(_RECOGNISERS.get(name, module))).recognises(path):
+        if cast(FormatReader, import_module(_RECOGNISERS.get(name, module))).recognises(path):
             return name
     return None
 
 
-def _near(path: Path) -> str | None:
+def _checkpoints_nearby(path: Path) -> str | None:
     """A checkpoint one folder lower, or the one that a file belongs to."""
     if isinstance(path, RemotePath):
         return None
     try:
         others = sorted(path.iterdir())[:_MOST_TO_LOOK_AT] if path.is_dir() else [path.parent]
-        found = [str(other) for other in others if other.is_dir() and _recognised(other) is not None]
+        found = [str(other) for other in others if other.is_dir() and _recognizing_format(other) is not None]
     except (OSError, UcpError):
         return None  # it is only advice
     return f"perhaps one of: {', '.join(found[:_MOST_TO_NAME])}" if found else None
 
 
-def _instead_of(path: Path) -> str | None:
+def _similar_paths(path: Path) -> str | None:
     """What a person may have meant by a path at which there is nothing."""
     if is_shadow(path):
         return "convert the shadow (`ucp convert`), and take the copy"
@@ -134,7 +134,7 @@ def _instead_of(path: Path) -> str | None:
     return f"perhaps one of: {', '.join(str(path.parent / name) for name in close)}" if close else None
 
 
-def _mixture(path: Path, found: Checkpoint) -> UsageError:
+def _mixed_steps_error(path: Path, found: Checkpoint) -> UsageError:
     steps = sorted({*found.steps.values(), *([] if found.step is None else [found.step])})
     return UsageError(
         f"{path}: this snapshot was spread over steps {steps[0]} to {steps[-1]}: its parameters are of different steps,"
@@ -170,7 +170,7 @@ class WriteOptions:
     optimizer_sharding: OptimizerSharding | None = None  # how a sharded checkpoint keeps the distributed one's state
 
 
-class Writer(Protocol):
+class FormatWriter(Protocol):
     """The writing side of a format: lays out a checkpoint as files with holes. Module attribute `Writer` makes one."""
 
     notes: list[Note]  # what a person should know about how the target differs from the source
@@ -186,12 +186,12 @@ class Writer(Protocol):
 # name → module with a class `Writer(source, options)`.
 WRITERS: dict[str, str] = {
     "atoms": "ucp.formats.atoms.writer",
-    "deepspeed": "ucp.formats.deepspeed.writer",
-    "deepspeed-universal": "ucp.formats.deepspeed.universal_writer",
+    "deepspeed": "ucp.formats.deepspeed.write.writer",
+    "deepspeed-universal": "ucp.formats.deepspeed.write.universal_writer",
     "safetensors": "ucp.formats.huggingface.writer",
     "dcp": "ucp.formats.dcp.writer",
-    "megatron": "ucp.formats.megatron.writer",
-    "torch-dist": "ucp.formats.megatron.sharded_writer",
+    "megatron": "ucp.formats.megatron.write.legacy_writer",
+    "torch-dist": "ucp.formats.megatron.write.torch_dist_writer",
 }
 # Options that mean something to a few targets only.
 _ONLY_FOR: dict[str, set[str]] = {
@@ -213,22 +213,22 @@ _WITHOUT_RANKS: dict[str, set[str]] = {
 }
 
 
-def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> Writer:
+def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> FormatWriter:
     """The writer of the named format for this source."""
     if name not in WRITERS:
         raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
     for option_name in (option.name for option in fields(options)):
         value = getattr(options, option_name)
-        if value is not None and value is not False and not _means_something(option_name, name):  # ZeRO 0 is a value
+        if value is not None and value is not False and not _applies(option_name, name):  # ZeRO 0 is a value
             option = "stages" if option_name == "first_layers" else option_name.replace("_", "-")
-            others = " or ".join(f"--to {other}" for other in WRITERS if _means_something(option_name, other))
+            others = " or ".join(f"--to {other}" for other in WRITERS if _applies(option_name, other))
             raise UsageError(
                 f"--{option} means nothing to --to {name}", hint=f"leave --{option} out, or choose {others}"
             )
-    return cast(Writer, import_module(WRITERS[name]).Writer(source, options))
+    return cast(FormatWriter, import_module(WRITERS[name]).Writer(source, options))
 
 
-def _means_something(option: str, target: str) -> bool:
+def _applies(option: str, target: str) -> bool:
     if target in _WITHOUT_RANKS:
         return option in _WITHOUT_RANKS[target]
     return option not in _ONLY_FOR or target in _ONLY_FOR[option]

@@ -12,9 +12,9 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from ucp.core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ucp.errors import NotUnderstoodError
 from ucp.log.frames import BadBytesError
-from ucp.model.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 
 Bits = npt.NDArray[Any]  # one-dimensional, unsigned, one entry an element
 Bytes = npt.NDArray[np.uint8]

@@ -24,7 +24,7 @@ _MAXIMIZE, _AMSGRAD, _NESTEROV, _USED = 1, 2, 4, 8
 _SKIPPED: Final = 1
 
 
-class Stage(IntEnum):
+class GradientStage(IntEnum):
     """Which gradient is logged."""
 
     CONSUMED = 0  # exactly what the optimizer was given
@@ -68,7 +68,7 @@ class StepRecord:
     """
 
     groups: tuple[GroupScalars, ...] = ()
-    stage: Stage = Stage.CONSUMED
+    stage: GradientStage = GradientStage.CONSUMED
     scale: np.float32 | None = None
     skipped: bool = False
     micro_batches: int = 1
@@ -105,7 +105,7 @@ class StepRecord:
             stage, op, kind, flags, count, bits, micro, _, samples, time_ns = _STEP.unpack_from(data)
             if len(data) != _STEP.size + count * _GROUP.size:
                 raise BadBytesError("a STEP frame has the wrong length")
-            if op not in (0, 1) or kind != op or stage not in Stage._value2member_map_:
+            if op not in (0, 1) or kind != op or stage not in GradientStage._value2member_map_:
                 raise BadBytesError(f"a STEP frame with unknown stage {stage} or scale {op}, {kind}")
             if bits >> 32:
                 raise BadBytesError("a STEP frame whose scale is no float32")
@@ -113,7 +113,7 @@ class StepRecord:
         except struct.error as error:
             raise BadBytesError("a STEP frame ends early") from error
         scale = np.uint32(bits).view(np.float32) if op else None
-        return StepRecord(groups, Stage(stage), scale, bool(flags & _SKIPPED), micro, samples, time_ns)
+        return StepRecord(groups, GradientStage(stage), scale, bool(flags & _SKIPPED), micro, samples, time_ns)
 
 
 def _pack_group(group: GroupScalars) -> bytes:
@@ -216,7 +216,7 @@ def _check(table: Table, good: npt.NDArray[np.bool_], wrong: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class StepCommit:
     """What a step consists of. A step without its commit, or that disagrees with it, has not happened."""
 
     frames: int  # GRAD frames
@@ -228,17 +228,17 @@ class Commit:
         return _COMMIT.pack(self.frames, 0, self.nbytes, self.digest, self.step_lsn)
 
     @staticmethod
-    def unpack(data: bytes) -> Commit:
+    def unpack(data: bytes) -> StepCommit:
         if len(data) != _COMMIT.size:
             raise BadBytesError("a COMMIT frame has the wrong length")
         frames, _, size, digest, lsn = _COMMIT.unpack(data)
-        return Commit(frames, size, digest, lsn)
+        return StepCommit(frames, size, digest, lsn)
 
     @staticmethod
-    def of(grads: Sequence[tuple[int, int]], step_lsn: int) -> Commit:
+    def of(grads: Sequence[tuple[int, int]], step_lsn: int) -> StepCommit:
         """The commit of GRAD frames given as (payload length, payload checksum)."""
         sums = b"".join(struct.pack("<Q", total) for _, total in grads)
-        return Commit(len(grads), sum(length for length, _ in grads), checksum(sums), step_lsn)
+        return StepCommit(len(grads), sum(length for length, _ in grads), checksum(sums), step_lsn)
 
 
 def pack_json(value: Any) -> bytes:
@@ -254,7 +254,7 @@ def unpack_json(data: bytes) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class StateDigest:
     """XXH3-128 (hex) of one state of an optimizer tensor after a step: its blocks end to end, without padding."""
 
     tensor: int
@@ -262,13 +262,13 @@ class Digest:
     value: str
 
 
-def pack_digests(digests: Sequence[Digest]) -> bytes:
+def pack_digests(digests: Sequence[StateDigest]) -> bytes:
     return pack_json([[d.tensor, d.kind, d.value] for d in digests])
 
 
-def unpack_digests(data: bytes) -> list[Digest]:
+def unpack_digests(data: bytes) -> list[StateDigest]:
     value = unpack_json(data)
     try:
-        return [Digest(int(tensor), str(kind), str(digest)) for tensor, kind, digest in value]
+        return [StateDigest(int(tensor), str(kind), str(digest)) for tensor, kind, digest in value]
     except (TypeError, ValueError, OverflowError) as error:
         raise BadBytesError("a DIGEST frame holds no digests") from error

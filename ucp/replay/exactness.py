@@ -6,16 +6,16 @@ import platform
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ucp.log.manifest import Kernel as Fingerprint
-from ucp.log.manifest import Manifest
-from ucp.replay.kernels import KERNELS, Kernel
+from ucp.log.epoch_manifest import EpochManifest
+from ucp.log.epoch_manifest import KernelFingerprint as Fingerprint
+from ucp.replay.kernels import KERNELS, ReplayKernel
 
-EVERY: Final = "*"  # parameter of a label that concerns all
-ABOUT_BUFFERS: Final = "buffers are not logged"  # a note of a log that is no doubt about parameters
+ALL_PARAMETERS: Final = "*"  # parameter of a label that concerns all
+BUFFERS_NOT_LOGGED: Final = "buffers are not logged"  # a note of a log that is no doubt about parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Approximate:
+class ApproximationLabel:
     """From this step on, this parameter (or every one) may differ from what the job held, and why."""
 
     step: int
@@ -23,26 +23,26 @@ class Approximate:
     reason: str
 
     def __str__(self) -> str:
-        whose = "every parameter" if self.parameter == EVERY else self.parameter
+        whose = "every parameter" if self.parameter == ALL_PARAMETERS else self.parameter
         return f"approximate from step {self.step} on, {whose}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step, "parameter": self.parameter, "reason": self.reason}
 
 
-def find_kernel(fingerprint: Fingerprint) -> tuple[Kernel | None, str | None]:
+def find_kernel(fingerprint: Fingerprint) -> tuple[ReplayKernel | None, str | None]:
     """The kernel that repeats an optimizer, and why that may not be the same arithmetic; None where there is none."""
     if fingerprint.id.rpartition(".")[2].lower() == "lion":  # torch has none, so everyone writes their own
         return KERNELS["lion"], "Lion is replayed as it is commonly written; the job's own class may compute otherwise"
     return KERNELS.get(fingerprint.id), None
 
 
-def doubts(manifest: Manifest) -> list[str]:
+def approximation_reasons(manifest: EpochManifest) -> list[str]:
     """Why a replay of this epoch on this machine may not give the same bits; nothing where it does."""
     import torch
 
     fingerprint = manifest.kernel
-    found = [note for note in manifest.notes if not note.startswith(ABOUT_BUFFERS)]
+    found = [note for note in manifest.notes if not note.startswith(BUFFERS_NOT_LOGGED)]
     if fingerprint.device != "cpu":
         found.append(f"it was trained on {fingerprint.device} and is replayed on the CPU")
         return found

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ucp.core.dtypes import BFLOAT16, DType
 from ucp.errors import InconsistentError
 from ucp.log.codecs import Encoding
-from ucp.log.reader import StoredBlock, Stream
-from ucp.log.schema import Block
-from ucp.model.dtypes import BFLOAT16, DType
-from ucp.replay.scratch import Room, room_for, scratch
+from ucp.log.reader import LoggedBlock, LogStream
+from ucp.log.stream_schema import LogBlock
+from ucp.replay.thread_buffers import ReusedBuffer, reused_buffer, scratch_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class Gradients:
     `names` are the parameters that the blocks belong to, for messages.
     """
 
-    def __init__(self, blocks: Sequence[Block], names: Sequence[str], start: int, stop: int) -> None:
+    def __init__(self, blocks: Sequence[LogBlock], names: Sequence[str], start: int, stop: int) -> None:
         self._names = {block.id: name for block, name in zip(blocks, names, strict=True)}
         self._numel = stop - start
         self._places = []  # block; its first element that is wanted; where that and the one after its last go
@@ -40,14 +40,14 @@ class Gradients:
         self._only = blocks[0] if len(blocks) == 1 and blocks[0].count == self._numel else None
         self._room = max((block.count for block in blocks), default=0) * _WIDEST
 
-    def read(self, stream: Stream, step: int, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, stream: LogStream, step: int, dtype: torch.dtype) -> torch.Tensor:
         """Every element in this type, zero where no block is. The caller may change it; good until the next one."""
-        room = room_for(self._room)
+        room = reused_buffer(self._room)
         if self._only is not None:
             part = _elements(self._stored(stream, step, self._only, room), room)
             mine = part.dtype is dtype and room.holds(part)
-            return part if mine else scratch("gradient", self._numel, dtype).copy_(part)
-        whole = scratch("gradient", self._numel, dtype)
+            return part if mine else scratch_tensor("gradient", self._numel, dtype).copy_(part)
+        whole = scratch_tensor("gradient", self._numel, dtype)
         if self._is_padded:
             whole.zero_()
         for block, skipped, low, high in self._places:
@@ -55,7 +55,7 @@ class Gradients:
             whole[low:high].copy_(part[skipped : skipped + high - low])
         return whole
 
-    def _stored(self, stream: Stream, step: int, block: Block, room: Room) -> StoredBlock:
+    def _stored(self, stream: LogStream, step: int, block: LogBlock, room: ReusedBuffer) -> LoggedBlock:
         stored = stream.read_block(step, block.id, room)
         if stored is None or stored.count != block.count:
             raise InconsistentError(
@@ -79,7 +79,7 @@ def consumed(reduced: torch.Tensor, factor: float | None, dtype: torch.dtype) ->
     return reduced.to(torch.float32).mul_(torch.tensor(factor, dtype=torch.float32)).to(dtype)
 
 
-def _elements(stored: StoredBlock, room: Room) -> torch.Tensor:
+def _elements(stored: LoggedBlock, room: ReusedBuffer) -> torch.Tensor:
     """A block's elements in their own type, or in bfloat16 where that holds them."""
     dtype = BFLOAT16 if stored.encoding == _NARROWED else stored.dtype
     if stored.encoding in _AS_THEY_ARE and stored.data.nbytes == stored.count * dtype.itemsize:

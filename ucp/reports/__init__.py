@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ucp.reports.write import Options, Written, write_report
+from ucp.reports.html_page import ReportOptions, WrittenReport, write_report
 
-__all__ = ["Options", "Written", "write_report"]
+__all__ = ["ReportOptions", "WrittenReport", "write_report"]

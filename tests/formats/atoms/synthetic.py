@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ucp.api import Conversion
+from ucp.conversion import Plan
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.core.dtypes import BY_NAME
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
 from ucp.formats.registry import WriteOptions, make_writer
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter
-from ucp.model.dtypes import BY_NAME
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
 
 
 def write_atoms(folder: Path, weights: dict[str, np.ndarray[Any, Any]]) -> Checkpoint:
@@ -30,5 +30,5 @@ def write_atoms(folder: Path, weights: dict[str, np.ndarray[Any, Any]]) -> Check
     sizes = {file.name: file.stat().st_size for file in raw.iterdir()}
     source = Checkpoint("arrays", raw, Mesh(), parameters, sizes=sizes)
     writer = make_writer("atoms", source, WriteOptions())
-    Conversion(source, writer, writer.target(), folder).run(jobs=1)
+    Plan(source, writer, writer.target(), folder).run(jobs=1)
     return source

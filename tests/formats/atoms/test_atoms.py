@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 
 import ucp
 from tests.engine.shards import Cut, values_of, write_shards
-from ucp.api import Conversion
-from ucp.engine.arrays import read_array
+from ucp.containers.inert import InertOrderedDict, new_class
+from ucp.conversion import Plan
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
+from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64, UINT8
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.core.rules import Rule
 from ucp.errors import IntegrityError, NotUnderstoodError, UsageError
-from ucp.files.inert import InertOrderedDict, new_class
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
-from ucp.model.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
-from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64, UINT8
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
-from ucp.model.rules import Rule
+from ucp.read.region_reader import read_array
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def source(tmp_path: Path) -> tuple[Checkpoint, dict[tuple[str, str], np.ndarray
 
 def write(checkpoint: Checkpoint, path: Path, *, link: bool = False) -> Checkpoint:
     writer = make_writer("atoms", checkpoint, WriteOptions(link=link))
-    Conversion(checkpoint, writer, writer.target(), path).run(jobs=2)
+    Plan(checkpoint, writer, writer.target(), path).run(jobs=2)
     return open_checkpoint(path, ReadOptions())
 
 

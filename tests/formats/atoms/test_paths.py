@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp import tunables
+from ucp import settings
 from ucp.errors import UsageError
-from ucp.formats.atoms.paths import file_names, name_of
+from ucp.formats.atoms.writer import file_names, name_of
 
 HOSTILE = [
     "..",
@@ -77,7 +77,7 @@ def test_names_that_differ_in_case_only() -> None:
 
 
 def test_long_names_become_folders() -> None:
-    name = "x" * (2 * tunables.NAME_BYTES + 1)
+    name = "x" * (2 * settings.NAME_BYTES + 1)
     assert file_names([name])[name].count("~/") == 2
     with pytest.raises(UsageError, match="too long"):
         file_names(["x" * 10_000])

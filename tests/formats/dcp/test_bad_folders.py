@@ -14,7 +14,7 @@ import pytest
 
 import ucp
 from tests.formats.dcp.saving import save, small_state
-from ucp import errors, tunables
+from ucp import errors, settings
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_transformed_storage(folder: Path) -> None:
 
 
 def test_metadata_of_absurd_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "MAX_PICKLE_BYTES", 100)
+    monkeypatch.setattr(settings, "MAX_PICKLE_BYTES", 100)
     with pytest.raises(errors.UnsafeError, match="the limit is 100"):
         ucp.open(folder)
 

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 import ucp
 import ucp.api
 from tests.formats.dcp.saving import flat, load_all, same, save, small_state
-from ucp import tunables
+from ucp import settings
+from ucp.core.box import Box
+from ucp.core.coverage import coverage
 from ucp.errors import UsageError
-from ucp.formats.dcp import cutting
-from ucp.model.box import Box
-from ucp.model.coverage import coverage
+from ucp.formats.dcp import writer
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 
 
 @pytest.fixture(autouse=True)
 def cut_small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "SMALLEST_CUT", 8)
+    monkeypatch.setattr(writer, "SMALLEST_SPLIT_BYTES", 8)
 
 
 def rich_state() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_nothing_is_lost_or_changed(tmp_path: Path, files: int) -> None:
 
 
 def test_elements_of_large_archives_begin_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunables, "ALIGNED_ARCHIVE_BYTES", 1024)
+    monkeypatch.setattr(settings, "ALIGNED_ARCHIVE_BYTES", 1024)
     state = small_state(groups=2)
     conversion = ucp.api.plan(save(state, tmp_path / "a"), tmp_path / "b", to="dcp", dp=2)
     holes = [hole for file in conversion.target.files for hole in file.holes]
@@ -177,7 +177,7 @@ def test_deepspeed_in_the_layout_of_accelerate(corpus: Path, tmp_path: Path) -> 
 
 def test_fields_that_a_job_asks_for_are_filled_in(tmp_path: Path) -> None:
     """A loading job asks for every field of its optimizer: where the source lacks some, torch's defaults stand."""
-    from ucp.api import plan
+    from ucp.planning import plan
 
     state = small_state()
     for name in ("foreach", "maximize", "decoupled_weight_decay", "fused"):
@@ -200,7 +200,7 @@ def test_fields_that_a_job_asks_for_are_filled_in(tmp_path: Path) -> None:
 def test_nothing_is_filled_in_for_optimizers_with_other_fields(tmp_path: Path, kind: str) -> None:
     import torch
 
-    from ucp.api import plan
+    from ucp.planning import plan
 
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.5)
@@ -275,9 +275,9 @@ def test_writing_does_not_import_torch(tmp_path: Path) -> None:
 )
 def test_chunks_tile_every_tensor(shape: tuple[int, ...], itemsize: int, files: int, largest: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "LARGEST_CHUNK", largest)
-        patch.setattr(cutting, "SMALLEST_CUT", 8)
-        chunks = list(cutting.cut(shape, itemsize, files))
+        patch.setattr(writer, "LARGEST_CHUNK_BYTES", largest)
+        patch.setattr(writer, "SMALLEST_SPLIT_BYTES", 8)
+        chunks = list(writer.row_chunks(shape, itemsize, files))
     assert list(coverage(shape, [box for _, box in chunks])) == []
     assert sum(box.numel for _, box in chunks) == prod(shape)
     assert all(number is None or 0 <= number < files for number, _ in chunks)

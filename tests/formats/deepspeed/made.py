@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ucp.formats.deepspeed import reader
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment
+from ucp.formats.deepspeed.read import reader
 from ucp.formats.registry import ReadOptions
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (5, 3),

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.files.likeness import differences
-from ucp.files.inert import InertOrderedDict, StorageRef, TensorRef, new_class
-from ucp.formats.deepspeed.alike import Alike
-from ucp.model.dtypes import FLOAT32
+from tests.containers.likeness import differences
+from ucp.containers.inert import InertOrderedDict, StorageRef, TensorRef, new_class
+from ucp.core.dtypes import FLOAT32
+from ucp.formats.deepspeed.read.carry_extras import TreeComparison
 
 
 def tensor(numel: int = 3) -> TensorRef:
@@ -19,7 +19,7 @@ def tensor(numel: int = 3) -> TensorRef:
 
 
 def alike(a: Any, b: Any, taken: bool = True) -> bool:
-    return Alike(lambda _: taken).are(a, b)
+    return TreeComparison(lambda _: taken).are(a, b)
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3)

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.shards import values_of
-from ucp.api import Conversion
-from ucp.engine.arrays import read_array
-from ucp.engine.casting import cast, raw_dtype
+from ucp.conversion import Plan
+from ucp.core.box import Shape
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
+from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.core.rules import Rule, RuleBook
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
-from ucp.model.box import Shape
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
-from ucp.model.dtypes import BFLOAT16, FLOAT32, INT64
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
-from ucp.model.rules import Rule, RuleBook
+from ucp.read.casting import cast, raw_dtype
+from ucp.read.region_reader import read_array
 
 TP = (1, 2, 3)
 
@@ -107,7 +107,7 @@ def test_every_world_holds_the_same_state(data: st.DataObject) -> None:
         (Path(name) / "source").mkdir()
         source = build(Path(name) / "source", model, flags)
         writer = make_writer("deepspeed", source, WriteOptions(tp=tp, dp=dp, zero=zero))
-        Conversion(source, writer, writer.target(), Path(name) / "out").run(jobs=1)
+        Plan(source, writer, writer.target(), Path(name) / "out").run(jobs=1)
         back = open_checkpoint(Path(name) / "out", ReadOptions(rules=rulebook(source)))
         assert (back.mesh.tp, back.mesh.zero, back.step) == (tp, zero, 5)
         assert set(back.parameters) == set(source.parameters)

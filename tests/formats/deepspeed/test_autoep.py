@@ -15,7 +15,7 @@ import torch
 import ucp
 from tests.formats.deepspeed.made import read, save
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
-from ucp.formats.deepspeed.spread import spreads_of
+from ucp.formats.deepspeed.experts import expert_placements
 
 W1 = "model.layers.0.mlp.experts.w1"
 STACK = "mlp.experts.w1"
@@ -326,16 +326,16 @@ def test_tensor_parallelism_beside_it_is_refused(tmp_path: Path) -> None:
 def test_metadata_that_is_not_understood(change: dict[str, Any], complaint: str) -> None:
     entry = {**layer([[0, 1], [2, 3]]), **change}
     with pytest.raises(NotUnderstoodError, match=rf"model\.pt: AutoEP layer 0.*{complaint}"):
-        spreads_of({"ds_autoep_layers": [entry]}, "model.pt")
+        expert_placements({"ds_autoep_layers": [entry]}, "model.pt")
 
 
 def test_metadata_of_the_first_releases() -> None:
     """Another key, and no placement: blocks of as many experts, in order."""
     entry = {key: value for key, value in layer([[0, 1], [2, 3]]).items() if key != "expert_placement"}
-    assert spreads_of({"autoep_layers": [entry]}, "model.pt")[STACK].experts == ((0, 1), (2, 3))
+    assert expert_placements({"autoep_layers": [entry]}, "model.pt")[STACK].experts == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize("said", [3, [3], [layer([[0], [1]])] * 2])
 def test_lists_of_layers_that_are_none(said: Any) -> None:
     with pytest.raises(NotUnderstoodError, match=r"model\.pt"):
-        spreads_of({"ds_autoep_layers": said}, "model.pt")
+        expert_placements({"ds_autoep_layers": said}, "model.pt")

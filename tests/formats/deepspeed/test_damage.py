@@ -25,7 +25,7 @@ from tests.formats.deepspeed.made import (
     value,
 )
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UcpError
-from ucp.formats.deepspeed.problems import SHOWN, Problems
+from ucp.formats.deepspeed.read.shard_table import MAX_LISTED_PROBLEMS, Problems
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -408,16 +408,16 @@ def test_a_tensor_parallel_rank_without_a_parameter(real: Callable[[str], Path])
 
 def test_problems_are_collected_and_capped() -> None:
     problems = Problems("folder")
-    for number in range(SHOWN + 5):
+    for number in range(MAX_LISTED_PROBLEMS + 5):
         problems.add(f"problem {number}")
         problems.add(f"problem {number}")
-    assert len(problems) == SHOWN + 5
+    assert len(problems) == MAX_LISTED_PROBLEMS + 5
     with pytest.raises(InconsistentError) as error:
         problems.raise_any("do this")
     text = str(error.value)
     assert "problem 0\n" in text
-    assert f"problem {SHOWN - 1}\n" in text
-    assert f"problem {SHOWN}\n" not in text
+    assert f"problem {MAX_LISTED_PROBLEMS - 1}\n" in text
+    assert f"problem {MAX_LISTED_PROBLEMS}\n" not in text
     assert "and 5 more" in text
 
 

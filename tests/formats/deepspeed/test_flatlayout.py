@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.formats.deepspeed.flatlayout import lay_out, realigned
-from ucp.formats.deepspeed.stored import EvenSlices, FlatSlice, Spot
-from ucp.model.dtypes import FLOAT32
+from ucp.core.dtypes import FLOAT32
+from ucp.formats.deepspeed.flat_layout import flat_layout_of, with_oldest_alignment
+from ucp.formats.deepspeed.read.stored_shards import EvenSlices, FlatSlice, TensorInFile
 
 
 def test_padding_goes_to_a_multiple_of_twice_the_ranks() -> None:
-    layout = lay_out({"a": (5, 3), "b": (4,)}, None, 2)
+    layout = flat_layout_of({"a": (5, 3), "b": (4,)}, None, 2)
     assert (layout.content, layout.per) == (19, 10)
     assert [layout.padding(i) for i in range(2)] == [0, 1]
     assert layout.lengths(0) == (10,)
@@ -19,24 +19,24 @@ def test_padding_goes_to_a_multiple_of_twice_the_ranks() -> None:
 
 
 def test_ranks_that_are_all_padding() -> None:
-    layout = lay_out({"scale": (1,)}, None, 4)
+    layout = flat_layout_of({"scale": (1,)}, None, 4)
     assert layout.per == 2
     assert [layout.padding(i) for i in range(4)] == [1, 2, 2, 2]
     assert layout.lengths(3) == (2, 0)
 
 
 def test_alignment_padding_lies_after_each_parameter() -> None:
-    layout = lay_out({"a": (3,), "b": (2,), "c": (1,)}, [5, 6, 0], 1)
+    layout = flat_layout_of({"a": (3,), "b": (2,), "c": (1,)}, [5, 6, 0], 1)
     assert [entry.begin for entry in layout.entries] == [0, 8, 16]
     assert layout.content == 17
 
 
 def test_the_oldest_releases_padded_to_the_ranks_only() -> None:
-    assert realigned(lay_out({"a": (5,)}, None, 5)).per == 1
+    assert with_oldest_alignment(flat_layout_of({"a": (5,)}, None, 5)).per == 1
 
 
 def test_what_meets_a_range() -> None:
-    layout = lay_out({"a": (3,), "none": (0,), "b": (2,), "c": (4,)}, [1, 0, 0, 0], 1)
+    layout = flat_layout_of({"a": (3,), "none": (0,), "b": (2,), "c": (4,)}, [1, 0, 0, 0], 1)
     assert list(layout.meeting(0, 3)) == [0]
     assert list(layout.meeting(3, 4)) == [], "padding"
     assert list(layout.meeting(2, 7)) == [0, 2, 3]
@@ -52,9 +52,9 @@ def test_overlaps_and_runs_agree_and_cover_every_element_once(
     sizes: list[int], ranks: int, data: st.DataObject
 ) -> None:
     paddings = data.draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
-    layout = lay_out({f"p{i}": (n,) for i, n in enumerate(sizes)}, paddings, ranks)
+    layout = flat_layout_of({f"p{i}": (n,) for i, n in enumerate(sizes)}, paddings, ranks)
     assert layout.per * ranks >= layout.content
-    spots = [Spot(f"rank{r}", None, None, r, offset=1000) for r in range(ranks)]
+    spots = [TensorInFile(f"rank{r}", None, None, r, offset=1000) for r in range(ranks)]
     by_rank: dict[int, list[tuple[str, int, int]]] = {r: [] for r in range(ranks)}
     for entry in layout.entries:
         stored = FlatSlice(spots, FLOAT32, layout.per, entry.begin, entry.numel)
@@ -69,7 +69,7 @@ def test_overlaps_and_runs_agree_and_cover_every_element_once(
 
 @given(numel=st.integers(0, 40), ranks=st.integers(1, 9))
 def test_even_slices_cover_a_parameter_once(numel: int, ranks: int) -> None:
-    spots = [Spot(f"rank{r}", None, None, r, offset=r * 1000) for r in range(ranks)]
+    spots = [TensorInFile(f"rank{r}", None, None, r, offset=r * 1000) for r in range(ranks)]
     stored = EvenSlices(spots, FLOAT32, -(-numel // ranks), 3, numel)
     runs = list(stored.runs())
     assert len(runs) == stored.count <= ranks

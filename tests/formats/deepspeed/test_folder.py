@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
-from ucp.formats.deepspeed.folder import find, recognises, wrapper_of
+from ucp.formats.deepspeed.folder import detect_wrapper, find, recognises
 
 STATE = "mp_rank_00_model_states.pt"
 
@@ -120,7 +120,7 @@ def test_the_trainer_s_folder_and_the_one_above(tmp_path: Path) -> None:
     checkpoint = inner.parent
     (checkpoint / "latest").write_text("global_step3")
     (checkpoint / "trainer_state.json").write_text("{}")
-    assert wrapper_of(checkpoint) == "HF Trainer"
+    assert detect_wrapper(checkpoint) == "HF Trainer"
     for path in (checkpoint, tmp_path / "out", tmp_path, inner):
         place = find(path, None)
         assert (place.root, place.step) == (checkpoint, inner), path
@@ -139,7 +139,7 @@ def test_lightning_s_folder_of_a_file_name(tmp_path: Path) -> None:
     inner = step(tmp_path / "logs" / "checkpoints" / "epoch=0-step=3.ckpt" / "checkpoint")
     (inner.parent / "latest").write_text("checkpoint")
     assert find(tmp_path, None).step == inner
-    assert wrapper_of(inner.parent) == "Lightning"
+    assert detect_wrapper(inner.parent) == "Lightning"
 
 
 def test_accelerate_s_folder(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_accelerate_s_folder(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("pytorch_model")
     (tmp_path / "random_states_0.pkl").touch()
     assert find(tmp_path, None).step == inner
-    assert wrapper_of(tmp_path) == "Accelerate"
+    assert detect_wrapper(tmp_path) == "Accelerate"
 
 
 def test_a_universal_folder_is_not_ours(tmp_path: Path) -> None:

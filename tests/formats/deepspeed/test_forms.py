@@ -29,9 +29,9 @@ from tests.formats.deepspeed.made import (
     save_flat,
     value,
 )
+from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, NotUnderstoodError
-from ucp.formats.deepspeed.fragments import RankFragments
-from ucp.model.checkpoint import Checkpoint
+from ucp.formats.deepspeed.read.stored_shards import RankFragments
 
 MODEL = "mp_rank_00_model_states.pt"
 

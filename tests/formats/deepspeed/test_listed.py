@@ -24,7 +24,7 @@ from tests.formats.deepspeed.made import (
     value,
 )
 from tests.formats.deepspeed.test_writer import likeness
-from ucp.formats.deepspeed.writer import Writer
+from ucp.formats.deepspeed.write.writer import Writer
 from ucp.formats.registry import WriteOptions
 
 MODEL = "mp_rank_00_model_states.pt"

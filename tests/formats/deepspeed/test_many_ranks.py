@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import ucp.api
-from ucp.files import torchzip_writer
-from ucp.formats.deepspeed.emit.states import Scalars
+from ucp.containers import torch_file_writer
+from ucp.formats.deepspeed.write.state_tensors import ScalarStates
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[None]:
@@ -26,7 +26,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
 def test_states_of_a_group_are_looked_at_once(project: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = project / "fixtures/z1_bf16_dp2"
     groups = len(ucp.open(source).index.groups)
-    calls = count_calls(monkeypatch, Scalars, "of")
+    calls = count_calls(monkeypatch, ScalarStates, "of")
     ucp.api.plan(source, "nowhere", to="deepspeed", zero=zero, dp=16)
     assert len(calls) == groups
 
@@ -34,7 +34,7 @@ def test_states_of_a_group_are_looked_at_once(project: Path, zero: int, monkeypa
 def test_model_files_of_zero3_are_pickled_once_where_they_are_the_same(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = count_calls(monkeypatch, torchzip_writer, "write_pickle")
+    calls = count_calls(monkeypatch, torch_file_writer, "write_pickle")
     plan = ucp.api.plan(project / "fixtures/z1_bf16_dp2", "nowhere", to="deepspeed", zero=3, dp=16)
     model_files = [file for file in plan.target.files if file.path.endswith("model_states.pt")]
     assert len(model_files) == 16

@@ -12,8 +12,8 @@ import torch
 
 import ucp
 from tests.formats.deepspeed.made import SHAPES, read, save_flat, value
+from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, NotUnderstoodError
-from ucp.model.checkpoint import Checkpoint
 
 Cut = Callable[..., Path]
 

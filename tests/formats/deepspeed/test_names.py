@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from ucp.errors import InconsistentError
-from ucp.formats.deepspeed.names import (
+from ucp.formats.deepspeed.step_files import (
+    classify_files,
     is_state_file,
-    layer_name,
-    model_name,
-    optim_name,
-    sharded_model_name,
-    sort_names,
+    layer_file_name,
+    model_file_name,
+    optimizer_file_name,
+    sharded_model_file_name,
 )
 
 
 def test_every_spelling_has_its_role() -> None:
-    files = sort_names(
+    files = classify_files(
         [
             "mp_rank_00_model_states.pt",
             "mp_rank_11_model_states.pt",
@@ -41,7 +41,7 @@ def test_every_spelling_has_its_role() -> None:
 
 
 def test_the_oldest_spelling_without_underscore() -> None:
-    files = sort_names(["zero_pp_rank_0_mp_rank_00optim_states.pt"])
+    files = classify_files(["zero_pp_rank_0_mp_rank_00optim_states.pt"])
     assert files.optim == {(0, 0): "zero_pp_rank_0_mp_rank_00optim_states.pt"}
 
 
@@ -62,15 +62,18 @@ def test_lookalikes_are_no_state_files(name: str) -> None:
 def test_two_files_of_one_rank_are_refused() -> None:
     names = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
     with pytest.raises(InconsistentError, match=r"bf16_zero_pp_rank_0.*zero_pp_rank_0.*two saves"):
-        sort_names(names)
+        classify_files(names)
 
 
 def test_names_of_missing_files_follow_their_siblings() -> None:
-    assert model_name(3) == "mp_rank_03_model_states.pt"
-    assert sharded_model_name(12, 0) == "zero_pp_rank_12_mp_rank_00_model_states.pt"
-    assert optim_name(4, 1, "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt") == (
+    assert model_file_name(3) == "mp_rank_03_model_states.pt"
+    assert sharded_model_file_name(12, 0) == "zero_pp_rank_12_mp_rank_00_model_states.pt"
+    assert optimizer_file_name(4, 1, "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt") == (
         "bf16_zero_pp_rank_4_mp_rank_01_optim_states.pt"
     )
-    assert optim_name(4, 1, "zero_pp_rank_0_mp_rank_00optim_states.pt") == "zero_pp_rank_4_mp_rank_01optim_states.pt"
-    assert layer_name(3, 1, "layer_00-model_00-model_states.pt") == "layer_03-model_01-model_states.pt"
-    assert layer_name(3, 0, "layer_00-model_states.pt") == "layer_03-model_states.pt"
+    assert (
+        optimizer_file_name(4, 1, "zero_pp_rank_0_mp_rank_00optim_states.pt")
+        == "zero_pp_rank_4_mp_rank_01optim_states.pt"
+    )
+    assert layer_file_name(3, 1, "layer_00-model_00-model_states.pt") == "layer_03-model_01-model_states.pt"
+    assert layer_file_name(3, 0, "layer_00-model_states.pt") == "layer_03-model_states.pt"

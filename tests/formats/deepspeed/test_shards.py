@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import PROJECT
 from ucp.errors import UcpError
-from ucp.formats.deepspeed import shards
-from ucp.formats.deepspeed.shards import RankFiles
+from ucp.formats.deepspeed.read import rank_files
+from ucp.formats.deepspeed.read.rank_files import RankFiles
 
 TENSOR_PARALLEL = PROJECT / "fixtures" / "z1_bf16_tp2_dp2" / "global_step3"
 OPTIMIZER = "bf16_zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"
@@ -35,7 +35,7 @@ def test_tensors_of_a_shared_tree_lie_in_the_file_that_is_asked() -> None:
 
 
 def test_only_so_many_pickles_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_REMEMBERED_PICKLES", 1)
+    monkeypatch.setattr(rank_files, "_CACHED_PICKLES", 1)
     files = RankFiles(TENSOR_PARALLEL)
     trees = [files.open(OPTIMIZER.format(dp=dp, tp=tp)).tree for dp, tp in ((0, 0), (1, 0), (0, 1))]
     assert trees[0] is not trees[2]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.formats.deepspeed.made import array, model_state, read, save
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.rules import Rule, RuleBook
 from ucp.errors import InconsistentError
-from ucp.model.checkpoint import Checkpoint
-from ucp.model.rules import Rule, RuleBook
 
 Slices = Mapping[str, Sequence[torch.Tensor]]
 WHOLE = torch.arange(24.0).reshape(4, 6)

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.model.strategies import elements, numbered, split_rules
+from tests.core.strategies import elements, numbered, split_rules
+from ucp.containers.torch_file import TorchFile
+from ucp.core.box import Shape, strides_of
+from ucp.core.rules import REPLICATED, Rule, resolve, slice_pieces, whole_shape
 from ucp.errors import InconsistentError, NotUnderstoodError
-from ucp.files.torchzip import TorchFile
-from ucp.formats.deepspeed.affine import affine_rule
-from ucp.formats.deepspeed.ucinfo import DEFAULT_ORIGIN, rules_from_info
-from ucp.model.box import Shape, strides_of
-from ucp.model.rules import REPLICATED, Rule, resolve, slice_pieces, whole_shape
+from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, affine_rule, rules_from_info
 
 INFO = {
     "universal_checkpoint_version": 0.2,

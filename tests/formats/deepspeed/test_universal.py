@@ -20,12 +20,12 @@ import ucp
 from tests.formats.deepspeed.made import flat_optim, model_state, save_flat
 from tests.formats.deepspeed.made import save as save_step
 from tests.formats.deepspeed.test_writer import likeness
+from ucp.core.checkpoint import Checkpoint, Parameter
+from ucp.core.rules import REPLICATED, Rule, RuleBook, slice_pieces
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
-from ucp.formats.deepspeed import reader, universal
-from ucp.formats.deepspeed.universal_writer import Writer
+from ucp.formats.deepspeed.read import reader, universal_reader
+from ucp.formats.deepspeed.write.universal_writer import Writer
 from ucp.formats.registry import ReadOptions, WriteOptions, open_checkpoint
-from ucp.model.checkpoint import Checkpoint, Parameter
-from ucp.model.rules import REPLICATED, Rule, RuleBook, slice_pieces
 
 KINDS = {"fp32": "master"}
 
@@ -111,8 +111,8 @@ def test_real_conversions_equal_their_native_source(corpus: Path, tmp_path: Path
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1"]
     command += ["--num_merge_workers=1", f"--input_folder={source / 'global_step3'}", f"--output_folder={target}"]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
-    assert universal.recognises(tmp_path)
-    made, native = universal.read(tmp_path, ReadOptions()), reader.read(source, ReadOptions())
+    assert universal_reader.recognises(tmp_path)
+    made, native = universal_reader.read(tmp_path, ReadOptions()), reader.read(source, ReadOptions())
     made_values, native_values = ucp.open(tmp_path), ucp.open(source)
     pipeline = native.mesh.pp > 1  # its layer files are not part of the folder: neither buffers nor module weights
     assert made.mesh == native.mesh
@@ -183,7 +183,7 @@ class Made:
         return self.root
 
     def read(self, rules: RuleBook | None = None) -> Checkpoint:
-        return universal.read(self.root, ReadOptions(rules=rules))
+        return universal_reader.read(self.root, ReadOptions(rules=rules))
 
 
 @pytest.fixture
@@ -319,21 +319,21 @@ def test_the_users_rules_win_over_the_checkpoints(tmp_path: Path) -> None:
 def test_recognition(made: Made, tmp_path: Path) -> None:
     made.parameter("a.weight", (2, 3))
     made.finish()
-    assert universal.recognises(made.root)
-    assert not universal.recognises(tmp_path)  # nothing names the folder
+    assert universal_reader.recognises(made.root)
+    assert not universal_reader.recognises(tmp_path)  # nothing names the folder
     (tmp_path / "latest_universal").write_text("u")
-    assert universal.recognises(tmp_path)
-    assert universal.read(tmp_path, ReadOptions()).root == made.root
+    assert universal_reader.recognises(tmp_path)
+    assert universal_reader.read(tmp_path, ReadOptions()).root == made.root
     (tmp_path / "latest").write_text("global_step7")
-    assert not universal.recognises(tmp_path)  # the save folder's own checkpoint is meant
+    assert not universal_reader.recognises(tmp_path)  # the save folder's own checkpoint is meant
     (tmp_path / "latest").unlink()
     (tmp_path / "latest_universal").write_text("../elsewhere")
-    assert not universal.recognises(tmp_path)
-    assert universal.read(tmp_path, ReadOptions(tag="u")).root == made.root
+    assert not universal_reader.recognises(tmp_path)
+    assert universal_reader.read(tmp_path, ReadOptions(tag="u")).root == made.root
     with pytest.raises(UsageError, match="no universal folder v"):
-        universal.read(tmp_path, ReadOptions(tag="v"))
+        universal_reader.read(tmp_path, ReadOptions(tag="v"))
     with pytest.raises(UsageError, match="not one named 'v'"):
-        universal.read(made.root, ReadOptions(tag="v"))
+        universal_reader.read(made.root, ReadOptions(tag="v"))
 
 
 def test_a_folder_without_optimizer_state_is_read_and_said(made: Made) -> None:

@@ -11,10 +11,9 @@ import torch
 import ucp
 import ucp.api
 from tests.formats.dcp.saving import save
+from ucp.containers.torch_file import TorchFile
 from ucp.errors import UsageError
-from ucp.files.torchzip import TorchFile
-from ucp.formats.deepspeed.emit.stages import balanced
-from ucp.formats.deepspeed.emit.world import round_robin
+from ucp.formats.deepspeed.write.target_layout import balance_stages, round_robin
 
 # fixture → the options that take it elsewhere
 JOURNEYS: dict[str, dict[str, Any]] = {
@@ -169,9 +168,9 @@ def test_round_robin_deals_as_deepspeed_does() -> None:
 
 
 def test_balanced_cuts() -> None:
-    assert balanced([1, 1, 1, 1], 2) == [0, 2]
-    assert balanced([10, 1, 1, 1, 1, 1], 2) == [0, 1]
-    assert balanced([5, 0, 0, 5], 2) == [0, 3]
+    assert balance_stages([1, 1, 1, 1], 2) == [0, 2]
+    assert balance_stages([10, 1, 1, 1, 1, 1], 2) == [0, 1]
+    assert balance_stages([5, 0, 0, 5], 2) == [0, 3]
 
 
 def test_padding_of_the_vocabulary_is_kept_where_it_exists(project: Path, tmp_path: Path) -> None:

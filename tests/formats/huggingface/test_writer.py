@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.formats.huggingface.names import name_all
+from ucp.formats.huggingface.writer import hugging_face_names
 
 FULL = ["trainer_llama_z2_bf16", "trainer_llama_z3_bf16", "trainer_llama_tied_z1_bf16", "trainer_gpt2_tied_z2_fp32"]
 
@@ -108,7 +108,7 @@ def test_adapters_get_a_folder_of_their_own(corpus: Path, tmp_path: Path) -> Non
     ],
 )
 def test_names(names: list[str], expected: list[str]) -> None:
-    assert list(name_all(names).model.values()) == expected
+    assert list(hugging_face_names(names).model.values()) == expected
 
 
 LAYER = "base_model.model.m.q"
@@ -131,7 +131,7 @@ LAYER = "base_model.model.m.q"
 )
 def test_names_of_adapters(names: list[str], model: list[str], adapter: list[str]) -> None:
     """As PEFT itself files them: LoRA, DoRA, IA3, modules that are trained whole; and what it has filed already."""
-    naming = name_all([f"{LAYER}.{name}" for name in names])
+    naming = hugging_face_names([f"{LAYER}.{name}" for name in names])
     assert list(naming.model.values()) == [f"m.q.{name}" for name in model]
     assert list(naming.adapter.values()) == [f"{LAYER}.{name}" for name in adapter]
 

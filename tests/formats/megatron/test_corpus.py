@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ucp
-from ucp.api import OpenCheckpoint
 from ucp.errors import InconsistentError
 from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.sources import OpenCheckpoint
 
 # Every variant, by the training state that it holds; those of one state are compared with the first.
 STATES: dict[str, list[str]] = {
@@ -98,7 +98,7 @@ def test_layouts_of_one_state_agree(corpus: Path, first: str, other: str) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_element_is_stored_once_and_copies_agree(corpus: Path, variant: str) -> None:
-    from ucp.checks.run import verify
+    from ucp.checks.runner import verify
 
     report = verify(corpus / "megatron" / variant)
     assert [finding.message for finding in report.findings if finding.severity == "error"] == []
@@ -122,7 +122,7 @@ def test_shifted_state_is_refused_and_weights_are_not(corpus: Path) -> None:
 
 
 def test_shifted_state_is_reported(corpus: Path) -> None:
-    from ucp.checks.run import verify
+    from ucp.checks.runner import verify
 
     report = verify(corpus / "megatron" / DAMAGED)
     errors = [finding for finding in report.findings if finding.severity == "error"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.filing import file_ranks
+from ucp.formats.megatron.job_arguments import JobArguments
+from ucp.formats.megatron.rank_layout import file_ranks
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_files_are_those_of_megatrons_ranks(tp: int, etp: int, ep: int, dp: int)
         "expert_model_parallel_size": ep,
         "world_size": world,
     }
-    found = file_ranks(Arguments(fields))
+    found = file_ranks(JobArguments(fields))
     assert {(held.tp, held.ep): held.place for held in found} == {key: ranks[0] for key, ranks in numbers.items()}
     for held in found:
         mine = numbers[held.tp, held.ep]

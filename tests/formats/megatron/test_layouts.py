@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 
 from ucp.errors import NotUnderstoodError
-from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.buffers import Resident, Seat, bucket_size, lay_out
-from ucp.formats.megatron.names import modern, plain, stack_of, with_expert_after, with_layer_after
-from ucp.formats.megatron.order import order_key
-from ucp.formats.megatron.pipeline import chunks_of_job
-from ucp.formats.megatron.splits import rule_of
+from ucp.formats.megatron.job_arguments import JobArguments
+from ucp.formats.megatron.mcore_modules import (
+    canonical_name,
+    order_key,
+    parse_stacked_key,
+    shift_expert,
+    shift_layer,
+    split_rule,
+    to_core_name,
+)
+from ucp.formats.megatron.rank_layout import BucketRange, BufferParam, bucket_size, lay_out_buffer, model_chunks
 
 
 @pytest.mark.parametrize(
@@ -37,29 +42,31 @@ from ucp.formats.megatron.splits import rule_of
     ],
 )
 def test_stacked_keys(key: str, index: tuple[int, ...], name: str) -> None:
-    stack = stack_of(key)
+    stack = parse_stacked_key(key)
     assert len(stack.axes) == len(index)
     assert stack.name(index) == name
 
 
 def test_spellings_of_other_releases() -> None:
-    assert modern("language_model.encoder.layers.3.input_norm.weight") == "decoder.layers.3.input_layernorm.weight"
     assert (
-        modern("language_model.transformer.layers.0.attention.query_key_value.bias")
+        to_core_name("language_model.encoder.layers.3.input_norm.weight") == "decoder.layers.3.input_layernorm.weight"
+    )
+    assert (
+        to_core_name("language_model.transformer.layers.0.attention.query_key_value.bias")
         == "decoder.layers.0.self_attention.linear_qkv.bias"
     )
-    assert modern("word_embeddings_for_head.weight") == "output_layer.weight"
+    assert to_core_name("word_embeddings_for_head.weight") == "output_layer.weight"
     assert (
-        plain("decoder.layers.0.mlp.experts.linear_fc2.weight3")
+        canonical_name("decoder.layers.0.mlp.experts.linear_fc2.weight3")
         == "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"
     )
 
 
 def test_numbers_over_the_whole_model() -> None:
     name = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
-    moved = with_expert_after(with_layer_after(name, 4), 6)
+    moved = shift_expert(shift_layer(name, 4), 6)
     assert moved == "decoder.layers.5.mlp.experts.local_experts.6.linear_fc1.weight"
-    assert with_layer_after("mtp.layers.0.enorm.weight", 4) == "mtp.layers.0.enorm.weight"
+    assert shift_layer("mtp.layers.0.enorm.weight", 4) == "mtp.layers.0.enorm.weight"
 
 
 def test_modules_come_in_their_own_order() -> None:
@@ -124,7 +131,7 @@ def test_modules_come_in_their_own_order() -> None:
     ],
 )
 def test_layers_of_stages(fields: dict[str, object], counts: list[int]) -> None:
-    chunks = chunks_of_job(Arguments(fields))
+    chunks = model_chunks(JobArguments(fields))
     assert [chunk.stop - chunk.first for chunk in chunks] == counts
     assert [chunk.embedding for chunk in chunks] == [True] + [False] * (len(counts) - 1)
     assert [chunk.output for chunk in chunks] == [False] * (len(counts) - 1) + [True]
@@ -134,32 +141,32 @@ def test_layers_of_stages(fields: dict[str, object], counts: list[int]) -> None:
 
 def test_layers_that_do_not_come_out_even() -> None:
     with pytest.raises(NotUnderstoodError, match="5 layers over 2 stages"):
-        chunks_of_job(Arguments({"num_layers": 5, "pipeline_model_parallel_size": 2}))
+        model_chunks(JobArguments({"num_layers": 5, "pipeline_model_parallel_size": 2}))
 
 
 def test_one_bucket_goes_backwards_in_steps_of_64() -> None:
-    layout = lay_out([Resident(10), Resident(64), Resident(65)], None, 2)
-    assert layout.seats == (Seat(0, 192, 10), Seat(0, 128, 64), Seat(0, 0, 65))
+    layout = lay_out_buffer([BufferParam(10), BufferParam(64), BufferParam(65)], None, 2)
+    assert layout.bucket_ranges == (BucketRange(0, 192, 10), BucketRange(0, 128, 64), BucketRange(0, 0, 65))
     assert (layout.lengths, layout.padded) == ((202,), (256,))
 
 
 def test_a_full_bucket_closes() -> None:
-    layout = lay_out([Resident(10), Resident(64), Resident(65)], 65, 3)
-    assert layout.seats == (Seat(1, 64, 10), Seat(1, 0, 64), Seat(0, 0, 65))
+    layout = lay_out_buffer([BufferParam(10), BufferParam(64), BufferParam(65)], 65, 3)
+    assert layout.bucket_ranges == (BucketRange(1, 64, 10), BucketRange(1, 0, 64), BucketRange(0, 0, 65))
     assert (layout.lengths, layout.padded) == ((65, 74), (384, 384))
     assert layout.starts == (0, 65)
     assert layout.numel == 139
 
 
 def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
-    layout = lay_out([Resident(100, own_bucket=True), Resident(10)], None, 2)
-    assert layout.seats == (Seat(1, 0, 100), Seat(0, 0, 10))
+    layout = lay_out_buffer([BufferParam(100, own_bucket=True), BufferParam(10)], None, 2)
+    assert layout.bucket_ranges == (BucketRange(1, 0, 100), BucketRange(0, 0, 10))
     assert layout.lengths == (64, 100)  # what is open closes at the embedding's aligned start
-    assert lay_out([Resident(10), Resident(100, own_bucket=True)], None, 2).lengths == (100, 10)
+    assert lay_out_buffer([BufferParam(10), BufferParam(100, own_bucket=True)], None, 2).lengths == (100, 10)
 
 
 def test_wide_padding() -> None:
-    assert lay_out([Resident(10)], None, 2, wide=True).padded == (65536,)
+    assert lay_out_buffer([BufferParam(10)], None, 2, wide=True).padded == (65536,)
 
 
 @pytest.mark.parametrize(
@@ -173,19 +180,19 @@ def test_wide_padding() -> None:
     ],
 )
 def test_bucket_size(fields: dict[str, object], size: int | None) -> None:
-    assert bucket_size(Arguments(fields), 1000) == size
+    assert bucket_size(JobArguments(fields), 1000) == size
 
 
 def test_rules_by_name_and_shape() -> None:
     shapes = {"a.mlp.linear_fc2.weight": (4, 6)}
-    arguments = Arguments({"q_lora_rank": 8, "padded_vocab_size": 12})
-    gated = rule_of("a.mlp.linear_fc1.weight", [(12, 4)], arguments, shapes.get)
-    straight = rule_of("a.mlp.linear_fc1.weight", [(6, 4)], arguments, shapes.get)
+    arguments = JobArguments({"q_lora_rank": 8, "padded_vocab_size": 12})
+    gated = split_rule("a.mlp.linear_fc1.weight", [(12, 4)], arguments, shapes.get)
+    straight = split_rule("a.mlp.linear_fc1.weight", [(6, 4)], arguments, shapes.get)
     assert gated is not None
     assert straight is not None
     assert (gated.cut, gated.ratio, straight.ratio) == ("split", (1, 1), None)
     for shape, cut in (((8, 4), "replicated"), ((4, 4), "split")):
-        down = rule_of("a.self_attention.linear_q_down_proj.weight", [shape, shape], arguments, shapes.get)
+        down = split_rule("a.self_attention.linear_q_down_proj.weight", [shape, shape], arguments, shapes.get)
         assert down is not None
         assert down.cut == cut
-    assert rule_of("a.mixer.conv1d.weight", [(4, 4)], arguments, shapes.get) is None
+    assert split_rule("a.mixer.conv1d.weight", [(4, 4)], arguments, shapes.get) is None

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.formats.megatron import made
-from ucp.api import convert, plan
+from ucp.api import convert
+from ucp.containers.torch_file import TorchFile
 from ucp.errors import NotUnderstoodError, UsageError
-from ucp.files.torchzip import TorchFile
-from ucp.formats.megatron.arguments import Arguments
-from ucp.formats.megatron.order import order_key
-from ucp.formats.megatron.pipeline import chunks_of_job
+from ucp.formats.megatron.job_arguments import JobArguments
+from ucp.formats.megatron.mcore_modules import order_key
+from ucp.formats.megatron.rank_layout import model_chunks
 from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.planning import plan
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -96,9 +97,9 @@ def test_a_tied_embedding_on_another_stage_is_refused(tmp_path: Path) -> None:
 
 def test_a_pipeline_layout_says_where_they_stand() -> None:
     fields = {"num_layers": 2, "mtp_num_layers": 2, "pipeline_model_parallel_size": 4}
-    even = chunks_of_job(Arguments({**fields, "num_layers": 4}))
+    even = model_chunks(JobArguments({**fields, "num_layers": 4}))
     assert [chunk.prediction for chunk in even] == [False, False, False, True]
-    spelled = chunks_of_job(Arguments({**fields, "pipeline_model_parallel_layout": "Et|t|mm|L"}))
+    spelled = model_chunks(JobArguments({**fields, "pipeline_model_parallel_layout": "Et|t|mm|L"}))
     assert [chunk.prediction for chunk in spelled] == [False, False, True, False]
     assert spelled[2].holds(EMBEDDING)
     assert spelled[2].holds("mtp.layers.1.enorm.weight")

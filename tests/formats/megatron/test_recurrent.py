@@ -12,8 +12,8 @@ import torch
 import ucp
 from tests.formats.megatron import made
 from ucp.api import convert, diff
-from ucp.formats.distcp_index import read_folder
-from ucp.formats.megatron.order import order_key
+from ucp.containers.distcp import read_dcp_folder
+from ucp.formats.megatron.mcore_modules import order_key
 
 HIDDEN, INNER, STATE, HEADS = made.HIDDEN, 8, 4, 2
 MIXER, DELTA = "decoder.layers.0.mixer", "decoder.layers.1.self_attention"
@@ -105,7 +105,7 @@ def test_sharded_folders_have_a_key_for_each_part(source: Path, tmp_path: Path) 
             assert {part: keys[f"{prefix}{name}.{part}"][0] for part in parts} == parts
     for theirs in ENGINE.values():
         assert theirs in keys
-    entries = read_folder(tmp_path / "out/iter_0000007").entries
+    entries = read_dcp_folder(tmp_path / "out/iter_0000007").entries
     assert {f"{stem}._extra_state/shard_0_1" for stem in (f"{MIXER}.in_proj", "output_layer")} <= set(entries)
     assert diff(source, tmp_path / "out").identical
     convert(tmp_path / "out", tmp_path / "back", to="megatron", tp=2)
@@ -117,7 +117,9 @@ def test_sharded_folders_have_a_key_for_each_part(source: Path, tmp_path: Path) 
 
 
 def tensors_of(root: Path) -> dict[str, Any]:
-    return {key: entry for key, entry in read_folder(root / "iter_0000007").entries.items() if hasattr(entry, "shape")}
+    return {
+        key: entry for key, entry in read_dcp_folder(root / "iter_0000007").entries.items() if hasattr(entry, "shape")
+    }
 
 
 def rank_file(root: Path, rank: int) -> Any:

@@ -10,13 +10,13 @@ import pytest
 import ucp
 import ucp.api
 from tests.formats.megatron.test_writer import check_same, check_same_atoms, files_of
+from ucp.containers.torch_file import TorchFile
+from ucp.core.box import Box
+from ucp.core.coverage import coverage
 from ucp.errors import UsageError
-from ucp.files.torchzip import TorchFile
-from ucp.formats.megatron.distributed import read_torch_dist
-from ucp.formats.megatron.plain_optimizer import optimizers_of
+from ucp.formats.megatron.read.legacy_files import optimizers_of
+from ucp.formats.megatron.read.sharded_containers import read_torch_dist
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.box import Box
-from ucp.model.coverage import coverage
 
 # (source, the variant that Megatron wrote, options)
 JOURNEYS: list[tuple[str, str, dict[str, Any]]] = [

@@ -11,28 +11,28 @@ import torch
 import ucp
 from tests.formats.megatron.made import VOCABULARY, arguments, whole_model
 from tests.formats.megatron.test_sharded import common, model_and_states, save
-from ucp.api import OpenCheckpoint
+from ucp.core.dtypes import BFLOAT16, FLOAT16
 from ucp.errors import InconsistentError
-from ucp.formats.megatron.buffers import Resident, lay_out
-from ucp.formats.megatron.shifts import rounded
+from ucp.formats.megatron.rank_layout import BufferParam, lay_out_buffer
+from ucp.formats.megatron.read.bucket_shift_bug import round_float32
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.model.dtypes import BFLOAT16, FLOAT16
+from ucp.sources import OpenCheckpoint
 
 BUCKET = 60
 
 
 def cut_late(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors as the bug cuts them: out of a buffer without padding, at their place in one with padding."""
-    layout = lay_out([Resident(tensor.numel()) for tensor in tensors.values()], BUCKET, 1)
+    layout = lay_out_buffer([BufferParam(tensor.numel()) for tensor in tensors.values()], BUCKET, 1)
     flat = torch.full((layout.numel,), 77.0)
     late = [sum(layout.padded[:i]) - sum(layout.lengths[:i]) for i in range(len(layout.lengths))]
     assert len(late) > 2
-    for tensor, seat in zip(tensors.values(), layout.seats, strict=True):
+    for tensor, seat in zip(tensors.values(), layout.bucket_ranges, strict=True):
         start = layout.starts[seat.bucket] + seat.start
         flat[start : start + seat.numel] = tensor.flatten()
     flat = torch.cat([flat, torch.zeros(late[-1])])
     cut = {}
-    for (name, tensor), seat in zip(tensors.items(), layout.seats, strict=True):
+    for (name, tensor), seat in zip(tensors.items(), layout.bucket_ranges, strict=True):
         start = layout.starts[seat.bucket] + seat.start + late[seat.bucket]
         cut[name] = flat[start : start + seat.numel].reshape(tensor.shape)
     return cut
@@ -96,5 +96,5 @@ def test_rounding() -> None:
         [torch.randn(500, generator=torch.Generator().manual_seed(5)), torch.tensor([0.0, -1.0, 1e-40])]
     )
     data = numbers.numpy().tobytes()
-    assert rounded(data, BFLOAT16) == numbers.bfloat16().view(torch.int16).numpy().tobytes()
-    assert rounded(data, FLOAT16) == numbers.half().numpy().tobytes()
+    assert round_float32(data, BFLOAT16) == numbers.bfloat16().view(torch.int16).numpy().tobytes()
+    assert round_float32(data, FLOAT16) == numbers.half().numpy().tobytes()

@@ -10,9 +10,9 @@ import pytest
 
 import ucp
 import ucp.api
+from ucp.containers.inert import TensorRef
+from ucp.containers.torch_file import TorchFile
 from ucp.errors import UsageError
-from ucp.files.inert import TensorRef
-from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions, open_checkpoint
 
 VOCABULARY = 122

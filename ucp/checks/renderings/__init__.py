@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Final, cast
 
 from ucp.checks.findings import Finding
-from ucp.checks.report import Report
+from ucp.checks.verify_report import Report
 
 FORMATS: Final = ("text", "json", "junit", "sarif", "github")
 

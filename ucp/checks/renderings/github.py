@@ -8,7 +8,7 @@ from typing import Final
 
 from ucp.checks.findings import Finding
 from ucp.checks.renderings import counted, verdict
-from ucp.checks.report import Report
+from ucp.checks.verify_report import Report
 
 _COMMANDS: Final = {"error": "error", "warning": "warning", "note": "notice"}
 _SHOWN: Final = 10  # annotations of one check; GitHub shows ten of a kind and step

@@ -6,10 +6,10 @@ import re
 from typing import Final
 from xml.etree import ElementTree
 
+from ucp.checks.catalogue import CHECKS, Check
 from ucp.checks.findings import Finding
-from ucp.checks.registry import CHECKS, Check
 from ucp.checks.renderings import counted
-from ucp.checks.report import Report
+from ucp.checks.verify_report import Report
 
 _FORBIDDEN: Final = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")  # by XML, even escaped
 

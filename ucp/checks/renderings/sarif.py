@@ -7,9 +7,9 @@ from pathlib import PurePath
 from typing import Any, Final
 from urllib.parse import quote
 
+from ucp.checks.catalogue import BY_ID, CHECKS, Check
 from ucp.checks.findings import Finding
-from ucp.checks.registry import BY_ID, CHECKS, Check
-from ucp.checks.report import Report
+from ucp.checks.verify_report import Report
 from ucp.version import VERSION
 
 _SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Final
 
 from ucp.checks.renderings import counted
-from ucp.checks.report import Report
+from ucp.checks.verify_report import Report
 
 _SHOWN: Final = 50  # findings of one check that are spelled out; JSON has them all
 

@@ -1,29 +1,47 @@
-"""The manifest `ucp.json`: its schema, version and checksum."""
+"""The manifest `ucp.json`: its schema, version and checksum.
+
+Virtual atoms: the manifest's tables that say where in the source files each atom's bytes lie.
+
+Extras in a folder of atoms: one JSON file, one safetensors file for the tensors in it, carried files as they are.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
-from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
+from ucp.containers.inert_json import InertEncoder, decode
+from ucp.containers.safetensors_file import read_safetensors
+from ucp.core.box import Box
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment
+from ucp.core.dtypes import BY_NAME
+from ucp.core.mesh import Rank
+from ucp.core.region import Region
+from ucp.core.target import Literal, OutputFile
+from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
+from ucp.formats.output_files import copied_file, safetensors_file
+from ucp.storage.paths import RemotePath
 
 MANIFEST: Final = "ucp.json"
 FORMAT: Final = "ucp-atoms"
 VERSION: Final = 2  # the newest that is understood; see docs/atom-format.md for what a reader may rely on
-WHOLE: Final = 1  # all states are of one step
-SPREAD: Final = 2  # `steps` names parameters of other steps: older readers must not take them for one state
+VERSION_ONE_STEP: Final = 1  # all states are of one step
+VERSION_MANY_STEPS: Final = 2  # `steps` names parameters of other steps: older readers must not take them for one state
 
 
-def dump(manifest: dict[str, Any]) -> bytes:
+def dump_manifest(manifest: dict[str, Any]) -> bytes:
     """The manifest's bytes, sealed with a checksum over everything else in it."""
     body = _canonical(manifest)
-    return lines_of({**manifest, "checksum": xxhash.xxh3_128_hexdigest(body)})
+    return readable_json({**manifest, "checksum": xxhash.xxh3_128_hexdigest(body)})
 
 
-def lines_of(tree: dict[str, Any]) -> bytes:
+def readable_json(tree: dict[str, Any]) -> bytes:
     """JSON for people and for `diff`: a line a key, and a line an entry of what a key holds. `indent` is far slower."""
     return (
         "{\n" + ",\n".join(f"{json.dumps(key)}: {_entries(value)}" for key, value in tree.items()) + "\n}\n"
@@ -38,7 +56,7 @@ def _entries(value: Any) -> str:
     return json.dumps(value)
 
 
-def load(folder: Path) -> dict[str, Any]:
+def load_manifest(folder: Path) -> dict[str, Any]:
     """Read and check the manifest of a folder of atoms."""
     path = folder / MANIFEST
     try:
@@ -65,3 +83,215 @@ def load(folder: Path) -> dict[str, Any]:
 
 def _canonical(manifest: dict[str, Any]) -> bytes:
     return json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+class LinkTableWriter:
+    """Collects files, regions and ranks once each, so that a fragment is a short row of numbers."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source = source
+        self._files: dict[str, int] = {}
+        self._regions: dict[Region, int] = {}
+        self._ranks: dict[Rank, int] = {}
+        self._seen: dict[tuple[int, int, int], tuple[int, tuple[Box, ...]]] = {}  # by identity of the boxes, kept here
+
+    def state(self, atom: Atom) -> dict[str, Any]:
+        """The manifest entry of one virtual atom."""
+        entry: dict[str, Any] = {
+            "dtype": atom.dtype.name,
+            "shape": list(atom.shape),
+            "fragments": [self._row(fragment) for fragment in atom.fragments],
+        }
+        if atom.replicas:
+            entry["replicas"] = [[self._row(fragment) for fragment in cover] for cover in atom.replicas]
+        if atom.combine != "copy":
+            entry["combine"] = atom.combine
+        return entry
+
+    def _row(self, fragment: Fragment) -> list[Any]:
+        region, file, offset, dtype, rank, strides, inline, scale = fragment
+        files, ranks = self._files, self._ranks
+        row: list[Any] = [
+            self._number(region),
+            files.setdefault(file, len(files)),
+            offset,
+            dtype.name,
+            ranks.setdefault(rank, len(ranks)),
+        ]
+        if strides is None and inline is None and scale == 1.0:
+            return row
+        more: dict[str, Any] = {}
+        if strides is not None:
+            more["strides"] = list(strides)
+        if inline is not None:
+            more["inline"] = base64.b64encode(inline).decode()
+        if scale != 1.0:
+            more["scale"] = scale
+        return [*row, more]
+
+    def _number(self, region: Region) -> int:
+        """A region's place in the table. States of a parameter share their boxes: to hash those once is enough."""
+        boxes, start, stop = region
+        key = id(boxes), start, stop
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = self._regions.setdefault(region, len(self._regions)), boxes
+        return seen[0]
+
+    def tables(self) -> dict[str, Any]:
+        """The `links` object of the manifest; call it after every `state`."""
+        return {
+            "root": str(self.source.root.resolve()),
+            "files": [_identity(self.source.root, file) for file in self._files],
+            "regions": [
+                [[[list(box.start), list(box.shape)] for box in region.boxes], region.start, region.stop]
+                for region in self._regions
+            ],
+            "ranks": [[rank.pp, rank.tp, rank.dp, rank.ep] for rank in self._ranks],
+        }
+
+
+def _identity(root: Path, file: str) -> list[Any]:
+    """Path, size in bytes and modification time in nanoseconds: how a changed source is noticed."""
+    if not file:
+        return ["", 0, 0]  # scalars that live in the manifest itself
+    try:
+        status = os.stat(root / file)
+    except OSError as error:
+        raise StorageError(f"{root / file}: {error.strerror}") from error
+    return [file, status.st_size, status.st_mtime_ns]
+
+
+class LinkTableReader:
+    """The reading side: rows of numbers back to fragments, with absolute paths."""
+
+    def __init__(self, tables: dict[str, Any], manifest: Path) -> None:
+        if isinstance(manifest, RemotePath):
+            raise UnsafeError(
+                f"{manifest}: points at files elsewhere, which nothing in an object store may",
+                hint="make real atoms, without --link",
+            )
+        self.root = Path(tables["root"])
+        self._manifest = manifest
+        self._files = [str(self.root / file) if file else "" for file, _, _ in tables["files"]]
+        self._identities = [identity for identity in tables["files"] if identity[0]]
+        self._ranks = [Rank(*rank) for rank in tables["ranks"]]
+        self._regions = [
+            Region(tuple(Box(tuple(a), tuple(n)) for a, n in boxes), start, stop)
+            for boxes, start, stop in tables["regions"]
+        ]
+
+    def check_unchanged(self) -> None:
+        """Virtual atoms are only as good as the files they point at."""
+        for identity in self._identities:
+            file, size, time = identity
+            try:
+                now = _identity(self.root, file)
+            except StorageError as error:
+                raise IntegrityError(
+                    f"{self._manifest}: points at {error}", hint="restore the source, or convert it again"
+                ) from None
+            if now != [file, size, time]:
+                sizes = f"{size:,} bytes then, {now[1]:,} now"
+                raise IntegrityError(
+                    f"{self.root / file}: changed since {self._manifest} was made to point at it"
+                    f" ({sizes if now[1] != size else 'written again since, in the same size'})",
+                    hint="make the virtual atoms again with `ucp convert --link`, or real ones without it",
+                )
+
+    def atom(self, name: str, kind: str, entry: dict[str, Any]) -> Atom:
+        """The atom that `LinkTables.state` described."""
+        return Atom(
+            name,
+            kind,
+            tuple(entry["shape"]),
+            BY_NAME[entry["dtype"]],
+            self._fragments(entry["fragments"]),
+            tuple(self._fragments(cover) for cover in entry.get("replicas", ())),
+            entry.get("combine", "copy"),
+        )
+
+    def _fragments(self, rows: Sequence[Sequence[Any]]) -> tuple[Fragment, ...]:
+        return tuple(self._fragment(*row) for row in rows)
+
+    def _fragment(
+        self, region: int, file: int, offset: int, dtype: str, rank: int, more: dict[str, Any] | None = None
+    ) -> Fragment:
+        more = more or {}
+        strides, inline = more.get("strides"), more.get("inline")
+        return Fragment(
+            self._regions[region],
+            self._files[file],
+            offset,
+            BY_NAME[dtype],
+            self._ranks[rank],
+            None if strides is None else tuple(strides),
+            None if inline is None else base64.b64decode(inline),
+            more.get("scale", 1.0),
+        )
+
+
+TREES: Final = "extras/extras.json"
+_RESTORE: Final = "convert again, or restore the file"
+TENSORS: Final = "extras/tensors.safetensors"
+CARRIED: Final = "extras/files"
+
+
+def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
+    """The output files that hold a checkpoint's extras."""
+    encoder = InertEncoder()
+    encoded: dict[int, Any] = {}  # ranks may have one tree together
+    for tree in source.extras.trees.values():
+        if id(tree) not in encoded:
+            encoded[id(tree)] = encoder.encode(tree)
+    data = readable_json(_share({file: encoded[id(tree)] for file, tree in source.extras.trees.items()}))
+    yield OutputFile(TREES, len(data), (Literal(0, data),))
+    if encoder.tensors:
+        yield safetensors_file(TENSORS, list(encoder.tensors.items()), {})
+    for name in source.extras.files:
+        yield copied_file(source, name, f"{CARRIED}/{name}")
+
+
+def read_extras(folder: Path, carried: list[str]) -> Extras:
+    """What `plan_extras` wrote."""
+    path = folder / TREES
+    try:
+        shared = json.loads(path.read_bytes())
+        trees = {
+            file: {**shared["common"][own["common"]], **own["own"]} if "common" in own else own["own"]
+            for file, own in shared["files"].items()
+        }
+    except OSError as error:
+        failure = IntegrityError if isinstance(error, FileNotFoundError) else StorageError
+        raise failure(f"{path}: cannot be read: {error.strerror}", hint=_RESTORE) from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # (The repr of a UnicodeDecodeError holds the whole file.)
+        raise IntegrityError(f"{path}: cannot be read: {type(error).__name__}: {error}", hint=_RESTORE) from None
+    tensors: dict[str, Atom] = {}
+    if (folder / TENSORS).exists():
+        for key, entry in read_safetensors(folder / TENSORS).entries.items():
+            fragment = Fragment(Region.all_of(entry.shape), TENSORS, entry.start, entry.dtype)
+            tensors[key] = Atom(key, "extra", entry.shape, entry.dtype, (fragment,))
+    return Extras(
+        {file: decode(tree, tensors) for file, tree in trees.items()}, {name: f"{CARRIED}/{name}" for name in carried}
+    )
+
+
+def _share(trees: dict[str, Any]) -> dict[str, Any]:
+    """Rank files repeat each other: what all dictionaries with the same keys agree on is written once, as `common`."""
+    families: dict[tuple[str, ...], list[str]] = {}
+    for file, tree in trees.items():
+        if isinstance(tree, dict) and not any(key.startswith("$") for key in tree):
+            families.setdefault(tuple(tree), []).append(file)
+    common: list[dict[str, Any]] = []
+    files: dict[str, Any] = {file: {"own": tree} for file, tree in trees.items()}
+    for keys, members in families.items():
+        if len(members) < 2:
+            continue
+        first = trees[members[0]]
+        same = [key for key in keys if all(trees[file][key] == first[key] for file in members[1:])]
+        common.append({key: first[key] for key in same})
+        for file in members:
+            own = {key: value for key, value in trees[file].items() if key not in same}
+            files[file] = {"common": len(common) - 1, "own": own}
+    return {"version": 1, "common": common, "files": files}

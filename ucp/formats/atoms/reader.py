@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ucp.containers.inert_json import decode
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
+from ucp.core.dtypes import BY_NAME
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.core.rules import rule_from_json
 from ucp.errors import IntegrityError
 from ucp.formats.atoms import manifest as manifests
-from ucp.formats.atoms.extras import read_extras
-from ucp.formats.atoms.links import Links
-from ucp.formats.inert_json import decode
+from ucp.formats.atoms.manifest import LinkTableReader, read_extras
 from ucp.formats.registry import ReadOptions
-from ucp.model.checkpoint import Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
-from ucp.model.dtypes import BY_NAME
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
-from ucp.model.rule_json import rule_from_json
 
 
 def recognises(path: Path) -> bool:
@@ -26,7 +25,7 @@ def recognises(path: Path) -> bool:
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index a folder of atoms. Rules and tags do not apply: atoms are whole."""
     del options
-    content = manifests.load(path)
+    content = manifests.load_manifest(path)
     try:
         return _checkpoint(path, content)
     except (KeyError, TypeError, ValueError) as error:
@@ -36,7 +35,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
-    links = Links(content["links"], folder / manifests.MANIFEST) if "links" in content else None
+    links = LinkTableReader(content["links"], folder / manifests.MANIFEST) if "links" in content else None
     if links is not None:
         links.check_unchanged()
     parameters = {entry["name"]: _parameter(entry, links) for entry in content["parameters"]}
@@ -58,7 +57,7 @@ def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
     )
 
 
-def _parameter(entry: dict[str, Any], links: Links | None) -> Parameter:
+def _parameter(entry: dict[str, Any], links: LinkTableReader | None) -> Parameter:
     name = entry["name"]
     return Parameter(
         name=name,

@@ -1,21 +1,30 @@
-"""Writing atoms: the files with holes, and the manifest that is written last."""
+"""Writing atoms: the files with holes, and the manifest that is written last.
+
+Parameter names as file names: readable for ordinary names, safe for hostile ones, reversible for all.
+
+Letters, digits, `_`, `-` and `.` stand for themselves; every other UTF-8 byte is written `%XX`, and a leading dot too.
+Names that differ only in case have their capitals written `%XX` too, so that they stay apart on file systems that
+ignore case. A name too long for one file name is cut into folders that end in `~`.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
-from ucp import tunables
-from ucp.errors import NotUnderstoodError
-from ucp.formats.atoms import extras, manifest
-from ucp.formats.atoms.links import LinkTables
-from ucp.formats.atoms.paths import file_names
-from ucp.formats.inert_json import Encoder
-from ucp.formats.outputs import safetensors_file
+from ucp import settings
+from ucp.containers.inert_json import InertEncoder
+from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
+from ucp.core.rules import rule_to_json
+from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.errors import NotUnderstoodError, UsageError
+from ucp.formats.atoms import manifest
+from ucp.formats.atoms.manifest import LinkTableWriter
+from ucp.formats.output_files import safetensors_file
 from ucp.formats.registry import WriteOptions
-from ucp.model.checkpoint import Atom, Checkpoint, Note, Parameter
-from ucp.model.rule_json import rule_to_json
-from ucp.model.target import Digests, Literal, OutputFile, Target
 from ucp.version import VERSION
 
 FOLDER = "atoms"
@@ -34,22 +43,22 @@ class Writer:
     def target(self) -> Target:
         """Every file but the manifest."""
         atoms = [] if self.link else [self._atom_file(parameter) for parameter in self.source.parameters.values()]
-        return Target((*atoms, *extras.plan_extras(self.source)))
+        return Target((*atoms, *manifest.plan_extras(self.source)))
 
     def last(self, target: Target, digests: Digests) -> OutputFile:
         """The manifest, sealed over the digests of everything that was written."""
-        data = manifest.dump(self._content(target, digests))
+        data = manifest.dump_manifest(self._content(target, digests))
         return OutputFile(manifest.MANIFEST, len(data), (Literal(0, data),))
 
     def _atom_file(self, parameter: Parameter) -> OutputFile:
         metadata = {
             "ucp.format": manifest.FORMAT,
-            "ucp.version": str(manifest.WHOLE),
+            "ucp.version": str(manifest.VERSION_ONE_STEP),
             "ucp.name": parameter.name,
             "ucp.partition": json.dumps(self._partition(parameter)),
         }
         path = f"{FOLDER}/{self._names[parameter.name]}"
-        return safetensors_file(path, _ordered(parameter), metadata, tunables.DATA_ALIGNMENT)
+        return safetensors_file(path, _ordered(parameter), metadata, settings.DATA_ALIGNMENT)
 
     def _partition(self, parameter: Parameter) -> dict[str, Any]:
         """How the source cut this parameter: enough to cut it the same way again."""
@@ -67,8 +76,8 @@ class Writer:
 
     def _content(self, target: Target, digests: Digests) -> dict[str, Any]:
         source = self.source
-        hyper = Encoder()
-        tables = LinkTables(source) if self.link else None
+        hyper = InertEncoder()
+        tables = LinkTableWriter(source) if self.link else None
         offsets = {(hole.atom.name, hole.atom.kind): hole.offset for file in target.files for hole in file.holes}
         parameters = []
         for parameter in source.parameters.values():
@@ -93,7 +102,7 @@ class Writer:
             parameters.append(entry)
         content: dict[str, Any] = {
             "format": manifest.FORMAT,
-            "version": manifest.SPREAD if source.steps else manifest.WHOLE,
+            "version": manifest.VERSION_MANY_STEPS if source.steps else manifest.VERSION_ONE_STEP,
             "made_by": f"ucp {VERSION}",
             "source": {
                 "format": source.format,
@@ -129,3 +138,48 @@ def _ordered(parameter: Parameter) -> list[tuple[str, Atom]]:
                 hint="leave it out with --exclude, or save it in another dtype",
             )
     return sorted(parameter.atoms.items(), key=lambda item: (not item[1].shape, -item[1].dtype.itemsize))
+
+
+SUFFIX = ".safetensors"
+
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+_CAPITALS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_RESERVED = frozenset(
+    ("con", "prn", "aux", "nul", *(f"com{i}" for i in range(1, 10)), *(f"lpt{i}" for i in range(1, 10)))
+)
+_MORE = "~"
+_EMPTY = "%"  # a parameter without a name
+_MAX_ESCAPED_BYTES = 3000  # leaves room for the target folder below the usual limit of 4,096 for a path
+
+
+def file_names(names: Iterable[str]) -> dict[str, str]:
+    """Parameter name → path of its file, relative to the atoms folder. Deterministic, and free of collisions."""
+    listed = list(names)
+    folded = Counter(name.casefold() for name in listed)
+    return {name: _path(name, spell_capitals=folded[name.casefold()] > 1) for name in listed}
+
+
+def name_of(path: str) -> str:
+    """The parameter name that a path of `file_names` stands for."""
+    escaped = path.removesuffix(SUFFIX).replace(f"{_MORE}/", "")
+    if escaped == _EMPTY:
+        return ""
+    return unquote_to_bytes(escaped).decode("utf-8", "surrogatepass")
+
+
+def _path(name: str, *, spell_capitals: bool) -> str:
+    escaped = _escape(name, spell_capitals=spell_capitals)
+    if len(escaped) > _MAX_ESCAPED_BYTES:
+        raise UsageError(f"parameter name of {len(name)} characters is too long for a path: {name[:80]}…")
+    limit = settings.NAME_BYTES
+    chunks = [escaped[i : i + limit] for i in range(0, len(escaped), limit)] or [""]
+    return f"{_MORE}/".join(chunks) + SUFFIX
+
+
+def _escape(name: str, *, spell_capitals: bool) -> str:
+    plain = _PLAIN - _CAPITALS if spell_capitals else _PLAIN
+    data = name.encode("utf-8", "surrogatepass")
+    text = "".join(chr(byte) if byte in plain else f"%{byte:02X}" for byte in data)
+    if text and (text.startswith(".") or text.split(".", 1)[0].lower() in _RESERVED):
+        text = f"%{data[0]:02X}{text[1:]}"
+    return text or _EMPTY

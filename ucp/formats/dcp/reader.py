@@ -1,40 +1,83 @@
-"""Reading torch.distributed.checkpoint folders: the metadata is the index, archives are opened when needed."""
+"""Reading torch.distributed.checkpoint folders: the metadata is the index, archives are opened when needed.
+
+From sorted keys to the checkpoint index: parameters with their states, groups, extras.
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ucp.errors import NotUnderstoodError
-from ucp.formats.dcp import safetensors_folder
-from ucp.formats.dcp.assemble import assemble
-from ucp.formats.dcp.places import Place, find, must_find, neighbours
-from ucp.formats.dcp.style import DETAIL
-from ucp.formats.dcp.whole_files import read_whole
-from ucp.formats.distcp_index import Folder, TensorEntry, read_folder
+from ucp.containers.distcp import (
+    METADATA,
+    DcpEntry,
+    DcpFolder,
+    DcpObject,
+    DcpTensor,
+    ObjectArchives,
+    TensorArchives,
+    read_dcp_folder,
+)
+from ucp.core.checkpoint import STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
+from ucp.core.dtypes import BOOL, FLOAT64, INT64
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
+from ucp.errors import InconsistentError, NotUnderstoodError
+from ucp.formats.dcp import safetensors_shards
+from ucp.formats.dcp.folder import DcpLocation, find_location, require_location, sidecar_files
+from ucp.formats.dcp.full_state_dict import (
+    FullStateDict,
+    FullStateDictObjects,
+    FullStateDictTensors,
+    read_full_state_dict,
+)
+from ucp.formats.dcp.model_keys import (
+    ModelKeys,
+    find_copies,
+    find_models,
+    find_roles,
+    find_ties,
+    match_numbers,
+    names_in_groups,
+)
+from ucp.formats.dcp.optimizer_keys import (
+    LIKE_WEIGHT,
+    DcpParamGroup,
+    EntryValues,
+    OptimizerKeys,
+    find_optimizers,
+    join_path,
+    read_groups,
+    strip_wrappers,
+    without_gradients,
+)
+from ucp.formats.dcp.state_dict_layout import STYLE_DETAIL, PrivateKeys, StateDictSection, nest, take_private_keys
 from ucp.formats.registry import ReadOptions
-from ucp.model.checkpoint import Checkpoint, Extras, Note
-from ucp.model.layout import Mesh
+from ucp.storage.local import SourceFiles
 
 
 def recognises(path: Path) -> bool:
     """A folder with `.metadata` (or data files without it), Accelerate's pair of such or of whole files, a folder of
     steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
     try:
-        return find(path, None) is not None or safetensors_folder.recognises(path)
+        return find_location(path, None) is not None or safetensors_shards.recognises(path)
     except NotUnderstoodError:
         return True  # `read` says what is wrong with it
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint. Rules do not apply: chunks say where they belong."""
-    if find(path, options.tag) is None and safetensors_folder.recognises(path / (options.tag or "")):
-        return safetensors_folder.read(path / (options.tag or ""))
-    place = must_find(path, options.tag)
-    whole = read_whole(place.root, dict(place.whole)) if place.whole else None
-    folders = [read_folder(place.root, name) for name in place.folders] if whole is None else [whole.folder]
+    if find_location(path, options.tag) is None and safetensors_shards.recognises(path / (options.tag or "")):
+        return safetensors_shards.read(path / (options.tag or ""))
+    place = require_location(path, options.tag)
+    whole = read_full_state_dict(place.root, dict(place.whole)) if place.whole else None
+    folders = [read_dcp_folder(place.root, name) for name in place.folders] if whole is None else [whole.folder]
     contents = assemble(place.root, folders, whole)
     sizes = {file: size for folder in folders for file, size in folder.files.items()}
-    carried, skipped = neighbours(place, set(sizes))
+    carried, skipped = sidecar_files(place, set(sizes))
     notes = contents.notes
     if place.root != path and not place.alone:
         notes.append(Note("step-folder", f"{place.root.name} is read, the newest complete save in {path}"))
@@ -53,23 +96,23 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         extras=Extras(contents.trees, {name: name for name in carried}),
         notes=notes,
         sizes={**sizes, **carried},
-        details={DETAIL: contents.style},
+        details={STYLE_DETAIL: contents.style},
     )
 
 
-def _mesh(folders: list[Folder]) -> Mesh:
+def _mesh(folders: list[DcpFolder]) -> Mesh:
     """Only the number of writing ranks is known: how they were arranged is not in the files."""
     ranks = {
         item.rank
         for folder in folders
         for entry in folder.entries.values()
-        for item in (entry.chunks.values() if isinstance(entry, TensorEntry) else entry.items)
+        for item in (entry.chunks.values() if isinstance(entry, DcpTensor) else entry.items)
     }
     cut = any(entry.pieces > 1 for folder in folders for entry in folder.tensors() if not entry.copies)
     return Mesh(dp=max(ranks, default=0) + 1, zero=3 if cut else 0)
 
 
-def _framework(place: Place, folders: list[Folder]) -> str:
+def _framework(place: DcpLocation, folders: list[DcpFolder]) -> str:
     if place.alone:
         return "torch.save"
     if place.folders != ("",) or place.whole:
@@ -78,3 +121,281 @@ def _framework(place: Place, folders: list[Folder]) -> str:
     if "train_state.step" in keys or any(key.startswith("dataloader.dp_rank_") for key in keys):
         return "torch.distributed.checkpoint (torchtitan)"
     return "torch.distributed.checkpoint"
+
+
+@dataclass(slots=True)
+class DcpContents:
+    """What the folders of a checkpoint hold, ready for the index."""
+
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    groups: list[ParamGroup] = field(default_factory=list)
+    trees: dict[str, Any] = field(default_factory=dict)  # extras by the name of the metadata file
+    notes: list[Note] = field(default_factory=list)
+    step: int | None = None
+    style: dict[str, Any] = field(default_factory=dict)  # how keys were built, so that a writer can do the same
+
+
+def assemble(root: Path, folders: list[DcpFolder], whole: FullStateDict | None = None) -> DcpContents:
+    """Index the folders as one checkpoint (Accelerate keeps model and optimizer in a folder each).
+
+    `whole` is where the entries are from that lie in no archives of their own.
+    """
+    with SourceFiles(root) as files:
+        archives = TensorArchives(root) if whole is None else FullStateDictTensors(root, whole)
+        objects = ObjectArchives(files) if whole is None else FullStateDictObjects(files, whole)
+        return _DcpIndexBuilder(root, files, folders, EntryValues(archives, files, objects)).contents
+
+
+class _DcpIndexBuilder:
+    def __init__(self, root: Path, files: SourceFiles, folders: list[DcpFolder], values: EntryValues) -> None:
+        self.root = root
+        self.files = files
+        self.archives = values.archives
+        self.values = values
+        self.contents = DcpContents()
+        self.facts = PrivateKeys()
+        self.left: dict[str, list[DcpEntry]] = {folder.name: [] for folder in folders}
+        optimizers: list[tuple[OptimizerKeys, list[DcpParamGroup], DcpFolder]] = []
+        for folder in folders:
+            found, left = find_optimizers(folder)
+            facts, self.left[folder.name] = take_private_keys(left, self.values.objects.value)
+            self.facts = facts if facts.buffers or facts.step is not None else self.facts
+            optimizers.extend((optimizer, read_groups(optimizer, self.values), folder) for optimizer in found)
+        every = [optimizer for optimizer, _, _ in optimizers]
+        models: list[tuple[ModelKeys, DcpFolder]] = []
+        for folder in folders:
+            found_models, self.left[folder.name] = find_models(folder, self.left[folder.name], every)
+            models.extend((model, folder) for model in found_models)
+        self._index(models, optimizers)
+        self._style(models, optimizers)
+        self._extras()
+
+    # model ------------------------------------------------------------------------------------------------------
+
+    def _index(
+        self,
+        models: list[tuple[ModelKeys, DcpFolder]],
+        optimizers: list[tuple[OptimizerKeys, list[DcpParamGroup], DcpFolder]],
+    ) -> None:
+        several = len(models) > 1
+        self.contents.notes.extend(note for model, _ in models if (note := model.note()) is not None)
+        names_of: list[tuple[ModelKeys, dict[str, str]]] = []  # what its optimizer may call a tensor → our name
+        tensors: dict[str, DcpTensor] = {}
+        for model, _ in models:
+            names = self._plain_names(model, [o for o, _, _ in optimizers])
+            if several:
+                prefix = join_path(model.prefix)
+                names = {theirs: f"{prefix}.{ours}" if prefix else ours for theirs, ours in names.items()}
+            names_of.append((model, names))
+            for theirs, entry in model.tensors.items():
+                tensors[names[theirs]] = entry
+        trained: set[str] = set()
+        owned: list[tuple[OptimizerKeys, list[DcpParamGroup], Mapping[str, str]]] = []
+        for optimizer, groups, _ in optimizers:
+            translate = self._translate(optimizer, groups, names_of, tensors)
+            if translate is None:
+                continue
+            owned.append((optimizer, groups, translate))
+            trained.update(translate.values())
+        idle = [known[name] for optimizer, groups, known in owned for name in without_gradients(optimizer, groups)]
+        trained.difference_update(idle)
+        roles = find_roles(tensors, trained, has_optimizer=bool(owned))
+        roles.update((name, "frozen") for name in idle if name in roles)
+        roles.update((name, "buffer") for name in self.facts.buffers if name in roles and name not in trained)
+        ties = find_ties(self.archives, self.files, tensors, trained, roles) if owned else {}
+        parameters = self.contents.parameters
+        for name, entry in tensors.items():
+            if name not in ties:
+                atom = self.archives.atom(entry, name, WEIGHT)
+                parameters[name] = Parameter(name, entry.shape, roles[name], {WEIGHT: atom})
+        for alias, owner in ties.items():
+            parameter = parameters[owner]
+            parameter.aliases = (*parameter.aliases, alias)
+            weight, copy = parameter.atoms[WEIGHT], self.archives.atom(tensors[alias], owner, WEIGHT)
+            parameter.atoms[WEIGHT] = Atom(
+                owner, WEIGHT, weight.shape, weight.dtype, weight.fragments, (*weight.replicas, copy.fragments)
+            )
+        for optimizer, groups, known in owned:
+            self._states(optimizer, known)
+            self._groups(groups, known)
+        if idle:
+            shown = ", ".join([*idle[:3], *(["…"] if len(idle) > 3 else [])])
+            text = f"{len(idle)} of the optimizer's parameters have no state, and are taken as frozen: {shown}"
+            self._note("idle-parameters", text)
+
+    def _plain_names(self, model: ModelKeys, optimizers: list[OptimizerKeys]) -> dict[str, str]:
+        """Stored name → parameter name: without what wrappers of the module added."""
+        plain = {name: strip_wrappers(name) for name in model.tensors}
+        theirs = {name for optimizer in optimizers if not optimizer.by_number for name in optimizer.states}
+        if all(name.startswith("module.") for name in plain.values()) and not any(
+            name.startswith("module.") for name in theirs
+        ):
+            plain = {name: ours.removeprefix("module.") for name, ours in plain.items()}
+        if len(set(plain.values())) != len(plain):
+            return {name: name for name in plain}
+        changed = next((name for name, ours in plain.items() if name != ours), None)
+        if changed is not None:
+            self._note("wrapper-names", f"wrappers were removed from parameter names: {changed} is {plain[changed]}")
+        return plain
+
+    # optimizer --------------------------------------------------------------------------------------------------
+
+    def _translate(
+        self,
+        optimizer: OptimizerKeys,
+        groups: list[DcpParamGroup],
+        names_of: list[tuple[ModelKeys, dict[str, str]]],
+        tensors: Mapping[str, DcpTensor],
+    ) -> dict[str, str] | None:
+        """What this optimizer calls a parameter → our name; None, and its states are extras, where that is unknown."""
+        used = list(dict.fromkeys([*optimizer.listed, *optimizer.states]))
+        own = [names for model, names in names_of if any(one is optimizer for one in model.optimizers)]
+        if optimizer.by_number:
+            names = own[0] if own else {name: name for name in tensors}
+            return self._by_number(optimizer, groups, {name: tensors[name] for name in names.values()}, names)
+        best: dict[str, str] = {}
+        for names in own or [names for _, names in names_of]:
+            ours = {name: name for name in names.values()}
+            ours = {**{strip_wrappers(theirs): name for theirs, name in names.items()}, **ours}
+            known = {name: ours[strip_wrappers(name)] for name in used if strip_wrappers(name) in ours}
+            best = known if len(known) > len(best) else best
+        # An optimizer that was saved without its model still has names and shapes of its own.
+        return {name: best.get(name, strip_wrappers(name)) for name in used}
+
+    def _by_number(
+        self,
+        optimizer: OptimizerKeys,
+        groups: list[DcpParamGroup],
+        tensors: Mapping[str, DcpTensor],
+        names: Mapping[str, str],
+    ) -> dict[str, str] | None:
+        ours = {strip_wrappers(theirs): name for theirs, name in names.items()}
+        told = {number: ours.get(name, name) for number, name in names_in_groups(groups).items()}
+        if told.keys() >= {*optimizer.listed, *optimizer.states} and tensors.keys() >= set(told.values()):
+            return told
+        found = match_numbers(optimizer, groups, tensors)
+        if found is None:  # the optimizer knows a tied weight once, the model by all its names
+            copies = find_copies(self.archives, self.files, tensors)
+            once = {name: entry for name, entry in tensors.items() if name not in copies}
+            found = match_numbers(optimizer, groups, once) if copies else None
+        if found is not None:
+            self._note(
+                "states-by-order",
+                "the optimizer numbers its parameters: they were matched to names by order and shapes",
+            )
+            return found
+        count = len(set(optimizer.listed) | optimizer.states.keys())
+        self._note(
+            "states-unnamed",
+            f"the optimizer numbers its {count} parameters, in an unknown order: its states are extras",
+        )
+        name = next(iter(self.left))
+        tables = (*optimizer.states.values(), *optimizer.fields.values())
+        self.left[name].extend(entry for table in tables for entry in table.values())
+        self.left[name].extend([optimizer.whole] if optimizer.whole is not None else [])
+        return None
+
+    def _states(self, optimizer: OptimizerKeys, translate: Mapping[str, str]) -> None:
+        for theirs, states in optimizer.states.items():
+            name = translate[theirs]
+            for kind, entry in states.items():
+                atom = self._state_atom(name, kind, entry)
+                if atom is None:
+                    self.values.unread.append(entry)
+                    continue
+                parameter = self.contents.parameters.get(name)
+                if parameter is None:
+                    shape = next((e.shape for e in states.values() if isinstance(e, DcpTensor) and e.shape), ())
+                    parameter = self.contents.parameters[name] = Parameter(name, shape)
+                elif atom.shape != parameter.shape and (kind in LIKE_WEIGHT or atom.numel == parameter.numel > 1):
+                    raise InconsistentError(
+                        f"{self.root}: {entry.key} has the shape {list(atom.shape)},"
+                        f" its parameter {list(parameter.shape)}",
+                        hint="the folder mixes files of two models; restore those of one save",
+                    )
+                parameter.atoms[kind] = atom
+                if kind == STEP and self.contents.step is None:
+                    value = self.values.plain(entry)
+                    self.contents.step = int(value) if isinstance(value, (int, float)) and value >= 0 else None
+
+    def _state_atom(self, name: str, kind: str, entry: DcpEntry) -> Atom | None:
+        if isinstance(entry, DcpTensor):
+            return self.archives.atom(entry, name, kind)
+        value = self.values.objects.value(entry)
+        if isinstance(value, bool):
+            dtype, data = BOOL, struct.pack("<?", value)
+        elif isinstance(value, int) and -(2**63) <= value < 2**63:
+            dtype, data = INT64, struct.pack("<q", value)
+        elif isinstance(value, float):
+            dtype, data = FLOAT64, struct.pack("<d", value)
+        else:
+            return None
+        rank = Rank(dp=entry.items[0].rank)
+        fragment = Fragment(Region.all_of(()), entry.items[0].file, 0, dtype, rank, inline=data)
+        return Atom(name, kind, (), dtype, (fragment,))
+
+    def _groups(self, groups: list[DcpParamGroup], translate: Mapping[str, str]) -> None:
+        for group in groups:
+            number = len(self.contents.groups)
+            names = [translate[name] for name in group.names if translate[name] in self.contents.parameters]
+            for name in names:
+                self.contents.parameters[name].group = number
+            self.contents.groups.append(ParamGroup(group.hyper, names))
+
+    # the rest -----------------------------------------------------------------------------------------------------
+
+    def _style(
+        self,
+        models: list[tuple[ModelKeys, DcpFolder]],
+        optimizers: list[tuple[OptimizerKeys, list[DcpParamGroup], DcpFolder]],
+    ) -> None:
+        style = self.contents.style
+        if len(models) == 1:
+            model, folder = models[0]
+            style["model"] = StateDictSection(folder.name, model.prefix).to_json()
+        if len(optimizers) == 1:
+            optimizer, _, folder = optimizers[0]
+            style["optimizer"] = {
+                **StateDictSection(folder.name, optimizer.prefix).to_json(),
+                "flattened": optimizer.flattened,
+            }
+
+    def _extras(self) -> None:
+        for entry in self.values.unread:
+            self._note(
+                "state-kept-as-extra", f"{entry.key} is neither a tensor nor a number: it is carried as an extra"
+            )
+        self.left[next(iter(self.left))].extend(self.values.unread)
+        for folder, entries in self.left.items():
+            if entries:
+                held = {entry.path: self._extra(folder, entry) for entry in entries}
+                self.contents.trees[folder + METADATA] = nest(held)
+        large = sum(e.nbytes for entries in self.left.values() for e in entries if isinstance(e, DcpTensor))
+        if large > 1 << 20:
+            self._note(
+                "tensors-in-extras", f"tensors of {large:,} bytes belong to no model here: they are carried as extras"
+            )
+        if self.facts.step is not None:
+            self.contents.step = self.facts.step
+        elif self.contents.step is None:
+            self.contents.step = _counted_step(self.contents.trees)
+
+    def _extra(self, folder: str, entry: DcpEntry) -> Any:
+        if isinstance(entry, DcpObject):
+            return self.values.objects.value(entry)
+        return self.archives.atom(entry, folder + entry.key, "extra")
+
+    def _note(self, name: str, text: str) -> None:
+        self.contents.notes.append(Note(name, text))
+
+
+def _counted_step(trees: Mapping[str, Any]) -> int | None:
+    """The step that the user's own counters say, for optimizers that keep none."""
+    for tree in trees.values():
+        for path in (("train_state", "step"), ("step",), ("global_step",), ("iteration",)):
+            value: Any = tree
+            for part in path:
+                value = value.get(part) if isinstance(value, dict) else None
+            if type(value) is int and value >= 0:
+                return value
+    return None

@@ -1,20 +1,36 @@
-"""Writing a folder that `dcp.load` reads on any mesh: data files cut by rows, and the metadata, last."""
+"""Writing a folder that `dcp.load` reads on any mesh: data files cut by rows, and the metadata, last.
+
+What a state dict to write holds: model, optimizer and extras, each value at its path.
+
+What torch's own optimizers keep in their parameter groups: a loading job asks for every field of its optimizer.
+
+Data files to write: tensors cut by rows, each chunk an archive.
+
+How tensors are cut over data files: rows, evenly, as FSDP2 cuts them over ranks.
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any, Final
 
+from ucp.containers.distcp import METADATA, KeyPath
+from ucp.containers.distcp_writer import ArchiveFiles, ArchiveRange, MetadataTree
+from ucp.core.box import Box, Shape, whole
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
+from ucp.core.dtypes import FLOAT32, DType
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import UsageError
-from ucp.formats.dcp.datafiles import DataFiles
-from ucp.formats.dcp.entries import Entries
-from ucp.formats.dcp.style import Style, style_of
-from ucp.formats.distcp_index import METADATA
-from ucp.formats.distcp_metadata import MetadataTree
-from ucp.formats.outputs import carried_file
+from ucp.formats.dcp.optimizer_keys import GROUPS, PARAMS, STATE
+from ucp.formats.dcp.state_dict_layout import StateDictStyle, flatten, private_keys_of, style_of
+from ucp.formats.output_files import copied_file
 from ucp.formats.registry import WriteOptions
-from ucp.model.checkpoint import Atom, Checkpoint, Note
-from ucp.model.layout import Mesh
-from ucp.model.target import Digests, Literal, OutputFile, Target
+from ucp.settings import KIB, MIB
 
 
 class Writer:
@@ -30,7 +46,9 @@ class Writer:
         self.notes: list[Note] = []
         self.mesh: Mesh | None = None  # the folder loads on any
         self.style = (
-            style_of(options.like.details if options.like is not None else {}) or style_of(source.details) or Style()
+            style_of(options.like.details if options.like is not None else {})
+            or style_of(source.details)
+            or StateDictStyle()
         )
         for name in ("tp", "pp", "ep"):
             if getattr(options, name) not in (None, 1):
@@ -43,12 +61,12 @@ class Writer:
 
     def target(self) -> Target:
         """Every file but the metadata of the last folder."""
-        entries = Entries(self.source, self.style, self.options.dtype)
-        data: dict[str, DataFiles] = {}
+        entries = StateDictEntries(self.source, self.style, self.options.dtype)
+        data: dict[str, RowChunkedFiles] = {}
         trees: dict[str, MetadataTree] = {}
         for entry in entries:
             tree = trees.setdefault(entry.folder, MetadataTree())
-            files = data.setdefault(entry.folder, DataFiles(self._files, f"{entry.folder}data"))
+            files = data.setdefault(entry.folder, RowChunkedFiles(self._files, f"{entry.folder}data"))
             if entry.path in tree:
                 raise UsageError(
                     f"two values would have the key {'.'.join(map(str, entry.path))}",
@@ -65,7 +83,7 @@ class Writer:
             raise UsageError(f"{self.source.root}: there is nothing to write", hint="leave --include and --exclude out")
         *others, self._last = metadata
         taken = {file.path for file in (*outputs, *metadata)}
-        carried = [carried_file(self.source, name, name) for name in self.source.extras.files if name not in taken]
+        carried = [copied_file(self.source, name, name) for name in self.source.extras.files if name not in taken]
         return Target((*outputs, *carried, *others))
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
@@ -87,3 +105,267 @@ class Writer:
 def _literal_file(path: str, tree: MetadataTree) -> OutputFile:
     data = tree.dump(path)
     return OutputFile(path, len(data), (Literal(0, data),))
+
+
+_EXTRAS: Final = "extras"
+_DEEPEST_GROUPS: Final = 3
+_PLAIN: Final = (type(None), bool, int, float, str, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictEntry:
+    """One value of the state dict: an atom, or anything that a pickle can hold."""
+
+    folder: str
+    path: KeyPath
+    value: Any
+
+
+class StateDictEntries:
+    """Makes the entries for a source in a style. Iterate once; `notes` are complete afterwards."""
+
+    def __init__(self, source: Checkpoint, style: StateDictStyle, dtype: DType | None) -> None:
+        self.source = source
+        self.style = style
+        self.dtype = dtype
+        self.notes: list[Note] = []
+
+    def __iter__(self) -> Iterator[StateDictEntry]:
+        yield from self._model()
+        yield from self._states()
+        if self.style.flattened:
+            yield from self._flat_groups()
+        else:
+            yield from self._numbered_groups()
+        yield from self._extras()
+        for path, value in private_keys_of(self.source).items():
+            yield StateDictEntry(self.style.model.folder, path, value)
+
+    # model ------------------------------------------------------------------------------------------------------
+
+    def _model(self) -> Iterator[StateDictEntry]:
+        place = self.style.model
+        for parameter in self.source.parameters.values():
+            atom = self._weight(parameter)
+            if atom is not None:
+                for name in (parameter.name, *parameter.aliases):
+                    yield StateDictEntry(place.folder, (*place.prefix, name), atom)
+
+    def _weight(self, parameter: Parameter) -> Atom | None:
+        """The module's tensor: FSDP2 trains on the master itself, so that is what it should load."""
+        best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
+        if best is None:
+            return None
+        if self.dtype is not None and best.dtype.family == "float" and parameter.role != "buffer":
+            return best if best.dtype == self.dtype else replace(best, kind=WEIGHT, dtype=self.dtype)
+        return best
+
+    # optimizer --------------------------------------------------------------------------------------------------
+
+    def _states(self) -> Iterator[StateDictEntry]:
+        for parameter in self.source.parameters.values():
+            states = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
+            if STEP in states:
+                states[STEP] = _as_step(states[STEP])
+            elif states.keys() & NEEDS_STEP:
+                count = self._steps_of(parameter)
+                if count is None:
+                    self._note("no-step", f"the source does not say how many steps {parameter.name} has taken")
+                else:
+                    data = struct.pack("<f", count)
+                    fragment = Fragment(Region.all_of(()), "", 0, FLOAT32, inline=data)
+                    states[STEP] = Atom(parameter.name, STEP, (), FLOAT32, (fragment,))
+            for kind, atom in states.items():
+                yield self._optimizer_entry((STATE, parameter.name, kind), atom)
+
+    def _steps_of(self, parameter: Parameter) -> int | None:
+        hyper = self.source.groups[parameter.group].hyper if parameter.group is not None else {}
+        told = hyper.get(STEP)
+        return told if type(told) is int else self.source.step
+
+    def _optimizer_entry(self, path: KeyPath, value: Any) -> StateDictEntry:
+        place = self.style.optimizer
+        if self.style.flattened:
+            path = (".".join(map(str, path)),)
+        return StateDictEntry(place.folder, (*place.prefix, *path), value)
+
+    def _numbered_groups(self) -> Iterator[StateDictEntry]:
+        for number, group in enumerate(self.source.groups):
+            for name, value in self._fields(number, group).items():
+                yield self._optimizer_entry((GROUPS, number, name), value)
+            yield self._optimizer_entry((GROUPS, number, PARAMS), list(group.names))
+
+    def _flat_groups(self) -> Iterator[StateDictEntry]:
+        for number, group in enumerate(self.source.groups):
+            fields = self._fields(number, group)
+            for parameter in group.names:
+                for name, value in fields.items():
+                    yield self._optimizer_entry((GROUPS, parameter, name), value)
+
+    def _fields(self, number: int, group: ParamGroup) -> dict[str, Any]:
+        """The hyper-parameters of a group, complete for torch's optimizer of the same states."""
+        kinds = {kind for name in group.names[:8] for kind in self.source.parameters[name].atoms}
+        plain = {name: value for name, value in group.hyper.items() if _is_plain(value)}
+        if len(plain) < len(group.hyper):
+            left = sorted(group.hyper.keys() - plain.keys())
+            self._note("hyper-left-out", f"group {number}: {', '.join(left)} are no plain values and are left out")
+        fields, filled = complete_group_fields(plain, kinds)
+        if filled:
+            self._note("hyper-filled-in", f"group {number}: torch's defaults stand for {', '.join(filled)}")
+        return fields
+
+    # extras -----------------------------------------------------------------------------------------------------
+
+    def _extras(self) -> Iterator[StateDictEntry]:
+        folders = dict.fromkeys((self.style.model.folder, self.style.optimizer.folder))
+        foreign: dict[str, Any] = {}
+        for file, tree in self.source.extras.trees.items():
+            if not file.endswith(METADATA):
+                if isinstance(tree, dict):
+                    for key, value in tree.items():
+                        foreign.setdefault(str(key), value)
+                else:
+                    foreign.setdefault(file, tree)
+                continue
+            folder = file.removesuffix(METADATA)
+            for path, value in flatten(tree):
+                yield StateDictEntry(folder if folder in folders else self.style.model.folder, path, value)
+        yield from self._foreign(foreign)
+
+    def _foreign(self, values: dict[str, Any]) -> Iterator[StateDictEntry]:
+        """Plain values of another framework's files, for whoever wants to ask for them; its objects stay behind.
+
+        So do its own groups: whoever reads this folder would take them for a second optimizer.
+        """
+        values = {key: value for key, value in values.items() if key != GROUPS}
+        if self.source.groups:
+            values = {key: value for key, value in values.items() if not _has_groups(value)}
+        left = [key for key, value in values.items() if _has_groups(value) or not _is_plain(value)]
+        for path, value in flatten({_EXTRAS: {key: value for key, value in values.items() if key not in left}}):
+            yield StateDictEntry(self.style.model.folder, path, value)
+        if left:
+            names = ", ".join(sorted(left))
+            self._note("extras-left-out", f"not plain values, which is all that this target can hold: {names}")
+
+    def _note(self, kind: str, text: str) -> None:
+        self.notes.append(Note(kind, text))
+
+
+def _as_step(atom: Atom) -> Atom:
+    """torch counts steps in float32."""
+    if atom.numel != 1:
+        raise UsageError(f"parameter {atom.name}: its step has the shape {list(atom.shape)}")
+    return atom if atom.dtype == FLOAT32 else replace(atom, dtype=FLOAT32)
+
+
+def _has_groups(value: Any, depth: int = 0) -> bool:
+    """Whether an optimizer's groups are in it: at its top, below what wraps optimizers, or in a chain of them."""
+    if depth > _DEEPEST_GROUPS:
+        return False
+    if isinstance(value, dict) and GROUPS in value:
+        return True
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(_has_groups(item, depth + 1) for item in items)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    if type(value) in _PLAIN or isinstance(value, Atom):
+        return True
+    if depth > 20:
+        return False
+    if type(value) in (list, tuple):
+        return all(_is_plain(item, depth + 1) for item in value)
+    if type(value) is dict:
+        return all(type(key) in (str, int) and _is_plain(item, depth + 1) for key, item in value.items())
+    return False
+
+
+_SHARED: Final[dict[str, Any]] = {"maximize": False, "foreach": None, "differentiable": False}
+_ADAM: Final[dict[str, Any]] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    **_SHARED,
+    "capturable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+_SGD: Final[dict[str, Any]] = {
+    "lr": 1e-3,
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    **_SHARED,
+    "fused": None,
+}
+_ADAGRAD: Final[dict[str, Any]] = {
+    "lr": 1e-2,
+    "lr_decay": 0.0,
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+    "initial_accumulator_value": 0.0,
+    **_SHARED,
+    "fused": None,
+}
+# The state that tells an optimizer → the fields of its groups, with torch's defaults.
+_BY_STATE: Final = (
+    ("exp_avg_sq", _ADAM),
+    ("momentum_buffer", _SGD),
+    ("sum", _ADAGRAD),
+)
+
+# Fields that tell optimizers which share such a state and keep other fields: NAdam and Muon.
+_OF_OTHERS: Final = frozenset({"momentum_decay", "ns_steps"})
+
+# Adam counts steps in a float32 tensor a parameter; without it a loading job misses a key.
+NEEDS_STEP: Final = frozenset({"exp_avg_sq", "sum"})
+
+
+def complete_group_fields(hyper: Mapping[str, Any], kinds: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a group whose parameters have states `kinds`: the source's own, and torch's defaults for the rest.
+
+    Gives the fields and the names of those that were filled in.
+    """
+    known = next((fields for state, fields in _BY_STATE if state in kinds), {})
+    defaults = {} if hyper.keys() & _OF_OTHERS else known
+    filled = [name for name in defaults if name not in hyper]
+    fields = {**{name: defaults[name] for name in filled}, **hyper}
+    # A job with an LR scheduler asks for this too; it is the rate that the scheduler starts from.
+    if "lr" in fields:
+        fields.setdefault("initial_lr", fields["lr"])
+    return fields, filled
+
+
+class RowChunkedFiles(ArchiveFiles):
+    """The data files of one folder."""
+
+    def tensor(self, atom: Atom) -> list[tuple[Box, ArchiveRange]]:
+        """Lay out a tensor; gives its chunks and where they lie."""
+        return [
+            (box, self.chunk(number, atom, Region.of((box,)), box.shape))
+            for number, box in row_chunks(atom.shape, atom.dtype.itemsize, len(self))
+        ]
+
+
+# A chunk costs about 1.5 KB of its own, so small tensors stay whole.
+SMALLEST_SPLIT_BYTES = 16 * KIB
+# A loading rank reads every chunk that it touches as a whole, whatever it needs of it.
+LARGEST_CHUNK_BYTES = 256 * MIB
+
+
+def row_chunks(shape: Shape, itemsize: int, files: int) -> Iterator[tuple[int | None, Box]]:
+    """Chunks of a tensor, each with the number of its file; None lets the caller choose one."""
+    nbytes = prod(shape) * itemsize
+    if not shape or nbytes < SMALLEST_SPLIT_BYTES or shape[0] < 2:
+        yield None, whole(shape)
+        return
+    row = nbytes // shape[0]
+    rows = -(-shape[0] // files)
+    for number in range(files):
+        start, stop = min(number * rows, shape[0]), min((number + 1) * rows, shape[0])
+        step = max(1, min(stop - start, LARGEST_CHUNK_BYTES // row))
+        for at in range(start, stop, step):
+            yield number, Box((at, *(0,) * (len(shape) - 1)), (min(step, stop - at), *shape[1:]))

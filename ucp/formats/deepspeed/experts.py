@@ -1,19 +1,32 @@
-"""Native mixture of experts: which data-parallel ranks share an expert, and the global numbers of local experts."""
+"""Native mixture of experts: which data-parallel ranks share an expert, and the global numbers of local experts.
+
+AutoEP: all experts of a layer stacked in one parameter, whose first dimension is dealt to expert-parallel ranks.
+
+The model file says how (`ds_autoep_layers`). A rank's local tensor has the experts of its expert-parallel rank, in the
+order of the placement; ZeRO then cuts it over the ranks that hold the same experts.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, Final
 
-_EXPERT: Final = re.compile(r"(.*\.?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+from ucp.containers.inert import TensorRef
+from ucp.core.box import Box, Shape
+from ucp.core.rules import Rule, SlicePiece
+from ucp.errors import NotUnderstoodError
+from ucp.formats.deepspeed.read.rank_files import RankFile, describe_value
+
+_EXPERT_NAME: Final = re.compile(r"(.*\.?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Sharers:
+class PartitionRanks:
     """The data-parallel ranks that cut one copy of a group among themselves, in partition order."""
 
     ranks: tuple[int, ...]
@@ -22,21 +35,21 @@ class Sharers:
 
 def expert_number(name: str) -> int | None:
     """The expert number in a parameter name, or None for a dense parameter."""
-    found = _EXPERT.fullmatch(name)
+    found = _EXPERT_NAME.fullmatch(name)
     return int(found[2]) if found else None
 
 
-def split_name(name: str) -> tuple[str, int, str] | None:
+def split_expert_name(name: str) -> tuple[str, int, str] | None:
     """An expert's name as the part before its number, the number, and the part after; None for a dense parameter."""
-    found = _EXPERT.fullmatch(name)
+    found = _EXPERT_NAME.fullmatch(name)
     return (found[1], int(found[2]), found[3]) if found else None
 
 
-def local_experts(names: Iterable[str]) -> dict[str, int]:
+def experts_per_layer(names: Iterable[str]) -> dict[str, int]:
     """MoE layer (name up to the expert number) → how many experts one rank has of it."""
     highest: dict[str, int] = {}
     for name in names:
-        if found := _EXPERT.fullmatch(name):
+        if found := _EXPERT_NAME.fullmatch(name):
             highest[found[1]] = max(highest.get(found[1], 0), int(found[2]) + 1)
     return highest
 
@@ -46,8 +59,8 @@ def layer_degrees(names: Sequence[str], slots: Mapping[int, int], largest: int) 
 
     Where no way or more than one of giving layers the degrees of `slots` comes out even, all have the `largest`.
     """
-    totals = Counter(split[0] for name in names if (split := split_name(name)))
-    experts = local_experts(names)
+    totals = Counter(split[0] for name in names if (split := split_expert_name(name)))
+    experts = experts_per_layer(names)
     layers = list(totals)
 
     @cache
@@ -70,22 +83,22 @@ def layer_degrees(names: Sequence[str], slots: Mapping[int, int], largest: int) 
     return dict(zip(layers, possible[0], strict=True))
 
 
-def global_name(name: str, ep: int, experts: dict[str, int]) -> str:
+def global_expert_name(name: str, ep: int, experts: dict[str, int]) -> str:
     """A rank's local name with the expert's global number in it: rank `ep` holds the `ep`-th block of experts."""
-    found = _EXPERT.fullmatch(name)
+    found = _EXPERT_NAME.fullmatch(name)
     if found is None:
         return name
     return f"{found[1]}{ep * experts[found[1]] + int(found[2])}{found[3]}"
 
 
-def named_degree(hyper: Mapping[str, Any]) -> int | None:
+def group_expert_degree(hyper: Mapping[str, Any]) -> int | None:
     """The expert-parallel degree after which DeepSpeed names a group of experts."""
     name = hyper.get("name")
     number = name.removeprefix("ep_size_") if isinstance(name, str) and name.startswith("ep_size_") else ""
     return int(number) if number.isascii() and number.isdigit() and int(number) > 0 else None
 
 
-def sharers(dp: int, partitions: int, data_first: bool) -> list[Sharers]:
+def expert_partition_ranks(dp: int, partitions: int, data_first: bool) -> list[PartitionRanks]:
     """Who shares an expert group that is cut into `partitions` over `dp` ranks.
 
     Ranks with equal `rank % ep` belong together; with `use_data_before_expert_parallelism` (`data_first`) consecutive
@@ -93,5 +106,178 @@ def sharers(dp: int, partitions: int, data_first: bool) -> list[Sharers]:
     """
     ep = dp // partitions
     if data_first:
-        return [Sharers(tuple(range(e * partitions, (e + 1) * partitions)), e) for e in range(ep)]
-    return [Sharers(tuple(range(e, dp, ep)), e) for e in range(ep)]
+        return [PartitionRanks(tuple(range(e * partitions, (e + 1) * partitions)), e) for e in range(ep)]
+    return [PartitionRanks(tuple(range(e, dp, ep)), e) for e in range(ep)]
+
+
+AUTOEP_WEIGHTS: Final = ("w1", "w2", "w3")  # of an AutoEP layer: gate, down, up
+_AUTOEP_KEYS: Final = ("ds_autoep_layers", "autoep_layers")  # the latter in the first releases
+_PLACEMENT_VERSION: Final = 1
+_PARTITIONED_VERSION: Final = 1
+_MOST_EXPERTS: Final = 10**5
+_UPDATE_HINT: Final = "update ucp; DeepSpeed's own ds_to_universal may convert it, and its output can be read"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """How the experts of one AutoEP layer are dealt out."""
+
+    layer: int  # number of the layer in the names of expert files
+    prefix: str  # of the names of its parameters
+    experts: tuple[tuple[int, ...], ...]  # by ep rank: global numbers, in the order of the local tensor
+
+    @property
+    def degree(self) -> int:
+        """Expert-parallel ranks."""
+        return len(self.experts)
+
+    @property
+    def total(self) -> int:
+        """Experts of the layer; each is on some rank."""
+        return max(number for held in self.experts for number in held) + 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{self.prefix}.{weight}" for weight in AUTOEP_WEIGHTS)
+
+    def local(self, ep: int, shape: Shape) -> Shape:
+        """The shape on ep rank `ep` of a parameter that has `shape` on some ep rank."""
+        return (len(self.experts[ep]), *shape[1:])
+
+    def rule(self, shape: Shape) -> Rule:
+        """How a parameter of which some ep rank holds `shape` is cut over the expert-parallel ranks."""
+        whole = (self.total, *shape[1:])
+        return Rule(
+            "pieces", logical_shape=whole, slices=tuple(tuple(_expert_pieces(held, whole)) for held in self.experts)
+        )
+
+
+def _expert_pieces(experts: Sequence[int], whole: Shape) -> Iterator[SlicePiece]:
+    """One piece for every run of experts that follow each other in the whole as in the local tensor."""
+    tail = whole[1:]
+    first = 0
+    for at in range(1, len(experts) + 1):
+        if at == len(experts) or experts[at] != experts[at - 1] + 1:
+            box = Box((experts[first], *(0 for _ in tail)), (at - first, *tail))
+            yield SlicePiece(box, first * prod(tail))
+            first = at
+
+
+def autoep_entries(tree: Mapping[Any, Any], where: str) -> Sequence[Any]:
+    """What the model file `where` says of its AutoEP layers, one entry a layer; nothing where it has none."""
+    for key in _AUTOEP_KEYS:
+        found = tree.get(key)
+        if found:
+            if not isinstance(found, (list, tuple)):
+                raise NotUnderstoodError(f"{where}: {key} is {describe_value(found)}, not a list of layers")
+            return found
+    return ()
+
+
+def expert_placements(tree: Mapping[Any, Any], where: str) -> dict[str, ExpertPlacement]:
+    """Parameter name → how its experts are dealt out, as the model file `where` says."""
+    found: dict[str, ExpertPlacement] = {}
+    for position, entry in enumerate(autoep_entries(tree, where)):
+        spread = _read_placement(entry, f"{where}: AutoEP layer {position}")
+        if any(name in found for name in spread.names):
+            raise NotUnderstoodError(f"{where}: two AutoEP layers are named {spread.prefix}")
+        found.update(dict.fromkeys(spread.names, spread))
+    return found
+
+
+def router_aliases(file: RankFile, module: Mapping[str, Any]) -> dict[str, str]:
+    """Alias → owner of routers in `module`, the model file's tensors by name.
+
+    AutoEP keeps its router under the name of the one that it replaced, too. DeepSpeed's `shared_params` goes by
+    `named_children`, which passes over a module that it has met.
+    """
+    found: dict[str, str] = {}
+    for entry in autoep_entries(file.mapping(), file.name):
+        path = entry.get("module_path") if isinstance(entry, Mapping) else None
+        head = f"{path}." if path else ""
+        for name, value in module.items():
+            child, _, rest = name.removeprefix(head).partition(".")
+            router = module.get(owner := f"{head}router.{rest}")
+            is_other = child not in ("router", "experts", "shared_experts") and isinstance(path, str)
+            if (
+                is_other
+                and name.startswith(head)
+                and router is not None
+                and _tensor_shape(router) == _tensor_shape(value)
+            ):
+                found[name] = owner
+    return found
+
+
+def _tensor_shape(value: object) -> Shape | None:
+    return value.shape if isinstance(value, TensorRef) else None
+
+
+def _read_placement(entry: Any, where: str) -> ExpertPlacement:
+    if not isinstance(entry, Mapping):
+        raise NotUnderstoodError(f"{where} is {describe_value(entry)}, not a dict")
+    prefix = entry.get("expert_key_prefix")
+    if not isinstance(prefix, str) or not prefix:
+        raise NotUnderstoodError(f"{where} does not name its parameters (expert_key_prefix)")
+    layer = _read_count(entry, "moe_layer_id", where, 0)
+    degree, total = _read_count(entry, "ep_size", where), _read_count(entry, "num_experts", where)
+    version = entry.get("checkpoint_format_version")
+    if version not in (None, _PARTITIONED_VERSION):
+        raise NotUnderstoodError(
+            f"{where} has files of format {_describe_value(version)}, which is not known", hint=_UPDATE_HINT
+        )
+    placement = entry.get("expert_placement")
+    experts = (
+        _even_placement(total, degree, where)
+        if placement is None
+        else _explicit_placement(placement, total, degree, where)
+    )
+    return ExpertPlacement(layer, prefix, experts)
+
+
+def _describe_value(value: object) -> str:
+    return repr(value)[:60] if type(value) in (int, float, str) else describe_value(value)
+
+
+def _read_count(entry: Mapping[Any, Any], key: str, where: str, least: int = 1) -> int:
+    value = entry.get(key)
+    if type(value) is not int or not least <= value <= _MOST_EXPERTS:
+        raise NotUnderstoodError(f"{where}: {key} is {_describe_value(value)}, expected a number from {least} on")
+    return value
+
+
+def _even_placement(total: int, degree: int, where: str) -> tuple[tuple[int, ...], ...]:
+    """Blocks of as many experts, in order: where the file names no placement (first releases)."""
+    if total % degree:
+        raise NotUnderstoodError(f"{where}: {total} experts do not divide over {degree} expert-parallel ranks")
+    each = total // degree
+    return tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(degree))
+
+
+def _explicit_placement(placement: Any, total: int, degree: int, where: str) -> tuple[tuple[int, ...], ...]:
+    """Experts by rank as the file places them. Several ranks may hold an expert, and every expert is on some rank."""
+    ranks = placement.get("ranks") if isinstance(placement, Mapping) else None
+    if not isinstance(ranks, (list, tuple)):
+        raise NotUnderstoodError(
+            f"{where}: expert_placement is {describe_value(placement)}, expected a dict with ranks"
+        )
+    if placement.get("version") != _PLACEMENT_VERSION:
+        what = _describe_value(placement.get("version"))
+        raise NotUnderstoodError(f"{where}: expert_placement has version {what}, which is not known", hint=_UPDATE_HINT)
+    found: dict[int, tuple[int, ...]] = {}
+    for entry in ranks:
+        rank, experts = (entry.get("rank"), entry.get("experts")) if isinstance(entry, Mapping) else (None, None)
+        numbers = [n for n in experts if type(n) is int and 0 <= n < total] if isinstance(experts, list) else []
+        if type(rank) is not int or not isinstance(experts, list) or len(set(numbers)) != len(experts):
+            raise NotUnderstoodError(
+                f"{where}: expert_placement gives rank {_describe_value(rank)} {describe_value(experts)} for its experts, expected"  # noqa: E501
+                f" a list of different numbers below {total}"
+            )
+        found[rank] = tuple(numbers)
+    if sorted(found) != list(range(degree)) or len(ranks) != degree:
+        raise NotUnderstoodError(f"{where}: expert_placement speaks of ranks {sorted(found)}, and ep_size is {degree}")
+    missing = sorted(set(range(total)).difference(*found.values()))
+    if missing:
+        listed = ", ".join(map(str, missing[:5]))
+        raise NotUnderstoodError(f"{where}: expert_placement gives expert {listed} of {total} to no rank")
+    return tuple(found[rank] for rank in range(degree))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
-from ucp.files.paths import scan
-from ucp.formats.deepspeed.names import is_state_file
+from ucp.formats.deepspeed.step_files import is_state_file
+from ucp.storage.paths import scan_folder
 
 # How deep to look below the path that a person gives: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
 SEARCH_DEPTH: Final = 4
@@ -17,7 +17,7 @@ SEARCH_LIMIT: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepFolder:
     """Where a checkpoint lies: `step` holds DeepSpeed's files; `root` is `step` or the folder around it."""
 
     root: Path
@@ -41,14 +41,14 @@ def recognises(path: Path) -> bool:
             return is_state_file(path.name)
         if not path.is_dir():
             return False
-        named = _names_step(path)
+        named = _latest_tag(path)
         # `latest` that names a folder which is gone is ours to explain; one that names another format's is not.
-        return is_step(path) or bool(_search(path)) or (named is not None and not (path / named).exists())
+        return is_step_folder(path) or bool(_search(path)) or (named is not None and not (path / named).exists())
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def find(path: Path, tag: str | None) -> Place:
+def find(path: Path, tag: str | None) -> StepFolder:
     """The checkpoint that a person means by `path` (and `tag`); several candidates are an error that lists them."""
     try:
         return _find(path, tag)
@@ -56,37 +56,37 @@ def find(path: Path, tag: str | None) -> Place:
         raise StorageError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
 
 
-def _find(path: Path, tag: str | None) -> Place:
+def _find(path: Path, tag: str | None) -> StepFolder:
     if path.is_file() and is_state_file(path.name):
         path = path.parent
     if not path.is_dir():
         raise NotUnderstoodError(f"{path}: neither a folder nor a file that DeepSpeed writes")
-    if is_step(path):
+    if is_step_folder(path):
         if tag is not None and tag != path.name:
             raise UsageError(
                 f"{path} is a step folder itself, and it is not named {tag!r}",
                 hint="give its parent folder, or leave out --tag",
             )
-        return _around(path)
+        return _with_wrapper_folder(path)
     if tag is not None:
-        return _tagged(path, tag)
-    named = _names_step(path)
+        return _find_tag(path, tag)
+    named = _latest_tag(path)
     if named is not None:
-        if not is_step_or_missing(path / named):
+        if not is_existing_step_folder(path / named):
             tags = [step.name for step in _steps_in(path)]
             raise InconsistentError(
                 f"{path / 'latest'} names {named!r}, but there is no DeepSpeed checkpoint in {path / named}",
                 hint=f"choose one with --tag: {', '.join(tags)}" if tags else "the step folder is missing: restore it",
             )
-        return Place(path, path / named)
-    return _only(path, _search(path))
+        return StepFolder(path, path / named)
+    return _single_step(path, _search(path))
 
 
-def is_step(path: Path) -> bool:
+def is_step_folder(path: Path) -> bool:
     """Whether a folder holds the files of a DeepSpeed save (and is not the output of ds_to_universal)."""
     found = False
     try:
-        with scan(path) as entries:
+        with scan_folder(path) as entries:
             for entry in entries:
                 if entry.name == "zero" and entry.is_dir():
                     return False
@@ -96,15 +96,15 @@ def is_step(path: Path) -> bool:
     return found
 
 
-def _around(step: Path) -> Place:
+def _with_wrapper_folder(step: Path) -> StepFolder:
     """A step folder that was given directly; with the folder around it where a trainer keeps state there."""
     parent = step.resolve().parent
-    if wrapper_of(parent) is not None and _names_step(parent) == step.resolve().name:
-        return Place(parent, parent / step.resolve().name)
-    return Place(step, step)
+    if detect_wrapper(parent) is not None and _latest_tag(parent) == step.resolve().name:
+        return StepFolder(parent, parent / step.resolve().name)
+    return StepFolder(step, step)
 
 
-def wrapper_of(root: Path) -> str | None:
+def detect_wrapper(root: Path) -> str | None:
     """Which trainer laid out the folder around a step folder, by its files; None for DeepSpeed alone."""
     if (root / "trainer_state.json").is_file():
         return "HF Trainer"
@@ -115,38 +115,38 @@ def wrapper_of(root: Path) -> str | None:
     return None
 
 
-def _names_step(path: Path) -> str | None:
+def _latest_tag(path: Path) -> str | None:
     latest = path / "latest"
     if not latest.is_file() or latest.stat().st_size > 4096:
         return None
     text = latest.read_bytes().decode("utf-8", "replace").strip().rstrip("/")  # DeepSpeed joins it to a path
-    return text if _stays_inside(text) else None
+    return text if _is_relative_tag(text) else None
 
 
-def _stays_inside(tag: str) -> bool:
+def _is_relative_tag(tag: str) -> bool:
     """Is it a folder name, or a path of such (`epoch3/step200`), that does not leave the folder that a person gave?"""
     return "\0" not in tag and not any(part in ("", ".", "..") for part in tag.split("/"))
 
 
-def _tagged(path: Path, tag: str) -> Place:
-    if not _stays_inside(tag):
+def _find_tag(path: Path, tag: str) -> StepFolder:
+    if not _is_relative_tag(tag):
         raise UsageError(f"--tag {tag!r} is not the name of a folder in {path}")
-    if is_step_or_missing(path / tag):
-        return Place(path, path / tag)
+    if is_existing_step_folder(path / tag):
+        return StepFolder(path, path / tag)
     steps = _search(path)
     same = [step for step in steps if step.name == tag or step.relative_to(path).as_posix() == tag]
     if not same:
         known = ", ".join(str(step.relative_to(path)) for step in steps) or "none"
         raise UsageError(f"{path}: no checkpoint with the tag {tag!r}", hint=f"checkpoints here: {known}")
-    return _only(path, same)
+    return _single_step(path, same)
 
 
-def is_step_or_missing(path: Path) -> bool:
+def is_existing_step_folder(path: Path) -> bool:
     """`is_step` for a path that need not exist."""
-    return path.is_dir() and is_step(path)
+    return path.is_dir() and is_step_folder(path)
 
 
-def _only(path: Path, steps: list[Path]) -> Place:
+def _single_step(path: Path, steps: list[Path]) -> StepFolder:
     if not steps:
         raise NotUnderstoodError(
             f"{path}: no DeepSpeed checkpoint here",
@@ -159,11 +159,11 @@ def _only(path: Path, steps: list[Path]) -> Place:
             hint="give the path of one of them, or choose with --tag",
         )
     step = steps[0]
-    return Place(step.parent, step)
+    return StepFolder(step.parent, step)
 
 
 def _steps_in(path: Path) -> list[Path]:
-    return sorted(child for child in path.iterdir() if child.is_dir() and is_step(child))
+    return sorted(child for child in path.iterdir() if child.is_dir() and is_step_folder(child))
 
 
 def _search(path: Path) -> list[Path]:
@@ -176,7 +176,7 @@ def _search(path: Path) -> list[Path]:
         for folder in level:
             children = sorted(child for child in _folders_in(folder) if not child.name.startswith("."))
             here = [child for child in children if _is_readable_step(child)]
-            named = _names_step(folder) if folder != path else None
+            named = _latest_tag(folder) if folder != path else None
             steps.extend([child for child in here if child.name == named] or here)
             below.extend(child for child in children if child not in here)
             looked += len(children)
@@ -190,7 +190,7 @@ def _search(path: Path) -> list[Path]:
 
 def _is_readable_step(path: Path) -> bool:
     try:
-        return is_step(path)
+        return is_step_folder(path)
     except PermissionError:
         return False
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import StorageError, UsageError
-from ucp.files.paths import scan
+from ucp.storage.paths import scan_folder
 
-STATES: Final = "zero"
+STATES_FOLDER: Final = "zero"
 OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
-LATEST: Final = "latest_universal"
+LATEST_UNIVERSAL: Final = "latest_universal"
 
 
 def recognises(path: Path) -> bool:
@@ -18,23 +18,23 @@ def recognises(path: Path) -> bool:
     try:
         if _is_universal(path):
             return True
-        named = _named(path)
+        named = _latest_universal_tag(path)
         return named is not None and _is_universal(path / named) and not (path / "latest").is_file()
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _is_universal(path: Path) -> bool:
-    if not (path / STATES).is_dir():
+    if not (path / STATES_FOLDER).is_dir():
         return False
     if (path / OPTIMIZER_STATE).is_file():
         return True
-    with scan(path / STATES) as entries:
-        return any((path / STATES / entry.name / "fp32.pt").is_file() for entry in entries)
+    with scan_folder(path / STATES_FOLDER) as entries:
+        return any((path / STATES_FOLDER / entry.name / "fp32.pt").is_file() for entry in entries)
 
 
-def _named(path: Path) -> str | None:
-    latest = path / LATEST
+def _latest_universal_tag(path: Path) -> str | None:
+    latest = path / LATEST_UNIVERSAL
     if not latest.is_file() or latest.stat().st_size > 4096:
         return None
     text = latest.read_bytes().decode("utf-8", "replace").strip()
@@ -47,7 +47,7 @@ def find(path: Path, tag: str | None) -> Path:
         if tag is not None and tag != path.name:
             raise UsageError(f"{path} is a universal folder itself, not one named {tag!r}", hint="leave out --tag")
         return path
-    named = tag if tag is not None else _named(path)
+    named = tag if tag is not None else _latest_universal_tag(path)
     if named is None or not _is_universal(path / named):
         raise UsageError(f"{path}: no universal folder {named or ''} here", hint="give the folder that holds zero/")
     return path / named

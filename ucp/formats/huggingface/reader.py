@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ucp.containers.config_files import read_json
+from ucp.containers.inert import TensorRef
+from ucp.containers.safetensors_file import read_safetensors
+from ucp.containers.torch_file import TorchFile
+from ucp.core.box import Shape
+from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter
+from ucp.core.dtypes import DType
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.core.rules import resolve
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
-from ucp.files.inert import TensorRef
-from ucp.files.jsonfile import read_json
-from ucp.files.safetensors import read_safetensors
-from ucp.files.torchzip import TorchFile
 from ucp.formats.registry import ReadOptions
-from ucp.model.box import Shape
-from ucp.model.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter
-from ucp.model.dtypes import DType
-from ucp.model.layout import Mesh
-from ucp.model.region import Region
-from ucp.model.rules import resolve
 
 FORMAT: Final = "safetensors"
 CONFIG: Final = "config.json"
@@ -32,7 +32,7 @@ _RESTORE: Final = "download or copy the folder again"
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _HuggingFaceTensor:
     """A tensor of a file; `offset` in bytes, `strides` in elements where it does not lie row-major."""
 
     file: str
@@ -55,7 +55,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         raise UsageError(f"{path}: a folder of weights has no steps", hint="leave --tag out")
     root = path.parent if path.is_file() else path
     files = [path.name] if path.is_file() else _files(root)
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, _HuggingFaceTensor] = {}
     for file in files:
         for name, tensor in _tensors(root, file):
             if name in stored:
@@ -127,7 +127,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def _check_index(root: Path, stored: Mapping[str, _Stored]) -> None:
+def _check_index(root: Path, stored: Mapping[str, _HuggingFaceTensor]) -> None:
     """What an index promises is there, in the file that it names."""
     for name in _INDEXES:
         if not (root / name).is_file() or not any(t.file.endswith(name.split(".")[1]) for t in stored.values()):
@@ -137,11 +137,11 @@ def _check_index(root: Path, stored: Mapping[str, _Stored]) -> None:
                 raise InconsistentError(f"{root / name}: says that {tensor} is in {file}, and it is not", hint=_RESTORE)
 
 
-def _tensors(root: Path, file: str) -> Iterator[tuple[str, _Stored]]:
+def _tensors(root: Path, file: str) -> Iterator[tuple[str, _HuggingFaceTensor]]:
     path = root / file
     if file.endswith(".safetensors"):
         for entry in read_safetensors(path).entries.values():
-            yield entry.name, _Stored(file, entry.start, entry.shape, entry.dtype)
+            yield entry.name, _HuggingFaceTensor(file, entry.start, entry.shape, entry.dtype)
         return
     archive = TorchFile(path)
     tree = archive.tree
@@ -150,10 +150,10 @@ def _tensors(root: Path, file: str) -> Iterator[tuple[str, _Stored]]:
     for name, ref in tree.items():
         if isinstance(name, str) and isinstance(ref, TensorRef):
             strides = None if ref.is_contiguous else ref.strides
-            yield name, _Stored(file, archive.position(ref), ref.shape, ref.dtype, strides)
+            yield name, _HuggingFaceTensor(file, archive.position(ref), ref.shape, ref.dtype, strides)
 
 
-def _parameter(name: str, tensor: _Stored, options: ReadOptions) -> Parameter:
+def _parameter(name: str, tensor: _HuggingFaceTensor, options: ReadOptions) -> Parameter:
     fragment = Fragment(Region.all_of(tensor.shape), tensor.file, tensor.offset, tensor.dtype, strides=tensor.strides)
     atom = Atom(name, WEIGHT, tensor.shape, tensor.dtype, (fragment,))
     role = "trained" if tensor.dtype.family == "float" else "buffer"
@@ -167,7 +167,7 @@ def _parameter(name: str, tensor: _Stored, options: ReadOptions) -> Parameter:
     return parameter
 
 
-def _tie(parameters: dict[str, Parameter], stored: Mapping[str, _Stored], config: Mapping[str, Any]) -> None:
+def _tie(parameters: dict[str, Parameter], stored: Mapping[str, _HuggingFaceTensor], config: Mapping[str, Any]) -> None:
     """One parameter of two names where the model ties them, or where they are the same bytes of a file."""
     for alias, owner in _TIED:
         if owner not in parameters:
@@ -190,7 +190,7 @@ def _tie(parameters: dict[str, Parameter], stored: Mapping[str, _Stored], config
             del parameters[alias]
 
 
-def _copy(tensor: _Stored) -> Fragment:
+def _copy(tensor: _HuggingFaceTensor) -> Fragment:
     return Fragment(Region.all_of(tensor.shape), tensor.file, tensor.offset, tensor.dtype, strides=tensor.strides)
 
 
@@ -209,7 +209,7 @@ def _is_adapter(files: Sequence[str]) -> bool:
     return all(file.startswith("adapter_model.") for file in files)
 
 
-def _details(config: Mapping[str, Any], stored: Mapping[str, _Stored]) -> dict[str, Any]:
+def _details(config: Mapping[str, Any], stored: Mapping[str, _HuggingFaceTensor]) -> dict[str, Any]:
     sizes: dict[str, int] = {}
     for tensor in stored.values():
         if tensor.dtype.family == "float":

@@ -1,21 +1,24 @@
-"""Writes weights as a folder that `from_pretrained` loads: shards with an index, config and tokenizer beside them."""
+"""Writes weights as a folder that `from_pretrained` loads: shards with an index, config and tokenizer beside them.
+
+Parameter names as Hugging Face knows them: without what wrappers put in front, adapters told apart.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from math import prod
 from typing import Any, Final
 
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
+from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import IntegrityError, StorageError, UsageError
-from ucp.formats.huggingface.names import name_all
-from ucp.formats.outputs import carried_file, no_weight, safetensors_file
+from ucp.formats.output_files import copied_file, missing_weight_error, safetensors_file
 from ucp.formats.registry import WriteOptions
-from ucp.model.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
-from ucp.model.target import Digests, Literal, OutputFile, Target
-from ucp.tunables import GIB
+from ucp.settings import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB
 
@@ -42,7 +45,7 @@ class Writer:
         self.options = options
         self.notes: list[Note] = []
         self.mesh = None
-        self._naming = name_all(source.parameters, adapter=source.details.get("adapter") is True)
+        self._naming = hugging_face_names(source.parameters, adapter=source.details.get("adapter") is True)
         if self._naming.stripped:
             self._note("prefix-stripped", f"'{self._naming.stripped}' was taken off the front of every name")
         self._config = self._read_config()
@@ -65,7 +68,7 @@ class Writer:
             folder = "adapter/" if weights else ""
             yield safetensors_file(f"{folder}adapter_model.safetensors", adapter, {"format": "pt"})
             if "adapter_config.json" in self.source.extras.files:
-                yield carried_file(self.source, "adapter_config.json", f"{folder}adapter_config.json")
+                yield copied_file(self.source, "adapter_config.json", f"{folder}adapter_config.json")
         if self._config is not None:
             data = json.dumps(self._with_dtype(self._config, weights), indent=2).encode() + b"\n"
             yield OutputFile("config.json", len(data), (Literal(0, data),))
@@ -73,7 +76,7 @@ class Writer:
             self._note("no-config", "the source has no config.json: `from_pretrained` will want one")
         for name in self.source.extras.files:
             if any(fnmatch(name, pattern) for pattern in _CARRIED):
-                yield carried_file(self.source, name, name)
+                yield copied_file(self.source, name, name)
 
     def _weights(self) -> tuple[list[tuple[str, Atom]], dict[str, str]]:
         """Names and atoms in the model's order, and the aliases that were left out (alias → kept name)."""
@@ -102,7 +105,7 @@ class Writer:
         """The most precise form of a weight, in the dtype asked for."""
         best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
         if best is None:
-            raise no_weight(parameter)
+            raise missing_weight_error(parameter)
         castable = best.dtype.family == "float" and parameter.role != "buffer"
         return replace(best, kind=WEIGHT, dtype=self.options.dtype) if self.options.dtype and castable else best
 
@@ -164,3 +167,71 @@ def _packed(weights: Sequence[tuple[str, Atom]], limit: int) -> list[list[tuple[
         shards[-1].append((name, atom))
         held += atom.nbytes
     return shards
+
+
+_WRAPPERS: Final = ("_forward_module.", "module.")
+# A LightningModule keeps the model under an attribute of its own; what then follows is the model's own first name.
+_ATTRIBUTE: Final = "model."
+_MODEL_ROOTS: Final = ("model.", "lm_head.", "transformer.", "base_model.", "gpt_neox.", "backbone.")
+
+_PEFT: Final = "base_model.model."
+# PEFT's layers, by what begins the names of their own parameters: LoRA and DoRA, IA3, LoHa, LoKr, OFT, BOFT, VeRA.
+_LAYER: Final = r"(?:lora|ia3|hada|lokr|oft|boft|vera)_[^.]+"
+_IN_MODEL: Final = re.compile(rf"(.*\.{_LAYER})\.([^.]+)((?:\.weight|\.bias)?)")
+_IN_FILE: Final = re.compile(rf"base_model\.(?:.*\.)?{_LAYER}(?:\.weight|\.bias)?")
+_SAVED_WHOLE: Final = re.compile(r"(.*)\.modules_to_save\.[^.]+(\..*)")  # a module that is trained beside the adapter
+_ORIGINAL: Final = ".original_module."  # what it was before
+_MAGNITUDE: Final = re.compile(r"(.*\.lora_magnitude_vector)\.weight")  # a module in the model, a tensor in the file
+
+
+@dataclass(slots=True)
+class HuggingFaceNames:
+    """Source name → name in the folder: of the model itself, and of an adapter on it."""
+
+    model: dict[str, str] = field(default_factory=dict)
+    adapter: dict[str, str] = field(default_factory=dict)
+    stripped: str = ""  # what was taken off the front of every name
+
+
+def hugging_face_names(names: Iterable[str], *, adapter: bool = False) -> HuggingFaceNames:
+    """Every parameter's name in the folder. `adapter` says that the source is an adapter's file, no model's."""
+    listed = list(names)
+    if adapter or any(_IN_FILE.fullmatch(name) for name in listed):
+        return HuggingFaceNames(adapter={name: name for name in listed})
+    naming = HuggingFaceNames(stripped=_common_wrapper(listed))
+    peft = any(_IN_MODEL.fullmatch(name) for name in listed)
+    for name in listed:
+        own = name[len(naming.stripped) :]
+        filed = _filed(own) if peft else None
+        if filed is not None:
+            naming.adapter[name] = filed
+        elif peft:
+            plain = own.removeprefix(_PEFT).replace(".base_layer.", ".")
+            naming.model[name] = plain.replace(_ORIGINAL, ".")
+        else:
+            naming.model[name] = own
+    return naming
+
+
+def _filed(name: str) -> str | None:
+    """The name in an adapter's file, which leaves the adapter's own name out; None for the model's parameters."""
+    found = _IN_MODEL.fullmatch(name)
+    if found:
+        bare = f"{found[1]}{found[3]}"
+        magnitude = _MAGNITUDE.fullmatch(bare)
+        return magnitude[1] if magnitude else bare
+    saved = _SAVED_WHOLE.fullmatch(name)
+    return f"{saved[1]}{saved[2]}" if saved else None
+
+
+def _common_wrapper(names: Sequence[str]) -> str:
+    stripped = ""
+    for wrapper in _WRAPPERS:
+        if names and all(name.startswith(stripped + wrapper) for name in names):
+            stripped += wrapper
+    inner = stripped + _ATTRIBUTE
+    if names and all(name.startswith(inner) for name in names):
+        rest = [name[len(inner) :] for name in names]
+        if all(name.startswith(_MODEL_ROOTS) for name in rest):
+            stripped = inner
+    return stripped

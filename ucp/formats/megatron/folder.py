@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UsageError
 
-Layout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
+MegatronLayout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 METADATA: Final = "metadata.json"
@@ -27,11 +27,11 @@ _LARGEST_METADATA: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MegatronFolder:
     """A checkpoint: the folder of one iteration, and its layout."""
 
     root: Path
-    layout: Layout
+    layout: MegatronLayout
 
     @property
     def is_finished(self) -> bool:
@@ -43,11 +43,11 @@ def recognises(path: Path) -> bool:
     """An iteration folder of any of Megatron's layouts, or a save folder with one, even if its tracker names none."""
     if find(path, None) is not None:
         return True
-    name = tracked(path) if (path / TRACKER).is_file() else None
+    name = tracked_folder(path) if (path / TRACKER).is_file() else None
     return name is not None and not (path / name).exists()
 
 
-def find(path: Path, tag: str | None) -> Place | None:
+def find(path: Path, tag: str | None) -> MegatronFolder | None:
     """The checkpoint at `path`, or one below it; None where there is none.
 
     Below it, `tag` names the iteration, else the tracker file does, else the newest finished one counts.
@@ -56,29 +56,29 @@ def find(path: Path, tag: str | None) -> Place | None:
         return None
     if tag is not None:
         named = path / (f"iter_{int(tag):07d}" if tag.isdecimal() else tag)
-        return _direct(named)
-    found = _direct(path)
+        return _folder_at(named)
+    found = _folder_at(path)
     if found is not None:
         return found
     if (path / TRACKER).is_file():
-        name = tracked(path)
-        return _direct(path / name) if name is not None else None
+        name = tracked_folder(path)
+        return _folder_at(path / name) if name is not None else None
     saves = sorted(
         ((int(match[1]), child) for child in path.glob("iter_*") if (match := _ITERATION.fullmatch(child.name))),
         reverse=True,
     )
-    places = [place for _, save in saves if (place := _direct(save)) is not None]
+    places = [place for _, save in saves if (place := _folder_at(save)) is not None]
     return next((place for place in places if place.is_finished), places[0] if places else None)
 
 
-def must_find(path: Path, tag: str | None) -> Place:
+def must_find(path: Path, tag: str | None) -> MegatronFolder:
     """As `find`; says what is wrong where there is nothing to read."""
     place = find(path, tag)
     if place is not None:
         return place
     if tag is not None:
         raise UsageError(f"{path}: has no checkpoint {tag!r}", hint="`--tag` names an iteration, as 2 or iter_0000002")
-    name = tracked(path) if (path / TRACKER).is_file() else None
+    name = tracked_folder(path) if (path / TRACKER).is_file() else None
     if name is not None:
         raise InconsistentError(
             f"{path}: {TRACKER} names {name}, but no complete checkpoint is there",
@@ -87,7 +87,7 @@ def must_find(path: Path, tag: str | None) -> Place:
     raise NotUnderstoodError(f"{path}: is not a Megatron checkpoint")
 
 
-def tracked(path: Path) -> str | None:
+def tracked_folder(path: Path) -> str | None:
     """The folder that the tracker file names: `iter_0000002` or `release`; None where it says something else."""
     try:
         with (path / TRACKER).open("rb") as file:
@@ -99,19 +99,19 @@ def tracked(path: Path) -> str | None:
     return f"iter_{int(word):07d}" if word.isdecimal() else None
 
 
-def _direct(path: Path) -> Place | None:
+def _folder_at(path: Path) -> MegatronFolder | None:
     if not path.is_dir():
         return None
     if (path / COMMON).is_file():
         if not (path / METADATA).is_file():
             is_cut_short = (path / INDEX).is_file() or any(path.glob("__*.distcp"))
-            return Place(path, "torch_dist") if is_cut_short else None  # `read` says so
+            return MegatronFolder(path, "torch_dist") if is_cut_short else None  # `read` says so
         backend = _backend(path / METADATA)
         if backend == "torch_dist" or backend == "zarr":
-            return Place(path, backend)
+            return MegatronFolder(path, backend)
     if _is_plain_dcp(path):
-        return Place(path, "torch_dcp")
-    return Place(path, "torch") if any(model_files(path)) else None
+        return MegatronFolder(path, "torch_dcp")
+    return MegatronFolder(path, "torch") if any(model_files(path)) else None
 
 
 def _is_plain_dcp(path: Path) -> bool:

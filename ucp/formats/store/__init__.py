@@ -1,1 +1,1 @@
-"""Mapped stores (`ucp.store`) as checkpoints: what an index says, kept in the store's JSON. See docs/store.md."""
+"""Mapped stores as checkpoints: the file layout, and reading its newest complete generation. See docs/store.md."""

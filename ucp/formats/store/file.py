@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ucp.errors import UsageError
-from ucp.files.paths import RemotePath
+from ucp.storage.paths import RemotePath
 
 
 def recognises(path: Path) -> bool:
     """A file that begins like a store."""
     if not path.is_file():
         return False
-    from ucp.store.survey import is_store
+    from ucp.formats.store.generations import is_store
 
     if not is_store(path):
         return False

@@ -1,0 +1,284 @@
+"""Logs of states, for optimizers that nobody can replay, and of buffers: real jobs, every step, every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+from tests.training.test_recording import Net
+from ucp.core.checkpoint import kind_of_state
+from ucp.errors import UsageError
+from ucp.log.base_folders import list_bases
+from ucp.log.frames import FrameType
+from ucp.log.reader import Log
+
+torch = pytest.importorskip("torch")
+
+State = dict[str, Any]
+
+
+class Normed(Net):
+    """With a batch norm, whose buffers change with every forward pass, and a buffer that is replaced now and then."""
+
+    def __init__(self) -> None:
+        super().__init__(buffer=False)
+        self.norm = torch.nn.BatchNorm1d(13)
+        self.register_buffer("phase", torch.zeros(3, 2, dtype=torch.int64))
+        self.register_buffer("still", torch.ones(5))
+
+    def forward(self, x: Any, *, rare: bool) -> Any:
+        return super().forward(self.norm(x), rare=rare)
+
+
+class Job:
+    """A job that keeps every state that it had."""
+
+    def __init__(self, run: Path, make: Callable[[Any], Any], *, model: Any = None, **options: Any) -> None:
+        self.model = Net() if model is None else model
+        self.optimizer = make(self.model.parameters())
+        self.history: list[State] = [self.state()]
+        self.recorder = ucp.record(self.model, self.optimizer, run, **options)
+
+    def state(self) -> State:
+        found = {f"{name}|weight": value.clone() for name, value in self.model.state_dict().items()}
+        for name, p in self.model.named_parameters():
+            for kind, value in self.optimizer.state.get(p, {}).items():
+                if value is not None:
+                    found[f"{name}|{kind_of_state(kind)}"] = torch.as_tensor(value).clone()
+        return found
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            number = len(self.history)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 13), rare=number % 3 == 0).backward()
+            if hasattr(self.model, "phase") and number % 2:
+                self.model.phase = self.model.phase + 1
+            self.optimizer.step()
+            self.history.append(self.state())
+
+
+def merged(run: Path, step: int, **options: Any) -> State:
+    state = ucp.open(run, log=run, step=step, exact=True, **options)
+    return {
+        f"{name}|{kind}": parameter.read(kind, as_torch=True)
+        for name, parameter in state.parameters.items()
+        for kind in parameter.kinds
+    }
+
+
+def assert_same(found: State, expected: State) -> None:
+    expected = {key: value for key, value in expected.items() if not key.startswith("tied.")}
+    assert sorted(found) == sorted(expected)
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key].view(-1).view(torch.uint8), value.detach().view(-1).view(torch.uint8)), key
+
+
+def optimizers() -> dict[str, Callable[[Any], Any]]:
+    optim = torch.optim
+    return {
+        "rmsprop": lambda p: optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
+        "nadam": lambda p: optim.NAdam(p, lr=1e-2),  # keeps a product besides its counter
+        "asgd": lambda p: optim.ASGD(p, lr=1e-2),
+        "adafactor": lambda p: optim.Adafactor(p, lr=1e-2),  # states of other shapes than the parameter's
+    }
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_an_optimizer_that_cannot_be_replayed_is_logged_as_it_is(tmp_path: Path, name: str) -> None:
+    job = Job(tmp_path, optimizers()[name], base_every=4, keep_bases=None)
+    job.train(6)
+    job.recorder.close()
+    log = Log.open(tmp_path, "strict")
+    [stream] = log.epochs[0].streams.values()
+    assert all(not stream.blocks(step) for step in stream.steps), "no gradients"
+    assert stream.states(FrameType.DIFF)
+    assert stream.record(3).groups[0].lr == pytest.approx(1e-2)
+    for step in range(1, 7):
+        assert_same(merged(tmp_path, step), job.history[step])
+    oldest = list_bases(tmp_path)[0].path
+    from_the_first = ucp.open(oldest, log=tmp_path, step=6, exact=True)
+    assert torch.equal(from_the_first["first.weight"].read(as_torch=True), job.history[6]["first.weight|weight"])
+
+
+def test_a_state_is_folded_from_many_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks a tensor, one base, a chain as long as the run; and a second epoch upon it."""
+    from ucp import settings
+
+    monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 16)
+    job = Job(tmp_path, optimizers()["rmsprop"], model=Normed())
+    job.train(9)
+    job.recorder.close()
+    again = ucp.record(job.model, job.optimizer, tmp_path, base=None, step=9)
+    job.recorder = again
+    job.train(3)
+    again.close()
+    for step in (1, 9, 12):
+        assert_same(merged(tmp_path, step), job.history[step])
+    assert len(list_bases(tmp_path)) == 1
+
+
+def test_without_zstandard_values_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "zstandard" else real(name))
+    job = Job(tmp_path, optimizers()["rmsprop"])
+    job.train(3)
+    job.recorder.close()
+    [stream] = Log.open(tmp_path, "strict").epochs[0].streams.values()
+    assert not stream.states(FrameType.DIFF)
+    for step in (1, 3):
+        assert_same(merged(tmp_path, step), job.history[step])
+
+
+def step_with_closure(job: Job) -> None:
+    def closure() -> Any:
+        job.optimizer.zero_grad()
+        loss = job.model(torch.randn(4, 13), rare=True)
+        loss.backward()
+        return loss
+
+    job.optimizer.step(closure)
+    job.history.append(job.state())
+
+
+def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
+    """Also with a closure, which cannot be replayed; and gradients of one that nobody can replay."""
+    job = Job(tmp_path / "a", lambda p: torch.optim.AdamW(p, lr=1e-2), what="state")
+    job.train(2)
+    step_with_closure(job)
+    job.recorder.close()
+    for step in (1, 2, 3):
+        assert_same(merged(tmp_path / "a", step), job.history[step])
+    other = Job(tmp_path / "b", optimizers()["rmsprop"], what="gradients")
+    other.train(2)
+    other.recorder.close()
+    with pytest.raises(UsageError, match="cannot be replayed"):
+        merged(tmp_path / "b", 2)
+    with pytest.raises(UsageError, match="gradients, state or auto"):
+        Job(tmp_path / "c", optimizers()["rmsprop"], what="everything")
+
+
+def test_a_log_of_states_begins_with_a_closure_and_ends_with_a_thawed_parameter(tmp_path: Path) -> None:
+    job = Job(tmp_path, optimizers()["rmsprop"])
+    step_with_closure(job)
+    job.train(1)
+    job.model.frozen.requires_grad_(True)
+    with pytest.raises(UsageError, match="or that was frozen then"):
+        job.train(1)
+    for step in (1, 2):
+        assert_same(merged(tmp_path, step), job.history[step])
+
+
+def test_a_log_of_states_without_steps_can_be_opened(tmp_path: Path) -> None:
+    Job(tmp_path, optimizers()["rmsprop"]).recorder.close()
+    assert Log.open(tmp_path, "inspect").recoverable_step == 0
+
+
+def test_buffers_are_those_of_the_step(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda p: torch.optim.AdamW(p, lr=1e-2), model=Normed(), base_every=3, keep_bases=None)
+    job.train(5)
+    job.recorder.close()
+    for step in range(1, 6):
+        assert_same(merged(tmp_path, step), job.history[step])
+    log = Log.open(tmp_path, "strict")
+    manifest = log.epochs[0].manifest
+    assert [buffer.name for buffer in manifest.buffers] == [
+        *("phase", "still", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    ]
+    [stream] = log.epochs[0].streams.values()
+    logged = [(ref.header.step, sorted(map(int, table["block"]))) for ref, table, _ in stream.states(FrameType.FULL)]
+    assert logged == [(1, [0, 2, 3, 4]), (2, [2, 3, 4]), (3, [0, 2, 3, 4]), (4, [2, 3, 4]), (5, [0, 2, 3, 4])]
+    assert manifest.notes == []
+
+
+def test_a_buffer_that_changes_its_shape_ends_the_recording(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda p: torch.optim.AdamW(p, lr=1e-2), model=Normed())
+    job.train(1)
+    job.model.phase = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(UsageError, match="buffer phase has another shape"):
+        job.train(1)
+
+
+def calling_states(*names: str) -> Callable[[Any], Any]:
+    """An optimizer that nobody can replay, with states of these names."""
+
+    class Named(torch.optim.Optimizer):  # type: ignore[misc, name-defined]
+        @torch.no_grad()  # type: ignore[untyped-decorator]
+        def step(self) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        for number, name in enumerate(names, 1):
+                            state = self.state[p].setdefault(name, torch.zeros_like(p))
+                            state.mul_(number / 11).add_(p.grad)
+                        p.sub_(self.state[p][names[0]], alpha=group["lr"])
+
+    return lambda parameters: Named(parameters, {"lr": 1e-2})
+
+
+# What logs, shadows or atoms call something else; and a counter that is one for every element.
+TAKEN_NAMES = ("buffer", "param", "grad", "weight", "master", "own:x:()", "own/y", "state:z", "step")
+
+
+def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", calling_states(*TAKEN_NAMES), model=Normed(), base_every=2, keep_bases=None)
+    job.train(4)
+    ucp.save(job.model, job.optimizer, tmp_path / "saved")
+    job.recorder.close()
+    for step in range(1, 5):
+        assert_same(merged(tmp_path / "run", step), job.history[step])
+    assert ucp.diff(tmp_path / "run", tmp_path / "saved", log_a=tmp_path / "run", exact=True).same
+    assert ucp.verify(tmp_path / "run", "deep", log=tmp_path / "run").ok
+    other = Normed()
+    optimizer = calling_states(*TAKEN_NAMES)(other.parameters())
+    ucp.load_into(other, optimizer, tmp_path / "run", log=tmp_path / "run", step=4)
+    for p, q in zip(job.model.parameters(), other.parameters(), strict=True):
+        assert sorted(optimizer.state[q]) == sorted(job.optimizer.state[p])
+        assert all(torch.equal(job.optimizer.state[p][name], value) for name, value in optimizer.state[q].items())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW([{"params": [q], "fused": not i} for i, q in enumerate(p)], lr=1e-2),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.99)), weight_decay=0.1),
+    ],
+    ids=["fused and not", "tensors"],
+)
+def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
+    tmp_path: Path, make: Callable[[Any], Any]
+) -> None:
+    job = Job(tmp_path, make)
+    job.train(3)
+    job.recorder.close()
+    assert Log.open(tmp_path).epochs[0].manifest.kernel.id.endswith("(state)")
+    for step in (1, 2, 3):
+        assert_same(merged(tmp_path, step), job.history[step])
+    model = Net()
+    optimizer = make(model.parameters())
+    before = [group.get("betas") for group in optimizer.param_groups]
+    ucp.load_into(model, optimizer, tmp_path, log=tmp_path, step=3)
+    assert [[type(beta) for beta in group["betas"]] for group in optimizer.param_groups] == [
+        [type(beta) for beta in betas] for betas in before
+    ]
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=1.0), lambda p: torch.optim.NAdam(p, lr=1.0)])
+def test_the_rate_of_a_base_is_that_of_the_next_step(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    """A base is saved when the optimizer has taken its step, and a scheduler takes its own after that."""
+    job = Job(tmp_path, make, base_every=2, keep_bases=None)
+    for step in range(1, 6):
+        job.train(1)
+        job.optimizer.param_groups[0]["lr"] = 0.5**step
+    job.recorder.close()
+    assert [base.step for base in list_bases(tmp_path)] == [0, 2, 4]
+    for step in range(1, 5):
+        merged = ucp.open(tmp_path, log=tmp_path, step=step)
+        assert merged.index.groups[0].hyper["lr"] == 0.5**step

@@ -1,0 +1,94 @@
+"""Many ranks, one file: whatever each holds, the file is the whole, and the digests tile it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.shards import cuts, pick, shapes, values_of
+from tests.engine.shards import regions as regions_of
+from ucp import settings
+from ucp.core.box import Box
+from ucp.core.dtypes import INT64
+from ucp.core.region import Region
+from ucp.engine.staging import digest_range
+from ucp.errors import InconsistentError
+from ucp.training.write_assignment import WriteAssignment, WriteCandidate, digest_written_range, write_elements
+
+torch = pytest.importorskip("torch")
+
+
+@given(data=st.data())
+def test_any_cut_over_any_ranks_makes_the_whole(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    held = regions_of(data.draw(cuts(shape)), shape)
+    copies = data.draw(st.integers(1, 3))
+    values = values_of(shape, INT64)
+    offset = 24
+    offers = [
+        WriteCandidate(rank * copies + copy, 0, region) for rank, region in enumerate(held) for copy in range(copies)
+    ]
+    slab, part_bytes = data.draw(st.sampled_from([1, 64, 4096])), data.draw(st.sampled_from([16, 4096]))
+    before = settings.SLAB_BYTES, settings.PART_BYTES
+    settings.SLAB_BYTES, settings.PART_BYTES = slab, part_bytes
+    try:
+        shares = WriteAssignment.for_ranks(len(offers))
+        shares.deal("p", shape, 8, 0, offset, offers)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "file"
+            path.write_bytes(bytes(offset + values.nbytes))
+            written = []
+            for rank, tasks in enumerate(shares.tasks):
+                region = held[rank // copies]
+                tensor = torch.from_numpy(pick(values, region).copy())
+                for task in tasks:
+                    written.extend(write_elements(path, task, region, tensor))
+            written.extend(digest_written_range(path, sealing) for sealings in shares.sealings for sealing in sealings)
+            assert path.read_bytes()[offset:] == values.tobytes()
+            at = offset
+            for part in sorted(written, key=lambda part: part.offset):
+                assert part.offset == at
+                assert part.digest == digest_range(path, part.offset, part.nbytes, xxhash.xxh3_128())
+                at += part.nbytes
+            assert at == offset + values.nbytes
+    finally:
+        settings.SLAB_BYTES, settings.PART_BYTES = before
+
+
+def test_what_many_hold_is_shared_among_them() -> None:
+    shares = WriteAssignment.for_ranks(3)
+    shape = (3 * settings.SLAB_BYTES,)
+    shares.deal("large", shape, 4, 0, 0, [WriteCandidate(rank, 0, Region.all_of(shape)) for rank in range(3)])
+    assert [[task.stop - task.start for task in tasks] for tasks in shares.tasks] == [[settings.SLAB_BYTES]] * 3
+    small = WriteAssignment.for_ranks(3)
+    for number in range(9):
+        small.deal(
+            "small", (5,), 4, number, 0, [WriteCandidate(rank, number, Region.all_of((5,))) for rank in range(3)]
+        )
+    assert Counter(map(len, small.tasks)) == {3: 3}
+
+
+def test_padding_is_not_written(tmp_path: Path) -> None:
+    shape, padded = (5, 2), (6, 2)
+    values = np.arange(12).reshape(padded)
+    shares = WriteAssignment.for_ranks(2)
+    held = [Region.of([Box((0, 0), (3, 2))]), Region.of([Box((3, 0), (3, 2))])]
+    shares.deal("vocabulary", shape, 8, 0, 0, [WriteCandidate(rank, 0, region) for rank, region in enumerate(held)])
+    path = tmp_path / "file"
+    path.write_bytes(bytes(80))
+    for rank, tasks in enumerate(shares.tasks):
+        for task in tasks:
+            write_elements(path, task, held[rank], torch.from_numpy(values[3 * rank : 3 * rank + 3].reshape(-1).copy()))
+    assert path.read_bytes() == values[:5].tobytes()
+
+
+def test_a_rank_that_is_missing_is_noticed() -> None:
+    with pytest.raises(InconsistentError, match="parameter p: the ranks hold 4 of 8 elements"):
+        WriteAssignment.for_ranks(2).deal("p", (8,), 4, 0, 0, [WriteCandidate(0, 0, Region.of([Box((0,), (4,))]))])

@@ -1,0 +1,87 @@
+"""Extras: what is carried beside the parameters can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.checks.findings import Finding
+from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
+from ucp.containers.inert import Inert
+from ucp.core.checkpoint import Atom, Checkpoint
+from ucp.errors import IntegrityError, UcpError
+from ucp.settings import MIB
+
+_LONGEST: Final = 64 * MIB  # of JSON that is looked into
+_RESTORE: Final = "restore it from a copy; the parameters do not depend on it, going on with training may"
+
+
+def look(context: CheckContext) -> Iterator[CheckTask]:
+    """One task: files that are carried as they are, and the tensors of trees."""
+    extras = context.checkpoint.extras
+    if extras.files or extras.trees:
+        yield CheckTask("extras", 0, partial(_read, context.checkpoint))
+
+
+def _read(checkpoint: Checkpoint, meter: ReadMeter) -> Iterator[Finding]:
+    for name, file in sorted(checkpoint.extras.files.items()):
+        meter.check()
+        problem = _unreadable(checkpoint.root / file)
+        if problem is not None:
+            yield _finding(file, problem, name)
+    seen: set[int] = set()
+    for name, tree in checkpoint.extras.trees.items():
+        for atom in _atoms(tree, seen):
+            meter.check()
+            try:
+                for fragment in atom.fragments:
+                    size = checkpoint.sizes.get(fragment.file)
+                    if size is not None and fragment.offset + fragment.nbytes > size:
+                        yield _finding(fragment.file, f"{atom.name} reaches past its end at byte {size}", atom.name)
+            except UcpError as error:
+                yield _finding(name, f"{atom.name}: {error.what}", atom.name)
+
+
+def _finding(file: str, problem: str, subject: str) -> Finding:
+    return Finding(
+        "extras",
+        "error",
+        f"{file}: {problem}",
+        file,
+        hint=_RESTORE,
+        exit_code=IntegrityError.exit_code,
+        subject=subject,
+    )
+
+
+def _unreadable(path: Path) -> str | None:
+    try:
+        size = path.stat().st_size
+        if path.suffix != ".json" or size > _LONGEST:
+            with path.open("rb") as file:
+                file.read(1)
+        else:
+            json.loads(path.read_bytes())
+    except OSError as error:
+        return error.strerror or "cannot be read"
+    except (ValueError, RecursionError) as error:
+        return f"is no JSON ({error})"
+    return None
+
+
+def _atoms(value: Any, seen: set[int]) -> Iterator[Atom]:
+    """Every tensor that is carried in a tree; shared branches are looked at once."""
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Atom):
+            yield item
+        elif isinstance(item, (dict, list, tuple, Inert)) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, Inert):
+                todo += [*item.args, item.kwargs, item.state, *item.items, *item.pairs]
+            else:
+                todo += item.values() if isinstance(item, dict) else item

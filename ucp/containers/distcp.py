@@ -1,0 +1,399 @@
+"""The `.metadata` pickle of a folder, checked and as plain values: entries, their chunks, the bytes they lie in.
+
+The archives inside data files: where a chunk's elements lie, and what an object entry holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ucp import settings
+from ucp.containers.distcp_writer import ArchiveRange
+from ucp.containers.inert import Inert, TensorRef, class_path
+from ucp.containers.pickle_reader import read_pickle
+from ucp.containers.torch_file import TorchFile
+from ucp.containers.tree import replace_leaves
+from ucp.core.box import Box, Shape
+from ucp.core.checkpoint import Atom, Fragment, LazyFragments
+from ucp.core.coverage import Gap, coverage
+from ucp.core.dtypes import DType
+from ucp.core.mesh import Rank
+from ucp.core.region import Region
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError
+from ucp.storage.local import SourceFiles
+
+METADATA: Final = ".metadata"
+_RANK_METADATA: Final = re.compile(r"__(\d+)\.metadata")
+_DATA_FILE: Final = re.compile(r"__(\d+)_\d+\.distcp")
+_DAMAGED: Final = "the file was changed or copied incompletely; restore the folder and try again"
+
+# Where an entry stands in the nested state dict: text is a key of a dictionary, a number an index of a list.
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class DcpTensor:
+    """A tensor of the state dict. `chunks` tile `shape`; `copies` are further items with the content of a chunk."""
+
+    key: str
+    path: KeyPath
+    shape: Shape
+    dtype: DType
+    chunks: dict[Box, ArchiveRange] = field(default_factory=dict)
+    copies: dict[Box, list[ArchiveRange]] = field(default_factory=dict)
+    pieces: int = 0  # chunks as the file lists them, empty ones included
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class DcpObject:
+    """Any other value of the state dict. With several items, the ranks each wrote their copy."""
+
+    key: str
+    path: KeyPath
+    items: list[ArchiveRange] = field(default_factory=list)
+
+
+DcpEntry = DcpTensor | DcpObject
+
+
+@dataclass(slots=True)
+class DcpFolder:
+    """What the metadata of one folder says. `entries` are in the order of the state dict that was saved."""
+
+    name: str  # of the folder below the checkpoint's root, with a slash at the end; empty for the root itself
+    entries: dict[str, DcpEntry] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)  # every file, relative to the root → bytes
+    has_paths: bool = True  # whether the file says where keys stand in the nested state dict
+
+    def tensors(self) -> Iterator[DcpTensor]:
+        for entry in self.entries.values():
+            if isinstance(entry, DcpTensor):
+                yield entry
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """The metadata files that a reader has to merge: `.metadata`, or one a rank (saved without collectives)."""
+    if (folder / METADATA).is_file():
+        return [folder / METADATA]
+    try:
+        names = [(int(found[1]), path) for path in folder.iterdir() if (found := _RANK_METADATA.fullmatch(path.name))]
+    except OSError:
+        return []
+    return [path for _, path in sorted(names)]
+
+
+def has_data_files(folder: Path) -> bool:
+    """Whether the folder holds data files, finished or not."""
+    try:
+        return any(_DATA_FILE.fullmatch(path.name) for path in folder.iterdir())
+    except OSError:
+        return False
+
+
+def read_dcp_folder(root: Path, name: str = "") -> DcpFolder:
+    """Read the metadata of the folder `name` (empty, or with a slash at the end) below `root`."""
+    files = metadata_files(root / name)
+    if not files:
+        raise InconsistentError(
+            f"{root / name}: has data files but no {METADATA}: the save was not finished",
+            hint="use an earlier checkpoint; torch writes this file last, when everything else is on disk",
+        )
+    folder = DcpFolder(name)
+    paths: dict[str, KeyPath] = {}
+    for file in files:
+        folder.files[name + file.name] = file.stat().st_size
+        tree = _read(file)
+        planned = tree.get("planner_data")
+        if isinstance(planned, dict):
+            paths.update((str(key), _key_path(key, path, file)) for key, path in planned.items())
+        _MetadataMerger(folder, root, file, paths).merge(tree)
+    folder.has_paths = bool(paths)
+    order = {key: position for position, key in enumerate(paths)}
+    folder.entries = dict(sorted(folder.entries.items(), key=lambda item: order.get(item[0], len(order))))
+    for entry in folder.tensors():
+        _check_cover(entry, root / name)
+    return folder
+
+
+def _read(file: Path) -> Inert:
+    try:
+        if file.stat().st_size > settings.MAX_PICKLE_BYTES:
+            raise UnsafeError(f"{file}: has {file.stat().st_size} bytes, the limit is {settings.MAX_PICKLE_BYTES}")
+        data = file.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be read: {error.strerror}") from error
+    tree = read_pickle(data, str(file))
+    if not isinstance(tree, Inert) or not isinstance(tree.get("state_dict_metadata"), dict):
+        raise NotUnderstoodError(f"{file}: is not the metadata of a torch.distributed.checkpoint folder")
+    return tree
+
+
+def _key_path(key: Any, path: Any, file: Path) -> KeyPath:
+    if type(path) is not tuple or not path or any(type(part) not in (str, int) for part in path):
+        raise IntegrityError(f"{file}: the path of {key!r} is {path!r}", hint=_DAMAGED)
+    return path
+
+
+class _MetadataMerger:
+    """Adds what one metadata file says to a folder."""
+
+    def __init__(self, folder: DcpFolder, root: Path, file: Path, paths: Mapping[str, KeyPath]) -> None:
+        self._folder = folder
+        self._root = root
+        self._file = file
+        self._paths = paths
+
+    def merge(self, tree: Inert) -> None:
+        items = self._items(tree.get("storage_data"))
+        for key, described in tree.get("state_dict_metadata").items():
+            if not isinstance(key, str) or not isinstance(described, Inert):
+                raise self._damaged(f"an entry named {key!r} is described by {described!r}")
+            if described.qualname == "BytesStorageMetadata":
+                self._object(key, items)
+            elif described.qualname == "TensorStorageMetadata":
+                self._tensor(key, described, items)
+            else:
+                raise NotUnderstoodError(f"{self._file}: {key} is stored as {described.path}, which is not known here")
+
+    def _items(self, stored: Any) -> dict[tuple[str, Shape | None], ArchiveRange]:
+        if not isinstance(stored, dict):
+            raise self._damaged("it does not say where its data lies")
+        items: dict[tuple[str, Shape | None], ArchiveRange] = {}
+        for index, info in stored.items():
+            if not isinstance(index, Inert) or not isinstance(info, Inert):
+                raise self._damaged(f"the data of {index!r} is described by {info!r}")
+            key, offset = index.get("fqn"), index.get("offset")
+            if not isinstance(key, str) or not (offset is None or isinstance(offset, tuple)):
+                raise self._damaged(f"data is listed for {key!r} at {offset!r}")
+            items[key, None if offset is None else tuple(offset)] = self._item(key, info)
+        return items
+
+    def _item(self, key: str, info: Inert) -> ArchiveRange:
+        path, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if info.get("transform_descriptors"):
+            raise NotUnderstoodError(
+                f"{self._file}: {key} is stored through {', '.join(map(str, info.get('transform_descriptors')))}",
+                hint="save it again without storage extensions (compression)",
+            )
+        if not isinstance(path, str) or not _is_count(start) or not _is_count(length):
+            raise self._damaged(f"the data of {key} lies at {path!r}, {start!r}, {length!r}")
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path or not path:
+            raise UnsafeError(
+                f"{self._file}: the data of {key} is said to lie in {path!r}, outside the folder",
+                hint="no checkpoint needs that; find out who wrote this folder",
+            )
+        file = self._folder.name + path
+        size = self._size(file, key)
+        if start + length > size:
+            raise IntegrityError(
+                f"{self._root / file}: has {size} bytes, but bytes [{start}, {start + length}) hold {key}",
+                hint=f"the file was copied or written incompletely, or {self._file.name} is of another save; restore"
+                " the files of one save",
+            )
+        return ArchiveRange(file, start, start + length)
+
+    def _size(self, file: str, key: str) -> int:
+        known = self._folder.files.get(file)
+        if known is None:
+            try:
+                known = (self._root / file).stat().st_size
+            except FileNotFoundError:
+                raise InconsistentError(
+                    f"{self._root / file}: is missing; it holds {key}",
+                    hint="copy the file from the node that wrote it; without it the checkpoint is not whole",
+                ) from None
+            except OSError as error:
+                raise StorageError(f"{self._root / file}: {error.strerror}") from error
+            self._folder.files[file] = known
+        return known
+
+    def _object(self, key: str, items: dict[tuple[str, Shape | None], ArchiveRange]) -> None:
+        item = items.get((key, None))
+        if item is None:
+            raise self._damaged(f"it does not say where {key} lies")
+        entry = self._folder.entries.setdefault(key, DcpObject(key, self._paths.get(key, (key,))))
+        if not isinstance(entry, DcpObject):
+            raise InconsistentError(f"{self._file}: {key} is a tensor for one rank and an object for another")
+        entry.items.append(item)
+
+    def _tensor(self, key: str, described: Inert, items: dict[tuple[str, Shape | None], ArchiveRange]) -> None:
+        shape, dtype = self._shape(key, described.get("size")), self._dtype(key, described.get("properties"))
+        made = DcpTensor(key, self._paths.get(key, (key,)), shape, dtype)
+        entry = self._folder.entries.setdefault(key, made)
+        if not isinstance(entry, DcpTensor) or (entry.shape, entry.dtype) != (shape, dtype):
+            raise InconsistentError(f"{self._file}: {key} is {dtype} {list(shape)} here and different for another rank")
+        chunks = described.get("chunks")
+        if not isinstance(chunks, list):
+            raise self._damaged(f"the chunks of {key} are {chunks!r}")
+        for chunk in chunks:
+            if not isinstance(chunk, Inert):
+                raise self._damaged(f"a chunk of {key} is {chunk!r}")
+            box = Box(self._shape(key, chunk.get("offsets")), self._shape(key, chunk.get("sizes")))
+            if len(box.start) != len(shape) or len(box.shape) != len(shape):
+                raise self._damaged(f"{key} has the shape {list(shape)} and a chunk {box.start}, {box.shape}")
+            entry.pieces += 1
+            if 0 in box.shape:
+                continue  # ranks beyond the end of a short dimension hold nothing, and say so
+            if any(stop > length for stop, length in zip(box.stop, shape, strict=True)):
+                raise InconsistentError(f"{self._file}: chunk {box} of {key} lies outside its shape {list(shape)}")
+            item = items.get((key, box.start))
+            if item is None:
+                raise self._damaged(f"it does not say where chunk {box} of {key} lies")
+            if entry.chunks.setdefault(box, item) is not item:
+                entry.copies.setdefault(box, []).append(item)
+
+    def _shape(self, key: str, lengths: Any) -> Shape:
+        if (
+            not isinstance(lengths, tuple)
+            or len(lengths) > settings.MAX_DIMENSIONS
+            or not all(_is_count(length) for length in lengths)
+        ):
+            raise self._damaged(f"{key} has the sizes {lengths!r}")
+        return tuple(lengths)
+
+    def _dtype(self, key: str, properties: Any) -> DType:
+        state = properties.state if isinstance(properties, Inert) else None
+        if isinstance(state, dict):
+            dtype = state.get("dtype")
+        else:
+            dtype = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(dtype, DType):
+            raise NotUnderstoodError(f"{self._file}: {key} has the element type {dtype!r}, which is not known here")
+        return dtype
+
+    def _damaged(self, what: str) -> IntegrityError:
+        return IntegrityError(f"{self._file}: is damaged: {what}", hint=_DAMAGED)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _check_cover(entry: DcpTensor, folder: Path) -> None:
+    """The chunks must tile the tensor."""
+    boxes = list(entry.chunks)
+    if boxes == [Box((0,) * len(entry.shape), entry.shape)]:
+        return
+    for defect in coverage(entry.shape, boxes):
+        if isinstance(defect, Gap):
+            raise InconsistentError(
+                f"{folder}: no rank holds {defect.box} of {entry.key} {list(entry.shape)}",
+                hint="the metadata of a rank is missing: copy it from the node that wrote it",
+            )
+        owners = ", ".join(entry.chunks[boxes[i]].file for i in defect.owners)
+        raise InconsistentError(f"{folder}: several chunks hold {defect.box} of {entry.key}: {owners}")
+
+
+_SMALL: Final = 4096  # bytes of an object's archive that are worth remembering
+_LONGEST_HEAD: Final = 4096
+
+
+class TensorArchives:
+    """Finds the tensors in the archives of one checkpoint.
+
+    Archives of equal chunks start with the same bytes: headers, the pickle, headers. One is parsed and checked as a
+    whole, the others are known by their start.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._known: dict[int, tuple[bytes, int, TensorRef]] = {}  # by length: its start, where the data is, the tensor
+
+    def fragments(self, entry: DcpTensor, chunks: Sequence[tuple[Box, ArchiveRange]]) -> LazyFragments:
+        """Chunks of an entry as fragments."""
+
+        def make() -> Iterator[Fragment]:
+            with SourceFiles(self.root) as files:
+                for box, item in chunks:
+                    yield self.locate(entry, box, item, files)
+
+        return LazyFragments(make, len(chunks))
+
+    def atom(self, entry: DcpTensor, name: str, kind: str) -> Atom:
+        """The whole tensor of an entry."""
+        copies = [(box, item) for box, items in entry.copies.items() for item in items]
+        return Atom(
+            name,
+            kind,
+            entry.shape,
+            entry.dtype,
+            self.fragments(entry, list(entry.chunks.items())),
+            tuple(self.fragments(entry, [copy]) for copy in copies),
+        )
+
+    def locate(self, entry: DcpTensor, box: Box, item: ArchiveRange, files: SourceFiles) -> Fragment:
+        """Where the elements of one chunk lie. The archive is checked against what the metadata says of it."""
+        inside, ref = self._tensor(item, files)
+        if isinstance(ref, Inert):
+            raise NotUnderstoodError(
+                f"{self.root / item.file}: {entry.key} is stored in a form whose bytes are not its values, such as a"
+                f" conjugate view ({class_path(type(ref))})",
+                hint="save a plain copy of it: `tensor.resolve_conj().resolve_neg().contiguous()`",
+            )
+        if not isinstance(ref, TensorRef) or ref.shape != box.shape or ref.dtype != entry.dtype:
+            found = f"{ref.dtype} {list(ref.shape)}" if isinstance(ref, TensorRef) else f"{ref!r}"
+            raise IntegrityError(
+                f"{self.root / item.file}: bytes [{item.start}, {item.stop}) should hold {box} of {entry.key} as"
+                f" {entry.dtype}, but hold {found}",
+                hint="files of different saves are mixed in this folder; restore those of one save",
+            )
+        strides = None if ref.is_contiguous else ref.strides
+        return Fragment(Region.of((box,)), item.file, item.start + inside, ref.dtype, Rank(dp=item.rank), strides)
+
+    def _tensor(self, item: ArchiveRange, files: SourceFiles) -> tuple[int, Any]:
+        """What an archive holds, and at which of its bytes the data starts."""
+        length = item.stop - item.start
+        known = self._known.get(length)
+        if known is not None:
+            head, inside, ref = known
+            if files.read(item.file, item.start, len(head)) == head:
+                return inside, ref
+        archive = TorchFile(self.root / item.file, item.start, item.stop)
+        found = archive.tree
+        if not isinstance(found, TensorRef):
+            return 0, found
+        inside = archive.position(found) - item.start
+        if inside <= _LONGEST_HEAD and found.offset == 0:
+            self._known[length] = (files.read(item.file, item.start, inside), inside, found)
+        return inside, found
+
+
+class ObjectArchives:
+    """Reads object entries as inert values. Equal archives are unpickled once: the fields of groups repeat a lot."""
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+        self._known: dict[bytes, Any] = {}
+
+    def value(self, entry: DcpObject) -> Any:
+        """The value of an entry; tensors inside it stand as atoms of kind `extra`."""
+        item = entry.items[0]
+        small = item.stop - item.start <= _SMALL
+        data = self._files.read(item.file, item.start, item.stop - item.start) if small else b""
+        if data in self._known:
+            return self._known[data]
+        archive = TorchFile(self._files.root / item.file, item.start, item.stop)
+        value = archive.tree
+        if any("/data/" in name for name in archive.entries):
+            return replace_leaves(value, TensorRef, lambda ref, n: extra_atom(archive, item, f"{entry.key}#{n}", ref))
+        if small:
+            self._known[data] = value
+        return value
+
+
+def extra_atom(archive: TorchFile, item: ArchiveRange, name: str, ref: TensorRef) -> Atom:
+    """A tensor inside an object, which belongs to no parameter."""
+    if 0 in ref.shape:
+        return Atom(name, "extra", ref.shape, ref.dtype, ())
+    region, strides = Region.all_of(ref.shape), None if ref.is_contiguous else ref.strides
+    fragment = Fragment(region, item.file, archive.position(ref), ref.dtype, Rank(dp=item.rank), strides)
+    return Atom(name, "extra", ref.shape, ref.dtype, (fragment,))

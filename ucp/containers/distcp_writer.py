@@ -1,0 +1,221 @@
+"""Data files of torch's distributed checkpoints to write: archives one after the other, and where each came to lie.
+
+The `.metadata` pickle of torch's distributed checkpoints to write, built of stand-ins for torch's own classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from ucp import settings
+from ucp.containers.inert import Inert, Size
+from ucp.containers.pickle_writer import bare_object, called_object, write_pickle
+from ucp.containers.torch_file_writer import RegionContent, TorchSkeleton, ZeroContent, new_tensor
+from ucp.containers.tree import with_tensors
+from ucp.core.box import Box, Shape
+from ucp.core.checkpoint import Atom
+from ucp.core.dtypes import DType
+from ucp.core.region import Region
+from ucp.core.target import Literal, OutputFile, Trailer, WriteItem, ZeroRange
+
+_STEM: Final = "archive"  # torch's name for an archive that is not written to a named file
+_DATA_FILE: Final = re.compile(r"__(\d+)_\d+\.distcp")
+_Close = Callable[[Sequence[int]], Sequence[Literal]]
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRange:
+    """Bytes [start, stop) of a data file (relative to the checkpoint's root): one archive of `torch.save`."""
+
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def rank(self) -> int:
+        """The rank that wrote it, by the name of the file; 0 where the name does not say."""
+        found = _DATA_FILE.fullmatch(PurePosixPath(self.file).name)
+        return int(found[1]) if found else 0
+
+
+@dataclass(slots=True)
+class _DataFile:
+    """A file that grows archive by archive."""
+
+    name: str
+    size: int = 0
+    literals: list[Literal] = field(default_factory=list)
+    holes: list[WriteItem] = field(default_factory=list)
+    zeros: list[ZeroRange] = field(default_factory=list)
+    seals: list[tuple[int, tuple[tuple[int, int], ...], _Close]] = field(default_factory=list)  # base, spans, close
+
+    def add(self, archive: OutputFile) -> ArchiveRange:
+        """Append an archive that was laid out to start at byte 0.
+
+        Elements of a large one begin a page, with zeros before it: copying to odd addresses takes half as long again.
+        Readers go by the index and do not see what lies between two archives.
+        """
+        is_large = archive.size >= settings.ALIGNED_ARCHIVE_BYTES and archive.holes
+        gap = -(self.size + archive.holes[0].offset) % settings.DATA_ALIGNMENT if is_large else 0
+        if gap:
+            self.zeros.append(ZeroRange(self.size, gap))
+        base = self.size + gap
+        self.literals.extend(Literal(base + literal.offset, literal.data) for literal in archive.literals)
+        self.holes.extend(WriteItem(hole.atom, hole.region, base + hole.offset) for hole in archive.holes)
+        self.zeros.extend(ZeroRange(base + zero.offset, zero.nbytes) for zero in archive.zeros)
+        if archive.seal is not None:
+            self.seals.append((base, archive.seal.spans, archive.seal.close))
+        self.size = base + archive.size
+        return ArchiveRange(self.name, base, self.size)
+
+    def output(self, folder: str) -> OutputFile:
+        spans = tuple((base + offset, nbytes) for base, own, _ in self.seals for offset, nbytes in own)
+        seal = Trailer(spans, self._close) if spans else None
+        return OutputFile(
+            folder + self.name, self.size, tuple(self.literals), tuple(self.holes), tuple(self.zeros), seal
+        )
+
+    def _close(self, crcs: Sequence[int]) -> list[Literal]:
+        """The ends of all archives, given the CRC-32 of every span of the file."""
+        literals: list[Literal] = []
+        at = 0
+        for base, spans, close in self.seals:
+            ends = close(crcs[at : at + len(spans)])
+            literals.extend(Literal(base + end.offset, end.data) for end in ends)
+            at += len(spans)
+        return literals
+
+
+class ArchiveFiles:
+    """The data files of one folder, one for each of `count` ranks. `where` names them in messages."""
+
+    def __init__(self, count: int, where: str) -> None:
+        self._files = [_DataFile(f"__{number}_0.distcp") for number in range(count)]
+        self._where = where
+        self._blank: dict[tuple[DType, Shape], OutputFile] = {}  # archives of zeros
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def chunk(self, number: int | None, atom: Atom, region: Region, shape: Shape) -> ArchiveRange:
+        """Lay out a region of an atom as a tensor of `shape` in file `number`, or in the smallest one."""
+        return self.filled(number, atom.dtype, shape, (RegionContent(atom, region),))
+
+    def filled(
+        self, number: int | None, dtype: DType, shape: Shape, contents: Sequence[RegionContent | ZeroContent]
+    ) -> ArchiveRange:
+        """Lay out a tensor of these contents, end to end, in file `number`, or in the smallest one.
+
+        All tensors of one shape have the same archive but for their elements.
+        """
+        blank = self._blank.get((dtype, shape))
+        if blank is None:
+            tree = new_tensor(dtype, shape, ZeroContent(prod(shape)))
+            blank = self._blank[dtype, shape] = TorchSkeleton(_STEM, tree, self._where).output_file("")
+        holes: list[WriteItem] = []
+        zeros: list[ZeroRange] = []
+        at = blank.zeros[0].offset if blank.zeros else 0  # a tensor without elements has no storage to fill
+        for content in contents:
+            nbytes = content.numel * dtype.itemsize
+            if isinstance(content, RegionContent) and nbytes:
+                holes.append(WriteItem(content.atom, content.region, at))
+            elif nbytes:
+                zeros.append(ZeroRange(at, nbytes))
+            at += nbytes
+        return self._choose(number).add(replace(blank, holes=tuple(holes), zeros=tuple(zeros)))
+
+    def value(self, value: Any, number: int = 0) -> ArchiveRange:
+        """Lay out an object; atoms inside it become tensors."""
+        return self._files[number].add(TorchSkeleton(_STEM, with_tensors(value), self._where).output_file(""))
+
+    def outputs(self, folder: str) -> list[OutputFile]:
+        """The files that got something."""
+        return [file.output(folder) for file in self._files if file.size]
+
+    def _choose(self, number: int | None) -> _DataFile:
+        return min(self._files, key=lambda file: file.size) if number is None else self._files[number]
+
+
+# Where an entry stands in the nested state dict: text is a key of a dictionary, a number an index of a list.
+KeyPath = tuple[str | int, ...]
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_STORAGE: Final = "torch.distributed.checkpoint.filesystem"
+_VERSION: Final = "1.0.0"
+
+
+@dataclass(slots=True)
+class MetadataTree:
+    """Collects the entries of one folder.
+
+    `nested` is for torch's own state dicts: the file then says where each key stands in them.
+    """
+
+    nested: bool = True
+    _described: dict[str, Inert] = field(default_factory=dict)
+    _paths: dict[str, KeyPath] = field(default_factory=dict)
+    _stored: dict[Inert, Inert] = field(default_factory=dict)
+    _sizes: dict[Shape, Size] = field(default_factory=dict)
+    _properties: dict[DType, Inert] = field(default_factory=dict)
+
+    def add_tensor(self, path: KeyPath, shape: Shape, dtype: DType, chunks: Sequence[tuple[Box, ArchiveRange]]) -> None:
+        """A tensor, its chunks in any order."""
+        key = self._key(path)
+        corners = [{"offsets": self._size(box.start), "sizes": self._size(box.shape)} for box, _ in chunks]
+        listed = [bare_object(_METADATA, "ChunkStorageMetadata", corner) for corner in corners]
+        state = {"properties": self._property(dtype), "size": self._size(shape), "chunks": listed}
+        self._described[key] = bare_object(_METADATA, "TensorStorageMetadata", state)
+        for number, (box, item) in enumerate(chunks):
+            self._store({"fqn": key, "index": number, "offset": self._size(box.start)}, item)
+
+    def add_object(self, path: KeyPath, item: ArchiveRange) -> None:
+        """Anything that is no tensor."""
+        key = self._key(path)
+        self._described[key] = bare_object(_METADATA, "BytesStorageMetadata")
+        self._store({"fqn": key, "index": None}, item)
+
+    def dump(self, where: str) -> bytes:
+        """The file's bytes."""
+        # Where the checkpoint was written is nobody's business: torch leaves a path here and does not use it.
+        meta: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+        state: Mapping[str, Any] = {
+            "state_dict_metadata": self._described,
+            "planner_data": self._paths if self.nested else None,
+            "storage_data": self._stored,
+            "storage_meta": bare_object(_METADATA, "StorageMeta", meta),
+            "version": _VERSION,
+        }
+        return write_pickle(bare_object(_METADATA, "Metadata", state), where)
+
+    def __contains__(self, path: KeyPath) -> bool:
+        return _text(path) in self._paths
+
+    def _key(self, path: KeyPath) -> str:
+        key = _text(path)
+        self._paths[key] = path
+        return key
+
+    def _store(self, index: dict[str, Any], item: ArchiveRange) -> None:
+        info = {"relative_path": item.file, "offset": item.start, "length": item.stop - item.start}
+        self._stored[bare_object(_METADATA, "MetadataIndex", index)] = bare_object(_STORAGE, "_StorageInfo", info)
+
+    def _size(self, shape: Shape) -> Size:
+        return self._sizes.setdefault(shape, Size(shape))
+
+    def _property(self, dtype: DType) -> Inert:
+        known = self._properties.get(dtype)
+        if known is None:
+            layout = called_object("torch.serialization", "_get_layout", "torch.strided")
+            memory = called_object(_METADATA, "_MEM_FORMAT_ENCODING", 0)
+            known = bare_object(_METADATA, "TensorProperties", (dtype, layout, False, memory, False))
+            self._properties[dtype] = known
+        return known
+
+
+def _text(path: KeyPath) -> str:
+    return ".".join(map(str, path))

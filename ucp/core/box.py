@@ -1,0 +1,158 @@
+"""Boxes: axis-aligned n-dimensional blocks. The geometry of the house; it knows integers only.
+
+Slabs: the unit of work. Consecutive, contiguous blocks of an atom in logical row-major order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A block of an atom: along dimension `d` the half-open range `[start[d], start[d] + shape[d])`, in elements.
+
+    Inside a box elements are counted row-major. A box of no dimensions is the single element of a scalar.
+    """
+
+    start: Shape
+    shape: Shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> Shape:
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+    def shift(self, by: Shape) -> Box:
+        """The same block with its corner moved by `by`."""
+        return Box(tuple(a + d for a, d in zip(self.start, by, strict=True)), self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
+
+
+def whole(shape: Shape) -> Box:
+    """The box that is all of a tensor of this shape."""
+    return Box((0,) * len(shape), shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common block of two boxes of the same rank, or None where they share no element."""
+    start: list[int] = []
+    shape: list[int] = []
+    for a0, an, b0, bn in zip(a.start, a.shape, b.start, b.shape, strict=True):
+        lo = a0 if a0 > b0 else b0
+        hi = a0 + an if a0 + an < b0 + bn else b0 + bn
+        if hi <= lo:
+            return None
+        start.append(lo)
+        shape.append(hi - lo)
+    return Box(tuple(start), tuple(shape))
+
+
+def strides_of(shape: Shape) -> Shape:
+    """Row-major strides in elements."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def flat_index(index: Shape, shape: Shape) -> int:
+    """Row-major position of the element at `index` in a tensor of `shape`."""
+    flat = 0
+    for i, n in zip(index, shape, strict=True):
+        flat = flat * n + i
+    return flat
+
+
+def is_contiguous_in(box: Box, shape: Shape) -> bool:
+    """Do the elements of `box` lie side by side in a row-major tensor of `shape`?"""
+    seen = False
+    for n, extent in zip(box.shape, shape, strict=True):
+        if seen and n != extent:
+            return False
+        seen = seen or n > 1
+    return True
+
+
+def interval_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Cut the flat row-major interval `[start, stop)` of a tensor of `shape` into boxes, in order.
+
+    At most `2 * ndim - 1` boxes come out, each contiguous in row-major order; laid end to end they are the interval.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head and first == last:
+        yield from _in_row(shape, first, head, tail)
+        return
+    if head:
+        yield from _in_row(shape, first, head, row)
+        first += 1
+    if last > first:
+        yield Box((first, *([0] * (len(shape) - 1))), (last - first, *shape[1:]))
+    if tail:
+        yield from _in_row(shape, last, 0, tail)
+
+
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in interval_boxes(shape[1:], start, stop):
+        yield Box((row, *box.start), (1, *box.shape))
+
+
+def slabs(shape: Shape, limit: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most `limit` elements that are contiguous in row-major order, first to last.
+
+    Every box fixes some leading indices, takes a range of one dimension and all of the dimensions after it. That form
+    is what makes the part that any row-major box shares with a slab contiguous in that box.
+    """
+    if 0 in shape:
+        return
+    limit = max(limit, 1)
+    dim = _cut_dimension(shape, limit)
+    if dim is None:
+        yield Box((0,) * len(shape), shape)
+        return
+    inner = shape[dim + 1 :]
+    rows = max(1, limit // prod(inner))
+    zeros = (0,) * len(inner)
+    for lead in _indices(shape[:dim]):
+        for row in range(0, shape[dim], rows):
+            yield Box((*lead, row, *zeros), ((1,) * dim) + (min(rows, shape[dim] - row), *inner))
+
+
+def _cut_dimension(shape: Shape, limit: int) -> int | None:
+    """The first dimension whose rows fit the limit; None when the whole tensor does."""
+    if prod(shape) <= limit:
+        return None
+    for dim in range(len(shape)):
+        if prod(shape[dim + 1 :]) <= limit:
+            return dim
+    raise AssertionError("a row of no dimensions has one element")
+
+
+def _indices(shape: Shape) -> Iterator[Shape]:
+    if not shape:
+        yield ()
+        return
+    for i in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (i, *rest)

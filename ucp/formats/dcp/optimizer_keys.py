@@ -1,0 +1,271 @@
+"""Which keys of a state dict are an optimizer's states and group fields.
+
+Names of the top dictionaries are the user's choice, so nothing is looked up by them. An optimizer is known by its
+`param_groups`.
+
+Parameter groups: from the entries of an optimizer to hyper-parameters and parameter names, group by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ucp.containers.distcp import DcpEntry, DcpFolder, DcpObject, DcpTensor, KeyPath, ObjectArchives, TensorArchives
+from ucp.core.dtypes import scalar_value
+from ucp.errors import IntegrityError
+from ucp.storage.local import SourceFiles
+
+GROUPS: Final = "param_groups"
+STATE: Final = "state"
+PARAMS: Final = "params"
+LIKE_WEIGHT: Final = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param"})
+_EXTRA_STATE: Final = "_extra_state"
+_WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(slots=True)
+class OptimizerKeys:
+    """One optimizer of the state dict.
+
+    `fields[group][name]` are the entries of its groups; the group is a number (nested form) or a parameter name
+    (`flatten_optimizer_state_dict=True`). `whole` is the one object that older torch versions keep all groups in.
+    `listed` is what the groups call their parameters, once they have been read.
+    """
+
+    prefix: KeyPath
+    flattened: bool = False
+    states: dict[str, dict[str, DcpEntry]] = field(default_factory=dict)
+    fields: dict[int | str, dict[str, DcpEntry]] = field(default_factory=dict)
+    whole: DcpObject | None = None
+    listed: list[str] = field(default_factory=list)
+
+    @property
+    def by_number(self) -> bool:
+        """Whether parameters are known by position (a raw `optimizer.state_dict()`) and not by name.
+
+        Not every optimizer has states (SGD without momentum), but all list their parameters.
+        """
+        known = self.states or self.listed
+        return bool(known) and all(name.isdecimal() for name in known)
+
+
+def find_optimizers(folder: DcpFolder) -> tuple[list[OptimizerKeys], list[DcpEntry]]:
+    """The optimizers of a folder, and the entries that are none of theirs."""
+    paths = {key: entry.path for key, entry in folder.entries.items()}
+    if not folder.has_paths:
+        paths = _guess_paths(folder)
+    found: dict[KeyPath, OptimizerKeys] = {}
+    for key, path in paths.items():
+        for at in range(len(path)):
+            if _proves(path[at:], folder.entries[key]):
+                optimizer = found.setdefault(path[:at], OptimizerKeys(path[:at]))
+                optimizer.flattened = optimizer.flattened or path[at] != GROUPS
+    names = {str(path[-1]) for path in paths.values()}
+    others: list[DcpEntry] = []
+    for key, entry in folder.entries.items():
+        if not any(_take(optimizer, entry, paths[key], names) for optimizer in found.values()):
+            others.append(entry)
+    for optimizer in found.values():
+        _number_groups(optimizer)
+    return list(found.values()), others
+
+
+def _proves(below: KeyPath, entry: DcpEntry) -> bool:
+    """Whether this entry, `below` the place of an optimizer, is a field of its groups: modules may be called so too.
+
+    Groups are a list (or one object); the flattened form has one key a parameter and field. Modules have tensors in
+    such a key, and an extra state at most.
+    """
+    word, rest = below[0], below[1:]
+    if word == GROUPS:
+        return isinstance(rest[0], int) if rest else isinstance(entry, DcpObject)
+    if rest or not isinstance(word, str) or not isinstance(entry, DcpObject):
+        return False
+    return word.startswith(GROUPS + ".") and not word.endswith("." + _EXTRA_STATE)
+
+
+def _guess_paths(folder: DcpFolder) -> dict[str, KeyPath]:
+    """The paths of keys where the file has none: everything up to an optimizer's own words is its prefix."""
+    proven = {
+        prefix
+        for key, entry in folder.entries.items()
+        for prefix, rest in prefix_splits(key)
+        if _proves((rest,), entry)
+    }
+    return {key: _guess_path(key, proven) for key in folder.entries}
+
+
+def _guess_path(key: str, optimizers: Collection[KeyPath]) -> KeyPath:
+    for prefix, rest in prefix_splits(key):
+        if prefix in optimizers and (rest == GROUPS or rest.startswith((GROUPS + ".", STATE + "."))):
+            return (*prefix, rest)
+    return (key,)
+
+
+def _take(optimizer: OptimizerKeys, entry: DcpEntry, path: KeyPath, names: set[str]) -> bool:
+    """Put the entry into the optimizer if it is one of its own."""
+    at = len(optimizer.prefix)
+    if path[:at] != optimizer.prefix or len(path) == at:
+        return False
+    word, rest = path[at], path[at + 1 :]
+    if word == GROUPS and not rest:
+        if not isinstance(entry, DcpObject):
+            return False
+        optimizer.whole = entry
+        return True
+    if word == GROUPS and len(rest) > 1 and isinstance(rest[0], int):
+        optimizer.fields.setdefault(rest[0], {})[join_path(rest[1:])] = entry
+        return True
+    if word == STATE and len(rest) > 1:
+        optimizer.states.setdefault(str(rest[0]), {})[join_path(rest[1:])] = entry
+        return True
+    if rest or not isinstance(word, str):
+        return False
+    for section, table in ((GROUPS, optimizer.fields), (STATE, optimizer.states)):
+        if word.startswith(section + "."):
+            name, last = _split_flat(word[len(section) + 1 :], names)
+            table.setdefault(name, {})[last] = entry
+            return True
+    return False
+
+
+def _split_flat(text: str, names: set[str]) -> tuple[str, str]:
+    """`<parameter>.<field>` cut in two: at the longest known parameter name, else at the last dot."""
+    at = text.rfind(".")
+    while at > 0:
+        if text[:at] in names:
+            return text[:at], text[at + 1 :]
+        at = text.rfind(".", 0, at)
+    name, _, last = text.rpartition(".")
+    return name, last
+
+
+def _number_groups(optimizer: OptimizerKeys) -> None:
+    """Groups that list their parameters are numbered ones, also where only the text of the keys is known."""
+    if optimizer.fields and all(isinstance(name, int) or name.isdecimal() for name in optimizer.fields):
+        optimizer.fields = {int(name): table for name, table in optimizer.fields.items()}
+        optimizer.flattened = False
+        optimizer.fields = dict(sorted(optimizer.fields.items(), key=lambda item: int(item[0])))
+
+
+def prefix_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
+    """Every way to cut a key into the text of a place and a name in it."""
+    yield (), key
+    at = key.find(".")
+    while at > 0:
+        yield (key[:at],), key[at + 1 :]
+        at = key.find(".", at + 1)
+
+
+def join_path(path: KeyPath) -> str:
+    """The text of a path."""
+    return ".".join(map(str, path))
+
+
+def strip_wrappers(name: str) -> str:
+    """A parameter name without what wrappers of modules (compiling, activation checkpointing, FSDP1) put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass(slots=True)
+class DcpParamGroup:
+    """Hyper-parameters, and the parameters as the optimizer calls them (names, or positions as text)."""
+
+    hyper: dict[str, Any]
+    names: list[str]
+
+
+@dataclass(slots=True)
+class EntryValues:
+    """Reads the small values of a checkpoint."""
+
+    archives: TensorArchives
+    files: SourceFiles
+    objects: ObjectArchives
+    unread: list[DcpEntry] = field(default_factory=list)  # tensors where a plain value was expected
+
+    def plain(self, entry: DcpEntry) -> Any:
+        """An object's value, or the number in a one-element tensor. Anything larger goes to `unread` and gives None."""
+        if isinstance(entry, DcpObject):
+            return self.objects.value(entry)
+        number = self.number(entry)
+        if number is None:
+            self.unread.append(entry)
+        return number
+
+    def number(self, entry: DcpTensor) -> float | int | bool | None:
+        """The number in a one-element tensor; None for anything else."""
+        if len(entry.chunks) != 1:
+            return None
+        (box, item), *_ = entry.chunks.items()
+        if box.numel != 1:
+            return None
+        fragment = self.archives.locate(entry, box, item, self.files)
+        return scalar_value(self.files.read(item.file, fragment.offset, entry.dtype.itemsize), entry.dtype)
+
+
+def read_groups(optimizer: OptimizerKeys, values: EntryValues) -> list[DcpParamGroup]:
+    """The groups of an optimizer, in order; the optimizer is told what they list."""
+    groups = _read(optimizer, values)
+    optimizer.listed = [name for group in groups for name in group.names]
+    return groups
+
+
+def without_gradients(optimizer: OptimizerKeys, groups: Iterable[DcpParamGroup]) -> list[str]:
+    """Parameters that have no state where others of their group have: torch's optimizers pass over those that never
+    had a gradient, as frozen ones do."""
+    return [
+        name
+        for group in groups
+        if any(other in optimizer.states for other in group.names)
+        for name in group.names
+        if name not in optimizer.states
+    ]
+
+
+def _read(optimizer: OptimizerKeys, values: EntryValues) -> list[DcpParamGroup]:
+    if optimizer.whole is not None:
+        return _from_object(optimizer.whole, values)
+    if optimizer.flattened:
+        return _from_parameters(optimizer.fields, values.plain)
+    groups = []
+    for number, fields in optimizer.fields.items():
+        listed = values.plain(fields[PARAMS]) if PARAMS in fields else []
+        hyper = {name: values.plain(entry) for name, entry in fields.items() if name != PARAMS}
+        groups.append(DcpParamGroup(hyper, _names(listed, f"group {number}")))
+    return groups
+
+
+def _from_object(entry: DcpObject, values: EntryValues) -> list[DcpParamGroup]:
+    """Older torch versions keep the list of groups as one object."""
+    listed = values.objects.value(entry)
+    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+        raise IntegrityError(f"{values.archives.root}: {entry.key} is no list of parameter groups")
+    return [
+        DcpParamGroup(
+            {str(name): value for name, value in group.items() if name != PARAMS},
+            _names(group.get(PARAMS, []), f"group {number}"),
+        )
+        for number, group in enumerate(listed)
+    ]
+
+
+def _from_parameters(
+    fields: Mapping[int | str, Mapping[str, DcpEntry]], plain: Callable[[DcpEntry], Any]
+) -> list[DcpParamGroup]:
+    """The flattened form repeats the fields for every parameter: those with equal values are a group again."""
+    groups: dict[str, DcpParamGroup] = {}
+    for name, table in fields.items():
+        hyper = {field_name: plain(entry) for field_name, entry in table.items()}
+        groups.setdefault(repr(sorted(hyper.items())), DcpParamGroup(hyper, [])).names.append(str(name))
+    return list(groups.values())
+
+
+def _names(listed: Any, where: str) -> list[str]:
+    if not isinstance(listed, Iterable) or isinstance(listed, (str, bytes)):
+        raise IntegrityError(f"{where}: its list of parameters is {listed!r}")
+    return [str(name) for name in listed]

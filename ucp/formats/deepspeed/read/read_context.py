@@ -1,0 +1,56 @@
+"""What the parts of the reader share while one checkpoint is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ucp.containers.inert import TensorRef
+from ucp.core.checkpoint import Note
+from ucp.formats.deepspeed.read.rank_files import RankFiles
+from ucp.formats.deepspeed.read.shard_table import Problems, ShardTable
+from ucp.storage.local import SourceFiles
+
+
+@dataclass(slots=True)
+class ReadContext:
+    """One checkpoint on its way into the index."""
+
+    prefix: str  # of the step folder below the root: "" or "global_step3/"
+    files: RankFiles
+    source: SourceFiles
+    problems: Problems
+    holdings: ShardTable
+    notes: list[Note] = field(default_factory=list)
+    wrong_mappings: Counter[str] = field(default_factory=Counter)  # parameter → ranks whose slice mapping is wrong
+    checked_mappings: set[str] = field(default_factory=set)
+    pipeline: dict[str, Any] = field(default_factory=dict)  # what the layer files show of a PipelineModule
+    unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it is no atom
+    valueless: dict[str, str] = field(default_factory=dict)  # name in a module whose values are nowhere → file
+    _taken: dict[int, TensorRef] = field(default_factory=dict)
+
+    def take(self, ref: TensorRef) -> TensorRef:
+        """Remember that this tensor of a tree has become an atom, so that extras do not carry it again."""
+        self._taken[id(ref)] = ref  # the reference is kept: an id means nothing once its object is gone
+        return ref
+
+    def is_taken(self, ref: TensorRef) -> bool:
+        return id(ref) in self._taken
+
+    def take_all(self, value: Any) -> int:
+        """Take every tensor of a plain tree; returns how many there were."""
+        count = 0
+        todo, seen = [value], set()
+        while todo:
+            item = todo.pop()
+            if isinstance(item, TensorRef):
+                self.take(item)
+                count += 1
+            elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+                seen.add(id(item))
+                todo.extend(item.values() if isinstance(item, dict) else item)
+        return count
+
+    def note(self, id: str, text: str) -> None:
+        self.notes.append(Note(id, text))

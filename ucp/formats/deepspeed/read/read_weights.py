@@ -1,0 +1,443 @@
+"""Weights as the module holds them: parameters, persistent buffers, frozen parameters, and aliases of them.
+
+Weights of experts, in one file an expert and layer: of DeepSpeed-MoE, and of AutoEP, which stacks them in memory.
+
+Pipeline checkpoints: one file a layer, with layer-local names, and tied layers that several stages own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+from ucp.containers.inert import TensorRef
+from ucp.core.box import Shape
+from ucp.core.checkpoint import WEIGHT, Role
+from ucp.formats.deepspeed.experts import ExpertPlacement, expert_number
+from ucp.formats.deepspeed.read.infer_missing import unlisted_copies
+from ucp.formats.deepspeed.read.rank_files import RankFile, as_shapes, as_strings, as_tensor, flatten_state_dict
+from ucp.formats.deepspeed.read.read_context import ReadContext
+from ucp.formats.deepspeed.read.shard_table import RankCoord
+from ucp.formats.deepspeed.read.stored_shards import EvenSlices
+from ucp.formats.deepspeed.step_files import StepFiles, has_model_axis, layer_file_name, missing_expert_files
+
+
+def module_tensors(file: RankFile) -> dict[str, Any]:
+    """The module's state dict by dotted name; empty with a pipeline."""
+    module = file.mapping().get("module")
+    return flatten_state_dict(module) if isinstance(module, dict) else {}
+
+
+def buffer_names(file: RankFile) -> list[str]:
+    """Names of the persistent buffers."""
+    return as_strings(file.mapping().get("buffer_names"))
+
+
+def shared_parameters(file: RankFile) -> dict[str, str]:
+    """Alias → owner, as rank 0 wrote it (other ranks write an empty dict)."""
+    shared = file.mapping().get("shared_params")
+    return {str(k): str(v) for k, v in shared.items()} if isinstance(shared, dict) else {}
+
+
+def frozen_shapes(file: RankFile) -> dict[str, Shape]:
+    """Shapes of the parameters that the optimizer does not own (ZeRO-2 and 3; includes parameters of no elements)."""
+    shapes = file.mapping().get("frozen_param_shapes")
+    return as_shapes(shapes, f"{file.name}: frozen_param_shapes") if isinstance(shapes, dict) else {}
+
+
+def read_module(
+    reading: ReadContext,
+    holder: RankCoord,
+    file: RankFile,
+    trained: Mapping[str, Shape] | None,
+    shared: Mapping[str, str],
+) -> None:
+    """Put the weights of one model file into the holdings.
+
+    `trained` has the shapes of the optimizer's parameters; None where the files do not name them (ZeRO off): then every
+    parameter counts as trained until the optimizer says otherwise. Under ZeRO-3 parameters are empty tensors here; they
+    give only the order.
+    """
+    module = module_tensors(file)
+    buffers = frozenset(buffer_names(file))
+    frozen = frozen_shapes(file)
+    listed = isinstance(file.mapping().get("frozen_param_shapes"), dict)  # then it lists all frozen parameters
+    owners = _alias_owners(
+        module, buffers, trained or {}, _reliable_aliases(module, {**frozen, **(trained or {})}, shared)
+    )
+    elsewhere = not any(_has_elements(module.get(name)) for name in trained or {})
+    owners.update(unlisted_copies(reading, file, module, trained or {}, {*buffers, *frozen, *owners}))
+    for name, value in module.items():
+        if not isinstance(value, TensorRef):
+            continue
+        reading.take(value)
+        owner = owners.get(name, name)
+        if owner != name:
+            reading.holdings.aliases[name] = owner
+            if value.numel and not _is_same_view(value, module.get(owner)):
+                reading.holdings.put(owner, holder, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
+            continue
+        role = _module_role(name, buffers, trained, frozen)
+        known = trained.get(name) if trained and role == "trained" else frozen.get(name)
+        if known is not None and value.numel == 0 and value.shape != known:
+            reading.holdings.roles.setdefault(name, role)  # ZeRO-3: the values are elsewhere
+            continue
+        if role == "frozen" and value.shape == (0,) and known is None and elsewhere:
+            reading.valueless.setdefault(name, file.name)
+            continue  # ZeRO-3 without its frozen parameters: a name and nothing else
+        if role == "frozen" and known is None and listed:
+            reading.note("weight-unexplained", f"{name}: neither parameter nor buffer as far as {file.name} says; kept")
+        reading.holdings.put(name, holder, value.shape, role, file.name).kinds.setdefault(WEIGHT, []).insert(
+            0, file.whole(value)
+        )
+
+
+def check_module(reading: ReadContext, holder: RankCoord, file: RankFile, trained: Mapping[str, Shape]) -> None:
+    """Report parameters of the optimizer that the module lacks or that have another shape there."""
+    module = module_tensors(file)
+    aliased = set(reading.holdings.aliases.values())
+    for name, shape in trained.items():
+        value = module.get(name)
+        is_expert = expert_number(name) is not None or name in reading.holdings.spreads
+        if value is None and not is_expert and name not in aliased:
+            reading.problems.add(
+                f"parameter {name} ({holder}) is in the optimizer, but not in the module of {file.name}"
+            )
+        elif isinstance(value, TensorRef) and value.shape != shape and value.shape != (0,):
+            reading.problems.add(
+                f"parameter {name} ({holder}) has shape {list(value.shape)} in the module of {file.name}, but"
+                f" {list(shape)} in its param_shapes"
+            )
+
+
+def read_frozen(reading: ReadContext, holder: RankCoord, file: RankFile) -> None:
+    """Frozen parameters that ZeRO-2 keeps whole beside the module."""
+    fragments = file.mapping().get("frozen_param_fragments")
+    if not isinstance(fragments, dict):
+        return
+    module = module_tensors(file)
+    for name, shape in frozen_shapes(file).items():
+        if name not in fragments:
+            continue
+        ref = reading.take(as_tensor(fragments[name], f"{file.name}: frozen_param_fragments, {name}"))
+        if ref.shape != shape:
+            reading.problems.add(
+                f"frozen parameter {name} ({holder}) has shape {list(ref.shape)} in {file.name}, but {list(shape)} in"
+                " its frozen_param_shapes"
+            )
+        elif not _is_same_view(ref, module.get(name)):
+            # Of what AutoEP spreads, the one model file has the share of ep rank 0; expert files have all.
+            owner = reading.holdings.at(name, holder)
+            reading.holdings.put(name, owner, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
+
+
+def _module_role(
+    name: str, buffers: Collection[str], trained: Mapping[str, Shape] | None, frozen: Mapping[str, Shape]
+) -> Role:
+    if name in buffers:
+        return "buffer"
+    if name in frozen:
+        return "frozen"
+    return "trained" if trained is None or name in trained else "frozen"
+
+
+def _reliable_aliases(
+    module: Mapping[str, Any], shapes: Mapping[str, Shape], shared: Mapping[str, str]
+) -> dict[str, str]:
+    """The aliases that can be believed. DeepSpeed goes by addresses, and parameters of no elements have the same one.
+
+    Under ZeRO-3, which goes by number, every tensor of the module is empty; `shapes` says which parameters are.
+    """
+    nothing: Shape = (0,)
+    return {
+        alias: owner
+        for alias, owner in shared.items()
+        if alias in module and (_has_elements(module[alias]) or 0 not in shapes.get(owner, nothing))
+    }
+
+
+def _has_elements(value: object) -> bool:
+    return isinstance(value, TensorRef) and value.numel > 0
+
+
+def _alias_owners(
+    module: Mapping[str, Any], buffers: Collection[str], trained: Collection[str], shared: Mapping[str, str]
+) -> dict[str, str]:
+    """Alias → owner: what rank 0 declared, and names of the very same view of the same storage."""
+    owners = {alias: owner for alias, owner in shared.items() if alias not in trained}
+    places: dict[object, list[str]] = {}
+    for name, value in module.items():
+        if isinstance(value, TensorRef) and value.numel and name not in buffers and name not in owners:
+            places.setdefault((value.storage.key, value.offset, value.shape, value.strides, value.dtype), []).append(
+                name
+            )
+    for names in places.values():
+        owner = next((name for name in names if name in trained), names[0])
+        owners.update({name: owner for name in names if name != owner and name not in trained})
+    return owners
+
+
+def _is_same_view(ref: TensorRef, other: object) -> bool:
+    return isinstance(other, TensorRef) and (ref.storage.key, ref.offset, ref.shape) == (
+        other.storage.key,
+        other.offset,
+        other.shape,
+    )
+
+
+_COMPLETE_HINT = "restore the missing files, or give a checkpoint that is complete"
+
+
+def read_experts(
+    reading: ReadContext,
+    files: StepFiles,
+    tp: int,
+    models: Mapping[RankCoord, RankFile],
+    must: Mapping[RankCoord, bool],
+    trained: Collection[str] | None,
+) -> None:
+    """Put the weights of all experts into the holdings; `must` says which ranks' optimizers own some.
+
+    `trained` names the parameters of the optimizer; None where the files do not (ZeRO off).
+    """
+    missing: list[str] = []
+    for holder, model in models.items():
+        if files.experts or files.expert_optim or must[holder]:
+            mp = holder.pp * tp + holder.tp
+            missing += missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
+    for name in missing:
+        reading.problems.add(f"expert file {name} is missing")
+    if missing:
+        reading.problems.raise_any(_COMPLETE_HINT)
+    spreads = {spread.layer: spread for spread in reading.holdings.spreads.values()}
+    stacked: dict[tuple[RankCoord, int], dict[int, RankFile]] = {}
+    for (layer, expert, mp), name in sorted(files.experts.items()):
+        file = reading.files.open(reading.prefix + name)
+        holder = RankCoord(mp // tp, mp % tp)
+        if layer in spreads:
+            stacked.setdefault((holder, layer), {})[expert] = file
+        else:
+            _read_expert(reading, holder, file, expert, layer)
+    for (holder, layer), opened in stacked.items():
+        _read_autoep_layer(reading, holder, spreads[layer], opened, trained)
+
+
+def _read_expert(reading: ReadContext, holder: RankCoord, file: RankFile, expert: int, layer: int) -> None:
+    """The weights of one expert; names carry the global expert number. The oldest releases give no layer (-1)."""
+    other = next((name for name in file.mapping() if expert_number(str(name)) not in (None, expert)), None)
+    if layer >= 0 and other is not None:
+        reading.problems.add(f"{file.name}: is named for expert {expert}, but holds {other}: files were exchanged")
+    for name, value in file.mapping().items():
+        if isinstance(value, TensorRef):
+            reading.take(value)
+            reading.holdings.experts.setdefault(str(name), (expert, 0))
+            reading.holdings.put(str(name), holder, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
+
+
+def _read_autoep_layer(
+    reading: ReadContext,
+    holder: RankCoord,
+    spread: ExpertPlacement,
+    files: Mapping[int, RankFile],
+    trained: Collection[str] | None,
+) -> None:
+    """The weights of one AutoEP layer: on every ep rank its experts, each from its own file."""
+    for name in spread.names:
+        role: Role = "trained" if trained is None or name in trained else "frozen"
+        refs = {expert: ref for expert, file in files.items() if (ref := _expert_weight(reading, file, name, expert))}
+        if set(refs) != set(range(spread.total)):
+            continue  # reported: a file of another expert, or (before) a missing one
+        shape, dtype = refs[0].shape, refs[0].dtype
+        odd = [e for e, ref in refs.items() if (ref.shape, ref.dtype) != (shape, dtype) or not ref.is_contiguous]
+        for expert in odd:
+            reading.problems.add(
+                f"{files[expert].name}: {name}.{expert} is {refs[expert].dtype} of shape {list(refs[expert].shape)},"
+                f" but expert 0 is {dtype} of shape {list(shape)}"
+            )
+        if odd:
+            continue
+        for ep, experts in enumerate(spread.experts):
+            spots = [files[expert].spot(reading.take(refs[expert])) for expert in experts]
+            owner = RankCoord(holder.pp, holder.tp, ep)
+            held = reading.holdings.put(name, owner, (len(experts), *shape), role, files[0].name)
+            held.add(WEIGHT, EvenSlices(spots, dtype, prod(shape), 0, len(experts) * prod(shape)))
+
+
+def _expert_weight(reading: ReadContext, file: RankFile, name: str, expert: int) -> TensorRef | None:
+    value = file.mapping().get(f"{name}.{expert}")
+    if isinstance(value, TensorRef):
+        return value
+    held = next((str(key) for key, ref in file.mapping().items() if isinstance(ref, TensorRef)), "no tensor")
+    reading.problems.add(
+        f"{file.name}: is named for expert {expert} of {name}, but holds {held}: files were exchanged, or are damaged"
+    )
+    return None
+
+
+_TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+_TIED_IN_PATTERN: Final = re.compile(r"tied_modules\\?\.(\w+)")
+_LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StageNames:
+    """The names that the files of one pipeline stage know: the optimizer's parameters with shapes, and buffers."""
+
+    trained: Mapping[str, Shape | None]  # None: the files do not say
+    buffers: Collection[str]
+
+
+def read_layers(reading: ReadContext, layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames]) -> None:
+    """Put the weights of all layer files into the holdings. `layers`: (layer, tp rank) → file; `stages`: pp → names."""
+    stage_of = _stage_of_each_layer(sorted({layer for layer, _ in layers}), stages)
+    tied = _tied_modules(stages)
+    keys_of: dict[int, str | None] = {}
+    untied = list(tied)  # tied modules that no layer file has claimed yet, in the order of the model
+    for (layer, tp), name in sorted(layers.items()):
+        file = reading.files.open(reading.prefix + name)
+        tensors = {
+            key: value for key, value in flatten_state_dict(file.mapping()).items() if isinstance(value, TensorRef)
+        }
+        if layer not in keys_of:
+            keys_of[layer] = _tied_key(layer, tensors, tied, untied, stages)
+        _read_layer(reading, RankCoord(stage_of[layer], tp), file, layer, keys_of[layer], tensors, stages)
+    reading.pipeline = {
+        "layers": sorted(keys_of),
+        "tied": {key: layer for layer, key in sorted(keys_of.items(), reverse=True) if key is not None},
+        "model_axis": any(has_model_axis(name) for name in layers.values()),
+    }
+    first = set(reading.pipeline["tied"].values())
+    again = {str(layer): key for layer, key in sorted(keys_of.items()) if key is not None and layer not in first}
+    if again:
+        reading.pipeline["again"] = again
+
+
+def _read_layer(
+    reading: ReadContext,
+    holder: RankCoord,
+    file: RankFile,
+    layer: int,
+    tied_key: str | None,
+    tensors: Mapping[str, TensorRef],
+    stages: Mapping[int, StageNames],
+) -> None:
+    for local, ref in tensors.items():
+        full = f"tied_modules.{tied_key}.{local}" if tied_key is not None else f"{layer}.{local}"
+        reading.take(ref)
+        reading.holdings.put(full, holder, ref.shape, _layer_role(full, stages), file.name).add(WEIGHT, file.whole(ref))
+
+
+def _layer_role(name: str, stages: Mapping[int, StageNames]) -> Role:
+    if any(name in stage.trained for stage in stages.values()):
+        return "trained"
+    if any(name in stage.buffers for stage in stages.values()):
+        return "buffer"
+    # Where the files name no trained parameter at all (ZeRO off), the optimizer decides later.
+    return "frozen" if any(stage.trained for stage in stages.values()) else "trained"
+
+
+def _tied_modules(stages: Mapping[int, StageNames]) -> dict[str, dict[str, Shape | None]]:
+    """Key of a tied module → its local names and shapes, from the names of the optimizer's parameters."""
+    found: dict[str, dict[str, Shape | None]] = {}
+    for _, stage in sorted(stages.items()):
+        for name, shape in stage.trained.items():
+            if tied := _TIED_NAME.fullmatch(name):
+                found.setdefault(tied[1], {})[tied[2]] = shape
+    return found
+
+
+def _tied_key(
+    layer: int,
+    tensors: Mapping[str, TensorRef],
+    tied: Mapping[str, Mapping[str, Shape | None]],
+    untied: list[str],
+    stages: Mapping[int, StageNames],
+) -> str | None:
+    """Which tied module a layer file holds, or None for a layer of its own.
+
+    The file does not say. A layer of its own has its number in the optimizer's names; a tied one has not, and holds
+    every name of its module in its shape. Of several that fit, the first that no layer has claimed is meant: tied
+    modules are built in the order of the layers.
+    """
+    if any(f"{layer}.{local}" in stage.trained for stage in stages.values() for local in tensors):
+        return None
+    fitting = [
+        key
+        for key, names in tied.items()
+        if all(local in tensors and shape in (None, tensors[local].shape) for local, shape in names.items())
+    ]
+    chosen = next((key for key in fitting if key in untied), fitting[0] if fitting else None)
+    if chosen in untied:
+        untied.remove(chosen)
+    return chosen
+
+
+def _stage_of_each_layer(layers: list[int], stages: Mapping[int, StageNames]) -> dict[int, int]:
+    """Layer → pipeline stage. Layers without parameters lie where the layer before them lies."""
+    known: dict[int, int] = {}
+    for pp, stage in sorted(stages.items()):
+        for name in (*stage.trained, *stage.buffers):
+            if found := _LAYER_NAME.fullmatch(name):
+                known.setdefault(int(found[1]), pp)
+    result: dict[int, int] = {}
+    current = 0
+    for layer in layers:
+        current = known.get(layer, current)
+        result[layer] = current
+    return result
+
+
+def name_tied_modules(reading: ReadContext, info: object) -> None:
+    """Give the parameters of tied modules their names, where the optimizer names nothing (ZeRO off).
+
+    Only the patterns of a universal_checkpoint_info (`info`) may say how a tied module is called. Which layer it is
+    shows in the stages that hold it; where one stage has all its uses, in the names inside the layer.
+    """
+    patterns = as_strings(info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None)
+    keys = sorted({found[1] for text in patterns if (found := _TIED_IN_PATTERN.search(text))})
+    layers: dict[int, dict[str, str]] = {}  # layer → its parameters: local name → name
+    for name in reading.holdings.roles:
+        if found := _LAYER_NAME.fullmatch(name):
+            layers.setdefault(int(found[1]), {})[found[2]] = name
+    for layer, members in layers.items():
+        shared = {local: name for local, name in members.items() if _count_stages(reading, name) > 1}
+        if len(keys) == 1 and shared:
+            _rename_tied(reading, keys[0], layer, shared)
+        for name in shared.values() if len(keys) != 1 else ():
+            reading.note("tied-name-unknown", f"{name}: tied over stages; DeepSpeed's own name for it is not recorded")
+    for key in keys:
+        names = [text for text in patterns if (found := _TIED_IN_PATTERN.search(text)) and found[1] == key]
+        for layer, members in layers.items() if key not in reading.pipeline["tied"] else ():
+            if any(_matches(text, f"tied_modules.{key}.{local}") for local in members for text in names):
+                _rename_tied(reading, key, layer, members)
+                break
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _count_stages(reading: ReadContext, name: str) -> int:
+    return len({holder.pp for holder in reading.holdings.row(name)})
+
+
+def _rename_tied(reading: ReadContext, key: str, layer: int, members: Mapping[str, str]) -> None:
+    for local, name in members.items():
+        reading.holdings.rename(name, f"tied_modules.{key}.{local}")
+    reading.pipeline["tied"][key] = layer
+
+
+def missing_layer_files(layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames], tp: int) -> list[str]:
+    """Names of layer files that must exist, because the optimizer has parameters of that layer, and do not."""
+    like = next(iter(layers.values()))
+    needed = {
+        int(found[1]) for stage in stages.values() for name in stage.trained if (found := _LAYER_NAME.fullmatch(name))
+    }
+    needed |= {layer for layer, _ in layers}
+    return [layer_file_name(layer, t, like) for layer in sorted(needed) for t in range(tp) if (layer, t) not in layers]

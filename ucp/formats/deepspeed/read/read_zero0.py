@@ -1,0 +1,426 @@
+"""ZeRO off: the optimizer's state dict in the model file, or (mixture of experts) in one file an ep rank.
+
+ZeRO off over several files: which file has the optimizer of which stage, and which parameters can be in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ucp.containers.inert import Inert, TensorRef
+from ucp.core.checkpoint import MASTER, WEIGHT
+from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, layer_degrees, split_expert_name
+from ucp.formats.deepspeed.read.infer_missing import (
+    OptimizerSlot,
+    SlotCandidate,
+    find_copies,
+    match_by_name,
+    match_by_shape,
+    match_by_value,
+    match_in_order,
+)
+from ucp.formats.deepspeed.read.optimizer_values import (
+    FlatGroupShare,
+    classify_states,
+    group_hyper_parameters,
+    is_scalar,
+    kind_of,
+    stored_scalar,
+)
+from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensor, contains_tensor, describe_value
+from ucp.formats.deepspeed.read.read_context import ReadContext
+from ucp.formats.deepspeed.read.shard_table import RankCoord, Shard, StageParamGroup
+from ucp.formats.deepspeed.read.stored_shards import FlatSlice, WholeTensor
+from ucp.formats.deepspeed.step_files import StepFiles
+
+
+@dataclass(slots=True)
+class UnshardedOptimizer:
+    """An optimizer's state dict, unwrapped: torch's part, and master weights by group or flat by group."""
+
+    file: RankFile
+    state: Mapping[Any, Any]
+    groups: list[Mapping[str, Any]]
+    masters: list[list[TensorRef]] | None
+    flat: list[TensorRef] | None
+
+
+def unwrap_optimizer(file: RankFile, optimizer: object) -> UnshardedOptimizer | None:
+    """The state dict under `optimizer`, or None where there is none or it is of a kind that is sharded elsewhere."""
+    if not isinstance(optimizer, dict) or "single_partition_of_fp32_groups" in optimizer:
+        return None
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+        return None
+    state = inner.get("state")
+    masters = optimizer.get("fp32_groups")
+    flat = optimizer.get("fp32_groups_flat")
+    where = f"{file.name}: optimizer"
+    return UnshardedOptimizer(
+        file,
+        state if isinstance(state, dict) else {},
+        [group for group in inner["param_groups"] if isinstance(group, dict)],
+        [[as_tensor(ref, where) for ref in group] for group in masters] if isinstance(masters, list) else None,
+        [as_tensor(ref, where) for ref in flat] if isinstance(flat, list) else None,
+    )
+
+
+def read_unsharded_optimizer(
+    reading: ReadContext,
+    holder: RankCoord,
+    found: UnshardedOptimizer,
+    names: Sequence[str],
+    tied: Sequence[str] = (),
+    contiguous: bool = False,
+    degrees: Mapping[str, int] | None = None,
+) -> set[str]:
+    """Put the states of one model-parallel rank (and ep rank) into the holdings; returns the names that it owns.
+
+    `names`: parameters that it may own, in the model's order; the first ones where `contiguous` (pipeline stages).
+    `tied`: parameters of earlier stages, of which it may own a copy. `degrees`: expert-parallel degrees of experts.
+    """
+    candidates = _candidates(reading, holder, names, degrees or {})
+    slots = sum(len(_params(group)) for group in found.groups)
+    if found.flat is None and not contiguous and len(candidates) > slots:
+        copies = find_copies(reading.source, candidates)
+        for alias, owner in copies.items():
+            _make_alias(reading, holder, alias, owner)
+        candidates = [candidate for candidate in candidates if candidate.name not in copies]
+    if found.flat is not None:
+        dealt = _read_flat_groups(reading, holder, found, candidates)
+    else:
+        dealt = _read_by_parameter(
+            reading, holder, found, candidates, _candidates(reading, holder, tied, {}), contiguous
+        )
+    if dealt is None:
+        reading.note(
+            "optimizer-unnamed",
+            f"{found.file.name}: the optimizer numbers {slots} parameters without naming them (ZeRO is off), and its"
+            f" shapes fit the {len(candidates)} parameters of the module in more than one way, or in none; its state is"
+            " carried in extras as it is, and no atom has it. Saving with ZeRO stage 1 records the names",
+        )
+        return set(names)
+    groups = [
+        StageParamGroup(group_hyper_parameters(reading, found.file, group), given)
+        for group, given in zip(found.groups, dealt, strict=True)
+    ]
+    _merge_groups(reading.holdings.groups.setdefault(RankCoord(holder.pp, holder.tp), []), groups)
+    return {name for group in dealt for name in group}
+
+
+def _merge_groups(known: list[StageParamGroup], groups: list[StageParamGroup]) -> None:
+    """Groups of a further expert-parallel rank: the same groups with other experts in them."""
+    if not known:
+        known.extend(groups)
+        return
+    for mine, other in zip(known, groups, strict=False):
+        mine.names.extend(name for name in other.names if name not in set(mine.names))
+
+
+def _candidates(
+    reading: ReadContext, holder: RankCoord, names: Sequence[str], degrees: Mapping[str, int]
+) -> list[SlotCandidate]:
+    found: list[SlotCandidate] = []
+    for name in names:
+        row, at = reading.holdings.row(name), reading.holdings.at(name, holder)
+        held = row.get(at) or next((item for other, item in row.items() if other.tp == at.tp), None)
+        if held is not None:
+            weights = held.kinds.get(WEIGHT)
+            found.append(SlotCandidate(name, held.shape, weights[0] if weights else None, degrees.get(name, 0)))
+    return found
+
+
+def _params(group: Mapping[str, Any]) -> list[Any]:
+    params = group.get("params")
+    return list(params) if isinstance(params, (list, tuple)) else []
+
+
+def _stored_names(group: Mapping[str, Any]) -> list[str]:
+    """What an optimizer that was made from `named_parameters()` calls the parameters of a group."""
+    names = group.get("param_names")
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+
+def _make_alias(reading: ReadContext, holder: RankCoord, alias: str, owner: str) -> None:
+    held, owned = (reading.holdings.get(name, reading.holdings.at(name, holder)) for name in (alias, owner))
+    reading.holdings.aliases[alias] = owner
+    if held is not None and owned is not None:
+        for stored in held.kinds.pop(WEIGHT, []):
+            owned.add(WEIGHT, stored)
+    reading.holdings.roles.pop(alias, None)
+
+
+def _read_by_parameter(
+    reading: ReadContext,
+    holder: RankCoord,
+    found: UnshardedOptimizer,
+    candidates: Sequence[SlotCandidate],
+    tied: Sequence[SlotCandidate],
+    contiguous: bool,
+) -> list[list[str]] | None:
+    slots = _slots(reading, found)
+    dealt = match_by_name(slots, [_stored_names(group) for group in found.groups], [*candidates, *tied])
+    if dealt is not None:
+        return _add_by_parameter(reading, holder, found, dealt, [*candidates, *tied])
+    dealt = match_by_value(reading.source, slots, [*candidates, *tied])
+    how = "by comparing master weights with the module's"
+    count = sum(map(len, slots))
+    if dealt is None:
+        dealt = match_by_shape(slots, candidates[:count] if contiguous else candidates)
+        how = "by shape, in the order of the module"
+    if dealt is None and all(len(group) == 1 for group in slots):
+        dealt = match_in_order(slots, candidates)
+        how = "as the module's in its order: there is a group for every one of them"
+    for copy in tied:
+        # A stage lists its copy of a tied weight first: tied modules are built before the layers.
+        dealt = dealt or match_by_shape(slots, [copy, *candidates[: count - 1]])
+    if dealt is None:
+        return None
+    reading.note(
+        "names-inferred",
+        f"{found.file.name}: the optimizer numbers its parameters without naming them (ZeRO is off);"
+        f" they were told {how}",
+    )
+    return _add_by_parameter(reading, holder, found, dealt, [*candidates, *tied])
+
+
+def _add_by_parameter(
+    reading: ReadContext,
+    holder: RankCoord,
+    found: UnshardedOptimizer,
+    dealt: list[list[str]],
+    candidates: Sequence[SlotCandidate],
+) -> list[list[str]]:
+    """Put masters and states where their names are known."""
+    shapes = {candidate.name: candidate.shape for candidate in candidates}
+    for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
+        for position, (index, name) in enumerate(zip(_params(group), names, strict=True)):
+            held = reading.holdings.home(name, reading.holdings.at(name, holder), shapes[name], found.file.name)
+            if found.masters is not None:
+                held.add(MASTER, found.file.whole(reading.take(found.masters[g][position])))
+            _add_states(reading, held, found.file, found.state.get(index))
+    _mark_frozen(reading, found, dealt)
+    return dealt
+
+
+def _mark_frozen(reading: ReadContext, found: UnshardedOptimizer, dealt: Sequence[Sequence[str]]) -> None:
+    """Mark as frozen what an fp32 optimizer lists but keeps no state of, while it keeps states of others.
+
+    `Adam(model.parameters())` lists them all; before a step DeepSpeed gives every other one a gradient, if only zeros.
+    """
+    if found.masters is not None or not found.state:
+        return
+    numbers = [index for group in found.groups for index in _params(group)]
+    named = zip(numbers, (name for names in dealt for name in names), strict=True)
+    frozen = [name for index, name in named if index not in found.state]
+    for name in frozen:
+        reading.holdings.roles[name] = "frozen"
+    if frozen:
+        reading.note(
+            "frozen-inferred",
+            f"{found.file.name}: of the {len(numbers)} parameters that the optimizer lists {len(frozen)} have no state"
+            f" ({', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}); taken as frozen",
+        )
+
+
+def _slots(reading: ReadContext, found: UnshardedOptimizer) -> list[list[OptimizerSlot]]:
+    """What is known of each numbered parameter: its master weight, else the shapes of its states."""
+    groups: list[list[OptimizerSlot]] = []
+    for g, group in enumerate(found.groups):
+        params = _params(group)
+        if found.masters is not None and (g >= len(found.masters) or len(found.masters[g]) != len(params)):
+            reading.problems.add(
+                f"{found.file.name}: group {g} has {len(params)} parameters, but not as many master weights"
+            )
+            reading.problems.raise_any("the file contradicts itself; restore it from where it is whole")
+        slots: list[OptimizerSlot] = []
+        degree = group_expert_degree(group) or 0
+        for position, index in enumerate(params):
+            if found.masters is not None:
+                ref = found.masters[g][position]
+                slots.append(OptimizerSlot(found.file.whole(ref), ref.shape, degree=degree))
+                continue
+            state = found.state.get(index)
+            tensors = [v for v in state.values() if isinstance(v, TensorRef)] if isinstance(state, dict) else []
+            # A lone `step` says nothing about the parameter.
+            slots.append(OptimizerSlot(states=tuple(ref.shape for ref in tensors if ref.shape), degree=degree))
+        groups.append(slots)
+    return groups
+
+
+def _add_states(reading: ReadContext, held: Shard, file: RankFile, state: object) -> None:
+    if not isinstance(state, dict):
+        return
+    for key, value in state.items():
+        if isinstance(value, TensorRef) and (value.shape == held.shape or value.numel > 1):
+            if value.shape == held.shape:
+                held.add(kind_of(key), file.whole(reading.take(value)))
+            else:
+                held.add(kind_of(key), file.whole(reading.take(value)), value.shape)
+        elif is_scalar(value):
+            number = stored_scalar(file, value, 0)
+            if number is not None:
+                held.add(kind_of(key), number, ())
+                if isinstance(value, TensorRef):
+                    reading.take(value)
+        elif isinstance(value, Inert) and contains_tensor(value):
+            reading.problems.add(
+                f"parameter {held.name}: optimizer state '{key}' is {describe_value(value)} that carries tensors"
+                f" ({file.name}); how it is cut over ranks is not known"
+            )
+        elif contains_tensor(value):
+            reading.unplaced_states.setdefault(kind_of(key), f"a {type(value).__name__} in {file.name}")
+
+
+def _read_flat_groups(
+    reading: ReadContext, holder: RankCoord, found: UnshardedOptimizer, candidates: Sequence[SlotCandidate]
+) -> list[list[str]] | None:
+    """FusedAdam: one flat master a group. The module's weights are views of the same flat layout in 16 bit."""
+    assert found.flat is not None
+    buffers: dict[tuple[str, str], list[tuple[int, SlotCandidate]]] = {}
+    for candidate in candidates:
+        weight = candidate.weight
+        if isinstance(weight, WholeTensor) and weight.spot.ref is not None:
+            ref = weight.spot.ref
+            buffers.setdefault((weight.spot.file, ref.storage.key), []).append((ref.offset, candidate))
+    groups: list[list[tuple[int, SlotCandidate]]] = []
+    for master in found.flat:
+        key = next((k for k, views in buffers.items() if _contiguous_length(views) == master.numel), None)
+        if key is None:
+            return None
+        groups.append(sorted(buffers.pop(key), key=lambda item: item[0]))
+    for g, (master, views) in enumerate(zip(found.flat, groups, strict=True)):
+        state = found.state.get(g)
+        member = FlatGroupShare(found.file, 0, state if isinstance(state, dict) else {}, (master.numel,))
+        states = classify_states(reading, f"group {g} ({holder})", [member])
+        masters = (master.dtype, [found.file.spot(reading.take(master))])
+        for offset, candidate in views:
+            held = reading.holdings.home(candidate.name, holder, candidate.shape, found.file.name)
+            for kind, (dtype, spots) in {MASTER: masters, **states.flat}.items():
+                held.add(kind, FlatSlice(spots, dtype, master.numel, offset, prod(candidate.shape)))
+            for kind, number in states.numbers.items():
+                held.add(kind, number, ())
+    return [[candidate.name for _, candidate in views] for views in groups]
+
+
+def _contiguous_length(views: Sequence[tuple[int, SlotCandidate]]) -> int:
+    """Length of the buffer that views fill from its start without a gap, else -1."""
+    at = 0
+    for offset, candidate in sorted(views, key=lambda item: item[0]):
+        if offset != at:
+            return -1
+        at += prod(candidate.shape)
+    return at
+
+
+def read_zero0(reading: ReadContext, files: StepFiles, tp: int, models: Mapping[RankCoord, RankFile]) -> int:
+    """Put the optimizer states of every model-parallel rank into the holdings; returns the ep degree."""
+    before = _parameter_names(reading)
+    if files.expert_optim or _expert_parallel_degree(reading, files, models) > 1:
+        owned, degree = _read_expert_parallel(reading, files, tp, models)
+    else:
+        owned, degree = _read_models(reading, models, pipeline=bool(files.layers)), 1
+    for name in before:
+        if name not in owned and name not in reading.holdings.aliases:
+            reading.holdings.roles[name] = "frozen"
+    return degree
+
+
+def _read_models(reading: ReadContext, models: Mapping[RankCoord, RankFile], pipeline: bool) -> set[str]:
+    """One optimizer a model file. Stages of a pipeline take their parameters one after the other."""
+    owned: set[str] = set()
+    for tp in sorted({holder.tp for holder in models}):
+        earlier: set[str] = set()
+        for holder in sorted(holder for holder in models if holder.tp == tp):
+            model = models[holder]
+            found = unwrap_optimizer(model, model.mapping().get("optimizer"))
+            if found is None:
+                if model.mapping().get("optimizer") is not None:
+                    text = f"{model.name}: its 'optimizer' is of a form that is not known; carried in extras"
+                    reading.note("optimizer-unknown", text)
+                continue
+            names = _parameter_names(reading) if pipeline else _parameters_on_rank(reading, holder)
+            fresh, tied = [n for n in names if n not in earlier], [n for n in names if n in earlier]
+            earlier |= read_unsharded_optimizer(reading, holder, found, fresh, tied, contiguous=pipeline)
+        owned |= earlier
+    return owned
+
+
+def _parameter_names(reading: ReadContext) -> list[str]:
+    holdings = reading.holdings
+    return [name for name, role in holdings.roles.items() if role != "buffer" and name not in holdings.aliases]
+
+
+def _parameters_on_rank(reading: ReadContext, holder: RankCoord) -> list[str]:
+    holdings = reading.holdings
+    return [name for name in _parameter_names(reading) if holdings.get(name, holdings.at(name, holder)) is not None]
+
+
+def _read_expert_parallel(
+    reading: ReadContext, files: StepFiles, tp: int, models: Mapping[RankCoord, RankFile]
+) -> tuple[set[str], int]:
+    """Mixture of experts: one optimizer file an ep rank, with its experts and a copy of everything dense."""
+    owned: set[str] = set()
+    degree = _expert_parallel_degree(reading, files, models)
+    holders = {holder.pp * tp + holder.tp: holder for holder in models}
+    missing = [(ep, mp) for ep in range(degree) for mp in holders if (ep, mp) not in files.expert_optim]
+    for ep, mp in missing:
+        reading.problems.add(f"rank file expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt is missing")
+    if missing:
+        reading.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
+    for (ep, mp), name in sorted(files.expert_optim.items()):
+        if mp not in holders:
+            continue
+        file, holder = reading.files.open(reading.prefix + name), holders[mp]
+        found = unwrap_optimizer(file, file.mapping().get("optimizer"))
+        if found is not None:
+            names = _parameters_on_rank(reading, holder)
+            degrees = layer_degrees(names, _slots_by_degree(found), degree)
+            local = _parameters_on_ep_rank(reading, names, ep, degrees)
+            owned |= read_unsharded_optimizer(reading, RankCoord(*holder[:2], ep), found, list(local), degrees=local)
+        if ep == 0 and reading.take_all(models[holder].mapping().get("optimizer")):
+            reading.note("second-copy", f"{models[holder].name}: its 'optimizer' repeats that of {name}; left behind")
+    return owned, degree
+
+
+def _expert_parallel_degree(reading: ReadContext, files: StepFiles, models: Mapping[RankCoord, RankFile]) -> int:
+    """How many expert-parallel ranks saved their optimizer: by the files, and by the names of the groups in one."""
+    some = [reading.files.open(reading.prefix + name) for name in sorted(files.expert_optim.values())[:1]]
+    degrees = [ep + 1 for ep, _ in files.expert_optim]
+    for file in (*some, *models.values()):
+        found = unwrap_optimizer(file, file.mapping().get("optimizer"))
+        degrees += [group_expert_degree(group) or 1 for group in found.groups] if found is not None else []
+    return max(degrees, default=1)
+
+
+def _slots_by_degree(found: UnshardedOptimizer) -> Counter[int]:
+    """How many parameters the optimizer has in groups that are named after each expert-parallel degree."""
+    slots: Counter[int] = Counter()
+    for group in found.groups:
+        slots[group_expert_degree(group) or 0] += len(group.get("params", ()))
+    del slots[0]
+    return slots
+
+
+def _parameters_on_ep_rank(
+    reading: ReadContext, names: Sequence[str], ep: int, degrees: Mapping[str, int]
+) -> dict[str, int]:
+    """Dense parameters (0) and the experts of one expert-parallel rank, a block of every layer's (its degree)."""
+    counts = experts_per_layer(names)
+    local: dict[str, int] = {}
+    for name in names:
+        split = split_expert_name(name)
+        if split is None:
+            spread = reading.holdings.spreads.get(name)
+            local[name] = spread.degree if spread is not None else 0
+            continue
+        layer, number, _ = split
+        block = number // (counts[layer] // degrees[layer])
+        if block == ep % degrees[layer]:
+            local[name] = degrees[layer]
+            reading.holdings.experts[name] = (number, block)
+    return local

@@ -1,0 +1,384 @@
+"""Reads a DeepSpeed checkpoint of any kind into an index.
+
+What a checkpoint says about itself that people want to see: versions, dtype, flags, loss scale, files.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucp.containers.inert import Inert
+from ucp.core.checkpoint import Checkpoint, Extras, Note
+from ucp.core.mesh import Mesh
+from ucp.errors import StorageError
+from ucp.formats.deepspeed import folder
+from ucp.formats.deepspeed.read.assemble_atoms import assemble, merge_groups, order_names
+from ucp.formats.deepspeed.read.carry_extras import (
+    TreeCarrier,
+    TreeComparison,
+    carry_neighbours,
+    carry_unknown_files,
+    without_layout_tables,
+)
+from ucp.formats.deepspeed.read.infer_missing import note_missing
+from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
+from ucp.formats.deepspeed.read.read_context import ReadContext
+from ucp.formats.deepspeed.read.read_ranks import OpenRankFiles, read_states
+from ucp.formats.deepspeed.read.resolve_rules import check_ranks, resolve_all
+from ucp.formats.deepspeed.read.save_consistency import (
+    FOREIGN_NOTE,
+    RankGrid,
+    check_same_save,
+    check_saved_names,
+    find_grid,
+    without_stale_model_files,
+)
+from ucp.formats.deepspeed.read.shard_table import Problems, RankCoord, ShardTable
+from ucp.formats.deepspeed.step_files import SWAP_FOLDER, StepFiles, classify_files
+from ucp.formats.registry import ReadOptions
+from ucp.storage.local import SourceFiles
+from ucp.storage.paths import scan_folder
+
+if TYPE_CHECKING:
+    from ucp.formats.deepspeed.read.read_ranks import DetectedLayout
+
+
+_RESTORE_HINT = "restore the files of one save; nothing was written"
+_RECENT_TREES = 4  # with which what a file carries is compared: of the first rank, the last one, each kind of file
+
+
+def recognises(path: Path) -> bool:
+    """Whether a DeepSpeed checkpoint is at `path` or a few levels below."""
+    return folder.recognises(path)
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """Index the checkpoint at `path`: names, shapes and places of all states; no tensor is loaded."""
+    place = folder.find(path, options.tag)
+    try:
+        sizes = _file_sizes(place)
+    except OSError as error:
+        raise StorageError(f"{error.filename or place.step}: cannot be read: {error.strerror}") from error
+    own = [name for name in (file.removeprefix(place.prefix) for file in sizes) if "/" not in name]
+    files = classify_files([name for name in own if place.prefix + name in sizes])
+    with SourceFiles(place.root) as source, _gc_paused():
+        problems = Problems(str(place.step))
+        reading = ReadContext(place.prefix, RankFiles(place.root), source, problems, ShardTable(problems))
+        return _read(reading, place, without_stale_model_files(files, reading.files, reading.prefix), sizes, options)
+
+
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Trees of a thousand ranks are many objects and no garbage: looking for some takes a third of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            if gc.get_freeze_count() == 0:  # nobody else has put something aside
+                gc.freeze()
+                gc.unfreeze()  # all is old now, and not looked at at once
+            gc.enable()
+
+
+def _read(
+    reading: ReadContext, place: folder.StepFolder, files: StepFiles, sizes: dict[str, int], options: ReadOptions
+) -> Checkpoint:
+    grid = find_grid(files, reading.files, reading.prefix, reading.problems)
+    reading.problems.raise_any(
+        "restore what is missing, and remove what another save left; or give a checkpoint that is complete"
+    )
+    ranks = _open_ranks(reading, files, grid)
+    check_saved_names(reading, files)
+    check_same_save(ranks.named_models(), ranks.named_optims(), reading.problems)
+    reading.problems.raise_any(_RESTORE_HINT)
+    shown = read_states(reading, place.step, files, grid, ranks)
+    check_ranks(reading, grid.tp)
+    reading.problems.raise_any(_RESTORE_HINT)
+    _sort_parameters(reading)
+    first = ranks.models[RankCoord(0, 0)][0]
+    info = first.mapping().get("universal_checkpoint_info")
+    rulings = resolve_all(reading, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
+    parameters = assemble(reading, rulings, grid.tp)
+    reading.problems.raise_any(_RESTORE_HINT)
+    mesh = Mesh(grid.tp, grid.pp, grid.dp_world, shown.ep, shown.stage)
+    groups = merge_groups(reading.holdings, parameters)
+    extras = _read_extras(reading, place, files)
+    for name in files.foreign:
+        reading.note(
+            FOREIGN_NOTE,
+            f"{reading.prefix}{name}: a model file of another ZeRO stage than {shown.stage}, left from another save; it"
+            " was not read. Keep it elsewhere",
+        )
+    note_missing(reading, (files[0] for files in ranks.models.values()))
+    _closing_notes(reading)
+    return Checkpoint(
+        format="deepspeed",
+        root=place.root,
+        mesh=mesh,
+        parameters=parameters,
+        framework=framework_of(first),
+        step=step_of(first),
+        groups=groups,
+        extras=extras,
+        notes=_without_duplicates(reading.notes),
+        sizes=_checkpoint_sizes(sizes, place, extras),
+        details=details_of(reading, place, files, ranks, shown),
+    )
+
+
+def _file_sizes(place: folder.StepFolder) -> dict[str, int]:
+    """Every file of the step folder (swap files included) and those beside it, by path relative to the root."""
+    sizes: dict[str, int] = {}
+    with scan_folder(place.step) as entries:
+        for entry in entries:
+            if entry.is_file():
+                sizes[place.prefix + entry.name] = entry.stat().st_size
+    swapped = place.step / SWAP_FOLDER
+    if swapped.is_dir():
+        for path in sorted(swapped.rglob("*")):
+            if path.is_file():
+                sizes[place.prefix + path.relative_to(place.step).as_posix()] = path.stat().st_size
+    return dict(sorted(sizes.items()))
+
+
+def _checkpoint_sizes(sizes: dict[str, int], place: folder.StepFolder, extras: Extras) -> dict[str, int]:
+    """The sizes of what this checkpoint consists of: the step folder, and the neighbours that are carried."""
+    found = dict(sizes)
+    for name in (*extras.files.values(), *extras.trees):
+        path = place.root / name
+        if name not in found and path.is_file():
+            found[name] = path.stat().st_size
+    return found
+
+
+def _open_ranks(reading: ReadContext, files: StepFiles, grid: RankGrid) -> OpenRankFiles:
+    """Open the files of all ranks, those of one data-parallel rank together: their pickles are often the same."""
+    ranks = OpenRankFiles()
+    holders = [RankCoord(mp // grid.tp, mp % grid.tp) for mp in range(grid.mp)]
+
+    def open_all(names: Sequence[Sequence[str]]) -> dict[RankCoord, list[RankFile]]:
+        """Files by holder, for lists that have a name a holder."""
+        opened = [[reading.files.open(reading.prefix + name) for name in row] for row in names]
+        return {holder: [row[mp] for row in opened] for mp, holder in enumerate(holders)}
+
+    every = range(grid.mp)
+    if grid.sharded_model:
+        ranks.models = open_all([[files.sharded_model[dp, mp] for mp in every] for dp in range(grid.dp)])
+    else:
+        ranks.models = open_all([[files.model[mp] for mp in every]])
+    if files.optim:
+        ranks.optims = open_all([[files.optim[dp, mp] for mp in every] for dp in range(grid.dp)])
+    return ranks
+
+
+def _sort_parameters(reading: ReadContext) -> None:
+    """Put the roles into the order of the model, experts into their layers."""
+    holdings = reading.holdings
+    roles = holdings.roles
+    experts = {*holdings.experts, *holdings.spreads}
+    holdings.roles = {name: roles[name] for name in order_names(iter(roles), experts) if name not in holdings.aliases}
+
+
+def _read_extras(reading: ReadContext, place: folder.StepFolder, files: StepFiles) -> Extras:
+    extras = Extras()
+    names = [
+        *files.model.values(),
+        *files.sharded_model.values(),
+        *files.optim.values(),
+        *files.layers.values(),
+        *files.experts.values(),
+        *files.expert_optim.values(),
+    ]
+    carried: dict[int, Any] = {}  # what is carried of trees that several files have together, by their identity
+    before: deque[tuple[Any, Any]] = deque(maxlen=_RECENT_TREES)  # trees, and what is carried of them
+    for name in names:
+        file = reading.files.open(reading.prefix + name)
+        if id(file.tree) in carried:
+            tree = carried[id(file.tree)]
+        else:
+            bare = without_layout_tables(file.tree)
+            known = next((entry for entry in before if TreeComparison(reading.is_taken).are(bare, entry[0])), None)
+            if known is not None:
+                tree = carried[id(file.tree)] = known[1]
+            else:
+                carrier = TreeCarrier(reading, file, name)
+                tree = carrier.carry()
+                if not carrier.made_atoms:
+                    before.appendleft((bare, tree))
+                    carried[id(file.tree)] = tree
+        if tree is not None:
+            extras.trees[name] = tree
+    # Without a trainer, too, there may be a model's configuration: that of weights which were converted to this.
+    beside = folder.detect_wrapper(place.root) is not None or (place.root / "config.json").is_file()
+    if beside and place.root != place.step:
+        carry_neighbours(reading, place.root, extras.trees, extras.files)
+    carry_unknown_files(reading, place.step, files.other, extras.files)
+    return extras
+
+
+def _closing_notes(reading: ReadContext) -> None:
+    if reading.wrong_mappings:
+        reading.note(
+            "slice-mappings-wrong",
+            f"param_slice_mappings is wrong for {len(reading.wrong_mappings)} of {len(reading.checked_mappings)}"
+            " parameters (DeepSpeed computes it from the wrong order under round_robin_gradients); the layout was taken"
+            " from param_shapes, which is right",
+        )
+    for kind, why in reading.unplaced_states.items():
+        reading.note(
+            "state-unplaced",
+            f"optimizer state '{kind}' belongs to no element of a parameter ({why}); carried in extras as it is",
+        )
+
+
+def _without_duplicates(notes: list[Note]) -> list[Note]:
+    return list(dict.fromkeys(notes))
+
+
+_ZERO_FLAGS = (
+    "round_robin_gradients",
+    "elastic_checkpoint",
+    "parameter_alignment",
+    "sub_group_size",
+    "zero_hpz_partition_size",
+    "mics_shard_size",
+    "stage3_gather_16bit_weights_on_model_save",
+)
+
+
+def framework_of(model: RankFile) -> str:
+    """`DeepSpeed 0.19.8`."""
+    version = model.mapping().get("ds_version")
+    return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
+
+
+def step_of(model: RankFile) -> int | None:
+    """Optimizer steps taken."""
+    steps = model.mapping().get("global_steps")
+    return steps if type(steps) is int else None
+
+
+def details_of(
+    reading: ReadContext, place: folder.StepFolder, files: StepFiles, ranks: OpenRankFiles, shown: DetectedLayout
+) -> dict[str, Any]:
+    """Facts worth showing, as JSON values; what the checkpoint does not say is left out."""
+    model = next(iter(ranks.models.values()))[0].mapping()
+    config = model.get("ds_config")
+    config = config if isinstance(config, dict) else {}
+    facts: dict[str, Any] = {
+        "tag": place.tag,
+        "wrapper": _wrapper_name(place, model),
+        "client": _client_name(model),
+        "dtype": _configured_dtype(config),
+        "zero": _zero_details(config, shown),
+        "optimizer": _configured_optimizer(config),
+        "optimizer_wrapper": shown.optimizer or None,
+        "groups": len(next(iter(reading.holdings.groups.values()), [])),
+        "loss_scale": _loss_scale(ranks),
+        "universal_checkpoint_version": _info_version(model),
+        "skipped_steps": _int_or_none(model.get("skipped_steps")),
+        "global_samples": _int_or_none(model.get("global_samples")),
+        "files": _file_counts(files),
+        "pipeline": reading.pipeline,
+    }
+    return {key: value for key, value in facts.items() if value not in (None, {}, "")}
+
+
+def universal_details(reading: ReadContext, file: RankFile) -> dict[str, Any]:
+    """Facts about a universal folder, from a model file of the checkpoint that it was made from.
+
+    How gradients were dealt out is not among them: the folder keeps nothing in that order.
+    """
+    model = file.mapping()
+    config = model.get("ds_config")
+    facts = {
+        "universal": True,
+        "client": _client_name(model),
+        "dtype": _configured_dtype(config) if isinstance(config, dict) else None,
+        "universal_checkpoint_version": _info_version(model),
+        "pipeline": reading.pipeline,
+    }
+    return {key: value for key, value in facts.items() if value not in (None, {})}
+
+
+def _wrapper_name(place: folder.StepFolder, model: Any) -> str | None:
+    if isinstance(model.get("pytorch-lightning_version"), str):
+        return "Lightning"
+    found = folder.detect_wrapper(place.root) if place.root != place.step else None
+    return "Accelerate" if found is None and place.step.name.startswith("pytorch_model") else found
+
+
+def _client_name(model: Any) -> str | None:
+    """Megatron-DeepSpeed shows by the client state that it leaves in the model file."""
+    args = model.get("args")
+    is_megatron = isinstance(args, Inert) and args.path == "argparse.Namespace" and "checkpoint_version" in model
+    return "Megatron-DeepSpeed" if is_megatron else None
+
+
+def _configured_dtype(config: Any) -> str:
+    for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        section = config.get(key)
+        if isinstance(section, dict) and section.get("enabled") not in (None, False):
+            return name
+    return "float32"
+
+
+def _zero_details(config: Any, shown: DetectedLayout) -> dict[str, Any]:
+    section = config.get("zero_optimization")
+    section = section if isinstance(section, dict) else {}
+    facts = {key: section[key] for key in _ZERO_FLAGS if isinstance(section.get(key), (bool, int, float))}
+    if type(section.get("stage")) is int:
+        facts["configured_stage"] = section["stage"]
+    for key in ("offload_optimizer", "offload_param"):
+        offload = section.get(key)
+        if isinstance(offload, dict) and isinstance(offload.get("device"), str):
+            facts[key] = offload["device"]
+    if shown.elastic:
+        facts["elastic_checkpoint"] = True
+    return facts
+
+
+def _configured_optimizer(config: Any) -> str | None:
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _loss_scale(ranks: OpenRankFiles) -> float | None:
+    for files in ranks.optims.values():
+        scaler = files[0].mapping("optimizer_state_dict").get("loss_scaler")
+        scale = scaler.get("cur_scale") if isinstance(scaler, Inert) else None
+        return float(scale) if isinstance(scale, (int, float)) else None
+    for files in ranks.models.values():
+        optimizer = files[0].mapping().get("optimizer")
+        scale = optimizer.get("cur_scale") if isinstance(optimizer, dict) else None
+        return float(scale) if isinstance(scale, (int, float)) else None
+    return None
+
+
+def _info_version(model: Any) -> float | None:
+    info = model.get("universal_checkpoint_info")
+    version = info.get("universal_checkpoint_version") if isinstance(info, dict) else None
+    return version if isinstance(version, (int, float)) else None
+
+
+def _int_or_none(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def _file_counts(files: StepFiles) -> dict[str, int]:
+    counts = {
+        "model": len(files.model) + len(files.sharded_model),
+        "optimizer": len(files.optim) + len(files.expert_optim),
+        "layer": len(files.layers),
+        "expert": len(files.experts),
+        "other": len(files.other),
+    }
+    return {role: count for role, count in counts.items() if count}

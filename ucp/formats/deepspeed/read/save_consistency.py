@@ -1,0 +1,253 @@
+"""Model files of another ZeRO stage than the save's: of another save into the same folder, and to be left alone.
+
+ZeRO-3 writes a model file a rank, the other stages one a model-parallel rank. Names of the two kinds do not collide, so
+a save replaces only its own kind.
+
+The grid of ranks that a checkpoint must have, and whether all its files are there and of one save.
+
+Files that bear each other's names. Nothing in a shard tells its rank, but torch names an archive after its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ucp.errors import NotUnderstoodError
+from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
+from ucp.formats.deepspeed.read.read_context import ReadContext
+from ucp.formats.deepspeed.read.read_zero3 import ZERO3_MASTERS
+from ucp.formats.deepspeed.read.shard_table import Problems
+from ucp.formats.deepspeed.step_files import (
+    StepFiles,
+    classify_files,
+    model_file_name,
+    optimizer_file_name,
+    sharded_model_file_name,
+)
+
+FOREIGN_NOTE: Final = "file-foreign"
+
+
+def without_stale_model_files(files: StepFiles, opened: RankFiles, prefix: str) -> StepFiles:
+    """The files without the model files that the optimizer's did not come with."""
+    if not files.model or not files.sharded_model:
+        return files
+    return select_model_files(files, sharded=_is_zero3(files, opened, prefix))
+
+
+def select_model_files(files: StepFiles, *, sharded: bool) -> StepFiles:
+    """The files of a save of ZeRO-3 (`sharded`) or of another stage; model files of the other kind are `foreign`."""
+    others: Mapping[Any, str] = files.model if sharded else files.sharded_model
+    if not others or not (files.sharded_model if sharded else files.model):
+        return files
+    return StepFiles(
+        model={} if sharded else files.model,
+        sharded_model=files.sharded_model if sharded else {},
+        optim=files.optim,
+        layers=files.layers,
+        experts=files.experts,
+        expert_optim=files.expert_optim,
+        other=files.other,
+        foreign=sorted(others.values()),
+    )
+
+
+def _is_zero3(files: StepFiles, opened: RankFiles, prefix: str) -> bool:
+    """Whether ZeRO-3 wrote the optimizer: its states lie in a table of their own, and with ZeRO off in the model file.
+
+    Where all of it is lost, weights that are whole are not taken for what was saved.
+    """
+    if not files.optim:
+        model = opened.open(prefix + files.model[min(files.model)])
+        return not files.expert_optim and model.mapping().get("optimizer") is None
+    states = opened.open(prefix + files.optim[min(files.optim)]).mapping().get("optimizer_state_dict")
+    return isinstance(states, dict) and ZERO3_MASTERS in states
+
+
+_MAX_RANKS: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """Degrees as the files show them. `dp` counts rank files (1 when state is not sharded)."""
+
+    tp: int
+    pp: int
+    dp: int
+    dp_world: int  # data-parallel ranks of the job, which need not all have files
+    sharded_model: bool  # one model file a rank: ZeRO-3
+
+    @property
+    def mp(self) -> int:
+        return self.tp * self.pp
+
+
+def find_grid(files: StepFiles, opened: RankFiles, prefix: str, problems: Problems) -> RankGrid:
+    """The grid, after a check that no file of it is missing (every missing one is named)."""
+    sharded = bool(files.sharded_model)
+    mps = {mp for _, mp in files.optim} | set(files.model) | {mp for _, mp in files.sharded_model}
+    first = _first_model(files, opened, prefix)
+    tree = first.mapping() if first is not None else {}
+    mp = max([*mps, _positive_int(tree, "mp_world_size") - 1]) + 1
+    ranks = [dp for dp, _ in (*files.optim, *files.sharded_model)]
+    written = max(ranks) + 1 if ranks else 1
+    dp_world = max(_positive_int(tree, "dp_world_size"), written)
+    expected = _expected_ranks(files, opened, prefix, written, dp_world) if ranks else 1
+    said = tree.get("dp_world_size")
+    if type(said) is int and 0 < said < written and first is not None:
+        problems.add(
+            f"rank files of {written} data-parallel ranks are here, but {first.name} says that the job had {said}: the"
+            " folder holds files of an earlier save"
+        )
+    if mp * expected > _MAX_RANKS:
+        raise NotUnderstoodError(
+            f"{first.name if first is not None else prefix}: claims {mp} model-parallel × {expected} dp ranks",
+            hint="no job had that many; the file is damaged",
+        )
+    _report_missing(files, mp, expected, sharded, first, problems)
+    tp = _tensor_parallel_degree(files, opened, prefix, tree, mp)
+    return RankGrid(tp, mp // tp, expected, dp_world, sharded)
+
+
+def _first_model(files: StepFiles, opened: RankFiles, prefix: str) -> RankFile | None:
+    names = [
+        *(files.model[mp] for mp in sorted(files.model)),
+        *(files.sharded_model[k] for k in sorted(files.sharded_model)),
+    ]
+    return opened.open(prefix + names[0]) if names else None
+
+
+def _positive_int(tree: Mapping[Any, Any], key: str) -> int:
+    value = tree.get(key)
+    return value if type(value) is int and value > 0 else 1
+
+
+def _expected_ranks(files: StepFiles, opened: RankFiles, prefix: str, written: int, dp_world: int) -> int:
+    """How many data-parallel ranks must have written files: all of the job's, but one shard group's under MiCS."""
+    if not files.optim:
+        return dp_world
+    top = opened.open(prefix + files.optim[min(files.optim)]).mapping().get("optimizer_state_dict")
+    count = top.get("partition_count") if isinstance(top, dict) else None
+    if type(count) is int and count == written and len({dp for dp, _ in files.optim}) == written:
+        return written
+    if isinstance(count, (list, tuple)):
+        return max([dp_world, *(n for n in count if type(n) is int)])
+    return dp_world
+
+
+def _report_missing(
+    files: StepFiles, mp: int, dp: int, sharded: bool, model: RankFile | None, problems: Problems
+) -> None:
+    missing: list[str] = []
+    if sharded:
+        missing += [
+            sharded_model_file_name(d, m) for m in range(mp) for d in range(dp) if (d, m) not in files.sharded_model
+        ]
+    else:
+        missing += [model_file_name(m) for m in range(mp) if m not in files.model]
+    if files.optim:
+        like = next(iter(files.optim.values()))
+        missing += [optimizer_file_name(d, m, like) for m in range(mp) for d in range(dp) if (d, m) not in files.optim]
+    elif sharded:
+        missing += [
+            optimizer_file_name(d, m, "zero_pp_rank_0_mp_rank_00_optim_states.pt") for m in range(mp) for d in range(dp)
+        ]
+    where = f" ({model.name} says: {mp} model-parallel × {dp} data-parallel ranks)" if model is not None else ""
+    for name in missing:
+        problems.add(f"rank file {name} is missing{where}")
+        where = ""
+
+
+def _tensor_parallel_degree(files: StepFiles, opened: RankFiles, prefix: str, tree: Mapping[Any, Any], mp: int) -> int:
+    """The tensor-parallel degree: as the file says (recent releases), as layer files show, or by comparing names."""
+    degrees = tree.get("checkpoint_parallel_dimensions")
+    said = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+    if type(said) is int and said > 0 and mp % said == 0:
+        return said
+    if files.layers:
+        tp = max(t for _, t in files.layers) + 1
+        return tp if mp % tp == 0 else 1
+    return _degree_from_names(files, opened, prefix, mp)
+
+
+def _degree_from_names(files: StepFiles, opened: RankFiles, prefix: str, mp: int) -> int:
+    """Without layer files every rank is a tensor-parallel one, unless later ranks hold other parameters (stages)."""
+    first = _parameter_names(files, opened, prefix, 0)
+    for m in range(1, mp):
+        if _parameter_names(files, opened, prefix, m) != first:
+            return m if mp % m == 0 else mp
+    return mp
+
+
+def _parameter_names(files: StepFiles, opened: RankFiles, prefix: str, mp: int) -> list[list[str]] | None:
+    name = files.model.get(mp) or files.sharded_model.get((0, mp))
+    shapes = opened.open(prefix + name).mapping().get("param_shapes") if name is not None else None
+    if isinstance(shapes, dict):
+        shapes = [shapes]
+    return (
+        [sorted(map(str, group)) for group in shapes if isinstance(group, dict)] if isinstance(shapes, list) else None
+    )
+
+
+def check_same_save(models: Mapping[str, RankFile], optims: Mapping[str, RankFile], problems: Problems) -> None:
+    """Report files that another step or another version of DeepSpeed wrote."""
+    _check_equal(models, "global_steps", "step", problems)
+    _check_equal(models, "dp_world_size", "data-parallel ranks", problems)
+    _check_equal({**models, **optims}, "ds_version", "DeepSpeed version", problems)
+
+
+def _check_equal(files: Mapping[str, RankFile], key: str, what: str, problems: Problems) -> None:
+    seen: dict[str, list[str]] = {}
+    for name, file in files.items():
+        value = file.mapping().get(key)
+        if value is not None:
+            seen.setdefault(repr(value), []).append(name)
+    if len(seen) < 2:
+        return
+    most = max(seen, key=lambda value: len(seen[value]))
+    for value, names in seen.items():
+        if value != most:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            problems.add(
+                f"{shown}: {what} {value}, but {seen[most][0]} says {most}: files of different saves are mixed"
+            )
+
+
+_SHARDED_ROLES: Final = ("optim", "sharded_model", "expert_optim")  # of which every rank has its own
+_OTHER_ROLES: Final = ("model", "layers")
+
+
+def check_saved_names(reading: ReadContext, files: StepFiles) -> None:
+    """Report files that were exchanged, or of which one was copied over another; other renaming is only noted.
+
+    A layer that was copied to make a model deeper is fine, and so are ranks that were all made of one file. With ZeRO-1
+    and 2 all is noted: there a master that is not its weight's shows what is wrong, parameter by parameter.
+    """
+    is_seen_elsewhere = bool(files.optim) and not files.sharded_model
+    for role in (*_SHARDED_ROLES, *_OTHER_ROLES):
+        names: Mapping[Hashable, str] = getattr(files, role)
+        opened = {key: reading.files.open(reading.prefix + name) for key, name in names.items()}
+        saved = {key: _saved_key(file, role, key) for key, file in opened.items()}
+        wrong = [opened[key] for key in opened if saved[key] != key]
+        if not wrong:
+            continue
+        found = set(saved.values())
+        is_exchange = len(found) == len(saved)
+        is_copy = role in _SHARDED_ROLES and (len(found) > 1 or len(saved) == 2)
+        if found <= set(opened) and (is_exchange or is_copy) and not is_seen_elsewhere:
+            for file in wrong:
+                reading.problems.add(f"{file.name}: was saved as {file.saved_as}.pt, the file of another rank or layer")
+        else:
+            reading.note(
+                "saved-under-other-names",
+                f"{wrong[0].name} was saved as {wrong[0].saved_as}.pt, and {len(wrong) - 1} more under other names",
+            )
+    reading.problems.raise_any("give every file the name that it was saved under, and restore what was overwritten")
+
+
+def _saved_key(file: RankFile, role: str, named: Hashable) -> Hashable:
+    """The key of the name that a file was saved under; the one that it is `named` by where it does not say."""
+    found: Mapping[Hashable, str] = getattr(classify_files([f"{file.saved_as}.pt"]), role)
+    return next(iter(found), named)

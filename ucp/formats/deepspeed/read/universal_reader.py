@@ -1,0 +1,475 @@
+"""DeepSpeed's universal folders (the output of `ds_to_universal`) as a source.
+
+`zero/<parameter>/<state>.pt` holds whole states. The model files beside it were copied unchanged: they give names,
+shapes, roles, rules and the module's own weights, still cut as the source was. A folder below `zero/` proves nothing
+about its name: the converter also makes one, upcast and without moments, for every buffer, alias and frozen parameter.
+
+`zero/<parameter>/<state>.pt` of a universal folder: one whole state a file, with a few words on how it was cut.
+
+`zero/optimizer_state.pt` of a universal folder: rank 0's optimizer state, under ZeRO-3 with its shards.
+
+How parameters of a universal folder were cut, where its model files do not say: from the state files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from ucp.containers.inert import Inert, TensorRef
+from ucp.core.box import Shape
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment, Parameter
+from ucp.core.mesh import Mesh, Rank
+from ucp.core.region import Region
+from ucp.core.rules import REPLICATED, Rule, RuleBook
+from ucp.errors import NotUnderstoodError, StorageError
+from ucp.formats.deepspeed.read.assemble_atoms import assemble, merge_groups
+from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
+from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, kind_of, stored_scalar
+from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, as_shapes, describe_value
+from ucp.formats.deepspeed.read.read_context import ReadContext
+from ucp.formats.deepspeed.read.read_weights import (
+    StageNames,
+    buffer_names,
+    module_tensors,
+    read_frozen,
+    read_layers,
+    read_module,
+    shared_parameters,
+)
+from ucp.formats.deepspeed.read.read_zero3 import read_frozen_slices
+from ucp.formats.deepspeed.read.reader import framework_of, step_of, universal_details
+from ucp.formats.deepspeed.read.resolve_rules import resolve_all
+from ucp.formats.deepspeed.read.save_consistency import RankGrid, check_same_save, find_grid
+from ucp.formats.deepspeed.read.shard_table import Problems, RankCoord, ShardTable, StageParamGroup
+from ucp.formats.deepspeed.read.stored_shards import StoredShard, scalar_fragments
+from ucp.formats.deepspeed.step_files import StepFiles, classify_files, model_file_name, sharded_model_file_name
+from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE, STATES_FOLDER, find
+from ucp.formats.deepspeed.universal_info import fused_rule, has_tp_rules
+from ucp.formats.registry import ReadOptions
+from ucp.storage.local import SourceFiles
+from ucp.storage.paths import list_files, scan_folder
+
+_RECONVERT_HINT: Final = "convert the source checkpoint again, or look for a file of another save"
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """Index a universal folder."""
+    root = find(path, options.tag)
+    with SourceFiles(root) as source:
+        problems = Problems(str(root))
+        reading = ReadContext("", RankFiles(root), source, problems, ShardTable(problems))
+        return _UniversalReader(reading, root, options).read()
+
+
+@dataclass(slots=True)
+class _UniversalReader:
+    """One universal folder on its way into the index."""
+
+    reading: ReadContext
+    root: Path
+    options: ReadOptions
+
+    def read(self) -> Checkpoint:
+        names = self._model_names()
+        grid = self._grid(names)
+        models = self._models(names, grid)
+        folders = state_folders(self.root, STATES_FOLDER)
+        first = models[0][0]
+        shared = {alias: owner for members in models for alias, owner in shared_parameters(members[0]).items()}
+        if names.layers:
+            read_layers(self.reading, names.layers, {0: StageNames(_trained_shapes(models), _buffer_names(models))})
+        for index, members in enumerate(models):
+            self._read_model(RankCoord(index // grid.tp, index % grid.tp), members, folders, shared, grid)
+        self._put_in_order(models)
+        info = first.mapping().get("universal_checkpoint_info")
+        info = info if isinstance(info, dict) else None
+        rules = self.options.rules
+        if grid.tp > 1 and not (info and has_tp_rules(info)):
+            rules = rules_from_states(self.reading, rules, folders)
+        rulings = resolve_all(self.reading, grid.tp, rules, info, first.name)
+        parameters = assemble(self.reading, rulings, grid.tp)
+        self._add_states(parameters, folders)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._read_optimizer(parameters, optimizer, models, grid)
+        self.reading.problems.raise_any(_RECONVERT_HINT)
+        groups = merge_groups(self.reading.holdings, parameters)
+        stage = zero_stage(optimizer) if optimizer is not None else 1
+        return Checkpoint(
+            "deepspeed-universal",
+            self.root,
+            Mesh(grid.tp, grid.pp, grid.dp_world, 1, stage),
+            parameters,
+            framework=framework_of(first),
+            step=step_of(first),
+            groups=groups,
+            extras=Extras(self._trees(models, optimizer)),
+            notes=self.reading.notes,
+            sizes=_file_sizes(self.root),
+            details=universal_details(self.reading, first),
+        )
+
+    def _model_names(self) -> StepFiles:
+        with scan_folder(self.root) as entries:
+            found = classify_files([entry.name for entry in entries if entry.is_file()])
+        if found.model:  # a folder made for both families has both kinds; the plain ones hold the weights
+            whole = len(found.model) == 1 and all(tp == 0 for _, tp in found.layers)
+            return StepFiles(model=found.model, layers=found.layers if whole else {}, other=found.other)
+        if found.sharded_model:
+            return StepFiles(sharded_model=found.sharded_model, other=found.other)
+        raise NotUnderstoodError(
+            f"{self.root}: a universal folder without model files (mp_rank_*_model_states.pt)",
+            hint="copy them from the checkpoint that it was made from",
+        )
+
+    def _grid(self, names: StepFiles) -> RankGrid:
+        # The check for missing files is for native checkpoints, which have optimizer files: ours follows.
+        grid = find_grid(names, self.reading.files, "", Problems(""))
+        mps = range(max([*names.model, *(mp for _, mp in names.sharded_model), grid.mp - 1]) + 1)
+        if names.model:
+            missing = [model_file_name(mp) for mp in mps if mp not in names.model]
+        else:
+            wanted = [(dp, mp) for mp in mps for dp in range(grid.dp_world)]
+            missing = [sharded_model_file_name(dp, mp) for dp, mp in wanted if (dp, mp) not in names.sharded_model]
+        for name in missing:
+            self.reading.problems.add(f"model file {name} is missing")
+        self.reading.problems.raise_any("copy it from the checkpoint that the folder was made from")
+        return grid
+
+    def _models(self, names: StepFiles, grid: RankGrid) -> list[list[RankFile]]:
+        """By model-parallel rank its model files: one, or one a data-parallel rank under ZeRO-3."""
+        files = self.reading.files
+        if names.model:
+            models = [[files.open(names.model[mp])] for mp in range(grid.mp)]
+        else:
+            ranks = range(grid.dp_world)
+            models = [[files.open(names.sharded_model[dp, mp]) for dp in ranks] for mp in range(grid.mp)]
+        check_same_save({file.name: file for members in models for file in members}, {}, self.reading.problems)
+        self.reading.problems.raise_any(_RECONVERT_HINT)
+        return models
+
+    def _read_model(
+        self,
+        holder: RankCoord,
+        members: Sequence[RankFile],
+        folders: Mapping[str, StateFolder],
+        shared: Mapping[str, str],
+        grid: RankGrid,
+    ) -> None:
+        file = members[0]
+        trained = {name: shape for group in _shapes_by_group(file) for name, shape in group.items()}
+        if not trained:  # ZeRO off: what the optimizer kept anything for
+            module = module_tensors(file)
+            refs = {name: module.get(name) for name, folder in folders.items() if folder.has_moments}
+            trained = {name: ref.shape for name, ref in refs.items() if isinstance(ref, TensorRef)}
+        read_module(self.reading, holder, file, trained, shared)
+        if grid.sharded_model:
+            read_frozen_slices(self.reading, holder, members, len(members))
+        else:
+            read_frozen(self.reading, holder, file)
+        for name, shape in trained.items():
+            self.reading.holdings.put(name, holder, shape, "trained", file.name)
+
+    def _put_in_order(self, models: Sequence[Sequence[RankFile]]) -> None:
+        """Aliases out; and layer by layer for a pipeline, whose layer files DeepSpeed does not copy."""
+        holdings = self.reading.holdings
+        holdings.roles = {name: role for name, role in holdings.roles.items() if name not in holdings.aliases}
+        if self.reading.pipeline or any(module_tensors(members[0]) for members in models):
+            return
+        lost = sorted(_buffer_names(models))
+        holdings.roles = dict(sorted(holdings.roles.items(), key=lambda item: _layer_number(item[0])))
+        self.reading.note(
+            "universal-no-module",
+            "a pipeline's layer files are not part of a universal folder: no module weights"
+            + (
+                f", and {len(lost)} buffers are lost ({', '.join(lost[:5])}{', …' if len(lost) > 5 else ''})"
+                if lost
+                else ""
+            ),
+        )
+
+    def _add_states(self, parameters: dict[str, Parameter], folders: Mapping[str, StateFolder]) -> None:
+        problems, aliases = self.reading.problems, self.reading.holdings.aliases
+        made_up = 0
+        for name, folder in folders.items():
+            parameter = parameters.get(name)
+            if not folder.has_moments and (name in aliases or (parameter is not None and parameter.role != "trained")):
+                made_up += 1
+                continue
+            if parameter is None:
+                parameter = parameters[name] = self._unknown(folder)
+            for kind, path in folder.kinds.items():
+                shape = parameter.shape if kind != STEP else None
+                atom = read_state(self.reading.files, name, kind, path, shape)
+                if atom is None:
+                    continue
+                if kind != STEP and atom.shape not in ((), parameter.shape):
+                    problems.add(f"{path}: shape {list(atom.shape)}, but parameter {name} has {list(parameter.shape)}")
+                kind = WEIGHT if kind == MASTER and parameter.role != "trained" else kind
+                parameter.atoms[kind] = atom if kind == atom.kind else replace(atom, kind=kind)
+            _sort_kinds(parameter)
+        for name, parameter in parameters.items():
+            if parameter.role == "trained" and MASTER not in parameter.atoms:
+                problems.add(f"parameter {name} is trained, but {STATES_FOLDER}/{name}/fp32.pt is missing")
+        if made_up:
+            self.reading.note(
+                "universal-copies",
+                f"{made_up} folders below {STATES_FOLDER}/ upcast of buffers, aliases and frozen parameters: not used",
+            )
+
+    def _unknown(self, folder: StateFolder) -> Parameter:
+        """A folder whose name no model file has: trained if the optimizer kept anything for it."""
+        self.reading.note("universal-unlisted", f"{folder.name}: no model file lists it; its shape is the state file's")
+        atom = read_state(self.reading.files, folder.name, MASTER, next(iter(folder.kinds.values())), None)
+        shape = atom.shape if atom is not None else ()
+        role: Any = "trained" if folder.has_moments else "frozen"
+        return Parameter(folder.name, shape, role, rule_origin="universal: whole")
+
+    def _optimizer(self) -> RankFile | None:
+        if not (self.root / OPTIMIZER_STATE).is_file():
+            self.reading.note("universal-no-optimizer", f"{OPTIMIZER_STATE} is missing: no hyper-parameters")
+            return None
+        return self.reading.files.open(OPTIMIZER_STATE)
+
+    def _read_optimizer(
+        self,
+        parameters: Mapping[str, Parameter],
+        optimizer: RankFile,
+        models: Sequence[Sequence[RankFile]],
+        grid: RankGrid,
+    ) -> None:
+        for index in range(0, len(models), grid.tp):
+            shapes = _shapes_by_group(models[index][0])
+            self.reading.holdings.groups[RankCoord(index // grid.tp, 0)] = read_groups(self.reading, optimizer, shapes)
+            for name, number in parameter_steps(optimizer, shapes):
+                if name in parameters and STEP not in parameters[name].atoms:
+                    fragments = scalar_fragments(Rank(), number)
+                    parameters[name].atoms[STEP] = Atom(name, STEP, (), number.dtype, fragments)
+        for ref in rank0_tensors(optimizer):
+            self.reading.take(ref)
+
+    def _trees(self, models: Sequence[Sequence[RankFile]], optimizer: RankFile | None) -> dict[str, Any]:
+        """What model files and optimizer state say besides: without what became atoms or repeats it."""
+        trees = {}
+        for file in (*(file for members in models for file in members), *([optimizer] if optimizer else [])):
+            tree = TreeCarrier(self.reading, file, file.name).carry()
+            if tree is not None:
+                trees[file.name] = tree
+        return trees
+
+
+def _trained_shapes(models: Sequence[Sequence[RankFile]]) -> dict[str, Shape]:
+    return {
+        name: shape for members in models for group in _shapes_by_group(members[0]) for name, shape in group.items()
+    }
+
+
+def _buffer_names(models: Sequence[Sequence[RankFile]]) -> set[str]:
+    return {name for members in models for name in buffer_names(members[0])}
+
+
+def _shapes_by_group(file: RankFile) -> list[dict[str, Shape]]:
+    groups = file.mapping().get("param_shapes")
+    if not isinstance(groups, (list, tuple)):
+        return []
+    return [as_shapes(group, f"{file.name}: param_shapes") for group in groups]
+
+
+def _layer_number(name: str) -> int:
+    number, dot, _ = name.partition(".")
+    return int(number) if dot and number.isascii() and number.isdigit() else -1
+
+
+def _sort_kinds(parameter: Parameter) -> None:
+    order = sorted(parameter.atoms, key=lambda kind: (kind != WEIGHT, kind != MASTER))
+    parameter.atoms = {kind: parameter.atoms[kind] for kind in order}
+
+
+def _file_sizes(root: Path) -> dict[str, int]:
+    return dict(list_files(root))
+
+
+MASTER_FILE: Final = "fp32"
+STATE_SUFFIX: Final = ".pt"
+_MAX_FOLDER_DEPTH: Final = 8  # folders in folders: more are no name of a parameter, but links that lead back
+
+
+@dataclass(slots=True)
+class StateFolder:
+    """The state files of one name. `kinds` maps our kind of state to the file's name below the root."""
+
+    name: str
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether an optimizer kept anything here. Without, the name need not be a trained parameter's."""
+        return bool(self.kinds.keys() - {MASTER})
+
+
+def state_folders(root: Path, states: str) -> dict[str, StateFolder]:
+    """Every folder of states below `root/states`, by parameter name, sorted. Names with `/` are folders in folders."""
+    found: dict[str, StateFolder] = {}
+    try:
+        _find_state_folders(root, states, "", found)
+    except OSError as error:
+        raise StorageError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return found
+
+
+def _find_state_folders(root: Path, states: str, above: str, found: dict[str, StateFolder]) -> None:
+    with scan_folder(root / states / above) as entries:
+        names = sorted(above + entry.name for entry in entries if entry.is_dir())
+    for parameter in names:
+        with scan_folder(root / states / parameter) as entries:
+            files = {entry.name: entry.is_dir() for entry in entries}
+        folder = StateFolder(parameter)
+        for name in sorted(files):
+            if name.endswith(STATE_SUFFIX) and not files[name]:
+                stem = name.removesuffix(STATE_SUFFIX)
+                kind = MASTER if stem == MASTER_FILE else kind_of(stem)
+                folder.kinds[kind] = f"{states}/{parameter}/{name}"
+        has_folders = any(files.values())
+        if folder.kinds or not has_folders:
+            found[parameter] = folder
+        if has_folders and parameter.count("/") < _MAX_FOLDER_DEPTH:
+            _find_state_folders(root, states, f"{parameter}/", found)
+
+
+def read_state(files: RankFiles, name: str, kind: str, path: str, shape: Shape | None) -> Atom | None:
+    """One state file as an atom of `shape` (None: as stored); None when it is a number that no atom can hold.
+
+    A tensor with as many elements but another shape (ZeRO-3 states are flat, fused ones may be viewed) takes `shape`;
+    any other shape stays as stored, for the caller to judge, and so does a number, be the parameter one element or not.
+    """
+    file = files.open(path)
+    value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+    if isinstance(value, TensorRef) and (value.shape or kind != STEP):
+        if shape is not None and value.shape and prod(shape) == value.numel and value.is_contiguous:
+            return _state_atom(file, value, name, kind, shape)
+        return _state_atom(file, value, name, kind, value.shape)
+    number = stored_scalar(file, value, 0)
+    if number is None and not isinstance(value, int):
+        raise NotUnderstoodError(f"{path}: expected a tensor or a number, found {describe_value(value)}")
+    return Atom(name, kind, (), number.dtype, scalar_fragments(Rank(), number)) if number is not None else None
+
+
+def _state_atom(file: RankFile, ref: TensorRef, name: str, kind: str, shape: Shape) -> Atom:
+    strides = None if ref.is_contiguous else ref.strides
+    fragments = [Fragment(Region.all_of(shape), file.name, file.spot(ref).offset, ref.dtype, strides=strides)]
+    return Atom(name, kind, shape, ref.dtype, fragments if ref.numel else ())
+
+
+def zero_stage(optimizer: RankFile) -> int:
+    """The ZeRO stage of the source; BF16_Optimizer does not name it and counts as 1."""
+    stage = optimizer.mapping().get("zero_stage")
+    value = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
+    return value if type(value) is int else 1
+
+
+def read_groups(
+    reading: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]
+) -> list[StageParamGroup]:
+    """Parameter groups of one pipeline stage; `shapes` has one dict a flat group (a sub-group under ZeRO-3)."""
+    found = optimizer.mapping().get("param_groups") or _inner_state_dict(optimizer).get("param_groups")
+    stored = [group for group in found if isinstance(group, dict)] if isinstance(found, (list, tuple)) else []
+    groups = [StageParamGroup(group_hyper_parameters(reading, optimizer, group), []) for group in stored]
+    for names, owner in zip(shapes, _group_of_each(stored, len(shapes)), strict=True):
+        if owner < len(groups):
+            groups[owner].names.extend(names)
+    return groups
+
+
+def parameter_steps(optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[tuple[str, StoredShard]]:
+    """(parameter, its step): under ZeRO-3 the step lies here, by sub-group, and not beside the parameter."""
+    states = _inner_states(optimizer)
+    for index, names in enumerate(shapes):
+        value = states.get(index, {}).get(STEP)
+        number = stored_scalar(optimizer, value, 0) if value is not None else None
+        if number is not None:
+            for name in names:
+                yield name, number
+
+
+def rank0_tensors(optimizer: RankFile) -> Iterator[TensorRef]:
+    """Rank 0's shards under ZeRO-3: they repeat part of what the parameters' folders hold whole."""
+    masters = optimizer.mapping().get("fp32_flat_groups")
+    rows = [state.values() for state in _inner_states(optimizer).values()]
+    for value in (*(masters if isinstance(masters, (list, tuple)) else ()), *(value for row in rows for value in row)):
+        if isinstance(value, TensorRef):
+            yield value
+
+
+def _inner_state_dict(optimizer: RankFile) -> Mapping[Any, Any]:
+    inner = optimizer.mapping().get("optimizer_state_dict")
+    return inner if isinstance(inner, dict) else {}
+
+
+def _inner_states(optimizer: RankFile) -> dict[Any, Mapping[Any, Any]]:
+    states = _inner_state_dict(optimizer).get("state")
+    return {k: s for k, s in states.items() if isinstance(s, dict)} if isinstance(states, dict) else {}
+
+
+def _group_of_each(groups: Sequence[Mapping[Any, Any]], flat: int) -> list[int]:
+    """Group of each flat group: as `params` lists them, else by position."""
+    owner: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        listed = group.get("params")
+        for member in listed if isinstance(listed, (list, tuple)) else ():
+            if type(member) is int:
+                owner[member] = index
+    return [owner[i] for i in range(flat)] if sorted(owner) == list(range(flat)) else list(range(flat))
+
+
+def rules_from_states(reading: ReadContext, user: RuleBook | None, folders: Mapping[str, StateFolder]) -> RuleBook:
+    """Rules where the model files have none: the user's, as the state files say, or from whole and local shapes."""
+    book = RuleBook()
+    for name, folder in folders.items():
+        path = folder.kinds.get(MASTER)
+        named = user.find(name) if user is not None else None
+        if named is not None:
+            book.add(f"^{re.escape(name)}$", named.rule, named.origin)
+        if named is not None or path is None or not folder.has_moments or name not in reading.holdings:
+            continue
+        tree = reading.files.open(path).tree
+        said = _stored_rule(tree)
+        local = next(iter(reading.holdings.row(name).values())).shape
+        param = tree.get("param") if isinstance(tree, dict) else tree
+        whole = param.shape if isinstance(param, TensorRef) else local
+        book.add(f"^{re.escape(name)}$", _effective_rule(said, whole, local, tree), "universal: " + _rule_source(said))
+    return book
+
+
+def _stored_rule(tree: Any) -> Rule | None:
+    """How a state file says that its parameter was cut; None where it does not say (replicated, averaged, mapped)."""
+    if not isinstance(tree, Mapping):
+        return None
+    dim = tree.get("cat_dim")
+    fused = tree.get("sub_param_shape")
+    if isinstance(fused, Inert):
+        sizes, at = fused.get("shape"), fused.get("partition_dim")
+        if isinstance(sizes, (list, tuple)) and isinstance(at, int) and -len(sizes) <= at < len(sizes):
+            return fused_rule(at % len(sizes), sizes[at], None)
+        return None
+    parts = tree.get("param_n_sub_params")
+    if isinstance(parts, int) and parts > 1:
+        return Rule("split", dim if isinstance(dim, int) else 0, ratio=(1,) * parts)
+    return Rule("split", dim) if isinstance(dim, int) else None
+
+
+def _effective_rule(said: Rule | None, whole: Shape, local: Shape, tree: Any) -> Rule:
+    if said is None or said.cut != "split":
+        dims = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=False)) if a != b]
+        return Rule("split", dims[0]) if len(dims) == 1 else REPLICATED
+    if isinstance(tree, dict) and tree.get("vocab_tensor") and said.dim == 0 and whole:
+        return replace(said, cut="vocab", true_size=whole[0])
+    return said
+
+
+def _rule_source(rule: Rule | None) -> str:
+    return "as the state file says" if rule is not None else "whole and local shape compared"

@@ -1,0 +1,287 @@
+"""Model files, layer files and expert files: the weights as the module holds them, and the tables beside them.
+
+`universal_checkpoint_info` of the target: how its tensor-parallel slices combine, so that readers need not guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from ucp.containers.inert import Inert, InertOrderedDict, Size
+from ucp.containers.pickle_writer import NewTensor
+from ucp.containers.torch_file_writer import ZeroContent
+from ucp.core.checkpoint import Parameter
+from ucp.errors import UsageError
+from ucp.formats.deepspeed import step_files
+from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
+from ucp.formats.deepspeed.write.optimizer_files import slice_of_rank
+from ucp.formats.deepspeed.write.param_slices import UNKNOWN_ORIGIN
+from ucp.formats.deepspeed.write.source_extras import adjusted_config
+from ucp.formats.deepspeed.write.state_tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
+from ucp.formats.deepspeed.write.target_layout import TargetLayout, parse_layer_name
+from ucp.formats.output_files import missing_weight_error
+
+
+class ModelFiles:
+    """The trees of everything that is not an optimizer file."""
+
+    def __init__(self, world: TargetLayout) -> None:
+        self.world = world
+
+    def model_tree(
+        self, pp: int, tp: int, dp: int, shapes: Sequence[InertOrderedDict] | None, optimizer: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The model file of one rank; `dp` counts under ZeRO-3 only."""
+        world = self.world
+        mesh = world.mesh
+        carried = world.carried.model(pp * mesh.tp + tp, mesh.tp * mesh.pp)
+        held = world.on_stage(pp)
+        frozen = [p for p in held if p.role == "frozen" and world.weight(p) is not None]
+        # ZeRO-2 and 3 list frozen parameters, unless they were told to leave them out.
+        with_frozen = mesh.zero >= 2 and not any(note.id == "frozen-excluded" for note in world.source.notes)
+        first = pp == 0 and tp == 0 and dp == 0
+        tree: dict[str, Any] = {
+            "module": None if world.pipeline is not None else self._module(held, tp),
+            "buffer_names": [p.name for p in held if p.role == "buffer"],
+            "optimizer": optimizer,
+            "param_shapes": self._shapes(shapes) if shapes is not None else None,
+            "frozen_param_shapes": self._frozen_shapes(frozen, tp) if with_frozen else None,
+            "shared_params": (dict(world.source.aliases()) if first else {}) if mesh.zero else None,
+            "frozen_param_fragments": self._frozen(frozen, tp, dp) if with_frozen else None,
+        }
+        defaults = {
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 0,
+            "global_steps": world.source.step or 0,
+            "global_samples": 0,
+        }
+        tree.update({**defaults, **carried})
+        tree["dp_world_size"] = mesh.dp
+        tree["mp_world_size"] = mesh.tp * mesh.pp
+        tree["checkpoint_parallel_dimensions"] = {"pp_degree": mesh.pp, "tp_degree": mesh.tp}
+        tree["ds_config"] = self.config()
+        tree["ds_version"] = world.carried.version
+        if isinstance(tree.get("args"), Inert):
+            tree["args"] = self._args(tree["args"])
+        info = tree.get("universal_checkpoint_info")
+        info = target_info(world, info if isinstance(info, dict) else None)
+        if info is not None:
+            tree["universal_checkpoint_info"] = info
+        return tree
+
+    def _shapes(self, shapes: Sequence[InertOrderedDict]) -> list[InertOrderedDict]:
+        """Shapes by group; where experts are saved, DeepSpeed's way of copying the tree makes plain tuples of them."""
+        if not self.world.has_experts:
+            return list(shapes)
+        return [InertOrderedDict((name, tuple(shape)) for name, shape in group.items()) for group in shapes]
+
+    @property
+    def has_shares(self) -> bool:
+        """Does a model file of ZeRO-3 hold a share of something, so that those of two ranks differ?"""
+        return any(p.role == "frozen" for p in self.world.source.parameters.values())
+
+    def config(self) -> dict[str, Any]:
+        """The configuration for the target's world."""
+        mesh = self.world.mesh
+        return adjusted_config(self.world.settings.config, zero=mesh.zero, dp=mesh.dp, dtype=self.world.dtype)
+
+    def _args(self, args: Inert) -> Inert:
+        """Megatron's arguments for the target's world: it compares them with its own when it loads."""
+        mesh = self.world.mesh
+        if not isinstance(args.state, dict) or "tensor_model_parallel_size" not in args.state:
+            return args
+        changed = {
+            "tensor_model_parallel_size": mesh.tp,
+            "pipeline_model_parallel_size": mesh.pp,
+            "data_parallel_size": mesh.dp,
+            "world_size": mesh.world,
+        }
+        if (padded := padded_vocab_size(self.world)) is not None:
+            changed["padded_vocab_size"] = padded
+        made = object.__new__(type(args))
+        made.called, made.args, made.kwargs = args.called, args.args, args.kwargs
+        made.state = {key: changed.get(key, value) for key, value in args.state.items()}
+        return made
+
+    def _module(self, held: Sequence[Parameter], tp: int) -> InertOrderedDict:
+        module = InertOrderedDict()
+        aliases: dict[str, NewTensor] = {}
+        for parameter in held:
+            if parameter.expert is not None:
+                continue
+            tensor = self._tensor(parameter, tp)
+            if tensor is None:
+                continue  # a frozen parameter that the source left out
+            module[parameter.name] = tensor
+            aliases.update(dict.fromkeys(parameter.aliases, tensor))
+        module.update(aliases)
+        return module
+
+    def _tensor(self, parameter: Parameter, tp: int) -> NewTensor | None:
+        """A weight in the model file; under ZeRO-3 only buffers keep their data there."""
+        if self.world.mesh.zero == 3 and parameter.role != "buffer":
+            return empty_tensor(self.world.dtype)
+        atom = self.world.weight(parameter)
+        if atom is None:
+            if parameter.role == "frozen":
+                return None
+            raise missing_weight_error(parameter)
+        local = self.world.slicer.local(parameter, tp)
+        return shaped_tensor(atom, local.region, local.shape)
+
+    def _frozen_shapes(self, frozen: Sequence[Parameter], tp: int) -> InertOrderedDict:
+        return InertOrderedDict((p.name, Size(self.world.slicer.local(p, tp).shape)) for p in frozen)
+
+    def _frozen(self, frozen: Sequence[Parameter], tp: int, dp: int) -> InertOrderedDict:
+        """Frozen parameters: whole under ZeRO-2, this rank's padded slice under ZeRO-3."""
+        found = InertOrderedDict()
+        for parameter in frozen:
+            atom = self.world.weight(parameter)
+            assert atom is not None
+            local = self.world.slicer.local(parameter, tp)
+            if self.world.mesh.zero == 3:
+                held, padding = slice_of_rank(local.region, self.world.mesh.dp, dp)
+                parts: list[Segment] = [segment(atom, held), ZeroContent(padding)]
+                found[parameter.name] = flat_tensor(atom.dtype, parts)
+            else:
+                found[parameter.name] = shaped_tensor(atom, local.region, local.shape)
+        return found
+
+    def layer_files(self) -> Iterator[tuple[str, InertOrderedDict]]:
+        """Pipeline: one file a layer and tensor-parallel rank, with layer-local names."""
+        world = self.world
+        pipeline = world.pipeline
+        if pipeline is None:
+            return
+        layers: dict[int, list[tuple[str, Parameter]]] = {layer: [] for layer in pipeline.layers}
+        for parameter in world.source.parameters.values():
+            found = parse_layer_name(parameter.name)
+            if found is None:
+                raise UsageError(f"parameter {parameter.name}: a pipelined model's names carry a layer number")
+            for layer in [found.layer] if found.layer is not None else pipeline.layers_of(found.tied or ""):
+                layers.setdefault(layer, []).append((found.local, parameter))
+        like = (
+            "layer_00-model_00-model_states.pt"
+            if pipeline.model_axis or world.mesh.tp > 1
+            else "layer_00-model_states.pt"
+        )
+        for layer, members in sorted(layers.items()):
+            for tp in range(world.mesh.tp):
+                tree = InertOrderedDict()
+                for local, parameter in members:
+                    tensor = self._tensor(parameter, tp)
+                    if tensor is not None:
+                        tree[local] = tensor
+                yield step_files.layer_file_name(layer, tp, like), tree
+
+    def expert_files(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Mixture of experts: one file an expert of every layer, with global names."""
+        world = self.world
+        layers: dict[str, int] = {}
+        files: dict[tuple[int, int], list[Parameter]] = {}
+        for parameter in world.source.parameters.values():
+            if parameter.expert is not None:
+                prefix = parameter.name.split("deepspeed_moe.", 1)[0]
+                layer = layers.setdefault(prefix, len(layers))
+                files.setdefault((layer, parameter.expert), []).append(parameter)
+        for (layer, expert), members in sorted(files.items()):
+            for mp in range(world.mesh.tp * world.mesh.pp):
+                pp, tp = divmod(mp, world.mesh.tp)
+                tree = {p.name: self._tensor(p, tp) for p in members if pp in world.stages[p.name]}
+                if tree:
+                    yield f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", tree
+
+
+# What the source spells out for its own ranks means nothing on others.
+_SOURCE_TP_KEYS: Final = ("affine_map", "sub_param_shard_widths")
+
+
+def target_info(world: TargetLayout, info: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The source's info, or one made of the rules where it has none that speaks of tensor parallelism.
+
+    A single rank needs one where a vocabulary is padded: nothing else says how much of it is real.
+    """
+    if info is not None and world.mesh.tp != world.source.mesh.tp:
+        info = _info_for_new_tp(world, info)
+    if info is not None and has_tp_rules(info):
+        return _with_replicated_patterns(world, info)
+    return {**(info or {}), **_info_from_rules(world)} if world.mesh.tp > 1 or _has_padded_vocab(world) else info
+
+
+def _info_for_new_tp(world: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in info.items() if key not in _SOURCE_TP_KEYS}
+    version = kept.get("universal_checkpoint_version")
+    if "sub_param_shard_widths" in info and isinstance(version, float):
+        kept["universal_checkpoint_version"] = min(version, 0.3)
+    padded = padded_vocab_size(world)
+    return {**kept, "padded_vocab_size": padded} if padded and "padded_vocab_size" in kept else kept
+
+
+def padded_vocab_size(world: TargetLayout) -> int | None:
+    """Entries of the vocabulary in the target, padding included; None where no parameter has one."""
+    for parameter in world.source.parameters.values():
+        if parameter.rule.cut == "vocab":
+            return world.slicer.local(parameter, 0).shape[parameter.rule.dim] * world.mesh.tp
+    return None
+
+
+def _has_padded_vocab(world: TargetLayout) -> bool:
+    size = padded_vocab_size(world)
+    return any(p.rule.cut == "vocab" and p.shape[p.rule.dim] != size for p in _trained(world))
+
+
+def _with_replicated_patterns(world: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:
+    """The info with a pattern for each parameter that it would stack although all ranks hold the same."""
+    book = rules_from_info(info, "the source's universal_checkpoint_info")
+    missing = [
+        _pattern(parameter)
+        for parameter in _trained(world)
+        if parameter.rule.cut == "replicated"
+        and parameter.rule_origin != UNKNOWN_ORIGIN
+        and (said := book.find(parameter.name)) is not None
+        and said.origin == DEFAULT_ORIGIN
+    ]
+    if not missing:
+        return info
+    listed = list(info.get("tp_replicated_parameter_patterns") or ())
+    return {**info, "tp_replicated_parameter_patterns": listed + missing}
+
+
+def _info_from_rules(world: TargetLayout) -> dict[str, Any]:
+    """An info that says of every parameter by its name how it was cut."""
+    trained = _trained(world)
+    made: dict[str, Any] = {
+        "universal_checkpoint_version": 0.2,
+        "tp_replicated_parameter_patterns": [_pattern(p) for p in trained if p.rule.cut == "replicated"],
+        "parameter_to_average_patterns": [_pattern(p) for p in trained if p.rule.cut == "average"],
+        "vocabulary_parameter_patterns": [_pattern(p) for p in trained if p.rule.cut == "vocab"],
+        "parameter_with_row_parallelism_patterns": [
+            _pattern(p) for p in trained if p.rule.cut == "split" and p.rule.dim == 1 and not p.rule.parts
+        ],
+        "parameter_with_2_sub_params_cat_dim_0": [],
+        "parameter_with_sub_params": [
+            {
+                "patterns": [_pattern(p)],
+                "shape": (*p.shape[: p.rule.dim], p.rule.parts, *p.shape[p.rule.dim + 1 :]),
+                "partition_dim": p.rule.dim,
+            }
+            for p in trained
+            if p.rule.cut == "split" and p.rule.parts
+        ],
+    }
+    sizes = {p.shape[p.rule.dim] for p in trained if p.rule.cut == "vocab"}
+    if len(sizes) == 1:
+        made["original_vocab_size"], made["padded_vocab_size"] = sizes.pop(), padded_vocab_size(world)
+    return made
+
+
+def _trained(world: TargetLayout) -> list[Parameter]:
+    return [parameter for parameter in world.source.parameters.values() if parameter.role == "trained"]
+
+
+def _pattern(parameter: Parameter) -> str:
+    return f"^{re.escape(parameter.name)}$"

@@ -1,0 +1,355 @@
+"""Optimizer files of ZeRO-1, ZeRO-2 and BF16_Optimizer: every group one flat buffer, cut into equal partitions.
+
+Optimizer files of ZeRO-3: every parameter cut on its own, its slices lying in flat sub-group buffers.
+
+The optimizer of ZeRO off: one entry a parameter, in the model file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from ucp.containers.inert import Inert, InertOrderedDict, Size
+from ucp.containers.pickle_writer import NewTensor, bare_object, called_object
+from ucp.containers.torch_file_writer import ZeroContent
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, state_of_kind
+from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ucp.core.region import Region
+from ucp.formats.deepspeed.flat_layout import FlatLayout, flat_layout_of
+from ucp.formats.deepspeed.write.param_slices import TargetSlice
+from ucp.formats.deepspeed.write.state_tensors import (
+    ScalarStates,
+    Segment,
+    TargetGroupStates,
+    element_kinds,
+    flat_tensor,
+    segment,
+    shaped_tensor,
+    whole_tensor,
+)
+from ucp.formats.deepspeed.write.target_layout import LocalParamGroup, TargetLayout, round_robin
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """A group in flat order with its layout."""
+
+    group: LocalParamGroup
+    members: tuple[TargetSlice, ...]  # in flat order
+    paddings: tuple[int, ...]  # zeros after each member
+    layout: FlatLayout
+
+    @property
+    def shapes(self) -> InertOrderedDict:
+        """The group's entry of `param_shapes`."""
+        return InertOrderedDict((member.name, Size(member.shape)) for member in self.members)
+
+
+def flat_groups(world: TargetLayout, pp: int, tp: int, ep: int) -> list[FlatGroup]:
+    """The flat buffers of one model-parallel rank (for experts: of one expert-parallel rank)."""
+    found: list[FlatGroup] = []
+    for group in world.groups(pp, tp, ep):
+        ranks = world.mesh.dp // group.ep
+        members = group.members
+        if world.settings.zero_option("round_robin_gradients", False) and not is_bf16_optimizer(world):
+            members = tuple(members[i] for i in round_robin(len(members), ranks))
+        paddings = _paddings(world, members)
+        shapes = {member.name: member.shape for member in members}
+        found.append(FlatGroup(group, members, paddings, flat_layout_of(shapes, paddings, ranks)))
+    return found
+
+
+def is_bf16_optimizer(world: TargetLayout) -> bool:
+    """Will the target's engine use BF16_Optimizer? In bf16 it does at stage 1 with fp32 accumulation, and in pipelines
+    at stage 0."""
+    if world.dtype != BFLOAT16:
+        return False
+    if world.mesh.zero == 0:
+        return world.pipeline is not None
+    types = world.settings.config.get("data_types")
+    accumulates = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
+    return world.mesh.zero == 1 and accumulates and not world.settings.zero_option("offload_optimizer", None)
+
+
+def is_elastic(world: TargetLayout) -> bool:
+    """Write states without groups, so that the job keeps its own hyper-parameters: the source has none to give.
+
+    DeepSpeed adds what `group_paddings` says to every state that it loads in this form, to the step as well. So the
+    padding stays in the files, and is not counted.
+    """
+    return not is_bf16_optimizer(world) and not any(group.hyper for group in world.source.groups)
+
+
+def _paddings(world: TargetLayout, members: Sequence[TargetSlice]) -> tuple[int, ...]:
+    """Alignment zeros after each parameter but the last (`zero_optimization.parameter_alignment`)."""
+    if not world.settings.zero_option("parameter_alignment", False) or is_bf16_optimizer(world):
+        return (0,) * len(members)
+    unit = 16 // gcd(16, world.dtype.itemsize)
+    paddings: list[int] = []
+    at = 0
+    for i, member in enumerate(members):
+        at += member.numel
+        padding = 0 if i == len(members) - 1 else -at % unit
+        paddings.append(padding)
+        at += padding
+    return tuple(paddings)
+
+
+def zero12_optimizer_tree(
+    world: TargetLayout, groups: Sequence[FlatGroup], states: Sequence[TargetGroupStates], index: Sequence[int]
+) -> dict[str, Any]:
+    """`optimizer_state_dict` of the rank that holds partition `index[g]` of every group `g`, which has `states[g]`."""
+    bf16 = is_bf16_optimizer(world)
+    carried = world.carried
+    state: dict[int, Any] = {}
+    masters: list[NewTensor] = []
+    for g, flat in enumerate(groups):
+        kinds = states[g].kinds.items()
+        shares = {
+            kind: _whole_parameters(flat, index[g], world.state_of(kind), dtype)
+            if not bf16 and is_kept_whole(flat.group.hyper, kind)
+            else _partition(flat, index[g], world.state_of(kind), dtype)
+            for kind, dtype in kinds
+        }
+        entries = states[g].entries({kind: share for kind, share in shares.items() if share is not None})
+        if entries:
+            state[g] = entries
+        master_dtype = world.master(flat.members[0].parameter).dtype
+        length = None if bf16 or is_elastic(world) else flat.layout.per - flat.layout.padding(index[g])
+        masters.append(_partition(flat, index[g], lambda member: world.master(member.parameter), master_dtype, length))
+    base: Any = {
+        "state": state,
+        "param_groups": [{**flat.group.hyper, "params": [g]} for g, flat in enumerate(groups)],
+    }
+    if is_elastic(world):
+        base = [state.get(g, {}) for g in range(len(groups))]
+    tree: dict[str, Any] = {}
+    if not bf16:
+        tree["loss_scaler"] = carried.loss_scaler
+        tree["dynamic_loss_scale"] = carried.dynamic_loss_scale
+        tree["overflow"] = carried.optimizer.get("overflow", False)
+    tree["clip_grad"] = carried.clip_grad
+    tree["base_optimizer_state"] = base
+    if is_elastic(world):
+        tree["base_optimizer_state_step"] = world.source.step or 0
+    tree["single_partition_of_fp32_groups"] = masters
+    if not bf16:
+        tree["zero_stage"] = zero_stage_object(world.mesh.zero)
+    paddings = [_group_padding(flat, i, bf16) for flat, i in zip(groups, index, strict=True)]
+    tree["group_paddings"] = [0] * len(groups) if is_elastic(world) else paddings
+    if not bf16:
+        tree["param_alignment_paddings"] = [list(flat.paddings) for flat in groups]
+    tree["partition_count"] = [flat.layout.ranks for flat in groups]
+    tree["ds_version"] = carried.version
+    tree["param_slice_mappings"] = [_slice_mapping(flat.layout, i) for flat, i in zip(groups, index, strict=True)]
+    return tree
+
+
+def _partition(
+    flat: FlatGroup, index: int, atom_of: Callable[[TargetSlice], Atom | None], dtype: DType, length: int | None = None
+) -> NewTensor:
+    """Partition `index` of the buffer that holds one state of every member; cut to `length` elements."""
+    layout = flat.layout
+    low, high = index * layout.per, index * layout.per + (layout.per if length is None else length)
+
+    def segments() -> Iterator[Segment]:
+        at = low
+        for number in layout.meeting(low, high):
+            member, entry = flat.members[number], layout.entries[number]
+            start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
+            yield ZeroContent(start - at)
+            yield segment(atom_of(member), member.region.cut(start - entry.begin, stop - entry.begin))
+            at = stop
+        yield ZeroContent(high - at)
+
+    return flat_tensor(dtype, list(segments()))
+
+
+def is_kept_whole(hyper: Mapping[str, Any], kind: str) -> bool:
+    """Muon's momentum: ranks keep that of every matrix of which they have an element, to its ends."""
+    return hyper.get("use_muon") is True and kind == "momentum_buffer"
+
+
+def _whole_parameters(
+    flat: FlatGroup, index: int, atom_of: Callable[[TargetSlice], Atom | None], dtype: DType
+) -> NewTensor | None:
+    """One state of all members that have elements in partition `index`, whole and end to end; None where none has."""
+    per = flat.layout.per
+    members = [flat.members[number] for number in flat.layout.meeting(index * per, (index + 1) * per)]
+    return flat_tensor(dtype, [segment(atom_of(m), m.region) for m in members]) if members else None
+
+
+def _group_padding(flat: FlatGroup, index: int, bf16: bool) -> int:
+    """Zeros at the end of a partition; BF16_Optimizer books the whole tail on the last rank."""
+    layout = flat.layout
+    if bf16:
+        return layout.ranks * layout.per - layout.content if index == layout.ranks - 1 else 0
+    return layout.padding(index)
+
+
+def _slice_mapping(layout: FlatLayout, index: int) -> InertOrderedDict:
+    return InertOrderedDict((name, _fragment_address(start, length)) for name, start, length in layout.overlaps(index))
+
+
+def _fragment_address(start: int, numel: int) -> Inert:
+    return bare_object("deepspeed.utils.tensor_fragment", "fragment_address", {"numel": numel, "start": start})
+
+
+def zero_stage_object(stage: int) -> Inert:
+    return called_object("deepspeed.runtime.zero.config", "ZeroStageEnum", stage)
+
+
+_DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """Parameters that share one flat buffer."""
+
+    group: int
+    members: tuple[TargetSlice, ...]
+
+    @property
+    def shapes(self) -> InertOrderedDict:
+        """The sub-group's entry of `param_shapes`."""
+        return InertOrderedDict((member.name, Size(member.shape)) for member in self.members)
+
+
+def elements_per_rank(numel: int, ranks: int) -> int:
+    """Elements of a parameter that every rank holds, the last ones padded."""
+    return -(-numel // ranks)
+
+
+def slice_of_rank(region: Region, ranks: int, rank: int) -> tuple[Region, int]:
+    """What `rank` holds of a local tensor, and how many padding elements follow it."""
+    per = elements_per_rank(region.numel, ranks)
+    held = region.cut(rank * per, (rank + 1) * per)
+    return held, per - held.numel
+
+
+def sub_groups(world: TargetLayout, groups: Sequence[LocalParamGroup]) -> list[SubGroup]:
+    """Every group is cut, in order, where the sum of what one rank holds reaches `sub_group_size`."""
+    limit = int(world.settings.zero_option("sub_group_size", _DEFAULT_SUB_GROUP_SIZE))
+    found: list[SubGroup] = []
+    for number, group in enumerate(groups):
+        current: list[TargetSlice] = []
+        held = 0
+        for member in group.members:
+            current.append(member)
+            held += elements_per_rank(member.numel, world.mesh.dp)
+            if held >= limit:
+                found.append(SubGroup(number, tuple(current)))
+                current, held = [], 0
+        if current:
+            found.append(SubGroup(number, tuple(current)))
+    return found
+
+
+def zero3_optimizer_tree(
+    world: TargetLayout,
+    groups: Sequence[LocalParamGroup],
+    subs: Sequence[SubGroup],
+    states: Sequence[TargetGroupStates],
+    dp: int,
+) -> dict[str, Any]:
+    """`optimizer_state_dict` of data-parallel rank `dp`; sub-group `n` has `states[n]`."""
+    state: dict[int, Any] = {}
+    masters: list[NewTensor] = []
+    for number, sub in enumerate(subs):
+        kinds = states[number].kinds.items()
+        entries = states[number].entries(
+            {kind: _sub_group_buffer(world, sub, dp, world.state_of(kind), dtype) for kind, dtype in kinds}
+        )
+        if entries:
+            state[number] = entries
+        dtype = world.master(sub.members[0].parameter).dtype
+        masters.append(_sub_group_buffer(world, sub, dp, lambda member: world.master(member.parameter), dtype))
+    carried = world.carried
+    listed = [[number for number, sub in enumerate(subs) if sub.group == g] for g in range(len(groups))]
+    return {
+        "zero_stage": zero_stage_object(3),
+        "loss_scaler": carried.loss_scaler,
+        "dynamic_loss_scale": carried.dynamic_loss_scale,
+        "overflow": carried.optimizer.get("overflow", False),
+        "partition_count": world.mesh.dp,
+        "optimizer_state_dict": {
+            "state": state,
+            "param_groups": [{**group.hyper, "params": members} for group, members in zip(groups, listed, strict=True)],
+        },
+        "fp32_flat_groups": masters,
+    }
+
+
+def _sub_group_buffer(
+    world: TargetLayout, sub: SubGroup, dp: int, atom_of: Callable[[TargetSlice], Atom | None], dtype: DType
+) -> NewTensor:
+    segments: list[Segment] = []
+    for member in sub.members:
+        held, padding = slice_of_rank(member.region, world.mesh.dp, dp)
+        segments.append(segment(atom_of(member), held))
+        segments.append(ZeroContent(padding))
+    return flat_tensor(dtype, segments)
+
+
+def zero0_optimizer_tree(
+    world: TargetLayout, groups: Sequence[LocalParamGroup], scalars: ScalarStates
+) -> dict[str, Any]:
+    """The value of `optimizer`: a torch state dict for fp32, that and the masters for 16 bit."""
+    state: dict[int, Any] = {}
+    listed: list[dict[str, Any]] = []
+    masters: list[list[NewTensor]] = []
+    at = 0
+    for group in groups:
+        for number, member in enumerate(group.members, at):
+            entries = _parameter_states(world, member, scalars)
+            if entries:
+                state[number] = entries
+        listed.append({**group.hyper, "params": list(range(at, at + len(group.members)))})
+        at += len(group.members)
+        masters.append([_master_tensor(world, member) for member in group.members])
+    optimizer = {"state": state, "param_groups": listed}
+    if world.dtype == FLOAT32:
+        return optimizer
+    carried = world.carried
+    scaler = carried.loss_scaler
+    tree: dict[str, Any] = {
+        "dynamic_loss_scale": carried.dynamic_loss_scale,
+        "cur_scale": scaler.get("cur_scale", 1.0),
+        "cur_iter": carried.optimizer.get("cur_iter", scaler.get("cur_iter", world.source.step or 0)),
+    }
+    if world.dtype == FLOAT16 and carried.dynamic_loss_scale:
+        tree["last_overflow_iter"] = carried.optimizer.get("last_overflow_iter", scaler.get("last_overflow_iter", -1))
+        tree["scale_factor"] = carried.optimizer.get("scale_factor", scaler.get("scale_factor", 2.0))
+        tree["scale_window"] = carried.optimizer.get("scale_window", scaler.get("scale_window", 1000))
+    tree["optimizer_state_dict"] = optimizer
+    tree["fp32_groups"] = masters
+    return tree
+
+
+def _parameter_states(world: TargetLayout, member: TargetSlice, scalars: ScalarStates) -> dict[str, Any]:
+    numbers = scalars.each(member)
+    entries: dict[str, Any] = {kind: value for kind, value in numbers.items() if kind == "step"}
+    odd = _odd_shaped_states(member)
+    for kind in element_kinds([member], without=odd):
+        atom = world.state(member.parameter, kind)
+        assert atom is not None
+        entries[kind] = shaped_tensor(atom, member.region, member.shape)
+    entries.update((kind, whole_tensor(atom)) for kind, atom in odd.items())
+    entries.update((kind, value) for kind, value in numbers.items() if kind != "step")
+    return {state_of_kind(kind): value for kind, value in entries.items()}
+
+
+def _odd_shaped_states(member: TargetSlice) -> dict[str, Atom]:
+    """States of a shape of their own (Adafactor's rows and columns, tables): where nothing is cut, they stay whole."""
+    parameter = member.parameter
+    if member.shape != parameter.shape:
+        return {}
+    kinds = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
+    return {kind: atom for kind, atom in kinds.items() if atom.shape not in ((), parameter.shape)}
+
+
+def _master_tensor(world: TargetLayout, member: TargetSlice) -> NewTensor:
+    return shaped_tensor(world.master(member.parameter), member.region, member.shape)

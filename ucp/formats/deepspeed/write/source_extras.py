@@ -1,0 +1,176 @@
+"""What the source carries besides tensors, in the form that DeepSpeed's files need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from ucp.containers.inert import Inert
+from ucp.containers.pickle_writer import bare_object
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
+from ucp.formats.deepspeed.experts import expert_placements
+from ucp.formats.deepspeed.step_files import classify_files
+from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE
+
+# Keys of a model file that the writer computes; everything else in it is carried over.
+_COMPUTED_KEYS: Final = (
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+)
+
+_CLASS_OPTIONS: Final = (
+    "torch_adam",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+)  # which class it is, not what its groups have
+
+_LOSS_SCALER_MODULE: Final = "deepspeed.runtime.fp16.loss_scaler"
+
+
+class SourceExtras:
+    """The source's extras, looked up by what they mean. A source that is not DeepSpeed's gives defaults."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source = source
+        trees = {PurePosixPath(file).name: tree for file, tree in source.extras.trees.items()}
+        self._trees = trees
+        files = classify_files(list(trees))
+        self._models: dict[int, Mapping[str, Any]] = {mp: trees[name] for mp, name in files.model.items()}
+        for (dp, mp), name in files.sharded_model.items():
+            if dp == 0 or mp not in self._models:
+                self._models[mp] = trees[name]
+        optims = {key: trees[name] for key, name in files.optim.items()}
+        self._optim: Mapping[str, Any] = next((optims[key] for key in sorted(optims)), {})
+        self._universal = trees.get(PurePosixPath(OPTIMIZER_STATE).name)
+
+    def model(self, mp: int, world: int) -> dict[str, Any]:
+        """A model file's carried keys for rank `mp`: of the same rank where the world is the same, else of rank 0."""
+        same = world == self.source.mesh.tp * self.source.mesh.pp
+        tree = self._models.get(mp if same else 0) or next(iter(self._models.values()), {})
+        return {key: value for key, value in tree.items() if key not in _COMPUTED_KEYS}
+
+    def unnamed_optimizer(self, file: str) -> Mapping[str, Any] | None:
+        """The optimizer's whole state dict in a file of ZeRO off, where nobody could tell whose states it has."""
+        told = (note.text for note in self.source.notes if note.id == "optimizer-unnamed")
+        if not any(PurePosixPath(text.partition(":")[0]).name == file for text in told):
+            return None
+        found = self._trees.get(file, {}).get("optimizer")
+        return found if isinstance(found, dict) else None
+
+    @property
+    def stacked(self) -> dict[str, int]:
+        """Parameters in which AutoEP stacks the experts of a layer → how many those are."""
+        tree = next(iter(self._models.values()), {})
+        spreads = expert_placements(tree, "what the source carries of its model file")
+        return {name: spread.total for name, spread in spreads.items() if name in self.source.parameters}
+
+    @property
+    def optimizer(self) -> Mapping[str, Any]:
+        """The carried part of the first optimizer file's `optimizer_state_dict`; of ZeRO off, of `optimizer`.
+
+        Of a universal folder it is what lies beside its states.
+        """
+        inner = self._optim.get("optimizer_state_dict", self._universal)
+        if isinstance(inner, dict):
+            return inner
+        unsharded = next(iter(self._models.values()), {}).get("optimizer")
+        return unsharded if isinstance(unsharded, dict) else {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = next(iter(self._models.values()), {}).get("ds_config") or self._optim.get("ds_config")
+        return dict(config) if isinstance(config, dict) else {}
+
+    @property
+    def configured_hyper(self) -> dict[str, Any]:
+        """Hyper-parameters that the configuration gives the optimizer, for groups that came without (elastic)."""
+        section = self.config.get("optimizer")
+        given = section.get("params") if isinstance(section, dict) else None
+        return {k: v for k, v in given.items() if k not in _CLASS_OPTIONS} if isinstance(given, dict) else {}
+
+    @property
+    def version(self) -> str:
+        """The DeepSpeed version that the files claim; some loaders compare it."""
+        version = next(iter(self._models.values()), {}).get("ds_version")
+        return version if isinstance(version, str) else "0.19.8"
+
+    @property
+    def model_dtype(self) -> DType:
+        """The dtype of the module's weights."""
+        named = self.source.details.get("dtype")
+        return (parse_dtype(named) if isinstance(named, str) else None) or FLOAT32
+
+    def zero_option(self, name: str, default: Any) -> Any:
+        """A setting of the config's `zero_optimization`."""
+        section = self.config.get("zero_optimization")
+        value = section.get(name) if isinstance(section, dict) else None
+        return default if value is None else value
+
+    @property
+    def vocab_multiple(self) -> int | None:
+        """Megatron's `make_vocab_size_divisible_by`, where the source carries Megatron's arguments."""
+        args = next(iter(self._models.values()), {}).get("args")
+        value = args.get("make_vocab_size_divisible_by") if isinstance(args, Inert) else None
+        return value if type(value) is int and value > 0 else None
+
+    @property
+    def clip_grad(self) -> float:
+        stored = self.optimizer.get("clip_grad", self.config.get("gradient_clipping", 0.0))
+        return stored if isinstance(stored, (int, float)) else 0.0
+
+    @property
+    def loss_scaler(self) -> Inert:
+        """The loss scaler as an object, made of the fields that ZeRO off keeps where that is the source."""
+        stored = self.optimizer.get("loss_scaler")
+        if isinstance(stored, Inert):
+            return stored
+        fields = self.optimizer
+        scale = float(fields.get("cur_scale", 1.0))
+        if self.model_dtype != FLOAT16 or not fields.get("dynamic_loss_scale", False):
+            return _loss_scaler_object("LossScaler", {"cur_scale": scale, "dynamic": False})
+        state = {
+            "cur_scale": scale,
+            "dynamic": True,
+            "cur_iter": fields.get("cur_iter", 0),
+            "last_overflow_iter": fields.get("last_overflow_iter", -1),
+            "scale_factor": fields.get("scale_factor", 2.0),
+            "scale_window": fields.get("scale_window", 1000),
+            "min_scale": fields.get("min_loss_scale", 1),
+            "delayed_shift": 1,
+            "cur_hysteresis": 1,
+            "consecutive_hysteresis": False,
+            "raise_error_at_min_scale": True,
+            "dtype": FLOAT16,
+        }
+        return _loss_scaler_object("DynamicLossScaler", state)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self.optimizer.get("dynamic_loss_scale", self.loss_scaler.get("dynamic", False)))
+
+
+def _loss_scaler_object(name: str, state: dict[str, Any]) -> Inert:
+    return bare_object(_LOSS_SCALER_MODULE, name, state)
+
+
+def adjusted_config(config: Mapping[str, Any], *, zero: int, dp: int, dtype: DType) -> dict[str, Any]:
+    """The user's configuration as it would be in the target's world."""
+    adjusted = dict(config)
+    section = adjusted.get("zero_optimization")
+    if isinstance(section, dict) or zero:
+        adjusted["zero_optimization"] = {**(section if isinstance(section, dict) else {}), "stage": zero}
+    for key, wanted in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
+        section = adjusted.get(key)
+        if isinstance(section, dict) or dtype == wanted:
+            adjusted[key] = {**(section if isinstance(section, dict) else {}), "enabled": dtype == wanted}
+    micro, steps = adjusted.get("train_micro_batch_size_per_gpu"), adjusted.get("gradient_accumulation_steps")
+    if "train_batch_size" in adjusted and isinstance(micro, int) and isinstance(steps, int):
+        adjusted["train_batch_size"] = micro * steps * dp
+    return adjusted

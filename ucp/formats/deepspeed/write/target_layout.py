@@ -1,0 +1,409 @@
+"""The target world: who holds which slice of which parameter under which name, group by group.
+
+Pipeline stages of the target: which layers go where, as DeepSpeed's PipelineModule would place them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final
+
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
+from ucp.core.dtypes import FLOAT32
+from ucp.core.mesh import Mesh
+from ucp.errors import UsageError
+from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, split_expert_name
+from ucp.formats.deepspeed.write.param_slices import ParamSlicer, TargetSlice
+from ucp.formats.deepspeed.write.source_extras import SourceExtras
+from ucp.formats.output_files import missing_weight_error
+from ucp.formats.registry import WriteOptions
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParamGroup:
+    """An optimizer group of one model-parallel rank: hyper-parameters and slices in the optimizer's own order."""
+
+    hyper: dict[str, Any]
+    members: tuple[TargetSlice, ...]
+    ep: int = 1  # experts: over so many ranks they are dealt out, and each share is cut over the ranks that have it
+
+
+class TargetLayout:
+    """The source seen from the target mesh: `carried` is what the source says, `settings` is the target's set-up."""
+
+    def __init__(self, source: Checkpoint, mesh: Mesh, options: WriteOptions) -> None:
+        self.source = source
+        self.mesh = mesh
+        self.carried = SourceExtras(source)
+        self.settings = SourceExtras(options.like) if options.like is not None else self.carried
+        dtype = options.dtype or (self.settings.model_dtype if options.like is not None else None)
+        self.dtype = dtype or self.carried.model_dtype
+        self.recast = dtype is not None and dtype != self.carried.model_dtype
+        self.slicer = ParamSlicer(source, mesh.tp, options.vocab_size, options.like, self.carried.vocab_multiple)
+        self.slicer.check()
+        # DeepSpeed runs no PipelineModule with ZeRO 2 and 3: there the layers are a plain module's.
+        self.pipeline = SourcePipeline.of(source) if mesh.zero < 2 else None
+        self.stages = assign_stages(source, mesh.pp, options.first_layers, options.like)
+        self._degrees = self._expert_degrees()
+        counts = self._expert_counts()
+        self._per_rank = {
+            layer: _experts_per_rank(count, self._degrees[layer], layer) for layer, count in counts.items()
+        }
+        self._weights: dict[str, Atom] = {}
+        self._masters: dict[str, Atom] = {}
+        self._states: dict[tuple[str, str], Atom | None] = {}
+        self.lost_padding: set[str] = set()  # vocabularies whose padding rows the source no longer has
+        _check_mesh(source, mesh, bool(self._per_rank))
+
+    def _expert_counts(self) -> dict[str, int]:
+        return experts_per_layer(name for name, p in self.source.parameters.items() if p.expert is not None)
+
+    def _expert_degrees(self) -> dict[str, int]:
+        """MoE layer → its expert-parallel degree: layers may differ in it, and their groups are named after it.
+
+        The mesh says the largest. Layers with a smaller one keep theirs.
+        """
+        known: dict[str, int] = {}
+        for group in self.source.groups:
+            for split in filter(None, map(split_expert_name, group.names)):
+                known[split[0]] = group_expert_degree(group.hyper) or self.source.mesh.ep
+        largest = max(known.values(), default=1)
+        degrees = {layer: self.mesh.ep if k == largest else min(k, self.mesh.ep) for layer, k in known.items()}
+        return {layer: degrees.get(layer, self.mesh.ep) for layer in self._expert_counts()}
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self._per_rank)
+
+    def on_stage(self, pp: int) -> list[Parameter]:
+        """Parameters and buffers of one stage, in the model's order."""
+        return [p for name, p in self.source.parameters.items() if pp in self.stages[name]]
+
+    def groups(self, pp: int, tp: int, ep: int) -> list[LocalParamGroup]:
+        """The optimizer's groups on one rank; groups that have nothing on this stage are left out.
+
+        A group without a trained parameter on any stage is one that DeepSpeed writes as well where it can run it.
+        """
+        found: list[LocalParamGroup] = []
+        was: list[int | None] = []
+        for group in self.source.groups:
+            members: list[TargetSlice] = []
+            degree = 0
+            for name in self._in_order(group.names):
+                parameter = self.source.parameters.get(name)
+                if parameter is None or not self._is_listed(parameter) or pp not in self.stages[name]:
+                    continue
+                local = self.local_name(parameter, ep)
+                if local is not None:
+                    split = split_expert_name(name)
+                    degree = degree or (self._degrees[split[0]] if split is not None else 0)
+                    members.append(self.slicer.local(parameter, tp, local))
+            if members or (self.mesh.zero in (0, 3) and not self._any_listed(group.names)):
+                hyper = _group_hyper_parameters(group.hyper or self.carried.configured_hyper, degree)
+                found.append(LocalParamGroup(hyper, tuple(members), degree or 1))
+                was.append(group_expert_degree(group.hyper))
+        return self._merged(found, was)
+
+    def _merged(self, groups: list[LocalParamGroup], was: Sequence[int | None]) -> list[LocalParamGroup]:
+        """Groups of experts that differed in the degree that they are named after (`was`), and do no more, are one."""
+        order = {name: number for number, name in enumerate(self.source.parameters)} if len(set(was)) > 2 else {}
+        merged: dict[int, LocalParamGroup] = {}
+        for number, group in enumerate(groups):
+            same = next((at for at, other in merged.items() if other.hyper == group.hyper), None) if order else None
+            if same is None or was[number] is None or was[same] in (None, was[number]):
+                merged[number] = group
+            else:
+                members = sorted((*merged[same].members, *group.members), key=lambda m: order[m.parameter.name])
+                merged[same] = LocalParamGroup(group.hyper, tuple(members), group.ep)
+        return list(merged.values())
+
+    def _any_listed(self, names: Sequence[str]) -> bool:
+        return any(p is not None and self._is_listed(p) for p in map(self.source.parameters.get, names))
+
+    def _is_listed(self, parameter: Parameter) -> bool:
+        """Does the optimizer file have a place for this parameter of a group?
+
+        ZeRO leaves frozen parameters and those without elements out of its buffers; without it, and without master
+        weights, the optimizer goes on listing what it was given.
+        """
+        if self.mesh.zero == 0:
+            return parameter.role == "trained" or (parameter.role == "frozen" and self.dtype == FLOAT32)
+        return parameter.role == "trained" and prod(parameter.shape) > 0
+
+    def _in_order(self, names: Sequence[str]) -> list[str]:
+        """A group's names in the optimizer's own order: what round-robin dealing did to the source's is undone.
+
+        Experts come in the model's order: the source lists them expert-parallel rank by rank.
+        """
+        if any(p is not None and p.expert is not None for p in map(self.source.parameters.get, names)):
+            wanted = set(names)
+            return [name for name in self.source.parameters if name in wanted]
+        zero = self.source.details.get("zero")
+        dealt = isinstance(zero, dict) and zero.get("round_robin_gradients") and self.source.mesh.zero in (1, 2)
+        if not dealt:
+            return list(names)
+        order = round_robin(len(names), self.source.mesh.dp)
+        restored = [""] * len(names)
+        for name, position in zip(names, order, strict=True):
+            restored[position] = name
+        return restored
+
+    def local_name(self, parameter: Parameter, ep: int) -> str | None:
+        """The parameter's name in the files of expert-parallel rank `ep`; None where it lives on another one."""
+        split = split_expert_name(parameter.name)
+        if split is None:
+            return parameter.name
+        layer, number, rest = split
+        per = self._per_rank[layer]
+        if number // per != ep % self._degrees[layer]:
+            return None
+        return f"{layer}{number % per}{rest}"
+
+    def weight(self, parameter: Parameter) -> Atom | None:
+        """The weight as the target's module holds it: stored, or the master rounded to the module's dtype."""
+        if parameter.name not in self._weights:
+            stored = parameter.atoms.get(WEIGHT)
+            master = parameter.atoms.get(MASTER)
+            if parameter.role == "buffer" or (stored is not None and not self.recast):
+                found = stored
+            else:
+                best = master or stored
+                found = best and replace(best, kind=WEIGHT, dtype=self.dtype if _is_float(best) else best.dtype)
+            if found is None:
+                return None
+            self._weights[parameter.name] = self._with_padding(parameter, found)
+        return self._weights[parameter.name]
+
+    def master(self, parameter: Parameter) -> Atom:
+        """The optimizer's copy: stored, or the weight where it is all there is."""
+        if parameter.name not in self._masters:
+            best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
+            if best is None:
+                raise missing_weight_error(parameter)
+            best = best if best.kind == MASTER else replace(best, kind=MASTER, dtype=FLOAT32)
+            self._masters[parameter.name] = self._with_padding(parameter, best)
+        return self._masters[parameter.name]
+
+    def state(self, parameter: Parameter, kind: str) -> Atom | None:
+        """An optimizer state of the parameter, or None where it has none."""
+        if (parameter.name, kind) not in self._states:
+            stored = parameter.atoms.get(kind)
+            self._states[parameter.name, kind] = stored and self._with_padding(parameter, stored)
+        return self._states[parameter.name, kind]
+
+    def state_of(self, kind: str) -> Callable[[TargetSlice], Atom | None]:
+        """`state` of one kind, for slices."""
+        return lambda member: self.state(member.parameter, kind)
+
+    def _with_padding(self, parameter: Parameter, atom: Atom) -> Atom:
+        """The atom with the padding rows of its vocabulary, where the source's files still have them.
+
+        They take part in the softmax, so training goes on bit for bit only with them. Atoms on disk are without: from
+        there they come back as zeros, and a note says so.
+        """
+        padded = parameter.padded_shape
+        if padded is None or parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
+            return atom
+        if sum(fragment.region.numel for fragment in atom.fragments) >= prod(padded):
+            return replace(atom, shape=padded)
+        self.lost_padding.add(parameter.name)
+        return atom
+
+
+def round_robin(count: int, ranks: int) -> list[int]:
+    """Positions in the order in which DeepSpeed deals parameters out to ranks: 0, R, 2R, …, 1, R + 1, …"""
+    return [i for first in range(min(ranks, count)) for i in range(first, count, ranks)]
+
+
+def _group_hyper_parameters(hyper: dict[str, Any], degree: int) -> dict[str, Any]:
+    """A group's hyper-parameters; `degree` is that of its experts, 0 where it has none."""
+    hyper = {key: value for key, value in hyper.items() if key != "params"}
+    return {**hyper, "name": f"ep_size_{degree}"} if degree and group_expert_degree(hyper) else hyper
+
+
+def _is_float(atom: Atom) -> bool:
+    return atom.dtype.family == "float"
+
+
+def _experts_per_rank(count: int, ep: int, layer: str) -> int:
+    if count % ep:
+        raise UsageError(f"{layer}: {count} experts do not divide over ep={ep}")
+    return count // ep
+
+
+def _check_mesh(source: Checkpoint, mesh: Mesh, has_experts: bool) -> None:
+    """Refuse what DeepSpeed cannot run, before any work."""
+    if min(mesh.tp, mesh.pp, mesh.dp, mesh.ep) < 1 or not 0 <= mesh.zero <= 3:
+        raise UsageError(f"no such world: {mesh}")
+    if mesh.zero == 3 and mesh.pp > 1:
+        raise UsageError(
+            f"ZeRO-3 and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
+        )
+    if mesh.zero == 2 and mesh.pp > 1:
+        raise UsageError(
+            f"ZeRO-2 and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
+        )
+    if mesh.ep > 1 and not has_experts:
+        raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
+    if mesh.dp % mesh.ep:
+        raise UsageError(f"ep={mesh.ep} does not divide dp={mesh.dp}: expert-parallel ranks are data-parallel ranks")
+    if mesh.zero == 3 and has_experts:
+        raise UsageError(
+            "ZeRO-3 with DeepSpeed's own experts: no DeepSpeed release saves that", hint="use --zero 1 or 2"
+        )
+    if not source.parameters:
+        raise UsageError("the source has no parameters")
+
+
+_LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
+_TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParamName:
+    """A parameter name of a pipeline: its layer number or tied key, and its name inside that layer."""
+
+    layer: int | None
+    tied: str | None
+    local: str
+
+
+def parse_layer_name(name: str) -> LayerParamName | None:
+    """What a pipeline's parameter name says; None for a name without a layer."""
+    if found := _LAYER_NAME.fullmatch(name):
+        return LayerParamName(int(found[1]), None, found[2])
+    if found := _TIED_NAME.fullmatch(name):
+        return LayerParamName(None, found[1], found[2])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePipeline:
+    """The layers of a pipelined model: those that have a file, where each tied module's file is, and its spelling."""
+
+    layers: tuple[int, ...]
+    tied: dict[str, int]
+    model_axis: bool  # file names carry `-model_TT`
+    again: dict[int, str]  # further layers that have a file of a tied module, and its key
+
+    def layers_of(self, key: str) -> list[int]:
+        """The layers that have a file of a tied module."""
+        return [self.tied[key], *(layer for layer, other in self.again.items() if other == key)]
+
+    @staticmethod
+    def of(source: Checkpoint) -> SourcePipeline | None:
+        """The source's pipeline, from what its reader found; None for a model that is not pipelined."""
+        facts = source.details.get("pipeline")
+        if not isinstance(facts, dict):
+            return None
+        again = {int(layer): key for layer, key in facts.get("again", {}).items()}
+        return SourcePipeline(tuple(facts["layers"]), dict(facts["tied"]), bool(facts["model_axis"]), again)
+
+
+def assign_stages(
+    source: Checkpoint, pp: int, first_layers: Sequence[int] | None = None, like: Checkpoint | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Parameter name → the stages that hold it.
+
+    `first_layers` are the numbers of the first layer of every stage; without them the stages are those of `like`, or of
+    the source where it has as many, or what DeepSpeed chooses by default.
+    """
+    if (
+        first_layers is None
+        and like is not None
+        and like.mesh.pp == pp
+        and like.parameters.keys() >= source.parameters.keys()
+    ):
+        return {name: like.parameters[name].stages for name in source.parameters}
+    if pp == source.mesh.pp and first_layers is None:
+        return {name: parameter.stages for name, parameter in source.parameters.items()}
+    if first_layers is not None:
+        _check_starts(first_layers, pp)
+    if pp == 1:
+        return dict.fromkeys(source.parameters, (0,))
+    pipeline = SourcePipeline.of(source)
+    if pipeline is None:
+        raise UsageError(
+            f"pp={pp} needs a pipelined model, and this one's parameter names carry no layer numbers",
+            hint="keep --pp 1; only checkpoints of a PipelineModule can be cut into stages",
+        )
+    starts = list(first_layers) if first_layers is not None else _balanced_starts(source, pipeline, pp)
+    stage_of = {layer: sum(layer >= start for start in starts) - 1 for layer in pipeline.layers}
+    placed: dict[str, tuple[int, ...]] = {}
+    for name in source.parameters:
+        found = parse_layer_name(name)
+        if found is None:
+            raise UsageError(f"parameter {name}: has no layer number, so no stage can be chosen for it")
+        if found.layer is not None:
+            placed[name] = (stage_of[found.layer],)
+        else:
+            assert found.tied is not None
+            uses = pipeline.layers_of(found.tied)
+            # A use that calls a function of the module has no file. It is at the end of the model: a head.
+            placed[name] = tuple(sorted({*(stage_of[layer] for layer in uses), *((pp - 1,) if len(uses) == 1 else ())}))
+    return placed
+
+
+def _check_starts(starts: Sequence[int], pp: int) -> None:
+    said = f"--stages {','.join(map(str, starts))}"
+    if len(starts) != pp:
+        raise UsageError(f"{said} names the first layers of {len(starts)} stages, but pp={pp}", hint="add --pp")
+    if list(starts) != sorted({0, *starts}):
+        raise UsageError(f"{said}: first layers must increase, and begin with 0")
+
+
+def _balanced_starts(source: Checkpoint, pipeline: SourcePipeline, pp: int) -> list[int]:
+    """First layers of the stages by DeepSpeed's default, `partition_method="parameters"`."""
+    if len(pipeline.layers) < pp:
+        raise UsageError(f"pp={pp} stages are more than the {len(pipeline.layers)} layers of the model")
+    count = max(pipeline.layers) + 1
+    heads = [key for key in pipeline.tied if len(pipeline.layers_of(key)) == 1]  # uses without a file, at the end
+    weights = [0] * (count + len(heads))
+    for name, parameter in source.parameters.items():
+        found = parse_layer_name(name)
+        if found is None or parameter.role != "trained":
+            continue
+        if found.layer is not None:
+            weights[found.layer] += parameter.numel
+        elif found.tied is not None:
+            uses = pipeline.layers_of(found.tied)
+            for layer in uses if len(uses) > 1 else (*uses, count + heads.index(found.tied)):
+                weights[layer] += parameter.numel
+    return balance_stages(weights, pp)
+
+
+def balance_stages(weights: Sequence[int], parts: int) -> list[int]:
+    """Cut `weights` into consecutive parts whose sums differ least (largest minus smallest); gives each part's start.
+
+    Of equally good cuts the one with the latest last boundary is taken, then the latest before it, and so on.
+    """
+    total = [0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    n = len(weights)
+    # best[i]: for the first i items in j parts, (spread, largest, smallest, where the last part begins)
+    best: list[tuple[float, float, float, int] | None] = [(0, 0, float("inf"), 0), *[None] * n]
+    boundaries: list[list[int]] = []
+    for j in range(1, parts + 1):
+        following: list[tuple[float, float, float, int] | None] = [None] * (n + 1)
+        for i in range(j, n + 1):
+            for k in range(i):
+                before = best[k]
+                if before is None:
+                    continue
+                last = total[i] - total[k]
+                largest, smallest = max(before[1], last), min(before[2], last)
+                found = following[i]
+                if found is None or found[0] >= largest - smallest:
+                    following[i] = (largest - smallest, largest, smallest, k)
+        boundaries.append([entry[3] if entry else 0 for entry in following])
+        best = following
+    starts: list[int] = []
+    end = n
+    for row in reversed(boundaries):
+        end = row[end]
+        starts.append(end)
+    return starts[::-1]

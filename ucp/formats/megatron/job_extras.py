@@ -1,0 +1,263 @@
+"""Everything that is no parameter state, on its way into extras: trees in which tensors stand as atoms.
+
+What the source carries besides parameter states, looked up by what it means: arguments, RNG, scaler, the rest.
+
+`_extra_state`: what modules keep beside tensors. Megatron refuses sharded checkpoints that lack these entries.
+
+Random states for the ranks of the target.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from ucp.containers.inert import Inert, TensorRef
+from ucp.containers.torch_file import TorchFile
+from ucp.containers.tree import replace_leaves
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Note
+from ucp.core.mesh import Mesh
+from ucp.core.region import Region
+from ucp.errors import UsageError
+from ucp.formats.megatron.folder import COMMON, RANK_FOLDER
+from ucp.formats.megatron.job_arguments import JobArguments
+from ucp.formats.megatron.mcore_modules import (
+    canonical_name,
+    expert_of,
+    is_prediction,
+    layer_of,
+    parse_stacked_key,
+    shift_expert,
+    shift_layer,
+    to_core_name,
+)
+from ucp.formats.megatron.rank_layout import ModelChunk, file_ranks, model_chunks
+from ucp.formats.megatron.read.legacy_files import optimizers_of
+
+_STATE_KEYS: Final = frozenset({"state", "fp32_from_fp16_params"})
+
+
+def tree_with_atoms(file: str, archive: TorchFile, tree: Any, label: str) -> Any:
+    """A copy of `tree` with an atom of kind `extra` for every tensor; parts that are shared stay shared."""
+    return replace_leaves(tree, TensorRef, partial(_extra_atom, file, archive, label))
+
+
+def without_states(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The tree of a rank file without its parameters and their states; what else the modules keep stays."""
+    kept: dict[Any, Any] = {}
+    for key, value in tree.items():
+        if isinstance(key, str) and key.rstrip("0123456789") == "model" and isinstance(value, dict):
+            kept[key] = _without_tensors(value)
+        elif key == "optimizer":
+            kept[key] = without_optimizer_states(value)
+        else:
+            kept[key] = value
+    return kept
+
+
+def without_optimizer_states(value: Any) -> Any:
+    """What an optimizer keeps beside states: groups, gradient scaler, markers. Step counters stay."""
+    if isinstance(value, list):
+        return [without_optimizer_states(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    out: dict[Any, Any] = {}
+    for key, item in value.items():
+        if key in _STATE_KEYS:
+            if isinstance(item, dict) and any(isinstance(name, str) for name in item):
+                out[key] = {name: number for name, number in item.items() if isinstance(name, str)}
+            continue
+        out[key] = without_optimizer_states(item) if key == "optimizer" or type(key) is int else item
+    return out
+
+
+def _without_tensors(model: Mapping[Any, Any]) -> dict[Any, Any]:
+    kept: dict[Any, Any] = {}
+    for key, value in model.items():
+        if isinstance(value, dict):
+            kept[key] = _without_tensors(value)
+        elif not isinstance(value, TensorRef) or str(key).endswith("_extra_state"):
+            kept[key] = value
+    return kept
+
+
+def _extra_atom(file: str, archive: TorchFile, label: str, ref: TensorRef, number: int) -> Atom:
+    name = f"{label}#{number}"
+    if not ref.numel:
+        return Atom(name, "extra", ref.shape, ref.dtype, ())
+    strides = None if ref.is_contiguous else ref.strides
+    fragment = Fragment(Region.all_of(ref.shape), file, archive.position(ref), ref.dtype, strides=strides)
+    return Atom(name, "extra", ref.shape, ref.dtype, (fragment,))
+
+
+_OBJECTS: Final = "objects"
+_RNG: Final = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_[\d.]+$")
+_EXTRA_STATE: Final = "._extra_state"
+_SHARD: Final = re.compile(r"^(.+\._extra_state)/shard_([\d.]+)_([\d.]+)$")
+_SCALER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\..*grad_scaler/shard_")
+
+# What the writers compute, or what one layout has and the other has not.
+_COMPUTED: Final = frozenset({"args", "optimizer", "rng_state", "content_metadata"})
+
+
+class MegatronExtras:
+    """The extras of a checkpoint that Megatron wrote, in any of its layouts."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        trees = {name: tree for name, tree in source.extras.trees.items() if isinstance(tree, dict)}
+        self._ranks = {
+            name: tree for name, tree in trees.items() if RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
+        }
+        objects = trees.get(_OBJECTS)
+        self._objects: Mapping[str, Any] = objects if isinstance(objects, dict) else {}
+        first = trees.get(COMMON) or next(iter(self._ranks.values()), {})
+        self.tree: Mapping[Any, Any] = first
+        args = first.get("args")
+        if not isinstance(args, Inert) or not isinstance(args.state, dict):
+            raise UsageError(
+                f"{source.root}: carries no arguments of a Megatron job, which a Megatron checkpoint must have",
+                hint="only checkpoints that Megatron wrote, or atoms made of them, can be written for it so far",
+            )
+        self.args = args
+        self.arguments = JobArguments(args.state)
+
+    def rest(self) -> dict[str, Any]:
+        """What every rank file and the common part keep: iteration, scheduler, counters, whatever else there is."""
+        return {
+            key: value
+            for key, value in self.tree.items()
+            if key not in _COMPUTED and not (isinstance(key, str) and key.rstrip("0123456789") == "model")
+        }
+
+    def grad_scaler(self) -> Any:
+        """The state of the loss scaler of fp16 runs, or None."""
+        for optimizer in optimizers_of(self.tree.get("optimizer")):
+            if optimizer.get("grad_scaler") is not None:
+                return optimizer["grad_scaler"]
+        return next((value for key, value in sorted(self._objects.items()) if _SCALER.match(key) and value), None)
+
+    def rng(self) -> dict[tuple[int, int, int], Any]:
+        """The random states by (pp, tp, dp), of those data-parallel ranks that have their own."""
+        found: dict[tuple[int, int, int], Any] = {}
+        for key, value in sorted(self._objects.items()):
+            match = _RNG.match(key)
+            if match:
+                found[int(match[1]), int(match[2]), int(match[3] or 0)] = value
+        copies = {(held.tp, held.ep): held.place // self.arguments.tp for held in file_ranks(self.arguments)}
+        for name, tree in sorted(self._ranks.items()):
+            if "rng_state" in tree:
+                pp, tp, ep = self._coordinates(name)
+                found[pp, tp, copies.get((tp, ep), 0)] = tree["rng_state"]
+        return found
+
+    def _coordinates(self, name: str) -> tuple[int, int, int]:
+        """(pp, tp, ep) of the rank that wrote a file."""
+        match = RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
+        assert match is not None
+        numbers = [int(number) for number in match.groups()[1:] if number is not None]
+        pp = numbers.pop(0) if self.arguments.pp > 1 and numbers else 0
+        ep = numbers.pop(0) if self.arguments.ep > 1 and numbers else 0
+        return pp, int(match[1]), ep
+
+    def extra_states(self) -> dict[str, Any]:
+        """`_extra_state` of modules, by name over the whole model; what the first tensor-parallel rank has."""
+        found: dict[str, Any] = {}
+        for key, value in self._objects.items():
+            match = _SHARD.match(key)
+            if match:
+                stack = parse_stacked_key(match[1])
+                index = tuple(map(int, match[2].split(".")))
+                found.setdefault(stack.name(index[: len(stack.axes)]), value)
+        if self._ranks:
+            found.update(self._stored_extra_states())
+        return found
+
+    def _stored_extra_states(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        chunks = {(chunk.pp, chunk.vp): chunk for chunk in model_chunks(self.arguments)}
+        experts = self.arguments.number("num_experts", 0) // self.arguments.ep
+        for name, tree in sorted(self._ranks.items()):
+            pp, _, ep = self._coordinates(name)
+            for key, model in tree.items():
+                if not isinstance(key, str) or key.rstrip("0123456789") != "model" or not isinstance(model, dict):
+                    continue
+                first = chunks[pp, int(key.removeprefix("model") or 0)].first
+                for local, value in model.items():
+                    if isinstance(local, str) and local.endswith(_EXTRA_STATE):
+                        whole = shift_layer(canonical_name(to_core_name(local)), first)
+                        if expert_of(whole) is not None:
+                            whole = shift_expert(whole, ep * experts)
+                        found.setdefault(whole, value)
+        return found
+
+
+EXTRA: Final = "._extra_state"
+OUTPUT_EXTRA: Final = "output_layer._extra_state"
+_LINEAR: Final = re.compile(r"^(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj)|output_layer)\.(?:weight|bias)$")
+
+
+def extra_states(carried: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Every entry over the whole model but the output layer's: the source's, and None for other linear modules."""
+    found = dict.fromkeys(f"{match[1]}{EXTRA}" for name in names if (match := _LINEAR.match(name)))
+    return {name: value for name, value in {**found, **carried}.items() if name != OUTPUT_EXTRA}
+
+
+def extra_states_of_chunk(states: Mapping[str, Any], chunk: ModelChunk, experts: range) -> dict[str, Any]:
+    """Those of one model chunk of a rank with these experts, by name over the whole model."""
+    found: dict[str, Any] = {}
+    for name, value in states.items():
+        inside = layer_of(name) is not None or is_prediction(name)
+        expert = expert_of(name)
+        if inside and chunk.holds(name) and (expert is None or expert in experts):
+            found[name] = value
+    return found
+
+
+def interleave_extra_states(tensors: Sequence[tuple[str, Any]], states: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors with the entry of each module behind its last tensor, as `state_dict` has them; the others at the end."""
+    last: dict[str, int] = {}
+    for i, (name, _) in enumerate(tensors):
+        last[name.rpartition(".")[0]] = i
+    entries: dict[str, Any] = {}
+    for i, (name, tensor) in enumerate(tensors):
+        entries[name] = tensor
+        module = name.rpartition(".")[0]
+        if last[module] == i and module + EXTRA in states:
+            entries[module + EXTRA] = states[module + EXTRA]
+    entries.update((name, value) for name, value in states.items() if name not in entries)
+    return entries
+
+
+def experts_of(arguments: JobArguments, ep: int) -> range:
+    """The experts of an expert-parallel rank, numbered over the whole model."""
+    each = arguments.number("num_experts", 0) // arguments.ep
+    return range(ep * each, (ep + 1) * each)
+
+
+class TargetRngStates:
+    """The source's random states, dealt to the target's ranks: their own where the source had such a rank.
+
+    Ranks that the source did not have get the state of another one; `notes` then say so.
+    """
+
+    def __init__(self, stored: Mapping[tuple[int, int, int], Any], mesh: Mesh) -> None:
+        self._stored = dict(stored)
+        self._degrees = [1 + max((rank[axis] for rank in stored), default=0) for axis in range(3)]
+        self.notes: list[Note] = []
+        if stored and any(n > held for n, held in zip((mesh.pp, mesh.tp, mesh.ep), self._degrees, strict=True)):
+            self.notes.append(
+                Note(
+                    "rng-repeated",
+                    "there are more ranks than the source has random states: some ranks share one"
+                    " (start with --no-load-rng for fresh ones)",
+                )
+            )
+
+    def of(self, pp: int, tp: int, dp: int = 0) -> Any:
+        """The state of one rank, or None where the source has none at all. With parallel experts `dp` counts them."""
+        stages, slices, others = self._degrees
+        found = self._stored.get((pp % stages, tp % slices, dp % others))
+        return found if found is not None else next(iter(self._stored.values()), None)

@@ -1,0 +1,161 @@
+"""Reads Megatron checkpoints of every layout into an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
+from ucp.core.mesh import Mesh
+from ucp.errors import InconsistentError, StorageError
+from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, must_find, recognises
+from ucp.formats.megatron.job_arguments import JobArguments
+from ucp.formats.megatron.job_extras import tree_with_atoms, without_states
+from ucp.formats.megatron.mcore_modules import order_key
+from ucp.formats.registry import ReadOptions
+from ucp.storage.local import SourceFiles
+from ucp.storage.paths import list_files
+
+__all__ = ["read", "recognises"]
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """Index the checkpoint: names, shapes and places of all states; no tensor is loaded."""
+    place = must_find(path, options.tag)
+    if place.layout == "torch":
+        with SourceFiles(place.root) as files:
+            checkpoint = _read_legacy(place, options, files)
+    else:
+        checkpoint = _read_sharded(place, options)
+    if place.root != path and options.tag is None and not (path / TRACKER).is_file():
+        checkpoint.notes.append(
+            Note("step-folder", f"{place.root.name} is read, the newest finished save in {path} (no {TRACKER})")
+        )
+    return checkpoint
+
+
+def _read_sharded(place: MegatronFolder, options: ReadOptions) -> Checkpoint:
+    if not place.is_finished:
+        raise InconsistentError(
+            f"{place.root}: has no {METADATA}: the save was not finished",
+            hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
+        )
+    # Of the layouts, a command reads one: the others' modules would take longer to import than the index takes to read.
+    from ucp.formats.megatron.read.sharded_parameters import CommonFile, CommonState, ShardedReader
+
+    steps: dict[str, Atom] = {}
+    common: CommonState
+    if place.layout == "torch_dcp":
+        from ucp.formats.megatron.read.sharded_containers import TorchDcpFolder
+
+        common = TorchDcpFolder(place.root)
+        sharded, steps = common.sharded(), common.steps()
+    elif place.layout == "torch_dist":
+        from ucp.formats.megatron.read.sharded_containers import read_torch_dist
+
+        sharded = read_torch_dist(place.root)
+    else:
+        from ucp.formats.megatron.read.sharded_containers import read_zarr
+
+        sharded = read_zarr(place.root)
+    if place.layout != "torch_dcp":
+        common = CommonFile(place.root)
+    reader = ShardedReader(place.root, sharded, common, options.rules, repair=options.repair)
+    parameters = reader.parameters()
+    groups = reader.groups(parameters)
+    for name, step in steps.items():
+        parameters[name].atoms[STEP] = step
+    iteration = reader.common.mapping().get("iteration")
+    return build_checkpoint(place, reader.arguments, parameters, groups, reader.trees(), reader.notes, iteration)
+
+
+def _read_legacy(place: MegatronFolder, options: ReadOptions, files: SourceFiles) -> Checkpoint:
+    from ucp.formats.megatron.read.legacy_layout import read_legacy
+    from ucp.formats.megatron.read.rank_assembly import MegatronAssembly
+
+    legacy = read_legacy(place.root)
+    assembly = MegatronAssembly(legacy.holdings, legacy.arguments, options.rules, files)
+    parameters = assembly.parameters()
+    trees: dict[str, Any] = {}
+    for rank in legacy.files.values():
+        rest = without_states(rank.model.mapping())
+        trees[rank.model.name] = tree_with_atoms(rank.model.name, rank.model.archive, rest, rank.model.name)
+    groups = [ParamGroup(group.hyper, group.names) for group in legacy.holdings.groups]
+    first = next(iter(legacy.files.values())).model.mapping()
+    notes = [*legacy.notes, *assembly.notes]
+    return build_checkpoint(place, legacy.arguments, parameters, groups, trees, notes, first.get("iteration"))
+
+
+def build_checkpoint(
+    place: MegatronFolder,
+    arguments: JobArguments,
+    parameters: dict[str, Parameter],
+    groups: list[ParamGroup],
+    trees: dict[str, Any],
+    notes: list[Note],
+    iteration: Any,
+) -> Checkpoint:
+    """The index, with each parameter's group and what the arguments say of the model."""
+    for number, group in enumerate(groups):
+        group.names.sort(key=order_key)
+        for name in group.names:
+            if name in parameters and parameters[name].group is None:
+                parameters[name].group = number
+    vocabulary = any(p.rule.cut == "vocab" and p.rule.true_size is None for p in parameters.values())
+    if vocabulary:
+        notes.append(
+            Note(
+                "vocabulary-unknown",
+                "the size of the tokenizer is not in the checkpoint: rows that pad the vocabulary are kept"
+                " (name it in a rule file: cut = vocab, true_size)",
+            )
+        )
+    zero = 1 if arguments.is_distributed_optimizer else 0
+    return Checkpoint(
+        format="megatron" if place.layout == "torch" else "torch-dist",
+        root=place.root,
+        mesh=Mesh(arguments.tp, arguments.pp, arguments.dp, arguments.ep, zero),
+        parameters=parameters,
+        framework="Megatron-LM",
+        step=iteration if type(iteration) is int else None,
+        groups=groups,
+        extras=Extras(trees),
+        notes=list(dict.fromkeys(notes)),
+        sizes=_sizes(place.root),
+        details=_details(place, arguments),
+    )
+
+
+def _details(place: MegatronFolder, arguments: JobArguments) -> dict[str, Any]:
+    """What a writer and a mapping of names need to know of the model."""
+    fields = arguments.fields
+    heads = arguments.number("num_attention_heads", 0)
+    grouped = arguments.flag("group_query_attention")
+    hidden = arguments.number("hidden_size", 0)
+    dtype = "float16" if arguments.flag("fp16") else "bfloat16" if arguments.flag("bf16") else "float32"
+    return {
+        "layout": place.layout,
+        "dtype": dtype,
+        "layers": arguments.layers,
+        "hidden_size": hidden,
+        "heads": heads,
+        "query_groups": arguments.number("num_query_groups", heads) if grouped else heads,
+        "head_dim": arguments.number("kv_channels", hidden // heads if heads else 0),
+        "gated": arguments.gated,
+        "tied": arguments.tied,
+        "experts": arguments.number("num_experts", 0),
+        "expert_tp": arguments.etp,
+        "virtual_pp": arguments.vpp,
+        "distributed_optimizer": arguments.is_distributed_optimizer,
+        "transformer_engine": arguments.has_transformer_engine,
+        "normalization": str(fields.get("normalization", "LayerNorm")),
+        "position_embedding": str(fields.get("position_embedding_type", "learned_absolute")),
+        "iteration": fields.get("iteration") if type(fields.get("iteration")) is int else None,
+    }
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    try:
+        return dict(sorted(list_files(root)))
+    except OSError as error:
+        raise StorageError(f"{error.filename or root}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,320 @@
+"""`torch_dist`: torch's distributed checkpoint files, with Megatron's keys in them.
+
+`torch_dcp`: what jobs with torch's FSDP2 save, one nested state dict in torch's distributed checkpoint files.
+
+Parameters have names and layers numbers, but the optimizer numbers its states group by group, in the order of the
+module, as in a rank file.
+
+`zarr` folders of megatron-core up to 0.11: one folder a tensor, one raw file a block, objects beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from ucp import settings
+from ucp.containers.distcp import (
+    DcpEntry,
+    DcpFolder,
+    DcpTensor,
+    KeyPath,
+    ObjectArchives,
+    TensorArchives,
+    read_dcp_folder,
+)
+from ucp.containers.distcp_writer import ArchiveRange
+from ucp.containers.torch_file import TorchFile
+from ucp.core.box import Box, Shape, strides_of
+from ucp.core.checkpoint import STEP, Atom
+from ucp.core.dtypes import BY_NAME, DType
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError
+from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
+from ucp.formats.megatron.job_extras import tree_with_atoms
+from ucp.formats.megatron.mcore_modules import canonical_name, is_buffer, order_key
+from ucp.formats.megatron.read.legacy_files import groups_of, optimizers_of, parameter_flags, stored_group_flags
+from ucp.formats.megatron.read.rank_shards import StoredScalar
+from ucp.formats.megatron.read.sharded_tensors import BlockLocation, ShardedBlock, ShardedContents, ShardedTensor
+from ucp.storage.local import SourceFiles
+
+
+class DistcpBlock:
+    """A block of a tensor: an archive inside a data file. It is opened when its place is asked for."""
+
+    __slots__ = ("_archives", "_box", "_entry", "_item")
+
+    def __init__(self, archives: TensorArchives, entry: DcpTensor, box: Box, item: ArchiveRange) -> None:
+        self._archives = archives
+        self._entry = entry
+        self._box = box
+        self._item = item
+
+    @property
+    def file(self) -> str:
+        return self._item.file
+
+    @property
+    def writer(self) -> int:
+        return self._item.rank
+
+    def locate(self) -> BlockLocation:
+        with SourceFiles(self._archives.root) as files:
+            found = self._archives.locate(self._entry, self._box, self._item, files)
+        return BlockLocation(found.offset, found.strides)
+
+
+def archive_tensor(archives: TensorArchives, key: str, entry: DcpTensor) -> ShardedTensor:
+    """An entry as a tensor under this key."""
+    blocks: dict[Box, ShardedBlock] = {
+        box: DistcpBlock(archives, entry, box, item) for box, item in entry.chunks.items()
+    }
+    return ShardedTensor(key, entry.shape, entry.dtype, blocks)
+
+
+def read_torch_dist(root: Path) -> ShardedContents:
+    """Every tensor and every object of the folder; an object lies there as the only item of a list."""
+    archives = TensorArchives(root)
+    tensors: dict[str, ShardedTensor] = {}
+    objects: dict[str, Any] = {}
+    with SourceFiles(root) as files:
+        values = ObjectArchives(files)
+        for key, entry in read_dcp_folder(root).entries.items():
+            if isinstance(entry, DcpTensor):
+                tensors[key] = archive_tensor(archives, key, entry)
+            else:
+                value = values.value(entry)
+                objects[key] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return ShardedContents(tensors, objects)
+
+
+_MODEL: Final = "model"
+_RANDOM: Final = "rng_state"
+_MASTERS: Final = "fp32_from_fp16_params"
+
+
+class TorchDcpFolder:
+    """The state dict of one folder, as what a sharded checkpoint of Megatron's would hold."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._archives = TensorArchives(root)
+        self._folder: DcpFolder = read_dcp_folder(root)
+        self.tree: dict[Any, Any] = {}  # everything but tensors of the model and states of the optimizer
+        self._states: dict[KeyPath, DcpTensor] = {}  # paths below `optimizer` → states and masters
+        self._weights: dict[str, DcpTensor] = {}
+        with SourceFiles(root) as files:
+            values = ObjectArchives(files)
+            for entry in self._folder.entries.values():
+                self._sort(entry, values)
+        self.tree = _with_lists(self.tree)
+        self.arguments: JobArguments = arguments_of(self.tree.get("args"), str(root))
+        self._names = self._numbered()
+
+    def mapping(self) -> Mapping[Any, Any]:
+        """The common part: what a sharded checkpoint keeps for all ranks alike."""
+        return {key: value for key, value in self.tree.items() if key not in (_MODEL, _RANDOM)}
+
+    def step(self, optimizer: Mapping[str, Any]) -> StoredScalar | None:
+        """None: every parameter counts its own."""
+        del optimizer
+        return None
+
+    def carried(self, tree: Any) -> Any:
+        """The tree itself, whose tensors are atoms."""
+        return tree
+
+    def _sort(self, entry: DcpEntry, values: ObjectArchives) -> None:
+        first, rest = entry.path[0], entry.path[1:]
+        if isinstance(entry, DcpTensor) and first == _MODEL and len(rest) == 1:
+            self._weights[canonical_name(str(rest[0]))] = entry
+        elif isinstance(entry, DcpTensor) and first == "optimizer" and ("state" in rest or _MASTERS in rest):
+            self._states[rest] = entry
+        else:
+            value = (
+                self._archives.atom(entry, f"common#{entry.key}", "extra")
+                if isinstance(entry, DcpTensor)
+                else values.value(entry)
+            )
+            _set_path(self.tree, entry.path, value)
+
+    def _numbered(self) -> list[list[str]]:
+        """The names of the parameters in each group, in the order in which the optimizer numbers them."""
+        arguments = self.arguments
+        fused, latent = arguments.has_transformer_engine, arguments.flag("multi_latent_attention")
+        names = sorted(
+            (name for name, entry in self._weights.items() if not is_buffer(name) and entry.dtype.family == "float"),
+            key=lambda name: order_key(name, fused=fused, latent=latent),
+        )
+        found: list[list[str]] = []
+        for optimizer in optimizers_of(self.tree.get("optimizer")):
+            for group in groups_of(optimizer):
+                wanted = stored_group_flags(group, arguments)
+                mine = [name for name in names if self._flags(name) == wanted]
+                if isinstance(group.get("params"), list) and len(mine) != len(group["params"]):
+                    raise InconsistentError(
+                        f"{self._root}: a parameter group of the optimizer has {len(group['params'])} parameters, the"
+                        f" model {len(mine)} for it",
+                        hint="take the weights alone with --only weights",
+                    )
+                found.append(mine)
+        return found
+
+    def _flags(self, name: str) -> tuple[bool, bool, bool, bool]:
+        return parameter_flags(name, len(self._weights[name].shape), self.arguments)
+
+    def sharded(self) -> ShardedContents:
+        """Weights, masters and states under the keys of a sharded checkpoint; steps are apart."""
+        tensors = {name: archive_tensor(self._archives, name, entry) for name, entry in self._weights.items()}
+        for name, kind, entry in self._named():
+            if kind != STEP:
+                key = f"optimizer.state.{kind}.{name}"
+                tensors[key] = archive_tensor(self._archives, key, entry)
+        return ShardedContents(tensors, dict(self._objects()))
+
+    def _objects(self) -> Iterator[tuple[str, Any]]:
+        """Random and extra states, under the keys that they have in sharded checkpoints."""
+        for name, value in self.tree.get(_MODEL, {}).items():
+            yield f"{name}/shard_0_1", value
+        if _RANDOM in self.tree:
+            yield f"{_RANDOM}/shard_0.0_1.1", self.tree[_RANDOM]
+
+    def steps(self) -> dict[str, Atom]:
+        """The step of each parameter that has one."""
+        return {name: self._archives.atom(entry, name, STEP) for name, kind, entry in self._named() if kind == STEP}
+
+    def _named(self) -> Iterator[tuple[str, str, DcpTensor]]:
+        """Name, kind and place of every state."""
+        order = [name for group in self._names for name in group]
+        for path, entry in self._states.items():
+            if _MASTERS in path:
+                name, kind = self._names[int(path[-2])][int(path[-1])], "fp32_param"
+            else:
+                name, kind = order[int(path[-2])], str(path[-1])
+            if kind != STEP and entry.shape != self._weights[name].shape:
+                raise InconsistentError(
+                    f"{self._root}: {entry.key} is {list(entry.shape)}, but {name}, the parameter of this number, is"
+                    f" {list(self._weights[name].shape)}",
+                    hint="take the weights alone with --only weights",
+                )
+            yield name, kind, entry
+
+
+def _set_path(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """The tree with lists where its paths had numbers."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if tree and all(type(key) is int for key in tree):
+        return [_with_lists(tree[key]) for key in sorted(tree)]
+    return {key: _with_lists(value) for key, value in tree.items()}
+
+
+_ARRAY: Final = ".zarray"
+_LARGEST_ARRAY: Final = 1 << 16
+_NUMPY: Final = {
+    "f8": "float64",
+    "f4": "float32",
+    "f2": "float16",
+    "i8": "int64",
+    "i4": "int32",
+    "i2": "int16",
+    "i1": "int8",
+    "u1": "uint8",
+    "b1": "bool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrBlock:
+    """A block in a file of its own. Blocks at the edge are stored in full size: `strides` then step over the rest."""
+
+    file: str
+    strides: Shape | None
+
+    @property
+    def writer(self) -> int:
+        return 0
+
+    def locate(self) -> BlockLocation:
+        return BlockLocation(0, self.strides)
+
+
+def read_zarr(root: Path) -> ShardedContents:
+    """Every array and every object of the folder."""
+    tensors: dict[str, ShardedTensor] = {}
+    objects: dict[str, Any] = {}
+    try:
+        folders = sorted(child for child in root.iterdir() if child.is_dir())
+        for folder in folders:
+            if (folder / _ARRAY).is_file():
+                tensors[folder.name] = _zarr_tensor(root, folder)
+                continue
+            for file in sorted(folder.glob("shard_*.pt")):
+                key = f"{folder.name}/{file.stem}"
+                archive = TorchFile(file)
+                objects[key] = tree_with_atoms(f"{folder.name}/{file.name}", archive, archive.tree, key)
+    except OSError as error:
+        raise StorageError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
+    return ShardedContents(tensors, objects)
+
+
+def _zarr_tensor(root: Path, folder: Path) -> ShardedTensor:
+    shape, chunks, dtype = _read_array_header(folder / _ARRAY)
+    tensor = ShardedTensor(folder.name, shape, dtype)
+    steps = strides_of(chunks)
+    nbytes = prod(chunks) * dtype.itemsize
+    for cell in product(*(range(-(-n // size)) for n, size in zip(shape, chunks, strict=True))):
+        name = ".".join(map(str, cell)) or "0"
+        start = tuple(i * size for i, size in zip(cell, chunks, strict=True))
+        kept = tuple(min(size, n - a) for a, size, n in zip(start, chunks, shape, strict=True))
+        file = folder / name
+        if not file.is_file():
+            raise InconsistentError(
+                f"{file}: is missing; it holds {Box(start, kept)} of {folder.name}",
+                hint="copy the file from the node that wrote it; without it the checkpoint is not whole",
+            )
+        if file.stat().st_size != nbytes:
+            raise IntegrityError(
+                f"{file}: has {file.stat().st_size} bytes, a block of {dtype} {list(chunks)} has {nbytes}",
+                hint="the file was copied or written incompletely; copy it again from where it is whole",
+            )
+        strides = None if steps == strides_of(kept) else steps
+        tensor.blocks[Box(start, kept)] = ZarrBlock(file.relative_to(root).as_posix(), strides)
+    return tensor
+
+
+def _read_array_header(file: Path) -> tuple[Shape, Shape, DType]:
+    """Shape, shape of a block, and element type."""
+    try:
+        if file.stat().st_size > _LARGEST_ARRAY:
+            raise ValueError(f"it has {file.stat().st_size} bytes")
+        data = json.loads(file.read_bytes())
+        shape, chunks = _lengths(data["shape"]), _lengths(data["chunks"])
+        named = str(data["dtype"])
+        plain = data.get("compressor") is None and not data.get("filters") and data.get("order") == "C"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{file}: does not describe an array: {error}") from error
+    dtype = BY_NAME.get(named) or BY_NAME.get(_NUMPY.get(named.lstrip("<|"), ""))
+    if dtype is None or not plain or data.get("zarr_format") != 2 or data.get("dimension_separator", ".") != ".":
+        raise NotUnderstoodError(f"{file}: an array of {named}, compressed or in another order, is not known here")
+    if len(shape) != len(chunks) or 0 in chunks:
+        raise IntegrityError(f"{file}: blocks of {list(chunks)} do not cut an array of {list(shape)}")
+    return shape, chunks, dtype
+
+
+def _lengths(value: Any) -> Shape:
+    if not isinstance(value, list) or len(value) > settings.MAX_DIMENSIONS:
+        raise ValueError(f"lengths {value!r}")
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in value):
+        raise ValueError(f"lengths {value!r}")
+    return tuple(value)

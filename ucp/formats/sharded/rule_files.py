@@ -1,0 +1,178 @@
+"""Rule files: TOML that says how parameters are cut over tensor-parallel ranks, from a user or from a packaged preset.
+
+    [[rule]]
+    match = '(.*\\.)?qkv_proj\\.weight$'   # regular expression, anchored at the start of the name
+    cut = "split"                          # replicated | split | vocab | average
+    dim = 0                                # split and vocab; negative counts from the last
+    ratio = [4, 1, 1]                      # or parts = [4096, 1024, 1024], or count = 3
+
+The first rule whose `match` fits a name applies to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final, cast, get_args
+
+from ucp import settings
+from ucp.containers.config_files import parse_toml, places, read_toml
+from ucp.core.rules import Cut, Rule, RuleBook
+from ucp.errors import UsageError
+
+_FORM: Final = "a rule file is a list of [[rule]] tables"
+
+# Keys that a rule may carry besides `match` and `cut`, by cut.
+_KEYS: Final[dict[str, frozenset[str]]] = {
+    "replicated": frozenset(),
+    "average": frozenset(),
+    "split": frozenset({"dim", "parts", "ratio", "count", "widths"}),
+    "vocab": frozenset({"dim", "true_size"}),
+}
+
+
+def load_rule_book(rules: str | Path | None, preset: str | None) -> RuleBook | None:
+    """The user's rules: those of a file, then those of a preset; None where the user gave neither."""
+    if rules is None and preset is None:
+        return None
+    book = RuleBook()
+    if rules is not None:
+        book.rules.extend(load_rules(Path(rules)).rules)
+    if preset is not None:
+        book.rules.extend(load_preset(preset).rules)
+    return book
+
+
+def load_rules(path: Path) -> RuleBook:
+    """The rules of a TOML file that the user wrote."""
+    return parse_rules(read_toml(path, "rule file"), str(path), f"file: {path.name}")
+
+
+def load_preset(name: str) -> RuleBook:
+    """The rules of a packaged preset."""
+    if name not in preset_names():
+        raise UsageError(f"no preset is called {name!r}", hint=f"choose one of: {', '.join(preset_names())}")
+    return parse_rules((_presets() / f"{name}.toml").read_bytes(), f"preset {name}", f"preset: {name}", optional=True)
+
+
+def preset_names() -> list[str]:
+    """Names of the packaged presets, sorted."""
+    return sorted(entry.name.removesuffix(".toml") for entry in _presets().iterdir() if entry.name.endswith(".toml"))
+
+
+def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False) -> RuleBook:
+    """The rules in the bytes of a TOML file; `where` names the file in messages, `origin` in reports.
+
+    Those that are not `optional` are expected to match something.
+    """
+    text, document = parse_toml(data, where, "rule file")
+    unknown = document.keys() - {"rule", "about"}
+    entries = document.get("rule", [])
+    if unknown or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        found = ", ".join(sorted(unknown)) or "rule"
+        raise UsageError(f"{where}: unexpected {found!r} at the top level", hint=_FORM)
+    if not entries:
+        raise UsageError(f"{where}: holds no rules", hint=_FORM)
+    book = RuleBook()
+    for entry, place in zip(entries, places(text, "rule", len(entries), where), strict=True):
+        book.add(_match(entry, place), _rule(entry, place), origin, optional=optional)
+    return book
+
+
+def format_rule(name: str, rule: Rule) -> str:
+    """The rule-file entry, on one line, that gives this rule to this one parameter; for hints."""
+    fields = [f"match = '^{re.escape(name)}$'", f'cut = "{rule.cut}"']
+    if rule.cut in ("split", "vocab"):
+        fields.append(f"dim = {rule.dim}")
+    fields += [f"{key} = {list(value)}" for key, value in (("parts", rule.parts), ("ratio", rule.ratio)) if value]
+    if rule.true_size is not None:
+        fields.append(f"true_size = {rule.true_size}")
+    return "[[rule]]\n" + "\n".join(fields)
+
+
+def _presets() -> Any:
+    return resources.files("ucp") / "presets"
+
+
+def _match(entry: dict[str, Any], place: str) -> str:
+    pattern = entry.get("match")
+    if not isinstance(pattern, str) or not pattern:
+        raise UsageError(f"{place}: a rule needs match = 'regular expression'")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"{place}: match = {pattern!r} is not a regular expression: {error}") from None
+    return pattern
+
+
+def _rule(entry: dict[str, Any], place: str) -> Rule:
+    cut = entry.get("cut")
+    if not isinstance(cut, str) or cut not in _KEYS:
+        raise UsageError(f"{place}: cut = {cut!r}", hint=f"cut is one of: {', '.join(_KEYS)}")
+    unknown = entry.keys() - _KEYS[cut] - {"match", "cut"}
+    if unknown:
+        allowed = ", ".join(sorted(_KEYS[cut])) or "no further keys"
+        raise UsageError(f"{place}: cut = {cut!r} takes {allowed}, found {', '.join(sorted(unknown))}")
+    if len(entry.keys() & {"parts", "ratio", "count"}) > 1:
+        raise UsageError(f"{place}: parts, ratio and count say the same thing: give one of them")
+    if "widths" in entry and "parts" not in entry:
+        raise UsageError(f"{place}: widths need parts beside them")
+    assert cut in get_args(Cut)
+    rule = Rule(
+        cast(Cut, cut),
+        dim=_number(entry, "dim", place, -settings.MAX_DIMENSIONS, settings.MAX_DIMENSIONS - 1) or 0,
+        parts=_sizes(entry, "parts", place),
+        ratio=_sizes(entry, "ratio", place) or _equal_shares(entry, place),
+        widths=_widths(entry, place),
+        true_size=_number(entry, "true_size", place, 1, 2**62),
+    )
+    if rule.widths and rule.parts and [sum(row) for row in rule.widths] != list(rule.parts):
+        raise UsageError(f"{place}: every row of widths must add up to its part of {list(rule.parts)}")
+    return rule
+
+
+def _equal_shares(entry: dict[str, Any], place: str) -> tuple[int, ...] | None:
+    count = _number(entry, "count", place, 1, 1024)
+    return (1,) * count if count else None
+
+
+def _number(entry: dict[str, Any], key: str, place: str, low: int, high: int) -> int | None:
+    if key not in entry:
+        return None
+    value = entry[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise UsageError(f"{place}: {key} = {value!r}, but it must be a whole number from {low} to {high}")
+    return value
+
+
+def _sizes(entry: dict[str, Any], key: str, place: str) -> tuple[int, ...] | None:
+    if key not in entry:
+        return None
+
+    def wrong() -> UsageError:
+        return UsageError(f"{place}: {key} = {entry[key]!r}, but it must be a list of sizes")
+
+    return _row(entry[key], wrong, low=1)
+
+
+def _widths(entry: dict[str, Any], place: str) -> tuple[tuple[int, ...], ...] | None:
+    if "widths" not in entry:
+        return None
+
+    def wrong() -> UsageError:
+        return UsageError(f"{place}: widths must be one list a part, with the size on each tensor-parallel rank")
+
+    rows = entry["widths"]
+    if not isinstance(rows, list) or not rows:
+        raise wrong()
+    return tuple(_row(row, wrong, low=0) for row in rows)
+
+
+def _row(value: Any, wrong: Callable[[], UsageError], low: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise wrong()
+    if not all(isinstance(size, int) and not isinstance(size, bool) and low <= size < 2**62 for size in value):
+        raise wrong()
+    return tuple(value)

@@ -1,0 +1,89 @@
+"""Casts between element types on raw blocks, without torch.
+
+numpy has no bfloat16 and no fp8, so a *raw* array holds such elements as unsigned integers of the same size. All
+functions here take and give raw arrays; rounding is to nearest even, as torch rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ucp.core.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from ucp.errors import UsageError
+
+RawArray = NDArray[Any]
+
+_NATIVE = {
+    name: np.dtype(name)
+    for name in (
+        *("float64", "float32", "float16", "complex64", "complex128"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    )
+}
+
+
+def raw_dtype(dtype: DType) -> np.dtype[Any]:
+    """The numpy type that carries elements of `dtype`: itself where numpy has it, else unsigned integers."""
+    return _NATIVE.get(dtype.name) or np.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def can_cast(source: DType, target: DType) -> bool:
+    """Can `cast` turn one into the other?"""
+    return source == target or all(dtype.name in _NATIVE or dtype == BFLOAT16 for dtype in (source, target))
+
+
+def cast(raw: RawArray, source: DType, target: DType) -> RawArray:
+    """Raw elements of `source` as raw elements of `target`; the same array where nothing changes."""
+    if source == target:
+        return raw
+    if not can_cast(source, target):
+        raise UsageError(f"cannot cast {source} to {target}", hint="keep the stored dtype; cast with torch afterwards")
+    values = widen(raw, source)
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity is what a narrowing cast means
+        result: RawArray = _to_bfloat16(values) if target == BFLOAT16 else values.astype(raw_dtype(target))
+    return result
+
+
+def widen(raw: RawArray, source: DType) -> RawArray:
+    """Raw elements as numbers that numpy can compute with: bfloat16 becomes float32, the rest stays as it is."""
+    if source == BFLOAT16:
+        wide: RawArray = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
+    return raw
+
+
+def _to_bfloat16(values: RawArray) -> RawArray:
+    if values.dtype != np.float32:
+        # torch casts float64 and integers to bfloat16 through float32.
+        values = values.astype(np.float32)
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # Rounding would carry a NaN's payload into infinity; torch gives the canonical quiet NaN.
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    if is_nan.any():
+        rounded = np.where(is_nan, np.uint32(0x7FC0), rounded)
+    narrow: RawArray = rounded.astype(np.uint16)
+    return narrow
+
+
+def mean(raws: list[RawArray], dtype: DType) -> RawArray:
+    """The arithmetic mean of equally shaped raw arrays: summed in order, then divided, in at least float32."""
+    wide = _compute_dtype(dtype)
+    total = cast(raws[0], dtype, wide)
+    for raw in raws[1:]:
+        total = total + cast(raw, dtype, wide)
+    return cast(total / total.dtype.type(len(raws)), wide, dtype)
+
+
+def unscale(raw: RawArray, dtype: DType, scale: float) -> RawArray:
+    """Raw elements divided by `scale`, computed in at least float32."""
+    wide = _compute_dtype(dtype)
+    values = cast(raw, dtype, wide)
+    return cast(values / values.dtype.type(scale), wide, dtype)
+
+
+def _compute_dtype(dtype: DType) -> DType:
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32

@@ -1,0 +1,130 @@
+"""`verify` of a base, a log, and the state that they make: what is wrong with each, and whether the state is exact."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ucp import settings
+from ucp.checks.findings import Finding, Level
+from ucp.checks.raw_values import SECOND_MOMENTS, bits_of, negative, not_finite, scannable
+from ucp.checks.runner import ReadProgress, verify
+from ucp.checks.verify_report import Policy, Report
+from ucp.core.box import slabs
+from ucp.core.checkpoint import Checkpoint
+from ucp.errors import IntegrityError, UcpError, UsageError
+from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.log.reader import Log
+from ucp.read.atom_reader import AtomReader
+from ucp.read.casting import raw_dtype
+from ucp.replay.at_step import ReplayedState, prove_by_digests, replay_to_step
+from ucp.replay.exactness import ALL_PARAMETERS
+from ucp.replay.open_at import find_base, parse_step
+from ucp.storage.local import SourceFiles
+from ucp.storage.paths import parse_path
+
+_SHOWN = 5  # parameters that a refuted digest is told of
+
+
+def verify_at(
+    path: str | os.PathLike[str],
+    level: Level | str,
+    options: ReadOptions,
+    log: str | os.PathLike[str] | None,
+    step: int | str | None,
+    *,
+    exact: bool = False,
+    jobs: int = 2,
+    progress: ReadProgress | None = None,
+    policy: Policy | None = None,
+    processes: bool = False,
+) -> Report:
+    """Check the base as `verify` does, then the log, then what they make: its digests, and at the deepest level values.
+
+    That a state may not be exact is a warning, with `exact` an error. A digest of the job's own that the replay does
+    not meet is an error.
+    """
+    if log is None:
+        raise UsageError("--step and --exact are about the steps of a log", hint="name the log with --log")
+    wanted = parse_step(step)
+    options = replace(options, spread=True)
+    depth = Level[level.upper()] if isinstance(level, str) and level.upper() in Level.__members__ else level
+    with Log.open(parse_path(log), "inspect", check="all" if depth is Level.DEEP else "tail") as opened:
+        base = find_base(parse_path(path), opened, wanted)
+        how: dict[str, Any] = {"jobs": jobs, "progress": progress, "policy": policy, "processes": processes}
+        report = verify(base, level, options=options, **how)
+        report.checks = [*report.checks, "log", "replay"]
+        report.add(_log(opened))
+        if not any(finding.check == "readable" for finding in report.findings):
+            report.add(_state(opened, open_checkpoint(base, options), wanted, report.level, exact))
+    report.sort()
+    return report
+
+
+def _log(log: Log) -> Iterator[Finding]:
+    for epoch in log.epochs:
+        for number in epoch.missing:
+            text = f"{epoch.folder}: stream {number} has no files"
+            yield Finding("log", "error", text, hint="copy the logs of all ranks into one folder")
+        for defect in epoch.defects:
+            # A torn end is how a killed job leaves its log: what was durable is there.
+            bad = defect.kind in ("damaged", "disorder")
+            hint = f"steps up to {epoch.recoverable_step} are good" if epoch.steps else None
+            yield Finding(
+                "log",
+                "error" if bad else "note",
+                str(defect),
+                file=str(defect.file),
+                byte_range=(defect.offset, defect.offset + 1),
+                hint=hint,
+                exit_code=IntegrityError.exit_code,
+            )
+
+
+def _state(log: Log, base: Checkpoint, step: int | None, level: Level, exact: bool) -> Iterator[Finding]:
+    try:
+        derived = replay_to_step(base, log, step)
+        labels, refuted = derived.labels, []
+        if level > Level.QUICK:
+            proof = prove_by_digests(derived)
+            labels, refuted = proof.remaining(labels), proof.refuted
+        for label in refuted[:_SHOWN]:
+            hint = (
+                "the log or the base is not of this job, or this machine computes otherwise than the one that trained"
+            )
+            yield Finding("replay", "error", str(label), parameter=label.parameter, hint=hint)
+        for label in labels:
+            if label not in refuted:
+                whose = None if label.parameter == ALL_PARAMETERS else label.parameter
+                yield Finding("replay", "error" if exact else "warning", str(label), parameter=whose)
+        if level is Level.DEEP:
+            yield from _values(derived)
+    except UcpError as error:
+        yield Finding("replay", "error", error.what, hint=error.hint, exit_code=error.exit_code)
+
+
+def _values(derived: ReplayedState) -> Iterator[Finding]:
+    """Numbers that should not be there, in what is computed."""
+    checkpoint = derived.checkpoint
+    with SourceFiles(checkpoint.root, computed=checkpoint.computed) as files:
+        for atom in checkpoint.atoms():
+            if not atom.computed or not scannable(atom.dtype):
+                continue
+            reader = AtomReader(files, atom)
+            bad = below = 0
+            for slab in slabs(reader.shape, max(1, settings.SLAB_BYTES // atom.dtype.itemsize)):
+                values = np.empty(slab.shape, raw_dtype(atom.dtype))
+                reader.read(slab, values)
+                bits = bits_of(values, atom.dtype)
+                bad += not_finite(bits, atom.dtype)[0]
+                below += negative(bits, atom.dtype)[0] if atom.kind in SECOND_MOMENTS else 0
+            if bad:
+                text = f"{bad} of {atom.numel} elements are NaN or infinite after step {checkpoint.step}"
+                yield Finding("finite", "warning", text, parameter=atom.name, kind=atom.kind)
+            if below:
+                text = f"{below} of {atom.numel} elements are negative after step {checkpoint.step}"
+                yield Finding("second-moments", "warning", text, parameter=atom.name, kind=atom.kind)

@@ -1,1 +1,0 @@
-"""Snapshots: states are copied while the job trains on, and saved from the copy. `snapshot.py` begins it."""

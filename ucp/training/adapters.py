@@ -1,0 +1,25 @@
+"""From what a user calls his model to a description of the live job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ucp.errors import UsageError
+from ucp.training.deepspeed_adapter import describe_engine, is_engine
+from ucp.training.live_job import LiveJob
+from ucp.training.torch_adapter import describe_module
+
+
+def describe_job(model: Any, optimizer: Any = None) -> LiveJob:
+    """The job of a DeepSpeed engine, or of a torch module with its optimizer."""
+    import torch
+
+    if is_engine(model):
+        if optimizer is not None and optimizer is not model.optimizer:
+            raise UsageError("a DeepSpeed engine has its own optimizer", hint="leave the optimizer out")
+        return describe_engine(model)
+    if isinstance(model, torch.nn.Module):
+        return describe_module(model, optimizer)
+    raise UsageError(
+        f"{type(model).__module__}.{type(model).__qualname__} is neither a DeepSpeed engine nor a torch module"
+    )

@@ -1,0 +1,330 @@
+"""A checkpoint matched to a live job: every read that this rank needs, checked before the first write.
+
+Nothing is changed here. What does not fit is collected, so that one run shows all of it.
+
+Hyper-parameters: which group of a checkpoint goes to which group of a live optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, kind_of_state, state_of_kind
+from ucp.core.dtypes import DType
+from ucp.core.region import Region
+from ucp.errors import UcpError
+from ucp.read.casting import can_cast, raw_dtype, widen
+from ucp.read.region_reader import read_region
+from ucp.storage.local import SourceFiles
+from ucp.training.live_job import LiveJob, LiveTensor, ParamSlice, SteppedTensor, dtype_of
+from ucp.training.optimizer_states import expected_kinds
+from ucp.training.tensor_parallel import TensorParallelSlicer, atom_region
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AtomRead:
+    """A region of an atom that goes to `region.numel` elements of a tensor from element `start` on.
+
+    The atom has the tensor's dtype: reading casts.
+    """
+
+    atom: Atom
+    region: Region
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * self.atom.dtype.itemsize
+
+
+@dataclass(slots=True)
+class SteppedTensorPlan:
+    """What goes into one tensor that the optimizer steps, and into the states that it keeps for it."""
+
+    stepped: SteppedTensor
+    values: list[AtomRead] = field(default_factory=list)
+    states: dict[str, list[AtomRead]] = field(default_factory=dict)  # one value an element
+    dtypes: dict[str, DType] = field(default_factory=dict)  # of those states
+    numbers: dict[str, tuple[float, DType]] = field(default_factory=dict)  # one value a tensor
+    whole: dict[str, Atom] = field(default_factory=dict)  # states with a shape of their own (factored moments)
+    untouched: bool = False  # the checkpoint has no states of it, and none is lost: no gradient, or no step yet
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """All that one rank will do. `problems` stop a strict load; `left` is what a lenient one leaves as it is."""
+
+    stepped: list[SteppedTensorPlan] = field(default_factory=list)
+    held: list[tuple[torch.Tensor, AtomRead]] = field(default_factory=list)
+    hyper: list[dict[str, Any] | None] = field(default_factory=list)  # one a live group; None leaves it as it is
+    used: set[str] = field(default_factory=set)  # names of the checkpoint
+    problems: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    casts: dict[tuple[str, str], int] = field(default_factory=dict)  # (stored, live) dtype → number of tensors
+    loaded: set[str] = field(default_factory=set)  # parameters of this rank
+    padded: set[str] = field(default_factory=set)  # vocabularies whose padding rows the source does not have
+
+
+class LoadPlanner:
+    """Matches one rank of a job to a checkpoint."""
+
+    def __init__(self, job: LiveJob, source: Checkpoint, cutter: TensorParallelSlicer, files: SourceFiles) -> None:
+        self.job = job
+        self.source = source
+        self.cutter = cutter
+        self.files = files
+        self.plan = LoadPlan()
+        self._aliases = source.aliases()
+        self._has_states = any(_states(parameter) for parameter in source.parameters.values())
+        self._regions: dict[str, Region | None] = {}
+        self._numbers: dict[tuple[str, int, bytes | None], tuple[float, DType]] = {}
+
+    def match(self) -> LoadPlan:
+        """Everything that this rank needs, in the order in which it will be read."""
+        for stepped in self.job.stepped:
+            self._match_stepped(stepped)
+        for held in (*self.job.frozen, *self.job.buffers):
+            self._match_held(held)
+        return self.plan
+
+    def find(self, name: str) -> Parameter | None:
+        """The checkpoint's parameter for a live name: under the same name, or any name of a tied tensor."""
+        known = (self.job.logical_name(name), *self.job.aliases.get(name, ()))
+        owners = [self._aliases.get(each, each) for each in known]
+        found = [self.source.parameters[owner] for owner in owners if owner in self.source.parameters]
+        self.plan.used.update(parameter.name for parameter in found)  # a format may hold a tied tensor twice
+        return max(found, key=lambda parameter: len(parameter.atoms), default=None)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _match_stepped(self, stepped: SteppedTensor) -> None:
+        plan = SteppedTensorPlan(stepped)
+        self.plan.stepped.append(plan)
+        dtype = dtype_of(stepped.key)
+        for share in stepped.shares:
+            parameter = self._parameter(share.name)
+            if parameter is not None:
+                atom = self._value(parameter, dtype)
+                if atom is not None:
+                    self._add(plan.values, parameter, atom, share, dtype)
+        self._match_states(plan, dtype)
+
+    def _match_states(self, plan: SteppedTensorPlan, dtype: DType) -> None:
+        """The optimizer's states, where all parameters of the tensor have the same ones."""
+        stepped = plan.stepped
+        members = [p for p in (self.find(name) for name in stepped.names) if p is not None]
+        if not members:
+            return  # said already
+        live = self.job.optimizer.state.get(stepped.key, {})
+        expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or _state_kinds(live)
+        kinds: dict[str, None] = {}
+        for parameter in members:
+            kinds.update(dict.fromkeys(_states(parameter)))
+        plan.untouched = not kinds and (self._has_states or self.source.step == 0)
+        for kind in () if plan.untouched else sorted(expected - set(kinds)):
+            told = self.plan.left if _is_lone(live.get(kind)) and kind != STEP else self.plan.problems
+            told.append(
+                f"the checkpoint has no '{kind}' for {_some([p.name for p in members])}, which this optimizer"
+                f" ({type(self.job.optimizer).__name__}) needs"
+            )
+            if told is self.plan.problems and kind not in _state_kinds(live):
+                return  # with a part of its states it would not make the others, and fail in its next step
+        for kind in kinds:
+            lacking = [parameter.name for parameter in members if kind not in parameter.atoms]
+            if lacking:
+                self.plan.problems.append(
+                    f"the checkpoint has '{kind}' for {next(p.name for p in members if kind in p.atoms)}, but not for"
+                    f" {_some(lacking)}, which the job steps in the same tensor"
+                )
+                continue
+            self._match_state(plan, kind, members, dtype)
+
+    def _match_state(self, plan: SteppedTensorPlan, kind: str, members: Sequence[Parameter], dtype: DType) -> None:
+        stepped = plan.stepped
+        if all(is_number(parameter, kind) for parameter in members):
+            self._match_number(plan, kind, members)
+            return
+        live = self.job.optimizer.state.get(stepped.key, {}).get(state_of_kind(kind))
+        stored = members[0].atoms[kind].dtype
+        if hasattr(live, "dtype"):
+            wanted = dtype_of(live)
+        else:  # what is no float (states in 8 bits) has no precision that a job could choose
+            wanted = dtype if stored.family == "float" else stored
+        if any(parameter.atoms[kind].shape != parameter.shape for parameter in members):
+            if len(members) == 1 and len(stepped.shares) == 1 and self._is_whole(stepped.shares[0]):
+                plan.whole[kind] = members[0].atoms[kind]
+            else:
+                self.plan.problems.append(
+                    f"parameter {members[0].name}: '{kind}' has shape {list(members[0].atoms[kind].shape)}, which can"
+                    f" not be cut like the parameter's {list(members[0].shape)}"
+                )
+            return
+        plan.dtypes[kind] = wanted
+        reads = plan.states.setdefault(kind, [])
+        for share in stepped.shares:
+            parameter = self.find(share.name)
+            if parameter is not None:
+                self._add(reads, parameter, parameter.atoms[kind], share, wanted)
+
+    def _is_whole(self, share: ParamSlice) -> bool:
+        return self.cutter.tp == 1 and share.region == Region.all_of(self.job.shapes[share.name])
+
+    def _match_number(self, plan: SteppedTensorPlan, kind: str, members: Sequence[Parameter]) -> None:
+        first = self._number(members[0].atoms[kind])
+        for parameter in members[1:]:
+            other = self._number(parameter.atoms[kind])
+            if other[0] != first[0]:
+                self.plan.problems.append(
+                    f"'{kind}' of {parameter.name} is {other[0]}, that of {members[0].name} is {first[0]}, but the job"
+                    " steps both in one flat tensor, which has one value"
+                )
+                return
+        plan.numbers[kind] = first
+
+    def _number(self, atom: Atom) -> tuple[float, DType]:
+        fragment = atom.fragments[0]
+        key = (fragment.file, fragment.offset, fragment.inline)
+        known = self._numbers.get(key)
+        if known is None:
+            raw = np.empty(1, raw_dtype(atom.dtype))
+            read_region(self.files, atom, Region.all_of(atom.shape), raw)
+            known = self._numbers[key] = (widen(raw, atom.dtype)[0].item(), fragment.dtype)
+        return known
+
+    def _match_held(self, held: LiveTensor) -> None:
+        parameter = self._parameter(held.share.name)
+        if parameter is None:
+            return
+        dtype = dtype_of(held.tensor)
+        atom = self._value(parameter, dtype)
+        if atom is not None:
+            reads: list[AtomRead] = []
+            self._add(reads, parameter, atom, held.share, dtype)
+            self.plan.held.extend((held.tensor, read) for read in reads)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _parameter(self, name: str) -> Parameter | None:
+        """The checkpoint's parameter, cut for this rank; None (and said once) where it cannot be."""
+        parameter = self.find(name)
+        if name not in self._regions:
+            self._regions[name] = None
+            if parameter is None:
+                self.plan.problems.append(f"parameter {self.job.logical_name(name)} is not in the checkpoint")
+            else:
+                try:
+                    shape = self.job.shapes[name]
+                    self._regions[name] = self.cutter.region(parameter, shape, self.job.attributes.get(name))
+                    self.plan.loaded.add(parameter.name)
+                except UcpError as error:
+                    self.plan.problems.append(str(error))
+        return parameter if self._regions[name] is not None else None
+
+    def _value(self, parameter: Parameter, dtype: DType) -> Atom | None:
+        """The atom for a tensor of values: stored in its dtype where there is one, else the most precise."""
+        stored = [parameter.atoms[kind] for kind in (MASTER, WEIGHT) if kind in parameter.atoms]
+        if not stored:
+            self.plan.problems.append(f"parameter {parameter.name} has neither weight nor master in the checkpoint")
+            return None
+        return next((atom for atom in stored if atom.dtype == dtype), stored[0])
+
+    def _add(self, reads: list[AtomRead], parameter: Parameter, atom: Atom, share: ParamSlice, dtype: DType) -> None:
+        region = self._regions[share.name]
+        if region is None:
+            return
+        atom = self._with_padding(parameter, atom, region)
+        if atom.dtype != dtype:
+            if not (can_cast(atom.dtype, dtype) and atom.dtype.family == dtype.family == "float"):
+                self.plan.problems.append(f"{atom}: is {atom.dtype} in the checkpoint, but {dtype} in the job")
+                return
+            pair = (atom.dtype.name, dtype.name)
+            self.plan.casts[pair] = self.plan.casts.get(pair, 0) + 1
+            atom = replace(atom, dtype=dtype)
+        try:
+            placed = atom_region(region, share.region, self.job.shapes[share.name], share.name)
+        except UcpError as error:
+            self.plan.problems.append(str(error))
+            return
+        reads.append(AtomRead(atom, placed, share.start))
+
+    def _with_padding(self, parameter: Parameter, atom: Atom, region: Region) -> Atom:
+        """The atom with the padding rows of its vocabulary, where the source's files still have them.
+
+        They take part in the softmax, so training goes on bit for bit only with them.
+        """
+        padded = parameter.padded_shape
+        stored = sum(fragment.region.numel for fragment in atom.fragments) if padded is not None else 0
+        if padded is not None and atom.shape == parameter.shape and stored >= prod(padded):
+            return replace(atom, shape=padded)
+        if any(stop > n for box in region.boxes for stop, n in zip(box.stop, atom.shape, strict=True)):
+            self.plan.padded.add(parameter.name)
+        return atom
+
+
+def _states(parameter: Parameter) -> list[str]:
+    """The optimizer states that a checkpoint has of a parameter."""
+    return [kind for kind in parameter.atoms if kind not in (WEIGHT, MASTER)]
+
+
+def is_number(parameter: Parameter, kind: str) -> bool:
+    """Is this state one number, and not one value an element?"""
+    atom = parameter.atoms[kind]
+    return atom.numel == 1 and (kind == STEP or (atom.shape == () and parameter.shape != ()))
+
+
+def _is_lone(value: Any) -> bool:
+    """Is it one number, as an optimizer keeps it? What ranks do not agree on (see `saved_index`) no checkpoint has."""
+    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
+
+
+def _state_kinds(state: Mapping[Any, Any]) -> set[str]:
+    """Kinds of the states that an optimizer keeps; what it keeps no value in is none."""
+    return {kind_of_state(name) for name, value in state.items() if value is not None}
+
+
+def unexpected_names(source: Checkpoint, used: set[str]) -> Iterator[Parameter]:
+    """Parameters and buffers of the checkpoint that no rank of the job has."""
+    for name, parameter in source.parameters.items():
+        if name not in used:
+            yield parameter
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def match_groups(job: LiveJob, matcher: LoadPlanner, source: Checkpoint, plan: LoadPlan) -> None:
+    """Hyper-parameters for every live group: those of the checkpoint's group that its parameters are in, by name."""
+    for number, names in enumerate(job.names_by_group()):
+        found: dict[int, str] = {}
+        for name in names:
+            parameter = matcher.find(name)
+            if parameter is not None and parameter.group is not None:
+                found.setdefault(parameter.group, name)
+        hypers = [source.groups[group].hyper for group in found]
+        if not hypers:
+            plan.hyper.append(None)
+            if names:
+                plan.left.append(f"hyper-parameters of group {number}: the checkpoint has none for its parameters")
+            continue
+        plan.hyper.append(dict(hypers[0]))
+        for (group, name), hyper in zip(found.items(), hypers, strict=True):
+            differing = [key for key in _differing(hypers[0], hyper) if key in job.groups[number]]
+            if differing:
+                first = next(iter(found))
+                plan.problems.append(
+                    f"group {number} of the job holds {found[first]} and {name}, which are in the checkpoint's groups"
+                    f" {first} and {group}: {', '.join(differing)} differ"
+                )
+
+
+def _differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    return [key for key in sorted({*one, *two}) if key not in ("name", "params") and one.get(key) != two.get(key)]

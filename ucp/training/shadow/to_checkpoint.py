@@ -1,0 +1,173 @@
+"""A held state as a checkpoint like any other: the base's index, with every state and buffer in the shadow's memory.
+
+What a shadow tells of its state is JSON, so that the checkpoint can be put together in another process as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ucp.core.checkpoint import COMPUTED, WEIGHT, Atom, Checkpoint, ComputedFiles, Fragment, Note, Parameter
+from ucp.core.dtypes import BY_NAME
+from ucp.core.region import Region
+from ucp.errors import NotUnderstoodError
+from ucp.log.epoch_manifest import EpochManifest
+from ucp.log.payloads import StepRecord
+from ucp.log.reader import Epoch, EpochSpan, LogStream
+from ucp.log.stream_recovery import LoggedStep, StreamScan
+from ucp.log.stream_schema import BUFFER, StreamSchema
+from ucp.replay.at_step import ReplayedState, with_labels
+from ucp.replay.exactness import BUFFERS_NOT_LOGGED, ApproximationLabel, find_kernel
+from ucp.replay.logged_updates import OptimizerUpdate
+from ucp.replay.non_tensor_state import advance_extras
+from ucp.replay.replay_index import SpanBuilder
+from ucp.replay.replayer import ReplayedTensor
+from ucp.training.shadow.shadow_state import OWN, ShadowState, StateKey, StateSnapshot
+
+FORMAT = 3
+
+
+def describe_state(state: ShadowState, base: Path, log: Path | None) -> dict[str, Any]:
+    """Everything about a state but its bytes, as JSON values."""
+    labels = [*([state.refuted] if state.refuted else []), *state.labels]
+    if state.refuted is None and state.proven_step == state.step:
+        labels = []
+    return {
+        "format": FORMAT,
+        "manifest": state.manifest.to_json(),
+        "step": state.step,
+        "base": str(base.resolve()),
+        "log": None if log is None else str(log.resolve()),
+        "share": [state.share.number, state.share.count],
+        "tensors": [[t.stream.number, t.index, t.counter, t.kinds, *t.held] for t in state.tensors],
+        "own": [
+            [t.stream.number, t.index, kind, list(v.shape), str(v.dtype), None if v.shape else v.data.hex()]
+            for t in state.tensors
+            for kind, v in t.own.items()
+        ],
+        "buffers": [[stream, number, str(value.dtype)] for (stream, number), value in state.buffers.items()],
+        "recent": [[step, record.pack().hex()] for step, record in state.recent],
+        "aux": state.aux,
+        "labels": [label.to_json() for label in labels],
+        "proven_step": state.proven_step,
+    }
+
+
+class SnapshotFiles:
+    """The bytes of a snapshot of this process as computed files."""
+
+    def __init__(self, snapshot: StateSnapshot) -> None:
+        self.identity = identity_of(snapshot.told)
+        self._snapshot = snapshot
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        self._snapshot.read_into(state_key(file), offset, target)
+
+
+def identity_of(told: Mapping[str, Any]) -> str:
+    """Two states with the same identity are the same."""
+    return f"shadow {told['manifest']['run']} {told['manifest']['epoch']} {told['step']}"
+
+
+def file_name(stream: int, tensor: int) -> str:
+    """Name of the computed files of an optimizer tensor, without the state."""
+    return f"{COMPUTED}shadow/{stream}/{tensor}"
+
+
+def state_key(file: str) -> StateKey:
+    """What a computed file is of."""
+    stream, tensor, kind = file.removeprefix(f"{COMPUTED}shadow/").split("/", 2)
+    return int(stream), int(tensor), kind
+
+
+def assemble(base: Checkpoint, told: Mapping[str, Any], files: ComputedFiles) -> Checkpoint:
+    """The checkpoint that a shadow holds, from its base, what it tells, and its bytes."""
+    if told.get("format") != FORMAT:
+        raise NotUnderstoodError(f"the shadow speaks format {told.get('format')}, this ucp {FORMAT}")
+    manifest = EpochManifest.from_json(told["manifest"])
+    step = int(told["step"])
+    records = {int(at): StepRecord.unpack(bytes.fromhex(packed)) for at, packed in told["recent"]}
+    folder = Path(f"epoch-{manifest.epoch:06d}")
+    streams: dict[int, LogStream] = {
+        s.stream: _DescribedStream(folder, s, records, told["aux"]) for s in manifest.streams
+    }
+    epoch = Epoch(folder, manifest, streams)
+    kernel, _ = find_kernel(manifest.kernel)
+    builder = SpanBuilder(base, EpochSpan(epoch, step + 1, step), kernel, step, {})
+    known = {(int(s), int(t)): (int(counter), kinds) for s, t, counter, kinds, *_ in told["tensors"]}
+    tensors = [
+        _with_description(tensor, step, *known[tensor.stream.number, tensor.index]) for tensor in builder.tensors()
+    ]
+    parameters = builder.parameters(tensors)
+    _put_own(parameters, tensors, told["own"])
+    _put_buffers(parameters, manifest, told["buffers"])
+    notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(BUFFERS_NOT_LOGGED))]
+    after = replace(base, parameters=parameters, step=step, steps={}, notes=notes, computed=files)
+    if records:
+        after = advance_extras(after, EpochSpan(epoch, min(records), step))
+    labels = [ApproximationLabel(int(one["step"]), str(one["parameter"]), str(one["reason"])) for one in told["labels"]]
+    after.details = {**after.details, "replay": {"base_step": base.step, "step": step, "log": told["log"]}}
+    return with_labels(ReplayedState(after, labels, proven=told["proven_step"]))
+
+
+def _put_own(parameters: dict[str, Parameter], tensors: Sequence[ReplayedTensor], told: Sequence[Any]) -> None:
+    """States with shapes of their own: those of the first optimizer tensor that has something of a parameter."""
+    first: dict[str, tuple[int, int]] = {}
+    for tensor in tensors:
+        for block in tensor.blocks:
+            first.setdefault(tensor.origins[block.parameter].name, (tensor.stream.number, tensor.index))
+    own: dict[tuple[int, int], list[Any]] = {}
+    for stream, index, *rest in told:
+        own.setdefault((int(stream), int(index)), []).append(rest)
+    for name, place in first.items():
+        held = parameters[name]
+        atoms = dict(held.atoms)
+        for kind, shape, dtype, inline in own.get(place, ()):
+            file, whole = f"{file_name(*place)}/{OWN}{kind}", Region.all_of(tuple(map(int, shape)))
+            data = None if inline is None else bytes.fromhex(inline)
+            fragment = Fragment(whole, file if data is None else "", 0, BY_NAME[dtype], inline=data)
+            atoms[kind] = Atom(name, kind, tuple(shape), BY_NAME[dtype], (fragment,), computed=data is None)
+        parameters[name] = replace(held, atoms=atoms)
+
+
+def _put_buffers(parameters: dict[str, Parameter], manifest: EpochManifest, told: Sequence[Any]) -> None:
+    """Buffers as they are after the step."""
+    for stream, number, dtype in told:
+        name = manifest.buffers[manifest.stream(stream).buffers[number].parameter].name
+        held = parameters.get(name)
+        atom = None if held is None else held.atoms.get(WEIGHT)
+        if held is None or atom is None:
+            continue  # left out of the base
+        fragment = Fragment(Region.all_of(atom.shape), f"{file_name(stream, number)}/{BUFFER}", 0, BY_NAME[dtype])
+        now = replace(atom, fragments=(fragment,), replicas=(), combine="copy", computed=True)
+        parameters[name] = replace(held, atoms={**held.atoms, WEIGHT: now})
+
+
+def _with_description(tensor: ReplayedTensor, step: int, counter: int, kinds: Mapping[str, str]) -> ReplayedTensor:
+    """A tensor with the states and the count that the shadow has of it."""
+    origins = {number: replace(origin, step=step, counter=counter) for number, origin in tensor.origins.items()}
+    return replace(
+        tensor,
+        file=file_name(tensor.stream.number, tensor.index),
+        kinds={kind: BY_NAME[dtype] for kind, dtype in kinds.items()},
+        origins=origins,
+        updates=[OptimizerUpdate(step, {}, None, counter)] if counter else [],
+    )
+
+
+class _DescribedStream(LogStream):
+    """A stream of which only scalars and notes of the newest steps are known."""
+
+    def __init__(self, folder: Path, schema: StreamSchema, records: Mapping[int, StepRecord], aux: Any) -> None:
+        scan = StreamScan(folder, schema.stream)
+        for step, record in records.items():
+            scan.steps[step] = LoggedStep(step, record, [], None, [], None)  # type: ignore[arg-type]
+        super().__init__(folder, schema, scan)
+        self._aux = aux
+
+    def aux(self, step: int) -> Any:
+        del step
+        return self._aux
