@@ -23,6 +23,7 @@ from tests.formats.deepspeed.test_writer import likeness
 from ucp.core.checkpoint import Checkpoint, Parameter
 from ucp.core.rules import REPLICATED, Rule, RuleBook, slice_pieces
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
+from ucp.formats.deepspeed import universal_folder
 from ucp.formats.deepspeed.read import reader, universal_reader
 from ucp.formats.deepspeed.write.universal_writer import Writer
 from ucp.formats.registry import ReadOptions, WriteOptions, open_checkpoint
@@ -111,7 +112,7 @@ def test_real_conversions_equal_their_native_source(corpus: Path, tmp_path: Path
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1"]
     command += ["--num_merge_workers=1", f"--input_folder={source / 'global_step3'}", f"--output_folder={target}"]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
-    assert universal_reader.recognises(tmp_path)
+    assert universal_folder.recognises(tmp_path)
     made, native = universal_reader.read(tmp_path, ReadOptions()), reader.read(source, ReadOptions())
     made_values, native_values = ucp.open(tmp_path), ucp.open(source)
     pipeline = native.mesh.pp > 1  # its layer files are not part of the folder: neither buffers nor module weights
@@ -319,16 +320,16 @@ def test_the_users_rules_win_over_the_checkpoints(tmp_path: Path) -> None:
 def test_recognition(made: Made, tmp_path: Path) -> None:
     made.parameter("a.weight", (2, 3))
     made.finish()
-    assert universal_reader.recognises(made.root)
-    assert not universal_reader.recognises(tmp_path)  # nothing names the folder
+    assert universal_folder.recognises(made.root)
+    assert not universal_folder.recognises(tmp_path)  # nothing names the folder
     (tmp_path / "latest_universal").write_text("u")
-    assert universal_reader.recognises(tmp_path)
+    assert universal_folder.recognises(tmp_path)
     assert universal_reader.read(tmp_path, ReadOptions()).root == made.root
     (tmp_path / "latest").write_text("global_step7")
-    assert not universal_reader.recognises(tmp_path)  # the save folder's own checkpoint is meant
+    assert not universal_folder.recognises(tmp_path)  # the save folder's own checkpoint is meant
     (tmp_path / "latest").unlink()
     (tmp_path / "latest_universal").write_text("../elsewhere")
-    assert not universal_reader.recognises(tmp_path)
+    assert not universal_folder.recognises(tmp_path)
     assert universal_reader.read(tmp_path, ReadOptions(tag="u")).root == made.root
     with pytest.raises(UsageError, match="no universal folder v"):
         universal_reader.read(tmp_path, ReadOptions(tag="v"))

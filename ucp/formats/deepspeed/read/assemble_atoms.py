@@ -1,4 +1,4 @@
-"""From holdings and rulings to parameters with atoms: which fragments make the whole, which are copies of it."""
+"""From shards and rules to parameters with atoms: which fragments make the whole, which are copies of it."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from ucp.formats.deepspeed.read.shard_table import RankCoord, Shard, ShardTable,
 from ucp.formats.deepspeed.read.stored_shards import RankSlice, StoredShard, fragments_of, scalar_fragments
 
 
-def assemble(reading: ReadContext, rulings: Mapping[str, ResolvedRule], tp: int) -> dict[str, Parameter]:
+def assemble(context: ReadContext, rulings: Mapping[str, ResolvedRule], tp: int) -> dict[str, Parameter]:
     """Every parameter in the model's order."""
-    holdings = reading.holdings
+    shards = context.shards
     aliases: dict[str, list[str]] = {}
-    for alias, owner in holdings.aliases.items():
+    for alias, owner in shards.aliases.items():
         aliases.setdefault(owner, []).append(alias)
-    values = _ScalarValues(reading)
+    values = _ScalarValues(context)
     parameters: dict[str, Parameter] = {}
     for name, ruling in rulings.items():
-        parameters[name] = _parameter(reading, name, ruling, tp, values)
+        parameters[name] = _parameter(context, name, ruling, tp, values)
         parameters[name].aliases = tuple(aliases.get(name, ()))
     return parameters
 
 
-def _parameter(reading: ReadContext, name: str, ruling: ResolvedRule, tp: int, values: _ScalarValues) -> Parameter:
-    holdings = reading.holdings
-    row = holdings.row(name)
-    stages = sorted({holder.pp for holder in row})
-    first = [held for holder, held in row.items() if holder.pp == stages[0]]
+def _parameter(context: ReadContext, name: str, ruling: ResolvedRule, tp: int, values: _ScalarValues) -> Parameter:
+    shards = context.shards
+    row = shards.row(name)
+    stages = sorted({coord.pp for coord in row})
+    first = [held for coord, held in row.items() if coord.pp == stages[0]]
     padded = whole_shape(ruling.cut, [held.shape for held in first], name)
     shape = logical_shape(ruling.cut, padded)
-    number, ep = holdings.experts.get(name, (None, None))
+    number, ep = shards.experts.get(name, (None, None))
     slices = _slices(row, ruling.cut, padded, tp if ruling.spread is None else len(first), name, ep)
     parameter = Parameter(
         name,
         shape,
-        holdings.roles[name],
+        shards.roles[name],
         rule=ruling.rule,
         rule_origin=ruling.origin,
         padded_shape=padded if padded != shape else None,
         stages=tuple(stages),
         expert=number,
     )
-    strangers = _differing_stages(reading, name, row, stages)
+    strangers = _differing_stages(context, name, row, stages)
     for kind in _kinds(first, row):
-        atom = _atom(reading, name, kind, shape, ruling.cut, row, slices, values, strangers)
+        atom = _atom(context, name, kind, shape, ruling.cut, row, slices, values, strangers)
         if atom is not None:
             parameter.atoms[kind] = atom
     return parameter
 
 
 def _differing_stages(
-    reading: ReadContext, name: str, row: Mapping[RankCoord, Shard], stages: Sequence[int]
+    context: ReadContext, name: str, row: Mapping[RankCoord, Shard], stages: Sequence[int]
 ) -> set[int]:
     """Stages whose copy of a tied parameter is none: DeepSpeed ties some weights of a tied module, not all of them.
 
@@ -73,9 +73,9 @@ def _differing_stages(
         kind = MASTER if mine is not None and mine.kinds.get(MASTER) else WEIGHT
         if mine is None or other is None or not (mine.kinds.get(kind) and other.kinds.get(kind)):
             continue
-        if not looks_equal(reading.source, mine.kinds[kind][0], other.kinds[kind][0]):
+        if not looks_equal(context.source, mine.kinds[kind][0], other.kinds[kind][0]):
             found.add(stage)
-            reading.note(
+            context.note(
                 "tied-copy-differs",
                 f"{name}: stage {stage} holds another version than stage {stages[0]}, whose one was taken (of a tied"
                 " module, DeepSpeed keeps only some weights equal)",
@@ -96,17 +96,17 @@ def _slices(
 ) -> dict[RankCoord, RankSlice]:
     pieces = [slice_pieces(rule, padded, parts, part, name) for part in range(parts)]
     return {
-        holder: RankSlice(
-            pieces[holder.part],
+        coord: RankSlice(
+            pieces[coord.part],
             held.shape,
-            Rank(holder.pp, holder.tp, 0, holder.ep if holder.ep >= 0 else ep),
+            Rank(coord.pp, coord.tp, 0, coord.ep if coord.ep >= 0 else ep),
         )
-        for holder, held in row.items()
+        for coord, held in row.items()
     }
 
 
 def _atom(
-    reading: ReadContext,
+    context: ReadContext,
     name: str,
     kind: str,
     shape: Shape,
@@ -116,32 +116,32 @@ def _atom(
     values: _ScalarValues,
     strangers: Set[int],
 ) -> Atom | None:
-    holders = [holder for holder, held in row.items() if held.kinds.get(kind)]
-    own_shape = next((row[holder].shapes[kind] for holder in holders if kind in row[holder].shapes), None)
-    dtype = row[holders[0]].kinds[kind][0].dtype
-    if strange := {s.dtype for holder in holders for s in row[holder].kinds[kind] if s.dtype is not dtype} - {dtype}:
+    coords = [coord for coord, held in row.items() if held.kinds.get(kind)]
+    own_shape = next((row[coord].shapes[kind] for coord in coords if kind in row[coord].shapes), None)
+    dtype = row[coords[0]].kinds[kind][0].dtype
+    if strange := {s.dtype for coord in coords for s in row[coord].kinds[kind] if s.dtype is not dtype} - {dtype}:
         listed = ", ".join(sorted(map(str, {dtype, *strange})))
-        reading.problems.add(f"parameter {name}: '{kind}' has a different dtype on different ranks: {listed}")
+        context.problems.add(f"parameter {name}: '{kind}' has a different dtype on different ranks: {listed}")
     if own_shape == ():
         first, *others = values.copies(
-            name, kind, [(slices[holder].rank, stored) for holder in holders for stored in row[holder].kinds[kind]]
+            name, kind, [(slices[coord].rank, stored) for coord in coords for stored in row[coord].kinds[kind]]
         )
         return Atom(name, kind, (), dtype, first, tuple(others))
     if own_shape is not None:
-        return _odd_shaped_atom(reading, name, kind, own_shape, holders, row, slices)
-    stage = holders[0].pp
+        return _odd_shaped_atom(context, name, kind, own_shape, coords, row, slices)
+    stage = coords[0].pp
     if rule.cut == "average":
         # Copies on another stage are the same versions again: they do not belong into the mean.
-        sets = [fragments_of(kind, [(slices[h], row[h].kinds[kind][0])]) for h in holders if h.pp == stage]
+        sets = [fragments_of(kind, [(slices[h], row[h].kinds[kind][0])]) for h in coords if h.pp == stage]
         return Atom(name, kind, shape, dtype, sets[0], tuple(sets[1:]), "average")
-    main, rest = _split_copies(kind, rule, [holder for holder in holders if holder.pp == stage], row, slices)
+    main, rest = _split_copies(kind, rule, [coord for coord in coords if coord.pp == stage], row, slices)
     replicas: list[Sequence[Fragment]] = [fragments_of(kind, parts) for parts in rest]
-    for other in sorted({holder.pp for holder in holders} - {stage} - strangers):
-        again, more = _split_copies(kind, rule, [holder for holder in holders if holder.pp == other], row, slices)
+    for other in sorted({coord.pp for coord in coords} - {stage} - strangers):
+        again, more = _split_copies(kind, rule, [coord for coord in coords if coord.pp == other], row, slices)
         replicas += [fragments_of(kind, parts) for parts in (again, *more)]
-    for holder in holders:
-        if holder.pp not in strangers:
-            replicas += [fragments_of(kind, [(slices[holder], stored)]) for stored in row[holder].kinds[kind][1:]]
+    for coord in coords:
+        if coord.pp not in strangers:
+            replicas += [fragments_of(kind, [(slices[coord], stored)]) for stored in row[coord].kinds[kind][1:]]
     return Atom(name, kind, shape, dtype, fragments_of(kind, main), tuple(replicas))
 
 
@@ -151,12 +151,12 @@ SliceParts = list[tuple[RankSlice, StoredShard]]
 def _split_copies(
     kind: str,
     rule: Rule,
-    holders: Sequence[RankCoord],
+    coords: Sequence[RankCoord],
     row: Mapping[RankCoord, Shard],
     slices: Mapping[RankCoord, RankSlice],
 ) -> tuple[SliceParts, list[SliceParts]]:
-    """The parts that make the whole, and further sets that repeat some of it, for the holders of one stage."""
-    parts = [(slices[holder], row[holder].kinds[kind][0]) for holder in holders]
+    """The parts that make the whole, and further sets that repeat some of it, for the coords of one stage."""
+    parts = [(slices[coord], row[coord].kinds[kind][0]) for coord in coords]
     if rule.cut == "replicated":
         return parts[:1], [[part] for part in parts[1:]]
     if rule.cut != "pieces":
@@ -198,31 +198,31 @@ def _split_piece(piece: SlicePiece, seen: Sequence[Box]) -> Iterator[tuple[Slice
 
 
 def _odd_shaped_atom(
-    reading: ReadContext,
+    context: ReadContext,
     name: str,
     kind: str,
     shape: Shape,
-    holders: Sequence[RankCoord],
+    coords: Sequence[RankCoord],
     row: Mapping[RankCoord, Shard],
     slices: Mapping[RankCoord, RankSlice],
 ) -> Atom | None:
     """A state with a shape of its own (factored moments): whole where nothing is cut, else not to be placed."""
-    if len({holder.part for holder in holders}) > 1:
-        reading.unplaced_states.setdefault(
-            kind, f"shape {list(shape)} for a parameter of shape {list(row[holders[0]].shape)}"
+    if len({coord.part for coord in coords}) > 1:
+        context.unplaced_states.setdefault(
+            kind, f"shape {list(shape)} for a parameter of shape {list(row[coords[0]].shape)}"
         )
         return None
-    stored = row[holders[0]].kinds[kind][0]
+    stored = row[coords[0]].kinds[kind][0]
     whole = slice_pieces(Rule("replicated"), shape, 1, 0, name)
-    part = RankSlice(whole, shape, slices[holders[0]].rank)
+    part = RankSlice(whole, shape, slices[coords[0]].rank)
     return Atom(name, kind, shape, stored.dtype, fragments_of(kind, [(part, stored)]))
 
 
 class _ScalarValues:
     """Reads each stored number once, and makes its fragments once: all parameters of a group share it."""
 
-    def __init__(self, reading: ReadContext) -> None:
-        self._reading = reading
+    def __init__(self, context: ReadContext) -> None:
+        self._context = context
         self._bytes: dict[int, tuple[StoredShard, bytes]] = {}
         self._copies: dict[tuple[tuple[Rank, int], ...], list[Sequence[Fragment]]] = {}
 
@@ -236,13 +236,13 @@ class _ScalarValues:
         return found
 
     def _compare(self, name: str, kind: str, stored: Sequence[StoredShard]) -> None:
-        """Report numbers that differ between the holders of one parameter: their files are from different steps."""
+        """Report numbers that differ between the coords of one parameter: their files are from different steps."""
         first, *others = stored
         for other in others:
             if self._read(other) != self._read(first):
                 runs = [next(iter(item.runs())) for item in (first, other)]
                 numbers = [scalar_value(self._read(item), item.dtype) for item in (first, other)]
-                self._reading.problems.add(
+                self._context.problems.add(
                     f"'{kind}' is {numbers[0]} in {runs[0].file}, but {numbers[1]} in {runs[1].file}:"
                     f" files of different steps are mixed (parameter {name})"
                 )
@@ -250,17 +250,17 @@ class _ScalarValues:
     def _read(self, stored: StoredShard) -> bytes:
         known = self._bytes.get(id(stored))
         if known is None:
-            known = self._bytes[id(stored)] = (stored, scalar_bytes(stored, self._reading.source))
+            known = self._bytes[id(stored)] = (stored, scalar_bytes(stored, self._context.source))
         return known[1]
 
 
-def merge_groups(holdings: ShardTable, parameters: Mapping[str, Parameter]) -> list[ParamGroup]:
+def merge_groups(shards: ShardTable, parameters: Mapping[str, Parameter]) -> list[ParamGroup]:
     """Parameter groups over all pipeline stages, and each parameter's group.
 
     Groups of different stages belong together by position where all stages have as many, else by hyper-parameters.
     """
     merged: list[ParamGroup] = []
-    by_stage = _groups_by_stage(holdings)
+    by_stage = _groups_by_stage(shards)
     by_position = len({len(groups) for groups in by_stage}) == 1
     for groups in by_stage:
         for position, group in enumerate(groups):
@@ -280,10 +280,10 @@ def merge_groups(holdings: ShardTable, parameters: Mapping[str, Parameter]) -> l
     return merged
 
 
-def _groups_by_stage(holdings: ShardTable) -> list[list[StageParamGroup]]:
+def _groups_by_stage(shards: ShardTable) -> list[list[StageParamGroup]]:
     stages: dict[int, list[StageParamGroup]] = {}
-    for holder, groups in sorted(holdings.groups.items()):
-        stages.setdefault(holder.pp, groups)
+    for coord, groups in sorted(shards.groups.items()):
+        stages.setdefault(coord.pp, groups)
     return list(stages.values())
 
 

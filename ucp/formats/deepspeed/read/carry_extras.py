@@ -61,8 +61,8 @@ def _is_unreadable_tensor(value: Inert) -> bool:
 class TreeCarrier:
     """Turns the tree of one file into what extras carry: without the tensors that became atoms, others as atoms."""
 
-    def __init__(self, reading: ReadContext, file: RankFile, label: str) -> None:
-        self._reading = reading
+    def __init__(self, context: ReadContext, file: RankFile, label: str) -> None:
+        self._context = context
         self._file = file
         self._label = label
         self._names: set[str] = set()
@@ -82,9 +82,9 @@ class TreeCarrier:
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return value
         if isinstance(value, TensorRef):
-            return _DROP if self._reading.is_taken(value) else self._atom(value, path)
+            return _DROP if self._context.is_claimed(value) else self._atom(value, path)
         if isinstance(value, StorageRef) or (isinstance(value, Inert) and _is_unreadable_tensor(value)):
-            self._reading.note("extra-unreadable", f"{path}: a tensor whose bytes are not its values; left out")
+            self._context.note("extra-unreadable", f"{path}: a tensor whose bytes are not its values; left out")
             return _DROP
         if (
             is_class(value)
@@ -184,53 +184,53 @@ def extra_atom(file: RankFile, ref: TensorRef, name: str) -> Atom:
     def make() -> Any:
         if ref.numel:
             strides = None if ref.is_contiguous else ref.strides
-            yield Fragment(Region.all_of(ref.shape), file.name, file.spot(ref).offset, ref.dtype, strides=strides)
+            yield Fragment(Region.all_of(ref.shape), file.name, file.locate(ref).offset, ref.dtype, strides=strides)
 
     return Atom(name, "extra", ref.shape, ref.dtype, LazyFragments(make, 1 if ref.numel else 0))
 
 
-def carry_neighbours(reading: ReadContext, root: Path, trees: dict[str, Any], files: dict[str, str]) -> None:
+def carry_neighbours(context: ReadContext, root: Path, trees: dict[str, Any], files: dict[str, str]) -> None:
     """What a trainer keeps beside the step folder: scheduler, RNG and loader states as trees, the rest as bytes."""
     for name in _files_in(root):
         if _matches_any(name, _IGNORED_PATTERNS):
             continue
         if _matches_any(name, _WEIGHT_PATTERNS):
-            reading.note(
+            context.note(
                 "weights-beside", f"{name}: a copy of the weights for inference; left behind, the masters are exact"
             )
         elif _matches_any(name, _TREE_PATTERNS):
-            _carry_tree(reading, name, trees, files)
+            _carry_tree(context, name, trees, files)
         elif _matches_any(name, _CARRIED_PATTERNS):
             files[name] = name
         else:
-            _carry_unknown_file(reading, name, name, root / name, files)
+            _carry_unknown_file(context, name, name, root / name, files)
 
 
-def carry_unknown_files(reading: ReadContext, step: Path, names: Collection[str], files: dict[str, str]) -> None:
+def carry_unknown_files(context: ReadContext, step: Path, names: Collection[str], files: dict[str, str]) -> None:
     """Files of the step folder that DeepSpeed does not write."""
     for name in sorted(names):
         if not _matches_any(name, _IGNORED_PATTERNS):
-            _carry_unknown_file(reading, name, reading.prefix + name, step / name, files)
+            _carry_unknown_file(context, name, context.prefix + name, step / name, files)
 
 
-def _carry_tree(reading: ReadContext, name: str, trees: dict[str, Any], files: dict[str, str]) -> None:
+def _carry_tree(context: ReadContext, name: str, trees: dict[str, Any], files: dict[str, str]) -> None:
     try:
-        file = reading.files.open(name)
+        file = context.files.open(name)
     except NotUnderstoodError:
         files[name] = name  # a bare pickle or a file of an older torch: not ours to interpret
         return
-    tree = TreeCarrier(reading, file, name).carry()
+    tree = TreeCarrier(context, file, name).carry()
     if tree is not None:
         trees[name] = tree
 
 
-def _carry_unknown_file(reading: ReadContext, name: str, where: str, path: Path, files: dict[str, str]) -> None:
+def _carry_unknown_file(context: ReadContext, name: str, where: str, path: Path, files: dict[str, str]) -> None:
     size = path.stat().st_size
     if size <= _MAX_UNKNOWN_SIZE:
         files[name] = where
-        reading.note("file-unknown", f"{name}: not a file that DeepSpeed writes; carried as it is")
+        context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; carried as it is")
     else:
-        reading.note("file-unknown", f"{name}: not a file that DeepSpeed writes; left behind, it has {size} bytes")
+        context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; left behind, it has {size} bytes")
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -248,10 +248,10 @@ _MARSHAL_VERSION: Final = 2  # a version of marshal's format that says the value
 
 
 class TreeComparison:
-    """Compares two trees. Tensors that `is_taken` says have become atoms are carried by neither, whatever they are."""
+    """Compares two trees. Tensors for which `is_claimed` is true have become atoms: neither tree carries them."""
 
-    def __init__(self, is_taken: Callable[[TensorRef], bool]) -> None:
-        self._is_taken = is_taken
+    def __init__(self, is_claimed: Callable[[TensorRef], bool]) -> None:
+        self._is_claimed = is_claimed
         self._compared: set[tuple[int, int]] = set()
 
     def are(self, a: Any, b: Any, depth: int = 0) -> bool:
@@ -264,7 +264,7 @@ class TreeComparison:
         if kind in _PLAIN_TYPES:
             return _is_identical(a, b)
         if kind is TensorRef:
-            return self._is_taken(a) and self._is_taken(b)
+            return self._is_claimed(a) and self._is_claimed(b)
         pair = (id(a), id(b))
         if pair in self._compared:  # or being compared: then the rest decides
             return True

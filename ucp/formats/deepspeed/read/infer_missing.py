@@ -27,7 +27,7 @@ from ucp.storage.local import SourceFiles
 _MAX_LISTED: Final = 5  # names in a note; further ones are counted
 
 
-def check_frozen(reading: ReadContext, holder: RankCoord, file: RankFile) -> None:
+def check_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
     """ZeRO-3 keeps frozen parameters under two keys that go together; either may be None if both are."""
     tree = file.mapping()
     shapes, fragments = tree.get("frozen_param_shapes"), tree.get("frozen_param_fragments")
@@ -36,36 +36,36 @@ def check_frozen(reading: ReadContext, holder: RankCoord, file: RankFile) -> Non
         (fragments, "frozen_param_fragments", "frozen_param_shapes"),
     ):
         if isinstance(mine, dict) and mine and not isinstance(tree.get(other), dict):
-            reading.problems.add(
-                f"{file.name} ({holder}) has {key} of {len(mine)} frozen parameters ({list_names(mine)}), but no {other}:"  # noqa: E501
+            context.problems.add(
+                f"{file.name} ({coord}) has {key} of {len(mine)} frozen parameters ({list_names(mine)}), but no {other}:"  # noqa: E501
                 " their values cannot be read"
             )
 
 
-def check_order(reading: ReadContext, holder: RankCoord, model: RankFile) -> None:
+def check_order(context: ReadContext, coord: RankCoord, model: RankFile) -> None:
     """Where the order of parameters in flat groups was taken from the slice mappings: do masters round to weights?
 
     DeepSpeed computes the mappings from the wrong order under `round_robin_gradients`.
     """
     wrong, compared = [], 0
-    for group in reading.holdings.groups.get(holder, ()):
+    for group in context.shards.groups.get(coord, ()):
         for name in group.names:
-            held = reading.holdings.get(name, holder)
+            held = context.shards.get(name, coord)
             masters, weights = (held.kinds.get(MASTER), held.kinds.get(WEIGHT)) if held is not None else (None, None)
             if not masters or not weights:
                 continue
-            same = rounds_to(reading.source, masters[0], weights[0])
+            same = rounds_to(context.source, masters[0], weights[0])
             compared += same is not None
             if same is False:
                 wrong.append(name)
     if wrong:
-        reading.problems.add(
-            f"{model.name} ({holder}) has no param_shapes, and the order in param_slice_mappings is wrong: the master"
+        context.problems.add(
+            f"{model.name} ({coord}) has no param_shapes, and the order in param_slice_mappings is wrong: the master"
             f" weights of {len(wrong)} of {compared} parameters ({list_names(wrong)}) are not those of the module's weights"  # noqa: E501
             + (" (DeepSpeed writes it wrong under round_robin_gradients)" if _is_round_robin(model) else "")
         )
     elif not compared:
-        reading.note(
+        context.note(
             "order-unproven",
             f"{model.name} has no param_shapes: the order of parameters in flat groups was taken from"
             " param_slice_mappings, which DeepSpeed writes wrong under round_robin_gradients, and no weights are here"
@@ -80,7 +80,7 @@ def _is_round_robin(model: RankFile) -> bool:
 
 
 def unlisted_copies(
-    reading: ReadContext,
+    context: ReadContext,
     file: RankFile,
     module: Mapping[str, Any],
     trained: Mapping[str, Shape],
@@ -96,11 +96,11 @@ def unlisted_copies(
     candidates = [SlotCandidate(name, tensors[name].shape, file.whole(tensors[name])) for name in (*alike, *strays)]
     found = {
         alias: owner
-        for alias, owner in find_copies(reading.source, candidates).items()
+        for alias, owner in find_copies(context.source, candidates).items()
         if alias not in trained and owner in trained
     }
     for alias, owner in found.items():
-        reading.note(
+        context.note(
             "shared-inferred",
             f"{file.name} does not say which parameters are shared (shared_params is missing); {alias} has the very"
             f" values of {owner} and no optimizer state, and is taken for another name of it",
@@ -108,17 +108,17 @@ def unlisted_copies(
     return found
 
 
-def note_missing(reading: ReadContext, models: Iterable[RankFile]) -> None:
+def note_missing(context: ReadContext, models: Iterable[RankFile]) -> None:
     """Notes on what was read without being told; after everything was."""
     files = list(models)
-    roles, aliases = reading.holdings.roles, reading.holdings.aliases
-    lost = [name for name in reading.valueless if name not in roles and name not in aliases]
-    excluded = any(note.id == "frozen-excluded" for note in reading.notes)
+    roles, aliases = context.shards.roles, context.shards.aliases
+    lost = [name for name in context.valueless if name not in roles and name not in aliases]
+    excluded = any(note.id == "frozen-excluded" for note in context.notes)
     if lost and not excluded:
         tied = any("shared_params" not in file.mapping() for file in files)
-        reading.note(
+        context.note(
             "weights-missing",
-            f"{reading.valueless[lost[0]]}: no file has a value of {len(lost)} of the parameters that it names"
+            f"{context.valueless[lost[0]]}: no file has a value of {len(lost)} of the parameters that it names"
             f" ({list_names(lost)}); what is written will not have them"
             + (". They may be further names of others: shared_params is missing" if tied else ""),
         )
@@ -131,7 +131,7 @@ def note_missing(reading: ReadContext, models: Iterable[RankFile]) -> None:
             if role == "frozen" and not (isinstance(explained, dict) and name in explained)
         ]
         if strays:
-            reading.note(
+            context.note(
                 "buffers-unlisted",
                 f"{unlisted.name} does not say which tensors are buffers (buffer_names is missing); {len(strays)} that"
                 f" the optimizer does not own ({list_names(strays)}) count as frozen parameters",

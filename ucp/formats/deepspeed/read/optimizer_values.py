@@ -57,7 +57,7 @@ def kind_of(key: object) -> str:
     return f"state_{text}" if text in (WEIGHT, MASTER) else text
 
 
-def classify_states(reading: ReadContext, group: str, members: Sequence[FlatGroupShare]) -> FlatGroupStates:
+def classify_states(context: ReadContext, group: str, members: Sequence[FlatGroupShare]) -> FlatGroupStates:
     """The states of one flat group over all its members; `group` names it in messages."""
     found = FlatGroupStates()
     keys: dict[Any, None] = {}
@@ -67,52 +67,52 @@ def classify_states(reading: ReadContext, group: str, members: Sequence[FlatGrou
         missing = [member for member in members if key not in member.state]
         if missing:
             names = ", ".join(member.file.name for member in missing[:5])
-            reading.problems.add(
+            context.problems.add(
                 f"{group}: optimizer state '{key}' is missing on dp rank {missing[0].dp} ({names})"
                 + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             )
             continue
-        _classify_state(reading, group, key, members, found)
+        _classify_state(context, group, key, members, found)
     return found
 
 
 def _classify_state(
-    reading: ReadContext, group: str, key: Any, members: Sequence[FlatGroupShare], found: FlatGroupStates
+    context: ReadContext, group: str, key: Any, members: Sequence[FlatGroupShare], found: FlatGroupStates
 ) -> None:
     first = members[0].state[key]
     spots = [_flat_spot(member, key) for member in members]
     if not all(spots) and all(_has_whole_parameters(member, key) for member in members):
         dtypes = {member.state[key].dtype for member in members}
         if len(dtypes) == 1:
-            taken = [member.file.spot(reading.take(member.state[key]), member.dp) for member in members]
+            taken = [member.file.locate(context.claim(member.state[key]), member.dp) for member in members]
             found.whole[kind_of(key)] = (dtypes.pop(), taken)
             return
     if _is_element_wise(spots) and not (is_scalar(first) and str(key) == "step"):
         dtypes = {member.state[key].dtype for member in members if isinstance(member.state[key], TensorRef)}
         for member, spot in zip(members, spots, strict=True):
             if spot is None:
-                reading.problems.add(
+                context.problems.add(
                     f"{group}: optimizer state '{key}' on dp rank {member.dp} ({member.file.name}) is"
                     f" {_describe_shape(member.state[key])}, expected {' or '.join(map(str, member.lengths))} elements"
                 )
         if len(dtypes) > 1:
             listed = ", ".join(sorted(map(str, dtypes)))
-            reading.problems.add(
+            context.problems.add(
                 f"{group}: optimizer state '{key}' has a different dtype on different dp ranks: {listed}"
             )
         if all(spot is not None for spot in spots) and len(dtypes) == 1:
             found.flat[kind_of(key)] = (dtypes.pop(), [spot for spot in spots if spot is not None])
             for member in members:
-                reading.take(member.state[key])
+                context.claim(member.state[key])
     elif is_scalar(first):
-        _classify_number(reading, group, key, members, found)
+        _classify_number(context, group, key, members, found)
     elif any(isinstance(member.state[key], Inert) and contains_tensor(member.state[key]) for member in members):
-        reading.problems.add(
+        context.problems.add(
             f"{group}: optimizer state '{key}' is {describe_value(first)} that carries tensors ({members[0].file.name});"  # noqa: E501
             " how it is cut over ranks is not known"
         )
     elif contains_tensor(first):
-        reading.unplaced_states.setdefault(kind_of(key), f"{_describe_shape(first)} in {members[0].file.name}")
+        context.unplaced_states.setdefault(kind_of(key), f"{_describe_shape(first)} in {members[0].file.name}")
 
 
 def _has_whole_parameters(member: FlatGroupShare, key: Any) -> bool:
@@ -131,27 +131,27 @@ def _flat_spot(member: FlatGroupShare, key: Any) -> TensorInFile | None:
         return None
     if ref.numel == 0 and 0 not in member.lengths:
         return member.swapped(ref, str(key)) if member.swapped is not None else None
-    return member.file.spot(ref, member.dp) if ref.numel in member.lengths else None
+    return member.file.locate(ref, member.dp) if ref.numel in member.lengths else None
 
 
 def _classify_number(
-    reading: ReadContext, group: str, key: Any, members: Sequence[FlatGroupShare], found: FlatGroupStates
+    context: ReadContext, group: str, key: Any, members: Sequence[FlatGroupShare], found: FlatGroupStates
 ) -> None:
     numbers = [stored_scalar(member.file, member.state[key], member.dp) for member in members]
     kept = [number for number in numbers if number is not None]
     if len(kept) != len(members):
-        reading.unplaced_states.setdefault(kind_of(key), f"not a 64-bit number in {members[0].file.name}")
+        context.unplaced_states.setdefault(kind_of(key), f"not a 64-bit number in {members[0].file.name}")
         return
-    first = scalar_bytes(kept[0], reading.source)
+    first = scalar_bytes(kept[0], context.source)
     for member, number in zip(members[1:], kept[1:], strict=True):
-        other = scalar_bytes(number, reading.source)
+        other = scalar_bytes(number, context.source)
         if other == first and number.dtype == kept[0].dtype:
             continue
         if kind_of(key) != STEP:  # of a rank's share of the buffer, as the mean square that Adafactor keeps
             why = f"every data-parallel rank has a number of its own, as in {members[0].file.name}"
-            reading.unplaced_states.setdefault(kind_of(key), why)
+            context.unplaced_states.setdefault(kind_of(key), why)
             return
-        reading.problems.add(
+        context.problems.add(
             f"{group}: '{key}' is {scalar_value(first, kept[0].dtype)} in {members[0].file.name}"
             f" (dp rank {members[0].dp}), but {scalar_value(other, number.dtype)} in {member.file.name}"
             f" (dp rank {member.dp}): files of different steps are mixed"
@@ -159,7 +159,7 @@ def _classify_number(
     found.numbers[kind_of(key)] = kept[0]
     for member in members:
         if isinstance(member.state[key], TensorRef):
-            reading.take(member.state[key])
+            context.claim(member.state[key])
 
 
 def _describe_shape(value: object) -> str:
@@ -200,13 +200,13 @@ def scalar_bytes(stored: StoredShard, source: SourceFiles) -> bytes:
     return b""
 
 
-def group_hyper_parameters(reading: ReadContext, file: RankFile, group: Mapping[str, Any]) -> dict[str, Any]:
+def group_hyper_parameters(context: ReadContext, file: RankFile, group: Mapping[str, Any]) -> dict[str, Any]:
     """A group of `param_groups` without its list of parameters; one-element tensors (a tensor `lr`) as numbers."""
-    return {str(key): _plain_value(reading, file, value) for key, value in group.items() if key != "params"}
+    return {str(key): _plain_value(context, file, value) for key, value in group.items() if key != "params"}
 
 
-def _plain_value(reading: ReadContext, file: RankFile, value: Any) -> Any:
+def _plain_value(context: ReadContext, file: RankFile, value: Any) -> Any:
     if isinstance(value, TensorRef) and value.numel == 1:
-        number = scalar_value(scalar_bytes(file.whole(value), reading.source), value.dtype)
+        number = scalar_value(scalar_bytes(file.whole(value), context.source), value.dtype)
         return value if number is None else number
     return value.to_python() if isinstance(value, NumpyScalar) else value

@@ -54,13 +54,13 @@ class RankFile:
             self._archive = TorchFile(self._path)
         return self._archive
 
-    def spot(self, ref: TensorRef, dp: int = 0) -> TensorInFile:
+    def locate(self, ref: TensorRef, dp: int = 0) -> TensorInFile:
         """Where a tensor of this file lies."""
         return TensorInFile(self.name, self, ref, dp)
 
     def whole(self, ref: TensorRef, dp: int = 0) -> WholeTensor:
         """A tensor of this file as the whole of a local tensor."""
-        return WholeTensor(self.spot(ref, dp), ref.dtype, ref.shape, None if ref.is_contiguous else ref.strides)
+        return WholeTensor(self.locate(ref, dp), ref.dtype, ref.shape, None if ref.is_contiguous else ref.strides)
 
     def mapping(self, *keys: str) -> Mapping[Any, Any]:
         """The dict under this path of keys; anything else there means that the file is of another kind."""

@@ -21,31 +21,31 @@ class ReadContext:
     files: RankFiles
     source: SourceFiles
     problems: Problems
-    holdings: ShardTable
+    shards: ShardTable
     notes: list[Note] = field(default_factory=list)
     wrong_mappings: Counter[str] = field(default_factory=Counter)  # parameter → ranks whose slice mapping is wrong
     checked_mappings: set[str] = field(default_factory=set)
     pipeline: dict[str, Any] = field(default_factory=dict)  # what the layer files show of a PipelineModule
     unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it is no atom
     valueless: dict[str, str] = field(default_factory=dict)  # name in a module whose values are nowhere → file
-    _taken: dict[int, TensorRef] = field(default_factory=dict)
+    _claimed: dict[int, TensorRef] = field(default_factory=dict)
 
-    def take(self, ref: TensorRef) -> TensorRef:
+    def claim(self, ref: TensorRef) -> TensorRef:
         """Remember that this tensor of a tree has become an atom, so that extras do not carry it again."""
-        self._taken[id(ref)] = ref  # the reference is kept: an id means nothing once its object is gone
+        self._claimed[id(ref)] = ref  # the reference is kept: an id means nothing once its object is gone
         return ref
 
-    def is_taken(self, ref: TensorRef) -> bool:
-        return id(ref) in self._taken
+    def is_claimed(self, ref: TensorRef) -> bool:
+        return id(ref) in self._claimed
 
-    def take_all(self, value: Any) -> int:
+    def claim_all(self, value: Any) -> int:
         """Take every tensor of a plain tree; returns how many there were."""
         count = 0
         todo, seen = [value], set()
         while todo:
             item = todo.pop()
             if isinstance(item, TensorRef):
-                self.take(item)
+                self.claim(item)
                 count += 1
             elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
                 seen.add(id(item))

@@ -1,4 +1,4 @@
-"""Reads the states of all ranks into holdings: weights first, then the optimizer in whichever form it was saved."""
+"""Reads the states of all ranks into the shard table: weights first, then the optimizer, in any form."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MIXED_SAVES_HINT = "look for a file of another run or of another save among the
 
 @dataclass(slots=True)
 class OpenRankFiles:
-    """Opened model and optimizer files by holder; the position in a list is the data-parallel rank."""
+    """Opened model and optimizer files by coord; the position in a list is the data-parallel rank."""
 
     models: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
     optims: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
@@ -68,22 +68,22 @@ class DetectedLayout:
 
 
 def read_states(
-    reading: ReadContext, step: Path, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles
+    context: ReadContext, step: Path, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles
 ) -> DetectedLayout:
-    """Fill the holdings from all files."""
+    """Fill the shard table from all files."""
     first = ranks.models[RankCoord(0, 0)][0]
-    reading.holdings.spreads = expert_placements(first.mapping(), first.name)
-    if reading.holdings.spreads and grid.mp > 1:
+    context.shards.placements = expert_placements(first.mapping(), first.name)
+    if context.shards.placements and grid.mp > 1:
         raise NotUnderstoodError(
             f"{first.name}: AutoEP together with {grid.tp} tensor-parallel ranks and {grid.pp} pipeline stages is not"
             " read",
             hint="save with an autotp_size of 1 and without a pipeline",
         )
     if ranks.optims and not grid.sharded_model and _zero_stage(ranks) < 3:
-        return _read_zero12(reading, files, grid, ranks)
+        return _read_zero12(context, files, grid, ranks)
     if grid.sharded_model:
-        return _read_zero3(reading, step, files, grid, ranks)
-    return _read_zero0(reading, files, grid, ranks)
+        return _read_zero3(context, step, files, grid, ranks)
+    return _read_zero0(context, files, grid, ranks)
 
 
 def _zero_stage(ranks: OpenRankFiles) -> int:
@@ -118,37 +118,37 @@ def _shared_parameters(ranks: OpenRankFiles) -> dict[str, str]:
     }
 
 
-def _read_zero12(reading: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
+def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
     """ZeRO-1, ZeRO-2 and BF16_Optimizer."""
     shapes: dict[RankCoord, list[dict[str, Shape]] | None] = {}
     partitions: dict[RankCoord, list[Zero12File]] = {}
-    for holder, (model, *_) in ranks.models.items():
-        partitions[holder] = open_zero12_files(ranks.optims[holder])
-        shapes[holder] = param_shapes(model, ranks.optims[holder][0])
+    for coord, (model, *_) in ranks.models.items():
+        partitions[coord] = open_zero12_files(ranks.optims[coord])
+        shapes[coord] = param_shapes(model, ranks.optims[coord][0])
     if files.layers:
         stages = {
-            holder.pp: StageNames(_stage_names(shapes[holder], partitions[holder]), buffer_names(model))
-            for holder, (model, *_) in ranks.models.items()
-            if holder.tp == 0
+            coord.pp: StageNames(_stage_names(shapes[coord], partitions[coord]), buffer_names(model))
+            for coord, (model, *_) in ranks.models.items()
+            if coord.tp == 0
         }
-        _read_pipeline(reading, files, grid, stages)
+        _read_pipeline(context, files, grid, stages)
     shared = _shared_parameters(ranks)
-    for holder, (model, *_) in ranks.models.items():
-        trained = _merge_shapes(shapes[holder] or ())
-        read_module(reading, holder, model, trained if shapes[holder] is not None else None, shared)
-        read_frozen(reading, holder, model)
-        if shapes[holder] is not None and not files.layers and isinstance(model.mapping().get("module"), dict):
-            check_module(reading, holder, model, trained)
-        _drop_second_copy(reading, model)
-    _note_frozen(reading, ranks, _zero_stage(ranks))
-    _read_experts(reading, files, grid, ranks)
-    reading.problems.raise_any(_MIXED_SAVES_HINT)
+    for coord, (model, *_) in ranks.models.items():
+        trained = _merge_shapes(shapes[coord] or ())
+        read_module(context, coord, model, trained if shapes[coord] is not None else None, shared)
+        read_frozen(context, coord, model)
+        if shapes[coord] is not None and not files.layers and isinstance(model.mapping().get("module"), dict):
+            check_module(context, coord, model, trained)
+        _drop_second_copy(context, model)
+    _note_frozen(context, ranks, _zero_stage(ranks))
+    _read_experts(context, files, grid, ranks)
+    context.problems.raise_any(_MIXED_SAVES_HINT)
     ep = 1
-    for holder in ranks.models:
-        data_first = _is_data_first(ranks.optims[holder])
-        ep = max(ep, read_zero12(reading, holder, shapes[holder], partitions[holder], data_first))
-        if shapes[holder] is None:
-            check_order(reading, holder, ranks.models[holder][0])
+    for coord in ranks.models:
+        data_first = _is_data_first(ranks.optims[coord])
+        ep = max(ep, read_zero12(context, coord, shapes[coord], partitions[coord], data_first))
+        if shapes[coord] is None:
+            check_order(context, coord, ranks.models[coord][0])
     top = next(iter(partitions.values()))[0].top
     return DetectedLayout(
         stage=_zero_stage(ranks),
@@ -173,24 +173,24 @@ def _slice_mapping_names(partitions: list[Zero12File]) -> dict[str, Shape | None
 
 
 def _read_zero3(
-    reading: ReadContext, step: Path, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles
+    context: ReadContext, step: Path, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles
 ) -> DetectedLayout:
-    swap = SwapFiles(step, reading.prefix)
+    swap = SwapFiles(step, context.prefix)
     shared = _shared_parameters(ranks)
-    for holder, models in ranks.models.items():
-        optims = ranks.optims[holder]
+    for coord, models in ranks.models.items():
+        optims = ranks.optims[coord]
         shapes = param_shapes(models[0], optims[0]) or []
-        _check_same_shapes(reading, holder, models)
-        check_frozen(reading, holder, models[0])
-        read_module(reading, holder, models[0], _merge_shapes(shapes), shared)
-        _claim_other_modules(reading, models[1:])
-        check_placements(reading, models, _is_data_first(optims))
-        slices = open_zero3_files(optims, grid.tp, holder.tp)
-        share = read_zero3(reading, holder, shapes, slices, swap, _is_data_first(optims))
-        read_frozen_slices(reading, holder, models, share)
-    _read_experts(reading, files, grid, ranks)
-    _note_frozen(reading, ranks, 3)
-    degrees = (spread.degree for spread in reading.holdings.spreads.values())
+        _check_same_shapes(context, coord, models)
+        check_frozen(context, coord, models[0])
+        read_module(context, coord, models[0], _merge_shapes(shapes), shared)
+        _claim_other_modules(context, models[1:])
+        check_placements(context, models, _is_data_first(optims))
+        slices = open_zero3_files(optims, grid.tp, coord.tp)
+        share = read_zero3(context, coord, shapes, slices, swap, _is_data_first(optims))
+        read_frozen_slices(context, coord, models, share)
+    _read_experts(context, files, grid, ranks)
+    _note_frozen(context, ranks, 3)
+    degrees = (spread.degree for spread in context.shards.placements.values())
     return DetectedLayout(stage=3, ep=max(degrees, default=1), optimizer="ZeRO")
 
 
@@ -200,90 +200,90 @@ def _is_data_first(optims: Sequence[RankFile]) -> bool:
     return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
 
 
-def _check_same_shapes(reading: ReadContext, holder: RankCoord, models: list[RankFile]) -> None:
+def _check_same_shapes(context: ReadContext, coord: RankCoord, models: list[RankFile]) -> None:
     first = models[0].mapping()
     for dp, model in enumerate(models[1:], 1):
         tree = model.mapping()
         for key in ("param_shapes", "frozen_param_shapes"):
             # Ranks that wrote the same pickle share its tree: nothing to compare then.
             if tree.get(key) is not first.get(key) and tree.get(key) != first.get(key):
-                reading.problems.add(
-                    f"{model.name} (dp rank {dp}, {holder}): {key} differs from that of {models[0].name}"
+                context.problems.add(
+                    f"{model.name} (dp rank {dp}, {coord}): {key} differs from that of {models[0].name}"
                 )
 
 
-def _claim_other_modules(reading: ReadContext, models: list[RankFile]) -> None:
+def _claim_other_modules(context: ReadContext, models: list[RankFile]) -> None:
     """Buffers of further data-parallel ranks are copies of the first's; their empty parameters are nothing."""
     seen: set[int] = set()
     for model in models:
         module = model.mapping().get("module")
         if isinstance(module, dict) and id(module) not in seen:
             seen.add(id(module))
-            reading.take_all(module)
+            context.claim_all(module)
 
 
-def _read_zero0(reading: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
+def _read_zero0(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
     """ZeRO off."""
     if files.layers:
         stages = {h.pp: StageNames({}, buffer_names(model)) for h, (model, *_) in ranks.models.items() if h.tp == 0}
-        _read_pipeline(reading, files, grid, stages)
+        _read_pipeline(context, files, grid, stages)
     shared = _shared_parameters(ranks)
-    for holder, (model, *_) in ranks.models.items():
+    for coord, (model, *_) in ranks.models.items():
         shapes = param_shapes(model, None)
-        read_module(reading, holder, model, _merge_shapes(shapes) if shapes is not None else None, shared)
-        read_frozen(reading, holder, model)
-    _read_experts(reading, files, grid, ranks)
-    reading.problems.raise_any(_MIXED_SAVES_HINT)
+        read_module(context, coord, model, _merge_shapes(shapes) if shapes is not None else None, shared)
+        read_frozen(context, coord, model)
+    _read_experts(context, files, grid, ranks)
+    context.problems.raise_any(_MIXED_SAVES_HINT)
     info = next(iter(ranks.models.values()))[0].mapping().get("universal_checkpoint_info")
     if not files.expert_optim and all(not m.mapping().get("optimizer") for (m, *_) in ranks.models.values()):
-        reading.note(
+        context.note(
             "optimizer-missing", "no optimizer state: there are no *_optim_states.pt files, only weights were read"
         )
         if files.layers:
-            name_tied_modules(reading, info)
+            name_tied_modules(context, info)
         return DetectedLayout()
-    ep = read_zero0(reading, files, grid.tp, {h: model for h, (model, *_) in ranks.models.items()})
+    ep = read_zero0(context, files, grid.tp, {h: model for h, (model, *_) in ranks.models.items()})
     if files.layers:
-        name_tied_modules(reading, info)
+        name_tied_modules(context, info)
     return DetectedLayout(ep=ep)
 
 
-def _read_pipeline(reading: ReadContext, files: StepFiles, grid: RankGrid, stages: Mapping[int, StageNames]) -> None:
+def _read_pipeline(context: ReadContext, files: StepFiles, grid: RankGrid, stages: Mapping[int, StageNames]) -> None:
     for name in missing_layer_files(files.layers, stages, grid.tp):
-        reading.problems.add(f"layer file {name} is missing")
-    reading.problems.raise_any(_COMPLETE_HINT)
-    read_layers(reading, files.layers, stages)
+        context.problems.add(f"layer file {name} is missing")
+    context.problems.raise_any(_COMPLETE_HINT)
+    read_layers(context, files.layers, stages)
 
 
-def _read_experts(reading: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> None:
-    models = {holder: model for holder, (model, *_) in ranks.models.items()}
-    must = {holder: _needs_expert_files(reading, grid, model) for holder, model in models.items()}
+def _read_experts(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> None:
+    models = {coord: model for coord, (model, *_) in ranks.models.items()}
+    must = {coord: _needs_expert_files(context, grid, model) for coord, model in models.items()}
     listed = [param_shapes(model, None) for model in models.values()]
     named = {name for shapes in listed for name in _merge_shapes(shapes or ())}
-    read_experts(reading, files, grid.tp, models, must, None if None in listed else named)
+    read_experts(context, files, grid.tp, models, must, None if None in listed else named)
 
 
-def _needs_expert_files(reading: ReadContext, grid: RankGrid, model: RankFile) -> bool:
+def _needs_expert_files(context: ReadContext, grid: RankGrid, model: RankFile) -> bool:
     """Whether experts must have files of their own. `num_experts` alone may be a key of the client's."""
-    if reading.holdings.spreads and not grid.sharded_model:  # ZeRO-3 keeps those of AutoEP with all other parameters
+    if context.shards.placements and not grid.sharded_model:  # ZeRO-3 keeps those of AutoEP with all other parameters
         return True
     return any(expert_number(name) is not None for name in _merge_shapes(param_shapes(model, None) or ()))
 
 
-def _note_frozen(reading: ReadContext, ranks: OpenRankFiles, stage: int) -> None:
+def _note_frozen(context: ReadContext, ranks: OpenRankFiles, stage: int) -> None:
     """ZeRO-2 and 3 list frozen parameters, unless they were told to leave them out."""
     model = next(iter(ranks.models.values()))[0].mapping()
     if stage >= 2 and "frozen_param_shapes" in model and model["frozen_param_shapes"] is None:
-        reading.note(
+        context.note(
             "frozen-excluded",
             "saved with exclude_frozen_parameters: if the model has frozen parameters, this checkpoint has not",
         )
 
 
-def _drop_second_copy(reading: ReadContext, model: RankFile) -> None:
+def _drop_second_copy(context: ReadContext, model: RankFile) -> None:
     """bf16 with a pipeline and ZeRO off: the model file repeats the optimizer file of data-parallel rank 0."""
     optimizer = model.mapping().get("optimizer")
-    if optimizer is not None and unwrap_optimizer(model, optimizer) is None and reading.take_all(optimizer):
-        reading.note(
+    if optimizer is not None and unwrap_optimizer(model, optimizer) is None and context.claim_all(optimizer):
+        context.note(
             "second-copy", f"{model.name}: its 'optimizer' repeats the optimizer file of dp rank 0; left behind"
         )

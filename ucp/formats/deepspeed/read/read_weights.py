@@ -49,13 +49,13 @@ def frozen_shapes(file: RankFile) -> dict[str, Shape]:
 
 
 def read_module(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     file: RankFile,
     trained: Mapping[str, Shape] | None,
     shared: Mapping[str, str],
 ) -> None:
-    """Put the weights of one model file into the holdings.
+    """Put the weights of one model file into the shard table.
 
     `trained` has the shapes of the optimizer's parameters; None where the files do not name them (ZeRO off): then every
     parameter counts as trained until the optimizer says otherwise. Under ZeRO-3 parameters are empty tensors here; they
@@ -69,51 +69,51 @@ def read_module(
         module, buffers, trained or {}, _reliable_aliases(module, {**frozen, **(trained or {})}, shared)
     )
     elsewhere = not any(_has_elements(module.get(name)) for name in trained or {})
-    owners.update(unlisted_copies(reading, file, module, trained or {}, {*buffers, *frozen, *owners}))
+    owners.update(unlisted_copies(context, file, module, trained or {}, {*buffers, *frozen, *owners}))
     for name, value in module.items():
         if not isinstance(value, TensorRef):
             continue
-        reading.take(value)
+        context.claim(value)
         owner = owners.get(name, name)
         if owner != name:
-            reading.holdings.aliases[name] = owner
+            context.shards.aliases[name] = owner
             if value.numel and not _is_same_view(value, module.get(owner)):
-                reading.holdings.put(owner, holder, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
+                context.shards.put(owner, coord, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
             continue
         role = _module_role(name, buffers, trained, frozen)
         known = trained.get(name) if trained and role == "trained" else frozen.get(name)
         if known is not None and value.numel == 0 and value.shape != known:
-            reading.holdings.roles.setdefault(name, role)  # ZeRO-3: the values are elsewhere
+            context.shards.roles.setdefault(name, role)  # ZeRO-3: the values are elsewhere
             continue
         if role == "frozen" and value.shape == (0,) and known is None and elsewhere:
-            reading.valueless.setdefault(name, file.name)
+            context.valueless.setdefault(name, file.name)
             continue  # ZeRO-3 without its frozen parameters: a name and nothing else
         if role == "frozen" and known is None and listed:
-            reading.note("weight-unexplained", f"{name}: neither parameter nor buffer as far as {file.name} says; kept")
-        reading.holdings.put(name, holder, value.shape, role, file.name).kinds.setdefault(WEIGHT, []).insert(
+            context.note("weight-unexplained", f"{name}: neither parameter nor buffer as far as {file.name} says; kept")
+        context.shards.put(name, coord, value.shape, role, file.name).kinds.setdefault(WEIGHT, []).insert(
             0, file.whole(value)
         )
 
 
-def check_module(reading: ReadContext, holder: RankCoord, file: RankFile, trained: Mapping[str, Shape]) -> None:
+def check_module(context: ReadContext, coord: RankCoord, file: RankFile, trained: Mapping[str, Shape]) -> None:
     """Report parameters of the optimizer that the module lacks or that have another shape there."""
     module = module_tensors(file)
-    aliased = set(reading.holdings.aliases.values())
+    aliased = set(context.shards.aliases.values())
     for name, shape in trained.items():
         value = module.get(name)
-        is_expert = expert_number(name) is not None or name in reading.holdings.spreads
+        is_expert = expert_number(name) is not None or name in context.shards.placements
         if value is None and not is_expert and name not in aliased:
-            reading.problems.add(
-                f"parameter {name} ({holder}) is in the optimizer, but not in the module of {file.name}"
+            context.problems.add(
+                f"parameter {name} ({coord}) is in the optimizer, but not in the module of {file.name}"
             )
         elif isinstance(value, TensorRef) and value.shape != shape and value.shape != (0,):
-            reading.problems.add(
-                f"parameter {name} ({holder}) has shape {list(value.shape)} in the module of {file.name}, but"
+            context.problems.add(
+                f"parameter {name} ({coord}) has shape {list(value.shape)} in the module of {file.name}, but"
                 f" {list(shape)} in its param_shapes"
             )
 
 
-def read_frozen(reading: ReadContext, holder: RankCoord, file: RankFile) -> None:
+def read_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
     """Frozen parameters that ZeRO-2 keeps whole beside the module."""
     fragments = file.mapping().get("frozen_param_fragments")
     if not isinstance(fragments, dict):
@@ -122,16 +122,16 @@ def read_frozen(reading: ReadContext, holder: RankCoord, file: RankFile) -> None
     for name, shape in frozen_shapes(file).items():
         if name not in fragments:
             continue
-        ref = reading.take(as_tensor(fragments[name], f"{file.name}: frozen_param_fragments, {name}"))
+        ref = context.claim(as_tensor(fragments[name], f"{file.name}: frozen_param_fragments, {name}"))
         if ref.shape != shape:
-            reading.problems.add(
-                f"frozen parameter {name} ({holder}) has shape {list(ref.shape)} in {file.name}, but {list(shape)} in"
+            context.problems.add(
+                f"frozen parameter {name} ({coord}) has shape {list(ref.shape)} in {file.name}, but {list(shape)} in"
                 " its frozen_param_shapes"
             )
         elif not _is_same_view(ref, module.get(name)):
             # Of what AutoEP spreads, the one model file has the share of ep rank 0; expert files have all.
-            owner = reading.holdings.at(name, holder)
-            reading.holdings.put(name, owner, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
+            owner = context.shards.at(name, coord)
+            context.shards.put(name, owner, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
 
 
 def _module_role(
@@ -192,54 +192,54 @@ _COMPLETE_HINT = "restore the missing files, or give a checkpoint that is comple
 
 
 def read_experts(
-    reading: ReadContext,
+    context: ReadContext,
     files: StepFiles,
     tp: int,
     models: Mapping[RankCoord, RankFile],
     must: Mapping[RankCoord, bool],
     trained: Collection[str] | None,
 ) -> None:
-    """Put the weights of all experts into the holdings; `must` says which ranks' optimizers own some.
+    """Put the weights of all experts into the shard table; `must` says which ranks' optimizers own some.
 
     `trained` names the parameters of the optimizer; None where the files do not (ZeRO off).
     """
     missing: list[str] = []
-    for holder, model in models.items():
-        if files.experts or files.expert_optim or must[holder]:
-            mp = holder.pp * tp + holder.tp
+    for coord, model in models.items():
+        if files.experts or files.expert_optim or must[coord]:
+            mp = coord.pp * tp + coord.tp
             missing += missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
     for name in missing:
-        reading.problems.add(f"expert file {name} is missing")
+        context.problems.add(f"expert file {name} is missing")
     if missing:
-        reading.problems.raise_any(_COMPLETE_HINT)
-    spreads = {spread.layer: spread for spread in reading.holdings.spreads.values()}
+        context.problems.raise_any(_COMPLETE_HINT)
+    spreads = {spread.layer: spread for spread in context.shards.placements.values()}
     stacked: dict[tuple[RankCoord, int], dict[int, RankFile]] = {}
     for (layer, expert, mp), name in sorted(files.experts.items()):
-        file = reading.files.open(reading.prefix + name)
-        holder = RankCoord(mp // tp, mp % tp)
+        file = context.files.open(context.prefix + name)
+        coord = RankCoord(mp // tp, mp % tp)
         if layer in spreads:
-            stacked.setdefault((holder, layer), {})[expert] = file
+            stacked.setdefault((coord, layer), {})[expert] = file
         else:
-            _read_expert(reading, holder, file, expert, layer)
-    for (holder, layer), opened in stacked.items():
-        _read_autoep_layer(reading, holder, spreads[layer], opened, trained)
+            _read_expert(context, coord, file, expert, layer)
+    for (coord, layer), opened in stacked.items():
+        _read_autoep_layer(context, coord, spreads[layer], opened, trained)
 
 
-def _read_expert(reading: ReadContext, holder: RankCoord, file: RankFile, expert: int, layer: int) -> None:
+def _read_expert(context: ReadContext, coord: RankCoord, file: RankFile, expert: int, layer: int) -> None:
     """The weights of one expert; names carry the global expert number. The oldest releases give no layer (-1)."""
     other = next((name for name in file.mapping() if expert_number(str(name)) not in (None, expert)), None)
     if layer >= 0 and other is not None:
-        reading.problems.add(f"{file.name}: is named for expert {expert}, but holds {other}: files were exchanged")
+        context.problems.add(f"{file.name}: is named for expert {expert}, but holds {other}: files were exchanged")
     for name, value in file.mapping().items():
         if isinstance(value, TensorRef):
-            reading.take(value)
-            reading.holdings.experts.setdefault(str(name), (expert, 0))
-            reading.holdings.put(str(name), holder, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
+            context.claim(value)
+            context.shards.experts.setdefault(str(name), (expert, 0))
+            context.shards.put(str(name), coord, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
 
 
 def _read_autoep_layer(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     spread: ExpertPlacement,
     files: Mapping[int, RankFile],
     trained: Collection[str] | None,
@@ -247,31 +247,31 @@ def _read_autoep_layer(
     """The weights of one AutoEP layer: on every ep rank its experts, each from its own file."""
     for name in spread.names:
         role: Role = "trained" if trained is None or name in trained else "frozen"
-        refs = {expert: ref for expert, file in files.items() if (ref := _expert_weight(reading, file, name, expert))}
+        refs = {expert: ref for expert, file in files.items() if (ref := _expert_weight(context, file, name, expert))}
         if set(refs) != set(range(spread.total)):
             continue  # reported: a file of another expert, or (before) a missing one
         shape, dtype = refs[0].shape, refs[0].dtype
         odd = [e for e, ref in refs.items() if (ref.shape, ref.dtype) != (shape, dtype) or not ref.is_contiguous]
         for expert in odd:
-            reading.problems.add(
+            context.problems.add(
                 f"{files[expert].name}: {name}.{expert} is {refs[expert].dtype} of shape {list(refs[expert].shape)},"
                 f" but expert 0 is {dtype} of shape {list(shape)}"
             )
         if odd:
             continue
         for ep, experts in enumerate(spread.experts):
-            spots = [files[expert].spot(reading.take(refs[expert])) for expert in experts]
-            owner = RankCoord(holder.pp, holder.tp, ep)
-            held = reading.holdings.put(name, owner, (len(experts), *shape), role, files[0].name)
+            spots = [files[expert].locate(context.claim(refs[expert])) for expert in experts]
+            owner = RankCoord(coord.pp, coord.tp, ep)
+            held = context.shards.put(name, owner, (len(experts), *shape), role, files[0].name)
             held.add(WEIGHT, EvenSlices(spots, dtype, prod(shape), 0, len(experts) * prod(shape)))
 
 
-def _expert_weight(reading: ReadContext, file: RankFile, name: str, expert: int) -> TensorRef | None:
+def _expert_weight(context: ReadContext, file: RankFile, name: str, expert: int) -> TensorRef | None:
     value = file.mapping().get(f"{name}.{expert}")
     if isinstance(value, TensorRef):
         return value
     held = next((str(key) for key, ref in file.mapping().items() if isinstance(ref, TensorRef)), "no tensor")
-    reading.problems.add(
+    context.problems.add(
         f"{file.name}: is named for expert {expert} of {name}, but holds {held}: files were exchanged, or are damaged"
     )
     return None
@@ -290,34 +290,34 @@ class StageNames:
     buffers: Collection[str]
 
 
-def read_layers(reading: ReadContext, layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames]) -> None:
-    """Put the weights of all layer files into the holdings. `layers`: (layer, tp rank) → file; `stages`: pp → names."""
+def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames]) -> None:
+    """Put the weights of all layer files into the shard table. `layers`: (layer, tp rank) → file; `stages`: by pp."""
     stage_of = _stage_of_each_layer(sorted({layer for layer, _ in layers}), stages)
     tied = _tied_modules(stages)
     keys_of: dict[int, str | None] = {}
     untied = list(tied)  # tied modules that no layer file has claimed yet, in the order of the model
     for (layer, tp), name in sorted(layers.items()):
-        file = reading.files.open(reading.prefix + name)
+        file = context.files.open(context.prefix + name)
         tensors = {
             key: value for key, value in flatten_state_dict(file.mapping()).items() if isinstance(value, TensorRef)
         }
         if layer not in keys_of:
             keys_of[layer] = _tied_key(layer, tensors, tied, untied, stages)
-        _read_layer(reading, RankCoord(stage_of[layer], tp), file, layer, keys_of[layer], tensors, stages)
-    reading.pipeline = {
+        _read_layer(context, RankCoord(stage_of[layer], tp), file, layer, keys_of[layer], tensors, stages)
+    context.pipeline = {
         "layers": sorted(keys_of),
         "tied": {key: layer for layer, key in sorted(keys_of.items(), reverse=True) if key is not None},
         "model_axis": any(has_model_axis(name) for name in layers.values()),
     }
-    first = set(reading.pipeline["tied"].values())
+    first = set(context.pipeline["tied"].values())
     again = {str(layer): key for layer, key in sorted(keys_of.items()) if key is not None and layer not in first}
     if again:
-        reading.pipeline["again"] = again
+        context.pipeline["again"] = again
 
 
 def _read_layer(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     file: RankFile,
     layer: int,
     tied_key: str | None,
@@ -326,8 +326,8 @@ def _read_layer(
 ) -> None:
     for local, ref in tensors.items():
         full = f"tied_modules.{tied_key}.{local}" if tied_key is not None else f"{layer}.{local}"
-        reading.take(ref)
-        reading.holdings.put(full, holder, ref.shape, _layer_role(full, stages), file.name).add(WEIGHT, file.whole(ref))
+        context.claim(ref)
+        context.shards.put(full, coord, ref.shape, _layer_role(full, stages), file.name).add(WEIGHT, file.whole(ref))
 
 
 def _layer_role(name: str, stages: Mapping[int, StageNames]) -> Role:
@@ -390,7 +390,7 @@ def _stage_of_each_layer(layers: list[int], stages: Mapping[int, StageNames]) ->
     return result
 
 
-def name_tied_modules(reading: ReadContext, info: object) -> None:
+def name_tied_modules(context: ReadContext, info: object) -> None:
     """Give the parameters of tied modules their names, where the optimizer names nothing (ZeRO off).
 
     Only the patterns of a universal_checkpoint_info (`info`) may say how a tied module is called. Which layer it is
@@ -399,20 +399,20 @@ def name_tied_modules(reading: ReadContext, info: object) -> None:
     patterns = as_strings(info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None)
     keys = sorted({found[1] for text in patterns if (found := _TIED_IN_PATTERN.search(text))})
     layers: dict[int, dict[str, str]] = {}  # layer → its parameters: local name → name
-    for name in reading.holdings.roles:
+    for name in context.shards.roles:
         if found := _LAYER_NAME.fullmatch(name):
             layers.setdefault(int(found[1]), {})[found[2]] = name
     for layer, members in layers.items():
-        shared = {local: name for local, name in members.items() if _count_stages(reading, name) > 1}
+        shared = {local: name for local, name in members.items() if _count_stages(context, name) > 1}
         if len(keys) == 1 and shared:
-            _rename_tied(reading, keys[0], layer, shared)
+            _rename_tied(context, keys[0], layer, shared)
         for name in shared.values() if len(keys) != 1 else ():
-            reading.note("tied-name-unknown", f"{name}: tied over stages; DeepSpeed's own name for it is not recorded")
+            context.note("tied-name-unknown", f"{name}: tied over stages; DeepSpeed's own name for it is not recorded")
     for key in keys:
         names = [text for text in patterns if (found := _TIED_IN_PATTERN.search(text)) and found[1] == key]
-        for layer, members in layers.items() if key not in reading.pipeline["tied"] else ():
+        for layer, members in layers.items() if key not in context.pipeline["tied"] else ():
             if any(_matches(text, f"tied_modules.{key}.{local}") for local in members for text in names):
-                _rename_tied(reading, key, layer, members)
+                _rename_tied(context, key, layer, members)
                 break
 
 
@@ -423,14 +423,14 @@ def _matches(pattern: str, name: str) -> bool:
         return False
 
 
-def _count_stages(reading: ReadContext, name: str) -> int:
-    return len({holder.pp for holder in reading.holdings.row(name)})
+def _count_stages(context: ReadContext, name: str) -> int:
+    return len({coord.pp for coord in context.shards.row(name)})
 
 
-def _rename_tied(reading: ReadContext, key: str, layer: int, members: Mapping[str, str]) -> None:
+def _rename_tied(context: ReadContext, key: str, layer: int, members: Mapping[str, str]) -> None:
     for local, name in members.items():
-        reading.holdings.rename(name, f"tied_modules.{key}.{local}")
-    reading.pipeline["tied"][key] = layer
+        context.shards.rename(name, f"tied_modules.{key}.{local}")
+    context.pipeline["tied"][key] = layer
 
 
 def missing_layer_files(layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames], tp: int) -> list[str]:

@@ -70,34 +70,32 @@ def unwrap_optimizer(file: RankFile, optimizer: object) -> UnshardedOptimizer | 
 
 
 def read_unsharded_optimizer(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     found: UnshardedOptimizer,
     names: Sequence[str],
     tied: Sequence[str] = (),
     contiguous: bool = False,
     degrees: Mapping[str, int] | None = None,
 ) -> set[str]:
-    """Put the states of one model-parallel rank (and ep rank) into the holdings; returns the names that it owns.
+    """Put the states of one model-parallel rank (and ep rank) into the shard table; returns the names that it owns.
 
     `names`: parameters that it may own, in the model's order; the first ones where `contiguous` (pipeline stages).
     `tied`: parameters of earlier stages, of which it may own a copy. `degrees`: expert-parallel degrees of experts.
     """
-    candidates = _candidates(reading, holder, names, degrees or {})
+    candidates = _candidates(context, coord, names, degrees or {})
     slots = sum(len(_params(group)) for group in found.groups)
     if found.flat is None and not contiguous and len(candidates) > slots:
-        copies = find_copies(reading.source, candidates)
+        copies = find_copies(context.source, candidates)
         for alias, owner in copies.items():
-            _make_alias(reading, holder, alias, owner)
+            _make_alias(context, coord, alias, owner)
         candidates = [candidate for candidate in candidates if candidate.name not in copies]
     if found.flat is not None:
-        dealt = _read_flat_groups(reading, holder, found, candidates)
+        dealt = _read_flat_groups(context, coord, found, candidates)
     else:
-        dealt = _read_by_parameter(
-            reading, holder, found, candidates, _candidates(reading, holder, tied, {}), contiguous
-        )
+        dealt = _read_by_parameter(context, coord, found, candidates, _candidates(context, coord, tied, {}), contiguous)
     if dealt is None:
-        reading.note(
+        context.note(
             "optimizer-unnamed",
             f"{found.file.name}: the optimizer numbers {slots} parameters without naming them (ZeRO is off), and its"
             f" shapes fit the {len(candidates)} parameters of the module in more than one way, or in none; its state is"
@@ -105,10 +103,10 @@ def read_unsharded_optimizer(
         )
         return set(names)
     groups = [
-        StageParamGroup(group_hyper_parameters(reading, found.file, group), given)
+        StageParamGroup(group_hyper_parameters(context, found.file, group), given)
         for group, given in zip(found.groups, dealt, strict=True)
     ]
-    _merge_groups(reading.holdings.groups.setdefault(RankCoord(holder.pp, holder.tp), []), groups)
+    _merge_groups(context.shards.groups.setdefault(RankCoord(coord.pp, coord.tp), []), groups)
     return {name for group in dealt for name in group}
 
 
@@ -122,11 +120,11 @@ def _merge_groups(known: list[StageParamGroup], groups: list[StageParamGroup]) -
 
 
 def _candidates(
-    reading: ReadContext, holder: RankCoord, names: Sequence[str], degrees: Mapping[str, int]
+    context: ReadContext, coord: RankCoord, names: Sequence[str], degrees: Mapping[str, int]
 ) -> list[SlotCandidate]:
     found: list[SlotCandidate] = []
     for name in names:
-        row, at = reading.holdings.row(name), reading.holdings.at(name, holder)
+        row, at = context.shards.row(name), context.shards.at(name, coord)
         held = row.get(at) or next((item for other, item in row.items() if other.tp == at.tp), None)
         if held is not None:
             weights = held.kinds.get(WEIGHT)
@@ -145,28 +143,28 @@ def _stored_names(group: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
 
 
-def _make_alias(reading: ReadContext, holder: RankCoord, alias: str, owner: str) -> None:
-    held, owned = (reading.holdings.get(name, reading.holdings.at(name, holder)) for name in (alias, owner))
-    reading.holdings.aliases[alias] = owner
+def _make_alias(context: ReadContext, coord: RankCoord, alias: str, owner: str) -> None:
+    held, owned = (context.shards.get(name, context.shards.at(name, coord)) for name in (alias, owner))
+    context.shards.aliases[alias] = owner
     if held is not None and owned is not None:
         for stored in held.kinds.pop(WEIGHT, []):
             owned.add(WEIGHT, stored)
-    reading.holdings.roles.pop(alias, None)
+    context.shards.roles.pop(alias, None)
 
 
 def _read_by_parameter(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     found: UnshardedOptimizer,
     candidates: Sequence[SlotCandidate],
     tied: Sequence[SlotCandidate],
     contiguous: bool,
 ) -> list[list[str]] | None:
-    slots = _slots(reading, found)
+    slots = _slots(context, found)
     dealt = match_by_name(slots, [_stored_names(group) for group in found.groups], [*candidates, *tied])
     if dealt is not None:
-        return _add_by_parameter(reading, holder, found, dealt, [*candidates, *tied])
-    dealt = match_by_value(reading.source, slots, [*candidates, *tied])
+        return _add_by_parameter(context, coord, found, dealt, [*candidates, *tied])
+    dealt = match_by_value(context.source, slots, [*candidates, *tied])
     how = "by comparing master weights with the module's"
     count = sum(map(len, slots))
     if dealt is None:
@@ -180,17 +178,17 @@ def _read_by_parameter(
         dealt = dealt or match_by_shape(slots, [copy, *candidates[: count - 1]])
     if dealt is None:
         return None
-    reading.note(
+    context.note(
         "names-inferred",
         f"{found.file.name}: the optimizer numbers its parameters without naming them (ZeRO is off);"
         f" they were told {how}",
     )
-    return _add_by_parameter(reading, holder, found, dealt, [*candidates, *tied])
+    return _add_by_parameter(context, coord, found, dealt, [*candidates, *tied])
 
 
 def _add_by_parameter(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     found: UnshardedOptimizer,
     dealt: list[list[str]],
     candidates: Sequence[SlotCandidate],
@@ -199,15 +197,15 @@ def _add_by_parameter(
     shapes = {candidate.name: candidate.shape for candidate in candidates}
     for g, (group, names) in enumerate(zip(found.groups, dealt, strict=True)):
         for position, (index, name) in enumerate(zip(_params(group), names, strict=True)):
-            held = reading.holdings.home(name, reading.holdings.at(name, holder), shapes[name], found.file.name)
+            held = context.shards.home(name, context.shards.at(name, coord), shapes[name], found.file.name)
             if found.masters is not None:
-                held.add(MASTER, found.file.whole(reading.take(found.masters[g][position])))
-            _add_states(reading, held, found.file, found.state.get(index))
-    _mark_frozen(reading, found, dealt)
+                held.add(MASTER, found.file.whole(context.claim(found.masters[g][position])))
+            _add_states(context, held, found.file, found.state.get(index))
+    _mark_frozen(context, found, dealt)
     return dealt
 
 
-def _mark_frozen(reading: ReadContext, found: UnshardedOptimizer, dealt: Sequence[Sequence[str]]) -> None:
+def _mark_frozen(context: ReadContext, found: UnshardedOptimizer, dealt: Sequence[Sequence[str]]) -> None:
     """Mark as frozen what an fp32 optimizer lists but keeps no state of, while it keeps states of others.
 
     `Adam(model.parameters())` lists them all; before a step DeepSpeed gives every other one a gradient, if only zeros.
@@ -218,25 +216,25 @@ def _mark_frozen(reading: ReadContext, found: UnshardedOptimizer, dealt: Sequenc
     named = zip(numbers, (name for names in dealt for name in names), strict=True)
     frozen = [name for index, name in named if index not in found.state]
     for name in frozen:
-        reading.holdings.roles[name] = "frozen"
+        context.shards.roles[name] = "frozen"
     if frozen:
-        reading.note(
+        context.note(
             "frozen-inferred",
             f"{found.file.name}: of the {len(numbers)} parameters that the optimizer lists {len(frozen)} have no state"
             f" ({', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}); taken as frozen",
         )
 
 
-def _slots(reading: ReadContext, found: UnshardedOptimizer) -> list[list[OptimizerSlot]]:
+def _slots(context: ReadContext, found: UnshardedOptimizer) -> list[list[OptimizerSlot]]:
     """What is known of each numbered parameter: its master weight, else the shapes of its states."""
     groups: list[list[OptimizerSlot]] = []
     for g, group in enumerate(found.groups):
         params = _params(group)
         if found.masters is not None and (g >= len(found.masters) or len(found.masters[g]) != len(params)):
-            reading.problems.add(
+            context.problems.add(
                 f"{found.file.name}: group {g} has {len(params)} parameters, but not as many master weights"
             )
-            reading.problems.raise_any("the file contradicts itself; restore it from where it is whole")
+            context.problems.raise_any("the file contradicts itself; restore it from where it is whole")
         slots: list[OptimizerSlot] = []
         degree = group_expert_degree(group) or 0
         for position, index in enumerate(params):
@@ -252,32 +250,32 @@ def _slots(reading: ReadContext, found: UnshardedOptimizer) -> list[list[Optimiz
     return groups
 
 
-def _add_states(reading: ReadContext, held: Shard, file: RankFile, state: object) -> None:
+def _add_states(context: ReadContext, held: Shard, file: RankFile, state: object) -> None:
     if not isinstance(state, dict):
         return
     for key, value in state.items():
         if isinstance(value, TensorRef) and (value.shape == held.shape or value.numel > 1):
             if value.shape == held.shape:
-                held.add(kind_of(key), file.whole(reading.take(value)))
+                held.add(kind_of(key), file.whole(context.claim(value)))
             else:
-                held.add(kind_of(key), file.whole(reading.take(value)), value.shape)
+                held.add(kind_of(key), file.whole(context.claim(value)), value.shape)
         elif is_scalar(value):
             number = stored_scalar(file, value, 0)
             if number is not None:
                 held.add(kind_of(key), number, ())
                 if isinstance(value, TensorRef):
-                    reading.take(value)
+                    context.claim(value)
         elif isinstance(value, Inert) and contains_tensor(value):
-            reading.problems.add(
+            context.problems.add(
                 f"parameter {held.name}: optimizer state '{key}' is {describe_value(value)} that carries tensors"
                 f" ({file.name}); how it is cut over ranks is not known"
             )
         elif contains_tensor(value):
-            reading.unplaced_states.setdefault(kind_of(key), f"a {type(value).__name__} in {file.name}")
+            context.unplaced_states.setdefault(kind_of(key), f"a {type(value).__name__} in {file.name}")
 
 
 def _read_flat_groups(
-    reading: ReadContext, holder: RankCoord, found: UnshardedOptimizer, candidates: Sequence[SlotCandidate]
+    context: ReadContext, coord: RankCoord, found: UnshardedOptimizer, candidates: Sequence[SlotCandidate]
 ) -> list[list[str]] | None:
     """FusedAdam: one flat master a group. The module's weights are views of the same flat layout in 16 bit."""
     assert found.flat is not None
@@ -296,10 +294,10 @@ def _read_flat_groups(
     for g, (master, views) in enumerate(zip(found.flat, groups, strict=True)):
         state = found.state.get(g)
         member = FlatGroupShare(found.file, 0, state if isinstance(state, dict) else {}, (master.numel,))
-        states = classify_states(reading, f"group {g} ({holder})", [member])
-        masters = (master.dtype, [found.file.spot(reading.take(master))])
+        states = classify_states(context, f"group {g} ({coord})", [member])
+        masters = (master.dtype, [found.file.locate(context.claim(master))])
         for offset, candidate in views:
-            held = reading.holdings.home(candidate.name, holder, candidate.shape, found.file.name)
+            held = context.shards.home(candidate.name, coord, candidate.shape, found.file.name)
             for kind, (dtype, spots) in {MASTER: masters, **states.flat}.items():
                 held.add(kind, FlatSlice(spots, dtype, master.numel, offset, prod(candidate.shape)))
             for kind, number in states.numbers.items():
@@ -317,79 +315,79 @@ def _contiguous_length(views: Sequence[tuple[int, SlotCandidate]]) -> int:
     return at
 
 
-def read_zero0(reading: ReadContext, files: StepFiles, tp: int, models: Mapping[RankCoord, RankFile]) -> int:
-    """Put the optimizer states of every model-parallel rank into the holdings; returns the ep degree."""
-    before = _parameter_names(reading)
-    if files.expert_optim or _expert_parallel_degree(reading, files, models) > 1:
-        owned, degree = _read_expert_parallel(reading, files, tp, models)
+def read_zero0(context: ReadContext, files: StepFiles, tp: int, models: Mapping[RankCoord, RankFile]) -> int:
+    """Put the optimizer states of every model-parallel rank into the shard table; returns the ep degree."""
+    before = _parameter_names(context)
+    if files.expert_optim or _expert_parallel_degree(context, files, models) > 1:
+        owned, degree = _read_expert_parallel(context, files, tp, models)
     else:
-        owned, degree = _read_models(reading, models, pipeline=bool(files.layers)), 1
+        owned, degree = _read_models(context, models, pipeline=bool(files.layers)), 1
     for name in before:
-        if name not in owned and name not in reading.holdings.aliases:
-            reading.holdings.roles[name] = "frozen"
+        if name not in owned and name not in context.shards.aliases:
+            context.shards.roles[name] = "frozen"
     return degree
 
 
-def _read_models(reading: ReadContext, models: Mapping[RankCoord, RankFile], pipeline: bool) -> set[str]:
+def _read_models(context: ReadContext, models: Mapping[RankCoord, RankFile], pipeline: bool) -> set[str]:
     """One optimizer a model file. Stages of a pipeline take their parameters one after the other."""
     owned: set[str] = set()
-    for tp in sorted({holder.tp for holder in models}):
+    for tp in sorted({coord.tp for coord in models}):
         earlier: set[str] = set()
-        for holder in sorted(holder for holder in models if holder.tp == tp):
-            model = models[holder]
+        for coord in sorted(coord for coord in models if coord.tp == tp):
+            model = models[coord]
             found = unwrap_optimizer(model, model.mapping().get("optimizer"))
             if found is None:
                 if model.mapping().get("optimizer") is not None:
                     text = f"{model.name}: its 'optimizer' is of a form that is not known; carried in extras"
-                    reading.note("optimizer-unknown", text)
+                    context.note("optimizer-unknown", text)
                 continue
-            names = _parameter_names(reading) if pipeline else _parameters_on_rank(reading, holder)
+            names = _parameter_names(context) if pipeline else _parameters_on_rank(context, coord)
             fresh, tied = [n for n in names if n not in earlier], [n for n in names if n in earlier]
-            earlier |= read_unsharded_optimizer(reading, holder, found, fresh, tied, contiguous=pipeline)
+            earlier |= read_unsharded_optimizer(context, coord, found, fresh, tied, contiguous=pipeline)
         owned |= earlier
     return owned
 
 
-def _parameter_names(reading: ReadContext) -> list[str]:
-    holdings = reading.holdings
-    return [name for name, role in holdings.roles.items() if role != "buffer" and name not in holdings.aliases]
+def _parameter_names(context: ReadContext) -> list[str]:
+    shards = context.shards
+    return [name for name, role in shards.roles.items() if role != "buffer" and name not in shards.aliases]
 
 
-def _parameters_on_rank(reading: ReadContext, holder: RankCoord) -> list[str]:
-    holdings = reading.holdings
-    return [name for name in _parameter_names(reading) if holdings.get(name, holdings.at(name, holder)) is not None]
+def _parameters_on_rank(context: ReadContext, coord: RankCoord) -> list[str]:
+    shards = context.shards
+    return [name for name in _parameter_names(context) if shards.get(name, shards.at(name, coord)) is not None]
 
 
 def _read_expert_parallel(
-    reading: ReadContext, files: StepFiles, tp: int, models: Mapping[RankCoord, RankFile]
+    context: ReadContext, files: StepFiles, tp: int, models: Mapping[RankCoord, RankFile]
 ) -> tuple[set[str], int]:
     """Mixture of experts: one optimizer file an ep rank, with its experts and a copy of everything dense."""
     owned: set[str] = set()
-    degree = _expert_parallel_degree(reading, files, models)
-    holders = {holder.pp * tp + holder.tp: holder for holder in models}
-    missing = [(ep, mp) for ep in range(degree) for mp in holders if (ep, mp) not in files.expert_optim]
+    degree = _expert_parallel_degree(context, files, models)
+    coords = {coord.pp * tp + coord.tp: coord for coord in models}
+    missing = [(ep, mp) for ep in range(degree) for mp in coords if (ep, mp) not in files.expert_optim]
     for ep, mp in missing:
-        reading.problems.add(f"rank file expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt is missing")
+        context.problems.add(f"rank file expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt is missing")
     if missing:
-        reading.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
+        context.problems.raise_any("restore the missing files, or give a checkpoint that is complete")
     for (ep, mp), name in sorted(files.expert_optim.items()):
-        if mp not in holders:
+        if mp not in coords:
             continue
-        file, holder = reading.files.open(reading.prefix + name), holders[mp]
+        file, coord = context.files.open(context.prefix + name), coords[mp]
         found = unwrap_optimizer(file, file.mapping().get("optimizer"))
         if found is not None:
-            names = _parameters_on_rank(reading, holder)
+            names = _parameters_on_rank(context, coord)
             degrees = layer_degrees(names, _slots_by_degree(found), degree)
-            local = _parameters_on_ep_rank(reading, names, ep, degrees)
-            owned |= read_unsharded_optimizer(reading, RankCoord(*holder[:2], ep), found, list(local), degrees=local)
-        if ep == 0 and reading.take_all(models[holder].mapping().get("optimizer")):
-            reading.note("second-copy", f"{models[holder].name}: its 'optimizer' repeats that of {name}; left behind")
+            local = _parameters_on_ep_rank(context, names, ep, degrees)
+            owned |= read_unsharded_optimizer(context, RankCoord(*coord[:2], ep), found, list(local), degrees=local)
+        if ep == 0 and context.claim_all(models[coord].mapping().get("optimizer")):
+            context.note("second-copy", f"{models[coord].name}: its 'optimizer' repeats that of {name}; left behind")
     return owned, degree
 
 
-def _expert_parallel_degree(reading: ReadContext, files: StepFiles, models: Mapping[RankCoord, RankFile]) -> int:
+def _expert_parallel_degree(context: ReadContext, files: StepFiles, models: Mapping[RankCoord, RankFile]) -> int:
     """How many expert-parallel ranks saved their optimizer: by the files, and by the names of the groups in one."""
-    some = [reading.files.open(reading.prefix + name) for name in sorted(files.expert_optim.values())[:1]]
+    some = [context.files.open(context.prefix + name) for name in sorted(files.expert_optim.values())[:1]]
     degrees = [ep + 1 for ep, _ in files.expert_optim]
     for file in (*some, *models.values()):
         found = unwrap_optimizer(file, file.mapping().get("optimizer"))
@@ -407,7 +405,7 @@ def _slots_by_degree(found: UnshardedOptimizer) -> Counter[int]:
 
 
 def _parameters_on_ep_rank(
-    reading: ReadContext, names: Sequence[str], ep: int, degrees: Mapping[str, int]
+    context: ReadContext, names: Sequence[str], ep: int, degrees: Mapping[str, int]
 ) -> dict[str, int]:
     """Dense parameters (0) and the experts of one expert-parallel rank, a block of every layer's (its degree)."""
     counts = experts_per_layer(names)
@@ -415,12 +413,12 @@ def _parameters_on_ep_rank(
     for name in names:
         split = split_expert_name(name)
         if split is None:
-            spread = reading.holdings.spreads.get(name)
+            spread = context.shards.placements.get(name)
             local[name] = spread.degree if spread is not None else 0
             continue
         layer, number, _ = split
         block = number // (counts[layer] // degrees[layer])
         if block == ep % degrees[layer]:
             local[name] = degrees[layer]
-            reading.holdings.experts[name] = (number, block)
+            context.shards.experts[name] = (number, block)
     return local

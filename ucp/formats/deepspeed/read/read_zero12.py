@@ -90,86 +90,86 @@ def _partition_counts(value: object, groups: int) -> list[int]:
 
 
 def read_zero12(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     shapes: Sequence[Mapping[str, Shape]] | None,
     partitions: Sequence[Zero12File],
     data_first: bool = False,
 ) -> int:
-    """Put master weights and optimizer states of one model-parallel rank into the holdings; returns the ep degree.
+    """Put master weights and optimizer states of one model-parallel rank into the shard table; returns the ep degree.
 
     `shapes` has one dict a group in flat order; None takes the order from the slice mappings and the shapes from the
     weights, which must have been read before.
     """
     first = partitions[0]
-    holdings = reading.holdings
+    shards = context.shards
     if shapes is None:
-        shapes = _shapes_from_mappings(reading, holder, partitions)
+        shapes = _shapes_from_mappings(context, coord, partitions)
     for partition in partitions:
-        _check_groups(reading, holder, partition, first, len(shapes))
-    reading.problems.raise_any("look for a file of another run or of another save among them")
+        _check_groups(context, coord, partition, first, len(shapes))
+    context.problems.raise_any("look for a file of another run or of another save among them")
     ep_degree = 1
     groups: list[StageParamGroup] = []
     for g, group_shapes in enumerate(shapes):
         cuts = first.partition_counts[g]
-        spreads = [holdings.spreads[name] for name in group_shapes if name in holdings.spreads]
+        spreads = [shards.placements[name] for name in group_shapes if name in shards.placements]
         is_expert = bool(spreads) or any(expert_number(name) is not None for name in group_shapes)
         if is_expert and 0 < cuts < len(partitions) and len(partitions) % cuts == 0:
             sharing = expert_partition_ranks(len(partitions), cuts, data_first)
         else:
             sharing = [PartitionRanks(tuple(range(len(partitions))), 0 if is_expert else None)]
             if cuts != len(partitions):
-                reading.problems.add(
-                    f"group {g} ({holder}) was cut for {cuts} ranks ({first.file.name}), but {len(partitions)}"
+                context.problems.add(
+                    f"group {g} ({coord}) was cut for {cuts} ranks ({first.file.name}), but {len(partitions)}"
                     " data-parallel rank files are here"
                 )
                 continue
         if any(spread.degree != len(sharing) for spread in spreads):
-            reading.problems.add(
-                f"group {g} ({holder}) was cut for {cuts} of {len(partitions)} ranks ({first.file.name}), but AutoEP"
+            context.problems.add(
+                f"group {g} ({coord}) was cut for {cuts} of {len(partitions)} ranks ({first.file.name}), but AutoEP"
                 f" spreads its experts over {spreads[0].degree} expert-parallel ranks"
             )
             continue
         ep_degree = max(ep_degree, len(sharing))
-        hyper = group_hyper_parameters(reading, first.file, first.hyper[g]) if g < len(first.hyper) else {}
+        hyper = group_hyper_parameters(context, first.file, first.hyper[g]) if g < len(first.hyper) else {}
         names: list[str] = []
         for sharer in sharing:
-            local = {name: holdings.local(name, shape, sharer.ep) for name, shape in group_shapes.items()}
-            names += _read_group(reading, holder, g, local, [partitions[dp] for dp in sharer.ranks], sharer.ep)
+            local = {name: shards.local(name, shape, sharer.ep) for name, shape in group_shapes.items()}
+            names += _read_group(context, coord, g, local, [partitions[dp] for dp in sharer.ranks], sharer.ep)
         groups.append(StageParamGroup(hyper, list(dict.fromkeys(names))))
-    holdings.groups[holder] = groups
+    shards.groups[coord] = groups
     return ep_degree
 
 
 def _check_groups(
-    reading: ReadContext, holder: RankCoord, partition: Zero12File, first: Zero12File, groups: int
+    context: ReadContext, coord: RankCoord, partition: Zero12File, first: Zero12File, groups: int
 ) -> None:
-    where = f"{partition.file.name} (dp rank {partition.dp}, {holder})"
+    where = f"{partition.file.name} (dp rank {partition.dp}, {coord})"
     if len(partition.masters) != groups:
-        reading.problems.add(f"{where} has {len(partition.masters)} flat groups, but the model file lists {groups}")
+        context.problems.add(f"{where} has {len(partition.masters)} flat groups, but the model file lists {groups}")
     if partition.partition_counts != first.partition_counts:
-        reading.problems.add(
+        context.problems.add(
             f"{where} was cut for {partition.partition_counts} ranks by group, but {first.file.name} for"
             f" {first.partition_counts}"
         )
     elif len(partition.partition_counts) < groups:
-        reading.problems.add(
+        context.problems.add(
             f"{where} says for {len(partition.partition_counts)} of {groups} groups how many ranks share them"
         )
 
 
 def _read_group(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     g: int,
     shapes: Mapping[str, Shape],
     partitions: Sequence[Zero12File],
     ep: int | None,
 ) -> list[str]:
     """One flat group over the ranks that share it. Returns the (global) names in flat order."""
-    where = f"group {g} ({holder}" + (f" ep {ep})" if ep is not None else ")")
+    where = f"group {g} ({coord}" + (f" ep {ep})" if ep is not None else ")")
     layout = _fitting_layout(
-        reading,
+        context,
         where,
         flat_layout_of(shapes, _alignment(partitions[0], g, len(shapes)), len(partitions)),
         partitions,
@@ -183,18 +183,18 @@ def _read_group(
         )
         for index, partition in enumerate(partitions)
     ]
-    states = classify_states(reading, where, members)
-    masters = _masters(reading, where, partitions, g)
+    states = classify_states(context, where, members)
+    masters = _masters(context, where, partitions, g)
     experts = experts_per_layer(shapes)
     flat = {MASTER: masters, **states.flat}
     names: list[str] = []
     for entry in layout.entries:
         name = global_expert_name(entry.name, ep, experts) if ep is not None else entry.name
         if ep is not None and (number := expert_number(name)) is not None:
-            reading.holdings.experts[name] = (number, ep)
+            context.shards.experts[name] = (number, ep)
         names.append(name)
-        owner = reading.holdings.at(name, RankCoord(*holder[:2], -1 if ep is None else ep))
-        held = reading.holdings.put(name, owner, entry.shape, "trained", partitions[0].file.name)
+        owner = context.shards.at(name, RankCoord(*coord[:2], -1 if ep is None else ep))
+        held = context.shards.put(name, owner, entry.shape, "trained", partitions[0].file.name)
         for kind, (dtype, spots) in flat.items():
             held.add(kind, FlatSlice(spots, dtype, layout.per, entry.begin, entry.numel))
         for kind, number_stored in states.numbers.items():
@@ -203,7 +203,7 @@ def _read_group(
             for index, begin in layout.whole_places(entry):
                 held.add(kind, FlatSlice([spots[index]], dtype, layout.whole(index), begin, entry.numel))
     for index, partition in enumerate(partitions):
-        _compare_mappings(reading, layout, index, partition, g)
+        _compare_mappings(context, layout, index, partition, g)
     return names
 
 
@@ -219,7 +219,7 @@ def _alignment(partition: Zero12File, g: int, count: int) -> Sequence[int] | Non
 
 
 def _fitting_layout(
-    reading: ReadContext, where: str, layout: FlatLayout, partitions: Sequence[Zero12File], g: int
+    context: ReadContext, where: str, layout: FlatLayout, partitions: Sequence[Zero12File], g: int
 ) -> FlatLayout | None:
     """The layout whose partition lengths agree with the files, or None after reporting what does not fit."""
     for candidate in (layout, with_oldest_alignment(layout)):
@@ -228,7 +228,7 @@ def _fitting_layout(
     for index, partition in enumerate(partitions):
         numel = partition.masters[g].numel
         if numel not in layout.lengths(index):
-            reading.problems.add(
+            context.problems.add(
                 f"{where}: {partition.file.name} (dp rank {partition.dp}) holds {numel} elements, expected"
                 f" {' or '.join(map(str, layout.lengths(index)))}: {layout.content} elements of"
                 f" {len(layout.entries)} parameters cut over {layout.ranks} ranks"
@@ -237,28 +237,28 @@ def _fitting_layout(
 
 
 def _masters(
-    reading: ReadContext, where: str, partitions: Sequence[Zero12File], g: int
+    context: ReadContext, where: str, partitions: Sequence[Zero12File], g: int
 ) -> tuple[DType, list[TensorInFile]]:
     refs = [partition.masters[g] for partition in partitions]
     dtypes = {ref.dtype for ref in refs}
     if len(dtypes) > 1:
         listed = ", ".join(sorted(map(str, dtypes)))
-        reading.problems.add(f"{where}: the master weights have a different dtype on different dp ranks: {listed}")
-    spots = [p.file.spot(reading.take(ref), p.dp) for p, ref in zip(partitions, refs, strict=True)]
+        context.problems.add(f"{where}: the master weights have a different dtype on different dp ranks: {listed}")
+    spots = [p.file.locate(context.claim(ref), p.dp) for p, ref in zip(partitions, refs, strict=True)]
     return refs[0].dtype, spots
 
 
-def _compare_mappings(reading: ReadContext, layout: FlatLayout, index: int, partition: Zero12File, g: int) -> None:
+def _compare_mappings(context: ReadContext, layout: FlatLayout, index: int, partition: Zero12File, g: int) -> None:
     """Count the parameters for which this rank's slice mapping does not say what the layout says."""
     mappings = partition.top.get("param_slice_mappings")
     if not isinstance(mappings, (list, tuple)) or g >= len(mappings) or not isinstance(mappings[g], dict):
         return
     said = {name: _parse_address(value) for name, value in mappings[g].items()}
     true = {name: (start, length) for name, start, length in layout.overlaps(index)}
-    reading.checked_mappings.update(said, true)
+    context.checked_mappings.update(said, true)
     for name in said.keys() | true.keys():
         if said.get(name) != true.get(name):
-            reading.wrong_mappings[name] += 1
+            context.wrong_mappings[name] += 1
 
 
 def _parse_address(value: object) -> tuple[int, int] | None:
@@ -271,7 +271,7 @@ def _parse_address(value: object) -> tuple[int, int] | None:
 
 
 def _shapes_from_mappings(
-    reading: ReadContext, holder: RankCoord, partitions: Sequence[Zero12File]
+    context: ReadContext, coord: RankCoord, partitions: Sequence[Zero12File]
 ) -> list[dict[str, Shape]]:
     """Flat order from the slice mappings, shapes from the weights, where the model file has no `param_shapes`.
 
@@ -293,14 +293,14 @@ def _shapes_from_mappings(
             for name, address in sorted(addresses.items(), key=lambda item: item[1] or (0, 0)):
                 lengths[name] = lengths.get(name, 0) + (address[1] if address else 0)
         for name, length in lengths.items():
-            held = reading.holdings.get(name, holder) or next(iter(reading.holdings.row(name).values()), None)
+            held = context.shards.get(name, coord) or next(iter(context.shards.row(name).values()), None)
             if held is None:
-                reading.problems.add(
-                    f"parameter {name} ({holder}) has optimizer state, but no file holds its weight or shape"
+                context.problems.add(
+                    f"parameter {name} ({coord}) has optimizer state, but no file holds its weight or shape"
                 )
             elif prod(held.shape) != length:
-                reading.problems.add(
-                    f"parameter {name} ({holder}) has shape {list(held.shape)}, but {length} elements of state"
+                context.problems.add(
+                    f"parameter {name} ({coord}) has shape {list(held.shape)}, but {length} elements of state"
                 )
             else:
                 found[g][name] = held.shape

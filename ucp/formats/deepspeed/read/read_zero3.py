@@ -89,74 +89,74 @@ def open_zero3_files(files: Sequence[RankFile], tp: int, tp_rank: int) -> list[Z
 
 
 def read_zero3(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     shapes: Sequence[Mapping[str, Shape]],
     ranks: Sequence[Zero3File],
     swap: SwapFiles,
     data_first: bool = False,
 ) -> int:
-    """Put master weights and optimizer states of one model-parallel rank into the holdings.
+    """Put master weights and optimizer states of one model-parallel rank into the shard table.
 
     `shapes` has one dict a sub-group. Returns the number of ranks that share a parameter: fewer than there are files
     with MiCS, whose shard groups each write the whole state. Experts that AutoEP spreads are shared by the ranks of one
     expert-parallel rank alone: consecutive ones with `data_first`.
     """
-    share = _partition_count(reading, holder, ranks)
+    share = _partition_count(context, coord, ranks)
     for rank in ranks:
         if len(rank.masters) != len(shapes):
-            reading.problems.add(
-                f"{rank.file.name} (dp rank {rank.dp}, {holder}) has {len(rank.masters)} sub-groups, but the model file"
+            context.problems.add(
+                f"{rank.file.name} (dp rank {rank.dp}, {coord}) has {len(rank.masters)} sub-groups, but the model file"
                 f" lists {len(shapes)}"
             )
-    reading.problems.raise_any("look for a file of another run or of another save among them")
-    spreads = reading.holdings.spreads
+    context.problems.raise_any("look for a file of another run or of another save among them")
+    spreads = context.shards.placements
     for index, sub_group in enumerate(shapes):
         spread = next((spreads[name] for name in sub_group if name in spreads), None)
         for copy in range(0, len(ranks), share):
             for sharer in zero3_partition_ranks(spread, share, data_first):
                 members = [ranks[copy + dp] for dp in sharer.ranks]
                 for rank in members:
-                    check_partition_ranks(reading, rank.file, rank.top, index, rank.dp - copy, sharer)
-                local = {name: reading.holdings.local(name, shape, sharer.ep) for name, shape in sub_group.items()}
-                owner = holder if sharer.ep is None else RankCoord(*holder[:2], sharer.ep)
-                _read_sub_group(reading, owner, index, len(shapes), local, members, swap)
-    reading.holdings.groups[holder] = _param_groups(reading, shapes, ranks[0])
+                    check_partition_ranks(context, rank.file, rank.top, index, rank.dp - copy, sharer)
+                local = {name: context.shards.local(name, shape, sharer.ep) for name, shape in sub_group.items()}
+                owner = coord if sharer.ep is None else RankCoord(*coord[:2], sharer.ep)
+                _read_sub_group(context, owner, index, len(shapes), local, members, swap)
+    context.shards.groups[coord] = _param_groups(context, shapes, ranks[0])
     return share
 
 
-def _partition_count(reading: ReadContext, holder: RankCoord, ranks: Sequence[Zero3File]) -> int:
+def _partition_count(context: ReadContext, coord: RankCoord, ranks: Sequence[Zero3File]) -> int:
     counts = {int(count) for rank in ranks if type(count := rank.top.get("partition_count")) is int}
     if len(counts) > 1:
-        reading.problems.add(f"rank files of {holder} disagree on how many ranks share a parameter: {sorted(counts)}")
+        context.problems.add(f"rank files of {coord} disagree on how many ranks share a parameter: {sorted(counts)}")
     count = next(iter(counts), len(ranks))
     if 0 < count <= len(ranks) and len(ranks) % count == 0:
         return count
-    reading.problems.add(
-        f"parameters of {holder} were cut for {count} ranks ({ranks[0].file.name}), but {len(ranks)} data-parallel rank"
+    context.problems.add(
+        f"parameters of {coord} were cut for {count} ranks ({ranks[0].file.name}), but {len(ranks)} data-parallel rank"
         " files are here"
     )
     return len(ranks)
 
 
 def _read_sub_group(
-    reading: ReadContext,
-    holder: RankCoord,
+    context: ReadContext,
+    coord: RankCoord,
     index: int,
     sub_groups: int,
     shapes: Mapping[str, Shape],
     ranks: Sequence[Zero3File],
     swap: SwapFiles,
 ) -> None:
-    where = f"sub-group {index} ({holder})"
+    where = f"sub-group {index} ({coord})"
     pers = {name: -(-prod(shape) // len(ranks)) for name, shape in shapes.items()}
     length = sum(pers.values())
-    masters = _masters(reading, where, index, sub_groups, length, ranks, swap)
-    states = _optimizer_states(reading, where, index, sub_groups, length, ranks, swap)
+    masters = _masters(context, where, index, sub_groups, length, ranks, swap)
+    states = _optimizer_states(context, where, index, sub_groups, length, ranks, swap)
     at = 0
     for name, shape in shapes.items():
-        owner = reading.holdings.at(name, holder)
-        held = reading.holdings.put(name, owner, shape, "trained", ranks[0].file.name)
+        owner = context.shards.at(name, coord)
+        held = context.shards.put(name, owner, shape, "trained", ranks[0].file.name)
         for kind, (dtype, spots) in {**({MASTER: masters} if masters else {}), **states.flat}.items():
             held.add(kind, EvenSlices(spots, dtype, pers[name], at, prod(shape)))
         for kind, number in states.numbers.items():
@@ -165,7 +165,7 @@ def _read_sub_group(
 
 
 def _masters(
-    reading: ReadContext,
+    context: ReadContext,
     where: str,
     index: int,
     sub_groups: int,
@@ -182,17 +182,17 @@ def _masters(
             nbytes = length * FLOAT32.itemsize
             swapped = swap.master(rank.world_rank, index, sub_groups, ref, nbytes, rank.dp)
         if ref.numel == length and len(ref.shape) == 1 and ref.is_contiguous:
-            spots.append(rank.file.spot(reading.take(ref), rank.dp))
+            spots.append(rank.file.locate(context.claim(ref), rank.dp))
             dtypes.add(ref.dtype)
         elif swapped is not None:
             spots.append(swapped)
             dtypes.add(FLOAT32)
-            reading.take(ref)
+            context.claim(ref)
         else:
-            reading.problems.add(_wrong_length(where, rank, "the master weights", ref, length))
+            context.problems.add(_wrong_length(where, rank, "the master weights", ref, length))
     if len(dtypes) > 1:
         listed = ", ".join(sorted(map(str, dtypes)))
-        reading.problems.add(f"{where}: the master weights have a different dtype on different dp ranks: {listed}")
+        context.problems.add(f"{where}: the master weights have a different dtype on different dp ranks: {listed}")
     return (dtypes.pop(), spots) if len(spots) == len(ranks) and dtypes else None
 
 
@@ -208,7 +208,7 @@ def _wrong_length(where: str, rank: Zero3File, what: str, ref: TensorRef, length
 
 
 def _optimizer_states(
-    reading: ReadContext,
+    context: ReadContext,
     where: str,
     index: int,
     sub_groups: int,
@@ -225,15 +225,15 @@ def _optimizer_states(
         FlatGroupShare(rank.file, rank.dp, rank.state(index), (length,), finder(rank) if swap else None)
         for rank in ranks
     ]
-    return classify_states(reading, where, members)
+    return classify_states(context, where, members)
 
 
 def _param_groups(
-    reading: ReadContext, shapes: Sequence[Mapping[str, Shape]], rank: Zero3File
+    context: ReadContext, shapes: Sequence[Mapping[str, Shape]], rank: Zero3File
 ) -> list[StageParamGroup]:
     """Parameter groups: each lists its sub-groups in `params`."""
     groups = [
-        StageParamGroup(group_hyper_parameters(reading, rank.file, group), []) for group in rank.param_groups
+        StageParamGroup(group_hyper_parameters(context, rank.file, group), []) for group in rank.param_groups
     ] or [StageParamGroup({}, [])]
     listed = [group.get("params") for group in rank.param_groups]
     owner: dict[int, int] = {}
@@ -244,7 +244,7 @@ def _param_groups(
         # Some releases leave the lists empty: with as many groups as sub-groups, or one group, there is no doubt.
         owner = {i: i if len(groups) == len(shapes) else 0 for i in range(len(shapes))}
         if len(groups) not in (1, len(shapes)):
-            reading.note(
+            context.note(
                 "groups-unknown",
                 f"{rank.file.name}: does not say which parameters belong to which group; all in group 0",
             )
@@ -253,7 +253,7 @@ def _param_groups(
     return groups
 
 
-def read_frozen_slices(reading: ReadContext, holder: RankCoord, files: Sequence[RankFile], share: int) -> None:
+def read_frozen_slices(context: ReadContext, coord: RankCoord, files: Sequence[RankFile], share: int) -> None:
     """Frozen parameters: every rank's model file has its flat, padded slice, in the model's dtype."""
     shapes = frozen_shapes(files[0])
     if not shapes or not isinstance(files[0].mapping().get("frozen_param_fragments"), dict):
@@ -261,45 +261,45 @@ def read_frozen_slices(reading: ReadContext, holder: RankCoord, files: Sequence[
     for name, shape in shapes.items():
         per = -(-prod(shape) // share)
         for copy in range(0, len(files), share):
-            spots = _frozen_spots(reading, holder, name, shape, per, files[copy : copy + share], copy)
+            spots = _frozen_spots(context, coord, name, shape, per, files[copy : copy + share], copy)
             if spots:
-                held = reading.holdings.put(name, holder, shape, "frozen", files[0].name)
+                held = context.shards.put(name, coord, shape, "frozen", files[0].name)
                 dtype = spots[0].ref.dtype if spots[0].ref is not None else FLOAT32
                 held.add(WEIGHT, EvenSlices(spots, dtype, per, 0, prod(shape)))
 
 
 def _frozen_spots(
-    reading: ReadContext, holder: RankCoord, name: str, shape: Shape, per: int, files: Sequence[RankFile], first: int
+    context: ReadContext, coord: RankCoord, name: str, shape: Shape, per: int, files: Sequence[RankFile], first: int
 ) -> list[TensorInFile]:
     spots: list[TensorInFile] = []
     for dp, file in enumerate(files, first):
         fragments = file.mapping("frozen_param_fragments")
-        where = f"frozen parameter {name} (dp rank {dp}, {holder}) in {file.name}"
+        where = f"frozen parameter {name} (dp rank {dp}, {coord}) in {file.name}"
         if name not in fragments:
-            reading.problems.add(f"{where} is missing")
+            context.problems.add(f"{where} is missing")
             continue
         ref = as_tensor(fragments[name], where)
         if ref.numel != per or not ref.is_contiguous:
-            reading.problems.add(
+            context.problems.add(
                 f"{where} has {ref.numel} elements, expected {per}: shape {list(shape)} cut over {len(files)} ranks"
             )
             continue
-        spots.append(file.spot(reading.take(ref), dp))
+        spots.append(file.locate(context.claim(ref), dp))
     return spots if len(spots) == len(files) else []
 
 
-def check_placements(reading: ReadContext, models: Sequence[RankFile], data_first: bool) -> None:
+def check_placements(context: ReadContext, models: Sequence[RankFile], data_first: bool) -> None:
     """Report model files that deal the experts out in another way than the first, or are of another rank."""
-    spreads = reading.holdings.spreads
+    spreads = context.shards.placements
     for dp, model in enumerate(models if spreads else ()):
         if dp and expert_placements(model.mapping(), model.name) != spreads:
-            reading.problems.add(f"{model.name} (dp rank {dp}): deals experts out in another way than {models[0].name}")
+            context.problems.add(f"{model.name} (dp rank {dp}): deals experts out in another way than {models[0].name}")
             continue
         for entry in autoep_entries(model.mapping(), model.name):
             spread = spreads[f"{entry['expert_key_prefix']}.w1"]
             said, ep = entry.get("ep_rank"), _ep_rank(spread, len(models), dp, data_first)
             if type(said) is int and said != ep:
-                reading.problems.add(
+                context.problems.add(
                     f"{model.name} (dp rank {dp}): says that it is of expert-parallel rank {said}, expected {ep}:"
                     " files were exchanged"
                 )
@@ -318,7 +318,7 @@ def zero3_partition_ranks(spread: ExpertPlacement | None, dp: int, data_first: b
 
 
 def check_partition_ranks(
-    reading: ReadContext, file: RankFile, top: Mapping[Any, Any], index: int, dp: int, own: PartitionRanks
+    context: ReadContext, file: RankFile, top: Mapping[Any, Any], index: int, dp: int, own: PartitionRanks
 ) -> None:
     """Report an optimizer file that says of itself that it shares sub-group `index` with other ranks."""
     said = top.get("ds_zero_partition_groups")
@@ -327,7 +327,7 @@ def check_partition_ranks(
         return
     ranks, rank = entry.get("partition_ranks"), entry.get("partition_rank")
     if (ranks is not None and ranks != list(own.ranks)) or (rank is not None and rank != own.ranks.index(dp)):
-        reading.problems.add(
+        context.problems.add(
             f"{file.name} (dp rank {dp}): says that it has part {rank} of sub-group {index}, which ranks {ranks} share,"
             f" expected part {own.ranks.index(dp)} and ranks {list(own.ranks)}: files were exchanged"
         )

@@ -68,8 +68,8 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     files = classify_files([name for name in own if place.prefix + name in sizes])
     with SourceFiles(place.root) as source, _gc_paused():
         problems = Problems(str(place.step))
-        reading = ReadContext(place.prefix, RankFiles(place.root), source, problems, ShardTable(problems))
-        return _read(reading, place, without_stale_model_files(files, reading.files, reading.prefix), sizes, options)
+        context = ReadContext(place.prefix, RankFiles(place.root), source, problems, ShardTable(problems))
+        return _read(context, place, without_stale_model_files(files, context.files, context.prefix), sizes, options)
 
 
 @contextmanager
@@ -88,36 +88,36 @@ def _gc_paused() -> Iterator[None]:
 
 
 def _read(
-    reading: ReadContext, place: folder.StepFolder, files: StepFiles, sizes: dict[str, int], options: ReadOptions
+    context: ReadContext, place: folder.StepFolder, files: StepFiles, sizes: dict[str, int], options: ReadOptions
 ) -> Checkpoint:
-    grid = find_grid(files, reading.files, reading.prefix, reading.problems)
-    reading.problems.raise_any(
+    grid = find_grid(files, context.files, context.prefix, context.problems)
+    context.problems.raise_any(
         "restore what is missing, and remove what another save left; or give a checkpoint that is complete"
     )
-    ranks = _open_ranks(reading, files, grid)
-    check_saved_names(reading, files)
-    check_same_save(ranks.named_models(), ranks.named_optims(), reading.problems)
-    reading.problems.raise_any(_RESTORE_HINT)
-    shown = read_states(reading, place.step, files, grid, ranks)
-    check_ranks(reading, grid.tp)
-    reading.problems.raise_any(_RESTORE_HINT)
-    _sort_parameters(reading)
+    ranks = _open_ranks(context, files, grid)
+    check_saved_names(context, files)
+    check_same_save(ranks.named_models(), ranks.named_optims(), context.problems)
+    context.problems.raise_any(_RESTORE_HINT)
+    shown = read_states(context, place.step, files, grid, ranks)
+    check_ranks(context, grid.tp)
+    context.problems.raise_any(_RESTORE_HINT)
+    _sort_parameters(context)
     first = ranks.models[RankCoord(0, 0)][0]
     info = first.mapping().get("universal_checkpoint_info")
-    rulings = resolve_all(reading, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
-    parameters = assemble(reading, rulings, grid.tp)
-    reading.problems.raise_any(_RESTORE_HINT)
+    rulings = resolve_all(context, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
+    parameters = assemble(context, rulings, grid.tp)
+    context.problems.raise_any(_RESTORE_HINT)
     mesh = Mesh(grid.tp, grid.pp, grid.dp_world, shown.ep, shown.stage)
-    groups = merge_groups(reading.holdings, parameters)
-    extras = _read_extras(reading, place, files)
+    groups = merge_groups(context.shards, parameters)
+    extras = _read_extras(context, place, files)
     for name in files.foreign:
-        reading.note(
+        context.note(
             FOREIGN_NOTE,
-            f"{reading.prefix}{name}: a model file of another ZeRO stage than {shown.stage}, left from another save; it"
+            f"{context.prefix}{name}: a model file of another ZeRO stage than {shown.stage}, left from another save; it"
             " was not read. Keep it elsewhere",
         )
-    note_missing(reading, (files[0] for files in ranks.models.values()))
-    _closing_notes(reading)
+    note_missing(context, (files[0] for files in ranks.models.values()))
+    _closing_notes(context)
     return Checkpoint(
         format="deepspeed",
         root=place.root,
@@ -127,9 +127,9 @@ def _read(
         step=step_of(first),
         groups=groups,
         extras=extras,
-        notes=_without_duplicates(reading.notes),
+        notes=_without_duplicates(context.notes),
         sizes=_checkpoint_sizes(sizes, place, extras),
-        details=details_of(reading, place, files, ranks, shown),
+        details=details_of(context, place, files, ranks, shown),
     )
 
 
@@ -158,15 +158,15 @@ def _checkpoint_sizes(sizes: dict[str, int], place: folder.StepFolder, extras: E
     return found
 
 
-def _open_ranks(reading: ReadContext, files: StepFiles, grid: RankGrid) -> OpenRankFiles:
+def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenRankFiles:
     """Open the files of all ranks, those of one data-parallel rank together: their pickles are often the same."""
     ranks = OpenRankFiles()
-    holders = [RankCoord(mp // grid.tp, mp % grid.tp) for mp in range(grid.mp)]
+    coords = [RankCoord(mp // grid.tp, mp % grid.tp) for mp in range(grid.mp)]
 
     def open_all(names: Sequence[Sequence[str]]) -> dict[RankCoord, list[RankFile]]:
-        """Files by holder, for lists that have a name a holder."""
-        opened = [[reading.files.open(reading.prefix + name) for name in row] for row in names]
-        return {holder: [row[mp] for row in opened] for mp, holder in enumerate(holders)}
+        """Files by coord, for lists that have a name a coord."""
+        opened = [[context.files.open(context.prefix + name) for name in row] for row in names]
+        return {coord: [row[mp] for row in opened] for mp, coord in enumerate(coords)}
 
     every = range(grid.mp)
     if grid.sharded_model:
@@ -178,15 +178,15 @@ def _open_ranks(reading: ReadContext, files: StepFiles, grid: RankGrid) -> OpenR
     return ranks
 
 
-def _sort_parameters(reading: ReadContext) -> None:
+def _sort_parameters(context: ReadContext) -> None:
     """Put the roles into the order of the model, experts into their layers."""
-    holdings = reading.holdings
-    roles = holdings.roles
-    experts = {*holdings.experts, *holdings.spreads}
-    holdings.roles = {name: roles[name] for name in order_names(iter(roles), experts) if name not in holdings.aliases}
+    shards = context.shards
+    roles = shards.roles
+    experts = {*shards.experts, *shards.placements}
+    shards.roles = {name: roles[name] for name in order_names(iter(roles), experts) if name not in shards.aliases}
 
 
-def _read_extras(reading: ReadContext, place: folder.StepFolder, files: StepFiles) -> Extras:
+def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFiles) -> Extras:
     extras = Extras()
     names = [
         *files.model.values(),
@@ -199,16 +199,16 @@ def _read_extras(reading: ReadContext, place: folder.StepFolder, files: StepFile
     carried: dict[int, Any] = {}  # what is carried of trees that several files have together, by their identity
     before: deque[tuple[Any, Any]] = deque(maxlen=_RECENT_TREES)  # trees, and what is carried of them
     for name in names:
-        file = reading.files.open(reading.prefix + name)
+        file = context.files.open(context.prefix + name)
         if id(file.tree) in carried:
             tree = carried[id(file.tree)]
         else:
             bare = without_layout_tables(file.tree)
-            known = next((entry for entry in before if TreeComparison(reading.is_taken).are(bare, entry[0])), None)
+            known = next((entry for entry in before if TreeComparison(context.is_claimed).are(bare, entry[0])), None)
             if known is not None:
                 tree = carried[id(file.tree)] = known[1]
             else:
-                carrier = TreeCarrier(reading, file, name)
+                carrier = TreeCarrier(context, file, name)
                 tree = carrier.carry()
                 if not carrier.made_atoms:
                     before.appendleft((bare, tree))
@@ -218,21 +218,21 @@ def _read_extras(reading: ReadContext, place: folder.StepFolder, files: StepFile
     # Without a trainer, too, there may be a model's configuration: that of weights which were converted to this.
     beside = folder.detect_wrapper(place.root) is not None or (place.root / "config.json").is_file()
     if beside and place.root != place.step:
-        carry_neighbours(reading, place.root, extras.trees, extras.files)
-    carry_unknown_files(reading, place.step, files.other, extras.files)
+        carry_neighbours(context, place.root, extras.trees, extras.files)
+    carry_unknown_files(context, place.step, files.other, extras.files)
     return extras
 
 
-def _closing_notes(reading: ReadContext) -> None:
-    if reading.wrong_mappings:
-        reading.note(
+def _closing_notes(context: ReadContext) -> None:
+    if context.wrong_mappings:
+        context.note(
             "slice-mappings-wrong",
-            f"param_slice_mappings is wrong for {len(reading.wrong_mappings)} of {len(reading.checked_mappings)}"
+            f"param_slice_mappings is wrong for {len(context.wrong_mappings)} of {len(context.checked_mappings)}"
             " parameters (DeepSpeed computes it from the wrong order under round_robin_gradients); the layout was taken"
             " from param_shapes, which is right",
         )
-    for kind, why in reading.unplaced_states.items():
-        reading.note(
+    for kind, why in context.unplaced_states.items():
+        context.note(
             "state-unplaced",
             f"optimizer state '{kind}' belongs to no element of a parameter ({why}); carried in extras as it is",
         )
@@ -266,7 +266,7 @@ def step_of(model: RankFile) -> int | None:
 
 
 def details_of(
-    reading: ReadContext, place: folder.StepFolder, files: StepFiles, ranks: OpenRankFiles, shown: DetectedLayout
+    context: ReadContext, place: folder.StepFolder, files: StepFiles, ranks: OpenRankFiles, shown: DetectedLayout
 ) -> dict[str, Any]:
     """Facts worth showing, as JSON values; what the checkpoint does not say is left out."""
     model = next(iter(ranks.models.values()))[0].mapping()
@@ -280,18 +280,18 @@ def details_of(
         "zero": _zero_details(config, shown),
         "optimizer": _configured_optimizer(config),
         "optimizer_wrapper": shown.optimizer or None,
-        "groups": len(next(iter(reading.holdings.groups.values()), [])),
+        "groups": len(next(iter(context.shards.groups.values()), [])),
         "loss_scale": _loss_scale(ranks),
         "universal_checkpoint_version": _info_version(model),
         "skipped_steps": _int_or_none(model.get("skipped_steps")),
         "global_samples": _int_or_none(model.get("global_samples")),
         "files": _file_counts(files),
-        "pipeline": reading.pipeline,
+        "pipeline": context.pipeline,
     }
     return {key: value for key, value in facts.items() if value not in (None, {}, "")}
 
 
-def universal_details(reading: ReadContext, file: RankFile) -> dict[str, Any]:
+def universal_details(context: ReadContext, file: RankFile) -> dict[str, Any]:
     """Facts about a universal folder, from a model file of the checkpoint that it was made from.
 
     How gradients were dealt out is not among them: the folder keeps nothing in that order.
@@ -303,7 +303,7 @@ def universal_details(reading: ReadContext, file: RankFile) -> dict[str, Any]:
         "client": _client_name(model),
         "dtype": _configured_dtype(config) if isinstance(config, dict) else None,
         "universal_checkpoint_version": _info_version(model),
-        "pipeline": reading.pipeline,
+        "pipeline": context.pipeline,
     }
     return {key: value for key, value in facts.items() if value not in (None, {})}
 

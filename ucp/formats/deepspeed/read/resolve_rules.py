@@ -31,33 +31,33 @@ class ResolvedRule:
 
     @property
     def cut(self) -> Rule:
-        """How the holders' slices make the whole."""
+        """How the coords' slices make the whole."""
         return self.spread or self.rule
 
 
-def first_row(holdings: ShardTable, name: str) -> list[Shard]:
-    """The holdings of the first pipeline stage that has the parameter, by tensor-parallel rank."""
-    row = holdings.row(name)
-    first = min(holder.pp for holder in row)
-    return [held for holder, held in row.items() if holder.pp == first]
+def first_row(shards: ShardTable, name: str) -> list[Shard]:
+    """The shards of the first pipeline stage that has the parameter, by tensor-parallel rank."""
+    row = shards.row(name)
+    first = min(coord.pp for coord in row)
+    return [held for coord, held in row.items() if coord.pp == first]
 
 
 def resolve_all(
-    reading: ReadContext, tp: int, user: RuleBook | None, info: Mapping[str, Any] | None, where: str
+    context: ReadContext, tp: int, user: RuleBook | None, info: Mapping[str, Any] | None, where: str
 ) -> dict[str, ResolvedRule]:
     """A ruling for every parameter. `info` is the checkpoint's universal_checkpoint_info, from the file `where`."""
     own = rules_from_info(info, where) if info else None
     speaks = info is not None and has_tp_rules(info)
     found: dict[str, ResolvedRule] = {}
     missing: list[str] = []
-    for name, role in reading.holdings.roles.items():
-        if name not in reading.holdings:
+    for name, role in context.shards.roles.items():
+        if name not in context.shards:
             continue
-        held = first_row(reading.holdings, name)
+        held = first_row(context.shards, name)
         shapes = [holding.shape for holding in held]
         named = _with_true_size(user.find(name) if user is not None else None, own, name)
-        if name in reading.holdings.spreads:
-            found[name] = _autoep_rule(reading, name, shapes, named)
+        if name in context.shards.placements:
+            found[name] = _autoep_rule(context, name, shapes, named)
         elif tp == 1:
             found[name] = _rule_on_one_rank(
                 name, shapes[0], named or (_checkpoint_rule(own, name, speaks) if role != "buffer" else None)
@@ -67,17 +67,17 @@ def resolve_all(
         elif role == "buffer" and len(set(shapes)) == 1:
             found[name] = ResolvedRule(REPLICATED, _BUFFER_ORIGIN)
         elif own is not None and speaks and role != "buffer" and (said := own.find(name)) is not None:
-            found[name] = _default_or_bit_equal(reading, name, held, said)
+            found[name] = _default_or_bit_equal(context, name, held, said)
         else:
             missing.append(name)
     if missing:
-        found.update(_infer_rules(reading, missing))
+        found.update(_infer_rules(context, missing))
     books = [user] if user is not None else []
     if own is not None and tp > 1 and speaks:
         books.append(own)
     for unused in (rule for book in books for rule in book.unused()):
         if not unused.optional and not any(unused.pattern.match(name) for name in found):
-            reading.note("pattern-unused", f"{unused.pattern.pattern!r} ({unused.origin}) matches no parameter")
+            context.note("pattern-unused", f"{unused.pattern.pattern!r} ({unused.origin}) matches no parameter")
     return found
 
 
@@ -105,43 +105,43 @@ def _rule_on_one_rank(name: str, shape: Shape, named: NamedRule | None) -> Resol
         return ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)  # it cannot be cut like that, and need not be
 
 
-def _autoep_rule(reading: ReadContext, name: str, shapes: Sequence[Shape], named: NamedRule | None) -> ResolvedRule:
+def _autoep_rule(context: ReadContext, name: str, shapes: Sequence[Shape], named: NamedRule | None) -> ResolvedRule:
     """Experts that AutoEP stacks and spreads, on one tensor-parallel rank. `shapes` are those of the ep ranks."""
-    over_ranks = resolve(reading.holdings.spreads[name].rule(shapes[0]), shapes, name)
+    over_ranks = resolve(context.shards.placements[name].rule(shapes[0]), shapes, name)
     single = _rule_on_one_rank(name, whole_shape(over_ranks, shapes, name), named)
     return replace(single, spread=over_ranks)
 
 
-def _default_or_bit_equal(reading: ReadContext, name: str, held: Sequence[Shard], said: NamedRule) -> ResolvedRule:
+def _default_or_bit_equal(context: ReadContext, name: str, held: Sequence[Shard], said: NamedRule) -> ResolvedRule:
     """The checkpoint's own rule. Its default, for names that no pattern matches, gives way to what the bytes show:
     Megatron-DeepSpeed forgets a pattern for position embeddings, and DeepSpeed would stack their copies."""
     shapes = [holding.shape for holding in held]
     if said.origin == DEFAULT_ORIGIN:
         slices = [(holding.shape, _evidence(tp, holding)) for tp, holding in enumerate(held)]
-        if compare_slices(reading.source, slices) is SliceEquality.EQUAL:
-            reading.note(
+        if compare_slices(context.source, slices) is SliceEquality.EQUAL:
+            context.note(
                 "rule-inferred", f"{name}: replicated (no pattern matches it, and all ranks hold the same bytes)"
             )
             return ResolvedRule(REPLICATED, "bit-equal on all tensor-parallel ranks")
     return ResolvedRule(resolve(said.rule, shapes, name), said.origin)
 
 
-def _infer_rules(reading: ReadContext, names: Sequence[str]) -> dict[str, ResolvedRule]:
+def _infer_rules(context: ReadContext, names: Sequence[str]) -> dict[str, ResolvedRule]:
     """Rulings for parameters that nobody speaks of, each told in a note."""
     from ucp.formats.sharded.rule_inference import (  # few checkpoints need it, and it brings all presets
         LocalSlice,
         RuleInference,
     )
 
-    rows = {name: first_row(reading.holdings, name) for name in names}
+    rows = {name: first_row(context.shards, name) for name in names}
     slices = {
         name: [LocalSlice(holding.shape, _evidence(tp, holding)) for tp, holding in enumerate(row)]
         for name, row in rows.items()
     }
     found: dict[str, ResolvedRule] = {}
-    for name, (rule, origin) in RuleInference(reading.source).rules_for(slices).items():
+    for name, (rule, origin) in RuleInference(context.source).rules_for(slices).items():
         found[name] = ResolvedRule(resolve(rule, [holding.shape for holding in rows[name]], name), origin)
-        reading.note("rule-inferred", f"{name}: {found[name].rule} ({origin})")
+        context.note("rule-inferred", f"{name}: {found[name].rule} ({origin})")
     return found
 
 
@@ -161,17 +161,17 @@ def _weight_or_master(holding: Shard) -> StoredShard | None:
     return None
 
 
-def check_ranks(reading: ReadContext, tp: int) -> None:
+def check_ranks(context: ReadContext, tp: int) -> None:
     """Report parameters that some tensor-parallel rank of a stage lacks, or some expert-parallel one."""
-    holdings = reading.holdings
-    for name in holdings.roles:
-        row = holdings.row(name)
-        spread = holdings.spreads.get(name)
+    shards = context.shards
+    for name in shards.roles:
+        row = shards.row(name)
+        spread = shards.placements.get(name)
         kind, ranks = ("tensor", tp) if spread is None else ("expert", spread.degree)
-        for pp in sorted({holder.pp for holder in row}):
+        for pp in sorted({coord.pp for coord in row}):
             wanted = [RankCoord(pp, rank) if spread is None else RankCoord(pp, 0, rank) for rank in range(ranks)]
-            lacking = [str(holder.part) for holder in wanted if holder not in row]
+            lacking = [str(coord.part) for coord in wanted if coord not in row]
             if lacking:
-                reading.problems.add(
+                context.problems.add(
                     f"parameter {name} of stage {pp} is missing on {kind}-parallel rank {', '.join(lacking)}"
                 )

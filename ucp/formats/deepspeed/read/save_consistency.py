@@ -219,7 +219,7 @@ _SHARDED_ROLES: Final = ("optim", "sharded_model", "expert_optim")  # of which e
 _OTHER_ROLES: Final = ("model", "layers")
 
 
-def check_saved_names(reading: ReadContext, files: StepFiles) -> None:
+def check_saved_names(context: ReadContext, files: StepFiles) -> None:
     """Report files that were exchanged, or of which one was copied over another; other renaming is only noted.
 
     A layer that was copied to make a model deeper is fine, and so are ranks that were all made of one file. With ZeRO-1
@@ -228,7 +228,7 @@ def check_saved_names(reading: ReadContext, files: StepFiles) -> None:
     is_seen_elsewhere = bool(files.optim) and not files.sharded_model
     for role in (*_SHARDED_ROLES, *_OTHER_ROLES):
         names: Mapping[Hashable, str] = getattr(files, role)
-        opened = {key: reading.files.open(reading.prefix + name) for key, name in names.items()}
+        opened = {key: context.files.open(context.prefix + name) for key, name in names.items()}
         saved = {key: _saved_key(file, role, key) for key, file in opened.items()}
         wrong = [opened[key] for key in opened if saved[key] != key]
         if not wrong:
@@ -238,13 +238,13 @@ def check_saved_names(reading: ReadContext, files: StepFiles) -> None:
         is_copy = role in _SHARDED_ROLES and (len(found) > 1 or len(saved) == 2)
         if found <= set(opened) and (is_exchange or is_copy) and not is_seen_elsewhere:
             for file in wrong:
-                reading.problems.add(f"{file.name}: was saved as {file.saved_as}.pt, the file of another rank or layer")
+                context.problems.add(f"{file.name}: was saved as {file.saved_as}.pt, the file of another rank or layer")
         else:
-            reading.note(
+            context.note(
                 "saved-under-other-names",
                 f"{wrong[0].name} was saved as {wrong[0].saved_as}.pt, and {len(wrong) - 1} more under other names",
             )
-    reading.problems.raise_any("give every file the name that it was saved under, and restore what was overwritten")
+    context.problems.raise_any("give every file the name that it was saved under, and restore what was overwritten")
 
 
 def _saved_key(file: RankFile, role: str, named: Hashable) -> Hashable:

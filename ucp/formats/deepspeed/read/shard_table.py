@@ -59,16 +59,16 @@ class RankCoord(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Which slice of a parameter the holder has: by expert-parallel rank where it is spread over those."""
+        """Which slice of a parameter the coord has: by expert-parallel rank where it is spread over those."""
         return self.ep if self.ep >= 0 else self.tp
 
 
 @dataclass(slots=True)
 class Shard:
-    """One holder's part of one parameter. The first entry of a kind is the source; further ones are copies of it."""
+    """One coord's part of one parameter. The first entry of a kind is the source; further ones are copies of it."""
 
     name: str
-    shape: Shape  # of the holder's slice
+    shape: Shape  # of the coord's slice
     kinds: dict[str, list[StoredShard]] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)  # of kinds that do not have the parameter's own shape
 
@@ -87,49 +87,49 @@ class StageParamGroup:
 
 
 class ShardTable:
-    """All holdings of a checkpoint, with roles, aliases and groups. Wrong shapes go to `problems`."""
+    """All shards of a checkpoint, with roles, aliases and groups. Wrong shapes go to `problems`."""
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
         self.roles: dict[str, Role] = {}  # in the order of the model
         self.experts: dict[str, tuple[int, int]] = {}  # name → (global expert number, ep rank)
-        self.spreads: dict[str, ExpertPlacement] = {}  # name → how AutoEP deals out the experts stacked in it
+        self.placements: dict[str, ExpertPlacement] = {}  # name → how AutoEP deals out the experts stacked in it
         self.aliases: dict[str, str] = {}  # alias → owner
         self.groups: dict[RankCoord, list[StageParamGroup]] = {}
         self._table: dict[str, dict[RankCoord, Shard]] = {}
 
-    def put(self, name: str, holder: RankCoord, shape: Shape, role: Role, source: str) -> Shard:
-        """The holding of `name` by `holder`, made when it is new; `source` names the file in messages."""
+    def put(self, name: str, coord: RankCoord, shape: Shape, role: Role, source: str) -> Shard:
+        """The holding of `name` by `coord`, made when it is new; `source` names the file in messages."""
         self.roles.setdefault(name, role)
         row = self._table.setdefault(name, {})
-        held = row.get(holder)
+        held = row.get(coord)
         if held is None:
-            held = row[holder] = Shard(name, shape)
+            held = row[coord] = Shard(name, shape)
         elif held.shape != shape:
             self.problems.add(
-                f"parameter {name} ({holder}) has shape {list(held.shape)} in one file, but {list(shape)} in {source}"
+                f"parameter {name} ({coord}) has shape {list(held.shape)} in one file, but {list(shape)} in {source}"
             )
         return held
 
-    def at(self, name: str, holder: RankCoord) -> RankCoord:
-        """Who holds `name` where a file of `holder` has it: its ep rank (0 where it has none) or any, if not spread."""
-        return RankCoord(holder.pp, holder.tp, max(holder.ep, 0) if name in self.spreads else -1)
+    def at(self, name: str, coord: RankCoord) -> RankCoord:
+        """Who holds `name` where a file of `coord` has it: its ep rank (0 where it has none) or any, if not spread."""
+        return RankCoord(coord.pp, coord.tp, max(coord.ep, 0) if name in self.placements else -1)
 
     def local(self, name: str, shape: Shape, ep: int | None) -> Shape:
         """The shape of `name` on ep rank `ep`, from `shape` on the first one."""
-        return self.spreads[name].local(ep or 0, shape) if name in self.spreads else shape
+        return self.placements[name].local(ep or 0, shape) if name in self.placements else shape
 
-    def get(self, name: str, holder: RankCoord) -> Shard | None:
-        return self._table.get(name, {}).get(holder)
+    def get(self, name: str, coord: RankCoord) -> Shard | None:
+        return self._table.get(name, {}).get(coord)
 
-    def home(self, name: str, holder: RankCoord, shape: Shape, source: str) -> Shard:
-        """The holding of `name` by `holder`. Weights that were put elsewhere while nobody knew its stage move here."""
+    def home(self, name: str, coord: RankCoord, shape: Shape, source: str) -> Shard:
+        """The holding of `name` by `coord`. Weights that were put elsewhere while nobody knew its stage move here."""
         row = self._table.setdefault(name, {})
-        if holder not in row:
-            strays = [at for at, held in row.items() if at.tp == holder.tp and set(held.kinds) <= {WEIGHT}]
+        if coord not in row:
+            strays = [at for at, held in row.items() if at.tp == coord.tp and set(held.kinds) <= {WEIGHT}]
             if strays:
-                row[holder] = row.pop(strays[0])
-        return self.put(name, holder, shape, "trained", source)
+                row[coord] = row.pop(strays[0])
+        return self.put(name, coord, shape, "trained", source)
 
     def rename(self, old: str, new: str) -> None:
         """Give a parameter another name, in its place in the order."""
@@ -142,7 +142,7 @@ class ShardTable:
                 group.names = [new if name == old else name for name in group.names]
 
     def row(self, name: str) -> dict[RankCoord, Shard]:
-        """Every holder of `name`, in order."""
+        """Every coord of `name`, in order."""
         return dict(sorted(self._table.get(name, {}).items()))
 
     def __contains__(self, name: str) -> bool:

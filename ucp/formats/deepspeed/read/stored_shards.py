@@ -1,9 +1,9 @@
-"""Where the local tensor of one holder lies: whole in one file, or cut over the data-parallel ranks by ZeRO.
+"""Where the local tensor of one coord lies: whole in one file, or cut over the data-parallel ranks by ZeRO.
 
 A *run* is a flat interval of the local tensor that lies contiguous in one file. Runs are computed when asked for: a
 checkpoint of a thousand ranks has millions of them.
 
-From what one holder stores to fragments of the whole: the tensor-parallel slice's boxes, cut by ZeRO's runs.
+From what one coord stores to fragments of the whole: the tensor-parallel slice's boxes, cut by ZeRO's runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StoredRun(NamedTuple):
 
 
 class StoredShard(Protocol):
-    """One state of one parameter as one holder has it."""
+    """One state of one parameter as one coord has it."""
 
     @property
     def dtype(self) -> DType: ...
@@ -189,7 +189,7 @@ class RankFragments(LazyFragments):
         self._parts = parts
 
     def outline(self, located: set[int]) -> Iterator[Fragment] | None:
-        """What the fragments amount to before ZeRO cuts them: one a holder, without a place. None where they are few.
+        """What the fragments amount to before ZeRO cuts them: one a coord, without a place. None where they are few.
 
         The files are asked for the place of every tensor all the same, once for those whose ids are in `located`.
         """
@@ -214,7 +214,7 @@ class RankFragments(LazyFragments):
 
 
 class RankSlice:
-    """What one holder's local tensor is of the whole: all kinds of a parameter have the same."""
+    """What one coord's local tensor is of the whole: all kinds of a parameter have the same."""
 
     __slots__ = ("pieces", "rank", "region", "shape")
 
@@ -228,7 +228,7 @@ class RankSlice:
 
 
 def fragments_of(kind: str, parts: Sequence[tuple[RankSlice, StoredShard]]) -> RankFragments:
-    """The fragments of several holders' slices, holder by holder."""
+    """The fragments of several coords' slices, coord by coord."""
     count = 0
     for part, stored in parts:
         if part.region is None or getattr(stored, "strides", None) is not None:

@@ -62,15 +62,15 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     root = find(path, options.tag)
     with SourceFiles(root) as source:
         problems = Problems(str(root))
-        reading = ReadContext("", RankFiles(root), source, problems, ShardTable(problems))
-        return _UniversalReader(reading, root, options).read()
+        context = ReadContext("", RankFiles(root), source, problems, ShardTable(problems))
+        return _UniversalReader(context, root, options).read()
 
 
 @dataclass(slots=True)
 class _UniversalReader:
     """One universal folder on its way into the index."""
 
-    reading: ReadContext
+    context: ReadContext
     root: Path
     options: ReadOptions
 
@@ -82,7 +82,7 @@ class _UniversalReader:
         first = models[0][0]
         shared = {alias: owner for members in models for alias, owner in shared_parameters(members[0]).items()}
         if names.layers:
-            read_layers(self.reading, names.layers, {0: StageNames(_trained_shapes(models), _buffer_names(models))})
+            read_layers(self.context, names.layers, {0: StageNames(_trained_shapes(models), _buffer_names(models))})
         for index, members in enumerate(models):
             self._read_model(RankCoord(index // grid.tp, index % grid.tp), members, folders, shared, grid)
         self._put_in_order(models)
@@ -90,15 +90,15 @@ class _UniversalReader:
         info = info if isinstance(info, dict) else None
         rules = self.options.rules
         if grid.tp > 1 and not (info and has_tp_rules(info)):
-            rules = rules_from_states(self.reading, rules, folders)
-        rulings = resolve_all(self.reading, grid.tp, rules, info, first.name)
-        parameters = assemble(self.reading, rulings, grid.tp)
+            rules = rules_from_states(self.context, rules, folders)
+        rulings = resolve_all(self.context, grid.tp, rules, info, first.name)
+        parameters = assemble(self.context, rulings, grid.tp)
         self._add_states(parameters, folders)
         optimizer = self._optimizer()
         if optimizer is not None:
             self._read_optimizer(parameters, optimizer, models, grid)
-        self.reading.problems.raise_any(_RECONVERT_HINT)
-        groups = merge_groups(self.reading.holdings, parameters)
+        self.context.problems.raise_any(_RECONVERT_HINT)
+        groups = merge_groups(self.context.shards, parameters)
         stage = zero_stage(optimizer) if optimizer is not None else 1
         return Checkpoint(
             "deepspeed-universal",
@@ -109,9 +109,9 @@ class _UniversalReader:
             step=step_of(first),
             groups=groups,
             extras=Extras(self._trees(models, optimizer)),
-            notes=self.reading.notes,
+            notes=self.context.notes,
             sizes=_file_sizes(self.root),
-            details=universal_details(self.reading, first),
+            details=universal_details(self.context, first),
         )
 
     def _model_names(self) -> StepFiles:
@@ -129,7 +129,7 @@ class _UniversalReader:
 
     def _grid(self, names: StepFiles) -> RankGrid:
         # The check for missing files is for native checkpoints, which have optimizer files: ours follows.
-        grid = find_grid(names, self.reading.files, "", Problems(""))
+        grid = find_grid(names, self.context.files, "", Problems(""))
         mps = range(max([*names.model, *(mp for _, mp in names.sharded_model), grid.mp - 1]) + 1)
         if names.model:
             missing = [model_file_name(mp) for mp in mps if mp not in names.model]
@@ -137,25 +137,25 @@ class _UniversalReader:
             wanted = [(dp, mp) for mp in mps for dp in range(grid.dp_world)]
             missing = [sharded_model_file_name(dp, mp) for dp, mp in wanted if (dp, mp) not in names.sharded_model]
         for name in missing:
-            self.reading.problems.add(f"model file {name} is missing")
-        self.reading.problems.raise_any("copy it from the checkpoint that the folder was made from")
+            self.context.problems.add(f"model file {name} is missing")
+        self.context.problems.raise_any("copy it from the checkpoint that the folder was made from")
         return grid
 
     def _models(self, names: StepFiles, grid: RankGrid) -> list[list[RankFile]]:
         """By model-parallel rank its model files: one, or one a data-parallel rank under ZeRO-3."""
-        files = self.reading.files
+        files = self.context.files
         if names.model:
             models = [[files.open(names.model[mp])] for mp in range(grid.mp)]
         else:
             ranks = range(grid.dp_world)
             models = [[files.open(names.sharded_model[dp, mp]) for dp in ranks] for mp in range(grid.mp)]
-        check_same_save({file.name: file for members in models for file in members}, {}, self.reading.problems)
-        self.reading.problems.raise_any(_RECONVERT_HINT)
+        check_same_save({file.name: file for members in models for file in members}, {}, self.context.problems)
+        self.context.problems.raise_any(_RECONVERT_HINT)
         return models
 
     def _read_model(
         self,
-        holder: RankCoord,
+        coord: RankCoord,
         members: Sequence[RankFile],
         folders: Mapping[str, StateFolder],
         shared: Mapping[str, str],
@@ -167,23 +167,23 @@ class _UniversalReader:
             module = module_tensors(file)
             refs = {name: module.get(name) for name, folder in folders.items() if folder.has_moments}
             trained = {name: ref.shape for name, ref in refs.items() if isinstance(ref, TensorRef)}
-        read_module(self.reading, holder, file, trained, shared)
+        read_module(self.context, coord, file, trained, shared)
         if grid.sharded_model:
-            read_frozen_slices(self.reading, holder, members, len(members))
+            read_frozen_slices(self.context, coord, members, len(members))
         else:
-            read_frozen(self.reading, holder, file)
+            read_frozen(self.context, coord, file)
         for name, shape in trained.items():
-            self.reading.holdings.put(name, holder, shape, "trained", file.name)
+            self.context.shards.put(name, coord, shape, "trained", file.name)
 
     def _put_in_order(self, models: Sequence[Sequence[RankFile]]) -> None:
         """Aliases out; and layer by layer for a pipeline, whose layer files DeepSpeed does not copy."""
-        holdings = self.reading.holdings
-        holdings.roles = {name: role for name, role in holdings.roles.items() if name not in holdings.aliases}
-        if self.reading.pipeline or any(module_tensors(members[0]) for members in models):
+        shards = self.context.shards
+        shards.roles = {name: role for name, role in shards.roles.items() if name not in shards.aliases}
+        if self.context.pipeline or any(module_tensors(members[0]) for members in models):
             return
         lost = sorted(_buffer_names(models))
-        holdings.roles = dict(sorted(holdings.roles.items(), key=lambda item: _layer_number(item[0])))
-        self.reading.note(
+        shards.roles = dict(sorted(shards.roles.items(), key=lambda item: _layer_number(item[0])))
+        self.context.note(
             "universal-no-module",
             "a pipeline's layer files are not part of a universal folder: no module weights"
             + (
@@ -194,7 +194,7 @@ class _UniversalReader:
         )
 
     def _add_states(self, parameters: dict[str, Parameter], folders: Mapping[str, StateFolder]) -> None:
-        problems, aliases = self.reading.problems, self.reading.holdings.aliases
+        problems, aliases = self.context.problems, self.context.shards.aliases
         made_up = 0
         for name, folder in folders.items():
             parameter = parameters.get(name)
@@ -205,7 +205,7 @@ class _UniversalReader:
                 parameter = parameters[name] = self._unknown(folder)
             for kind, path in folder.kinds.items():
                 shape = parameter.shape if kind != STEP else None
-                atom = read_state(self.reading.files, name, kind, path, shape)
+                atom = read_state(self.context.files, name, kind, path, shape)
                 if atom is None:
                     continue
                 if kind != STEP and atom.shape not in ((), parameter.shape):
@@ -217,24 +217,24 @@ class _UniversalReader:
             if parameter.role == "trained" and MASTER not in parameter.atoms:
                 problems.add(f"parameter {name} is trained, but {STATES_FOLDER}/{name}/fp32.pt is missing")
         if made_up:
-            self.reading.note(
+            self.context.note(
                 "universal-copies",
                 f"{made_up} folders below {STATES_FOLDER}/ upcast of buffers, aliases and frozen parameters: not used",
             )
 
     def _unknown(self, folder: StateFolder) -> Parameter:
         """A folder whose name no model file has: trained if the optimizer kept anything for it."""
-        self.reading.note("universal-unlisted", f"{folder.name}: no model file lists it; its shape is the state file's")
-        atom = read_state(self.reading.files, folder.name, MASTER, next(iter(folder.kinds.values())), None)
+        self.context.note("universal-unlisted", f"{folder.name}: no model file lists it; its shape is the state file's")
+        atom = read_state(self.context.files, folder.name, MASTER, next(iter(folder.kinds.values())), None)
         shape = atom.shape if atom is not None else ()
         role: Any = "trained" if folder.has_moments else "frozen"
         return Parameter(folder.name, shape, role, rule_origin="universal: whole")
 
     def _optimizer(self) -> RankFile | None:
         if not (self.root / OPTIMIZER_STATE).is_file():
-            self.reading.note("universal-no-optimizer", f"{OPTIMIZER_STATE} is missing: no hyper-parameters")
+            self.context.note("universal-no-optimizer", f"{OPTIMIZER_STATE} is missing: no hyper-parameters")
             return None
-        return self.reading.files.open(OPTIMIZER_STATE)
+        return self.context.files.open(OPTIMIZER_STATE)
 
     def _read_optimizer(
         self,
@@ -245,19 +245,19 @@ class _UniversalReader:
     ) -> None:
         for index in range(0, len(models), grid.tp):
             shapes = _shapes_by_group(models[index][0])
-            self.reading.holdings.groups[RankCoord(index // grid.tp, 0)] = read_groups(self.reading, optimizer, shapes)
+            self.context.shards.groups[RankCoord(index // grid.tp, 0)] = read_groups(self.context, optimizer, shapes)
             for name, number in parameter_steps(optimizer, shapes):
                 if name in parameters and STEP not in parameters[name].atoms:
                     fragments = scalar_fragments(Rank(), number)
                     parameters[name].atoms[STEP] = Atom(name, STEP, (), number.dtype, fragments)
         for ref in rank0_tensors(optimizer):
-            self.reading.take(ref)
+            self.context.claim(ref)
 
     def _trees(self, models: Sequence[Sequence[RankFile]], optimizer: RankFile | None) -> dict[str, Any]:
         """What model files and optimizer state say besides: without what became atoms or repeats it."""
         trees = {}
         for file in (*(file for members in models for file in members), *([optimizer] if optimizer else [])):
-            tree = TreeCarrier(self.reading, file, file.name).carry()
+            tree = TreeCarrier(self.context, file, file.name).carry()
             if tree is not None:
                 trees[file.name] = tree
         return trees
@@ -361,7 +361,7 @@ def read_state(files: RankFiles, name: str, kind: str, path: str, shape: Shape |
 
 def _state_atom(file: RankFile, ref: TensorRef, name: str, kind: str, shape: Shape) -> Atom:
     strides = None if ref.is_contiguous else ref.strides
-    fragments = [Fragment(Region.all_of(shape), file.name, file.spot(ref).offset, ref.dtype, strides=strides)]
+    fragments = [Fragment(Region.all_of(shape), file.name, file.locate(ref).offset, ref.dtype, strides=strides)]
     return Atom(name, kind, shape, ref.dtype, fragments if ref.numel else ())
 
 
@@ -373,12 +373,12 @@ def zero_stage(optimizer: RankFile) -> int:
 
 
 def read_groups(
-    reading: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]
+    context: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]
 ) -> list[StageParamGroup]:
     """Parameter groups of one pipeline stage; `shapes` has one dict a flat group (a sub-group under ZeRO-3)."""
     found = optimizer.mapping().get("param_groups") or _inner_state_dict(optimizer).get("param_groups")
     stored = [group for group in found if isinstance(group, dict)] if isinstance(found, (list, tuple)) else []
-    groups = [StageParamGroup(group_hyper_parameters(reading, optimizer, group), []) for group in stored]
+    groups = [StageParamGroup(group_hyper_parameters(context, optimizer, group), []) for group in stored]
     for names, owner in zip(shapes, _group_of_each(stored, len(shapes)), strict=True):
         if owner < len(groups):
             groups[owner].names.extend(names)
@@ -426,7 +426,7 @@ def _group_of_each(groups: Sequence[Mapping[Any, Any]], flat: int) -> list[int]:
     return [owner[i] for i in range(flat)] if sorted(owner) == list(range(flat)) else list(range(flat))
 
 
-def rules_from_states(reading: ReadContext, user: RuleBook | None, folders: Mapping[str, StateFolder]) -> RuleBook:
+def rules_from_states(context: ReadContext, user: RuleBook | None, folders: Mapping[str, StateFolder]) -> RuleBook:
     """Rules where the model files have none: the user's, as the state files say, or from whole and local shapes."""
     book = RuleBook()
     for name, folder in folders.items():
@@ -434,11 +434,11 @@ def rules_from_states(reading: ReadContext, user: RuleBook | None, folders: Mapp
         named = user.find(name) if user is not None else None
         if named is not None:
             book.add(f"^{re.escape(name)}$", named.rule, named.origin)
-        if named is not None or path is None or not folder.has_moments or name not in reading.holdings:
+        if named is not None or path is None or not folder.has_moments or name not in context.shards:
             continue
-        tree = reading.files.open(path).tree
+        tree = context.files.open(path).tree
         said = _stored_rule(tree)
-        local = next(iter(reading.holdings.row(name).values())).shape
+        local = next(iter(context.shards.row(name).values())).shape
         param = tree.get("param") if isinstance(tree, dict) else tree
         whole = param.shape if isinstance(param, TensorRef) else local
         book.add(f"^{re.escape(name)}$", _effective_rule(said, whole, local, tree), "universal: " + _rule_source(said))
