@@ -6,6 +6,8 @@ Anything that is not a `UcpError` is a bug of ours and shows its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UcpError(Exception):
     """Base class: a failure that is explained to the user without a traceback."""
@@ -59,3 +61,9 @@ class UnsafeError(UcpError):
 
 
 INTERRUPTED_EXIT_CODE = 130
+
+
+def first_few(names: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
+    """The first `limit` names of a list, for a message: `a, b, c and 4 more`."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more

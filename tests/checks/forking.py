@@ -37,7 +37,7 @@ def main(what: str, *sources: str) -> None:
         tell("forked", len(WORKERS))
         return
     if what == "break a worker":
-        task_processes.carry_out = _divide
+        task_processes.run_task = _divide
     if what == "truncate a file":
         SourceFiles.read_into = _after_truncation  # type: ignore[method-assign]
     level, progress = ("default", None) if what == "default" else ("deep", Happening(what))

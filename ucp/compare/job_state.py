@@ -25,7 +25,7 @@ from ucp.containers.inert import Inert
 from ucp.containers.inert_json import InertEncoder
 from ucp.core.box import slabs
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
-from ucp.errors import UcpError
+from ucp.errors import UcpError, first_few
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
 from ucp.storage.local import SourceFiles
@@ -87,11 +87,7 @@ def _notes(a: Checkpoint, b: Checkpoint, pairs: Sequence[tuple[Parameter, Parame
         if one_.role != other_.role:
             roles.setdefault((one_.role, other_.role), []).append(one_.name)
     for (role_a, role_b), names in roles.items():
-        yield Note("role", f"{role_a} in A and {role_b} in B: {_first_names(names)}")
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield Note("role", f"{role_a} in A and {role_b} in B: {first_few(names)}")
 
 
 def _hyper(checkpoint: Checkpoint) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ import numpy as np
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, kind_of_state, state_of_kind
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
-from ucp.errors import UcpError
+from ucp.errors import UcpError, first_few
 from ucp.read.casting import can_cast, raw_dtype, widen
 from ucp.read.region_reader import read_region
 from ucp.storage.local import SourceFiles
@@ -132,7 +132,7 @@ class LoadPlanner:
         for kind in () if plan.untouched else sorted(expected - set(kinds)):
             told = self.plan.left if _is_lone(live.get(kind)) and kind != STEP else self.plan.problems
             told.append(
-                f"the checkpoint has no '{kind}' for {_some([p.name for p in members])}, which this optimizer"
+                f"the checkpoint has no '{kind}' for {first_few([p.name for p in members])}, which this optimizer"
                 f" ({type(self.job.optimizer).__name__}) needs"
             )
             if told is self.plan.problems and kind not in _state_kinds(live):
@@ -142,7 +142,7 @@ class LoadPlanner:
             if lacking:
                 self.plan.problems.append(
                     f"the checkpoint has '{kind}' for {next(p.name for p in members if kind in p.atoms)}, but not for"
-                    f" {_some(lacking)}, which the job steps in the same tensor"
+                    f" {first_few(lacking)}, which the job steps in the same tensor"
                 )
                 continue
             self._match_state(plan, kind, members, dtype)
@@ -295,10 +295,6 @@ def unexpected_names(source: Checkpoint, used: set[str]) -> Iterator[Parameter]:
     for name, parameter in source.parameters.items():
         if name not in used:
             yield parameter
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def match_groups(job: LiveJob, matcher: LoadPlanner, source: Checkpoint, plan: LoadPlan) -> None:

@@ -20,7 +20,7 @@ from ucp.containers.pickle_writer import bare_object
 from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
 from ucp.core.dtypes import FLOAT32
 from ucp.core.region import Region
-from ucp.errors import UsageError
+from ucp.errors import UsageError, first_few
 from ucp.formats.translate.framework_extras import COMMON_FILE, int_or, translation_note
 from ucp.formats.translate.megatron_args import to_megatron_args, to_megatron_core_args
 from ucp.formats.translate.model_config import ModelConfig, megatron_args_of_file, model_config_of
@@ -208,7 +208,9 @@ def megatron_groups(
     groups = [dealt[key] for key in sorted(dealt)]
     if not moved:
         return groups, fields, []
-    text = f"{_some(moved)} had other settings: Megatron's jobs decay matrices, no vectors, and know one learning rate"
+    text = (
+        f"{first_few(moved)} had other settings: Megatron's jobs decay matrices, no vectors, and know one learning rate"
+    )
     return groups, fields, [Note("groups-dealt", text)]
 
 
@@ -259,7 +261,3 @@ def _hyper(hyper: Mapping[str, Any], schedule: Mapping[str, Any] | None, *, deca
         made |= {key: schedule[key] for key in ("max_lr", "min_lr") if key in schedule}
     made |= {key: value for key, value in hyper.items() if key not in ("name", "params")}
     return {**made, "wd_mult": 1.0 if decayed else 0.0, **({} if decayed or _DECAY not in made else {_DECAY: 0.0})}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

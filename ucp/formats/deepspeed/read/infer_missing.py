@@ -17,14 +17,13 @@ from ucp.containers.inert import TensorRef
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT
 from ucp.core.dtypes import DType
+from ucp.errors import first_few
 from ucp.formats.deepspeed.read.rank_files import RankFile
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.shard_table import RankCoord
 from ucp.formats.deepspeed.read.stored_shards import StoredRun, StoredShard
 from ucp.formats.sharded.slot_matching import match_slots, states_fit
 from ucp.storage.local import SourceFiles
-
-_MAX_LISTED: Final = 5  # names in a note; further ones are counted
 
 
 def check_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
@@ -37,7 +36,7 @@ def check_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None
     ):
         if isinstance(mine, dict) and mine and not isinstance(tree.get(other), dict):
             context.problems.add(
-                f"{file.name} ({coord}) has {key} of {len(mine)} frozen parameters ({list_names(mine)}), but no {other}:"  # noqa: E501
+                f"{file.name} ({coord}) has {key} of {len(mine)} frozen parameters ({first_few(list(mine), 5)}), but no {other}:"  # noqa: E501
                 " their values cannot be read"
             )
 
@@ -61,7 +60,7 @@ def check_order(context: ReadContext, coord: RankCoord, model: RankFile) -> None
     if wrong:
         context.problems.add(
             f"{model.name} ({coord}) has no param_shapes, and the order in param_slice_mappings is wrong: the master"
-            f" weights of {len(wrong)} of {compared} parameters ({list_names(wrong)}) are not those of the module's weights"  # noqa: E501
+            f" weights of {len(wrong)} of {compared} parameters ({first_few(wrong, 5)}) are not those of the module's weights"  # noqa: E501
             + (" (DeepSpeed writes it wrong under round_robin_gradients)" if _is_round_robin(model) else "")
         )
     elif not compared:
@@ -119,7 +118,7 @@ def note_missing(context: ReadContext, models: Iterable[RankFile]) -> None:
         context.note(
             "weights-missing",
             f"{context.valueless[lost[0]]}: no file has a value of {len(lost)} of the parameters that it names"
-            f" ({list_names(lost)}); what is written will not have them"
+            f" ({first_few(lost, 5)}); what is written will not have them"
             + (". They may be further names of others: shared_params is missing" if tied else ""),
         )
     unlisted = next((file for file in files if _lists_no_buffers(file)), None)
@@ -134,20 +133,13 @@ def note_missing(context: ReadContext, models: Iterable[RankFile]) -> None:
             context.note(
                 "buffers-unlisted",
                 f"{unlisted.name} does not say which tensors are buffers (buffer_names is missing); {len(strays)} that"
-                f" the optimizer does not own ({list_names(strays)}) count as frozen parameters",
+                f" the optimizer does not own ({first_few(strays, 5)}) count as frozen parameters",
             )
 
 
 def _lists_no_buffers(file: RankFile) -> bool:
     tree = file.mapping()
     return "buffer_names" not in tree and isinstance(tree.get("module"), dict) and bool(tree["module"])
-
-
-def list_names(names: Iterable[str]) -> str:
-    """The first few of many names."""
-    listed = list(names)
-    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-    return ", ".join(listed[:_MAX_LISTED]) + more
 
 
 SAMPLE_ELEMENTS: Final = 1024  # elements of a tensor that are compared before names are believed to match

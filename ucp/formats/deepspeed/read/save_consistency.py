@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ucp.errors import NotUnderstoodError
+from ucp.errors import NotUnderstoodError, first_few
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.read_zero3 import ZERO3_MASTERS
@@ -209,7 +209,7 @@ def _check_equal(files: Mapping[str, RankFile], key: str, what: str, problems: P
     most = max(seen, key=lambda value: len(seen[value]))
     for value, names in seen.items():
         if value != most:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            shown = first_few(names, 5)
             problems.add(
                 f"{shown}: {what} {value}, but {seen[most][0]} says {most}: files of different saves are mixed"
             )

@@ -9,7 +9,7 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import Checkpoint, Parameter
 from ucp.core.region import Region
 from ucp.core.rules import Rule, logical_shape, slice_pieces
-from ucp.errors import UsageError
+from ucp.errors import UsageError, first_few
 
 # The origin of a rule that was never asked for: with one tensor-parallel rank nothing shows how to cut.
 UNKNOWN_ORIGIN: Final = "one tensor-parallel rank"
@@ -58,7 +58,7 @@ class ParamSlicer:
         unknown = [p.name for p in self.source.parameters.values() if _is_unknown(p) and self.source.mesh.tp == 1]
         if unknown:
             raise UsageError(
-                f"no rule says how to cut {_list_names(unknown)} over tp={self.tp}",
+                f"no rule says how to cut {first_few(unknown, 5)} over tp={self.tp}",
                 hint="give --preset NAME or --rules FILE; `ucp inspect --rules` shows what is known",
             )
         for parameter in self.source.parameters.values():
@@ -133,7 +133,3 @@ def _padded(parameter: Parameter) -> Shape:
 
 def _is_unknown(parameter: Parameter) -> bool:
     return parameter.role != "buffer" and parameter.rule.cut == "replicated" and parameter.rule_origin == UNKNOWN_ORIGIN
-
-
-def _list_names(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -25,7 +25,7 @@ from ucp.core.checkpoint import MASTER, WEIGHT, Fragment, Note
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ucp.core.mesh import Rank
 from ucp.core.region import Region
-from ucp.errors import InconsistentError, NotUnderstoodError
+from ucp.errors import InconsistentError, NotUnderstoodError, first_few
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.rank_layout import (
     GlobalParam,
@@ -276,7 +276,8 @@ def handle_shifted_state(
     return [
         Note(
             "optimizer-state-shifted",
-            f"masters and moments of {len(names)} of {len(pieces)} parameters are damaged ({_some(names)}): {_WHY};"
+            f"masters and moments of {len(names)} of {len(pieces)} parameters are damaged"
+            f" ({first_few(names, _SHOWN)}): {_WHY};"
             " weights are intact",
         )
     ]
@@ -331,7 +332,3 @@ def _repair(buffers: list[ShiftedBuffer], names: list[str], pieces: StateTable) 
             )
         )
     return notes
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -19,7 +19,7 @@ from ucp.core.box import Box, Shape
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, LazyFragments, Note, Parameter, ParamGroup
 from ucp.core.mesh import Rank
 from ucp.core.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
-from ucp.errors import InconsistentError
+from ucp.errors import InconsistentError, first_few
 from ucp.formats.megatron.folder import COMMON
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
 from ucp.formats.megatron.job_extras import tree_with_atoms, without_optimizer_states
@@ -430,7 +430,7 @@ class ShardedReader:
             most_alike = max(dealt, key=lambda one: sum(a == b for a, b in zip(one[0], flags, strict=True)))
             most_alike[3].append(parameter)
         if lost:
-            shown = ", ".join(p.name for p in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+            shown = first_few([p.name for p in lost])
             self.notes.append(Note("group-guessed", f"no group of the optimizer is that of {shown}: put in the likest"))
         for _, group, step, mine in dealt:
             add_steps(mine, step)

@@ -18,7 +18,7 @@ from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.core.dtypes import FLOAT32, DType, parse_dtype
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, resolve
-from ucp.errors import UsageError
+from ucp.errors import UsageError, first_few
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import (
     block_of,
@@ -244,7 +244,8 @@ class TargetModel:
         strange = [name for name in source.parameters if not _KNOWN.match(name)]
         if strange:
             raise UsageError(
-                f"{_some(strange)}: not parameters of a megatron-core decoder, so nothing says where they belong",
+                f"{first_few(strange, 5)}: not parameters of a megatron-core decoder,"
+                " so nothing says where they belong",
                 hint="leave them out with --exclude, or map the names with --names FILE",
             )
         depths = {name.split(".")[2] for name in source.parameters if is_prediction(name)}
@@ -265,7 +266,8 @@ class TargetModel:
             ]
             if uncut:
                 raise UsageError(
-                    f"no rule says how to cut {_some(uncut)} over tp={arguments.tp}", hint="give one with --rules FILE"
+                    f"no rule says how to cut {first_few(uncut, 5)} over tp={arguments.tp}",
+                    hint="give one with --rules FILE",
                 )
 
     def _padded(self, parameter: Parameter, atom: Atom) -> Atom:
@@ -334,10 +336,6 @@ class TargetModel:
 
 def _has_no_rule(parameter: Parameter) -> bool:
     return parameter.rule == REPLICATED and parameter.rule_origin in _NO_RULE_ORIGINS
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _shape(tensor: ModuleTensor) -> Shape:
