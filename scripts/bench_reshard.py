@@ -36,9 +36,9 @@ source = open_checkpoint(Path(sys.argv[1]), ReadOptions())
 begin = time.process_time()
 target = make_writer("deepspeed", source, WriteOptions(zero=int(sys.argv[2]), dp=int(sys.argv[3]))).target()
 from ucp.engine.convert import fingerprint
-from ucp.engine.plan import parts
+from ucp.engine.plan import copy_tasks
 fingerprint(target, source)
-count = sum(len(part.extents) for part in parts(target))
+count = sum(len(task.extents) for task in copy_tasks(target))
 print(json.dumps([time.process_time() - begin, len(source.parameters), count]))
 """
 WITHOUT_TORCH = """

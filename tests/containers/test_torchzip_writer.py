@@ -42,9 +42,9 @@ def assembled(file: OutputFile) -> bytes:
         seen[zero.offset : zero.offset + zero.nbytes] = b"\1" * zero.nbytes
     for literal in file.literals:
         out[literal.offset : literal.offset + len(literal.data)] = literal.data
-    if file.seal is not None:
-        spans = [bytes(out[offset : offset + nbytes]) for offset, nbytes in file.seal.spans]
-        literals += file.seal.close([zlib.crc32(span) for span in spans])
+    if file.trailer is not None:
+        spans = [bytes(out[offset : offset + nbytes]) for offset, nbytes in file.trailer.spans]
+        literals += file.trailer.build([zlib.crc32(span) for span in spans])
     for literal in literals:
         place = slice(literal.offset, literal.offset + len(literal.data))
         assert not any(seen[place])
@@ -200,11 +200,11 @@ def test_a_storage_beyond_four_gigabytes_and_one_after_it(tmp_path: Path) -> Non
     big, small = NewStorage(FLOAT32, (ZeroContent(count),)), NewStorage(FLOAT32, (b"\0\0\x80?" * 5,))
     tree = [NewTensor(big, FLOAT32, (count,)), NewTensor(small, FLOAT32, (5,))]
     file = torch_file("big.pt", tree)
-    assert file.seal is not None
+    assert file.trailer is not None
     path = tmp_path / "big.pt"
     with path.open("wb") as out:
         os.ftruncate(out.fileno(), file.size)
-        for literal in (*file.literals, *file.seal.close([crc32_of_zeros(4 * count), zlib.crc32(b"\0\0\x80?" * 5)])):
+        for literal in (*file.literals, *file.trailer.build([crc32_of_zeros(4 * count), zlib.crc32(b"\0\0\x80?" * 5)])):
             out.seek(literal.offset)
             out.write(literal.data)
     assert path.stat().st_size == file.size

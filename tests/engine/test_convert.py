@@ -39,8 +39,8 @@ def one_file_a_rank(atom: Atom, cut: Cut) -> Target:
     files = []
     for number, region in enumerate(regions(cut, atom.shape)):
         head = f"rank {number}:".encode()
-        hole = WriteItem(atom, region, len(head))
-        files.append(OutputFile(f"{number}/shard", len(head) + hole.nbytes, (Literal(0, head),), (hole,)))
+        item = WriteItem(atom, region, len(head))
+        files.append(OutputFile(f"{number}/shard", len(head) + item.nbytes, (Literal(0, head),), (item,)))
     return Target(tuple(files))
 
 

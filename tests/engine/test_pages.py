@@ -11,14 +11,14 @@ from ucp.read.aligned_buffers import page_aligned, scratch_buffer
 
 IN_A_FORK = """
 import os
-from ucp.read.aligned_buffers import scratch
-scratch("test", 8)[:] = 1
+from ucp.read.aligned_buffers import scratch_buffer
+scratch_buffer("test", 8)[:] = 1
 pid = os.fork()
 if pid == 0:
-    scratch("test", 8)[:] = 2
+    scratch_buffer("test", 8)[:] = 2
     os._exit(0)
 os.waitpid(pid, 0)
-print(*scratch("test", 8))
+print(*scratch_buffer("test", 8))
 """
 
 

@@ -99,8 +99,8 @@ def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pyt
     monkeypatch.setattr(settings, "PART_BYTES", 4 * 100)
     atom = atom_of((1000,))
     region = Region.all_of((1000,))
-    holes = (WriteItem(atom, region.cut(250, 260), 0), WriteItem(atom, region.cut(295, 520), 40))
-    found = list(copy_tasks(Target((OutputFile("f", 940, (), holes),))))
+    items = (WriteItem(atom, region.cut(250, 260), 0), WriteItem(atom, region.cut(295, 520), 40))
+    found = list(copy_tasks(Target((OutputFile("f", 940, (), items),))))
     assert [str(part.block) for part in found] == ["[250:300]", "[300:400]", "[400:500]", "[500:520]"]
     assert sum(prod(box.shape) for part in found for box in wanted_of(part)) == 235
 
@@ -111,8 +111,8 @@ def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pyt
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12), count=st.integers(1, 4))
 def test_stretches_are_the_plan_in_pieces_of_about_the_same_size(sizes: list[int], count: int) -> None:
     atoms = [atom_of((size,)) for size in sizes]
-    holes = [WriteItem(atom, Region.all_of(atom.shape), 0) for atom in atoms]
-    target = Target(tuple(OutputFile(str(n), hole.nbytes, (), (hole,)) for n, hole in enumerate(holes)))
+    items = [WriteItem(atom, Region.all_of(atom.shape), 0) for atom in atoms]
+    target = Target(tuple(OutputFile(str(n), item.nbytes, (), (item,)) for n, item in enumerate(items)))
     pieces = [list(stretch) for stretch in task_queues(target, count)]
     assert [part for piece in pieces for part in piece] == list(copy_tasks(target))
     assert len(pieces) == count

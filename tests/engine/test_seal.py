@@ -51,7 +51,7 @@ def check_digests(folder: Path, target: Target, digests: Digests) -> None:
         for offset, nbytes, digest in entries:
             assert offset == position, "digested ranges tile the file"
             some = data[offset : offset + nbytes]
-            wanted = xxhash.xxh3_128_hexdigest(some) if file.seal is None else f"{zlib.crc32(some):08x}"
+            wanted = xxhash.xxh3_128_hexdigest(some) if file.trailer is None else f"{zlib.crc32(some):08x}"
             assert digest == wanted
             position += nbytes
         assert position == len(data) == file.size
@@ -244,8 +244,8 @@ def test_resume_heals_any_damage(job: tuple[Target, Checkpoint, Path], where: st
     with pytest.raises(KeyboardInterrupt):
         run(target, source, path, options(), KillBeforePublishing(), Progress())
     file = target.files[1]
-    assert file.seal is not None
-    offset, nbytes = file.seal.spans[0]
+    assert file.trailer is not None
+    offset, nbytes = file.trailer.spans[0]
     place = {"hole": offset + 1000, "zeros": offset + 3, "seal": offset + nbytes + 5, "directory": file.size - 150}
     half = staging_folder(path) / file.path
     damaged = bytearray(half.read_bytes())
@@ -274,8 +274,8 @@ def test_resume_refuses_another_cut_of_the_same_size(job: tuple[Target, Checkpoi
     target, source, path = job
     with pytest.raises(KeyboardInterrupt):
         run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
-    hole = target.files[0].holes[0]
-    other = replace(target.files[0], holes=(replace(hole, region=Region.of([Box((0, 8), (70, 8))])),))
+    item = target.files[0].items[0]
+    other = replace(target.files[0], items=(replace(item, region=Region.of([Box((0, 8), (70, 8))])),))
     with pytest.raises(UsageError, match="another source"):
         run(Target((other, *target.files[1:])), source, path, options(resume=True), nothing_last, Progress())
 
@@ -305,7 +305,7 @@ def test_a_seal_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_span_must_be_tiled() -> None:
-    file = OutputFile("f", 9, seal=Trailer(((2, 5),), lambda crcs: [Literal(0, bytes(len(crcs)))]))
+    file = OutputFile("f", 9, trailer=Trailer(((2, 5),), lambda crcs: [Literal(0, bytes(len(crcs)))]))
     for extents in ([], [(2, 4)], [(2, 3), (6, 1)], [(1, 6)], [(2, 6)]):
         with pytest.raises(AssertionError, match="not tiled"):
             list(trailer_tasks(Target((file,)), [WrittenRange(0, a, n, "", 0) for a, n in extents], {0}))
@@ -317,8 +317,8 @@ def test_atoms_in_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(settings, "OPEN_FILES", 8)
     values = values_of((6,), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("replicated"), 1, ()))
-    hole = WriteItem(atom, Region.all_of((6,)), 0)
-    target = Target(tuple(OutputFile(str(n), 24, (), (hole,)) for n in range(20)))
+    item = WriteItem(atom, Region.all_of((6,)), 0)
+    target = Target(tuple(OutputFile(str(n), 24, (), (item,)) for n in range(20)))
     assert [len(part.extents) for part in copy_tasks(target)] == [20]
     run(target, checkpoint(tmp_path, [atom]), tmp_path / "out", options(), nothing_last, Progress())
     assert set(contents(tmp_path / "out").values()) == {values.tobytes()}

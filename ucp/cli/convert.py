@@ -283,7 +283,7 @@ def _print_plan(conversion: Plan, notes: Iterable[Note], jobs: int, memory: int,
         return
     if mesh is not None:
         click.echo(f"{conversion.source.mesh} → {mesh} ({plural(mesh.world, 'rank')})\n")
-    rows = [[file.path, format_bytes(file.size), str(len(file.holes))] for file in target.files]
+    rows = [[file.path, format_bytes(file.size), str(len(file.items))] for file in target.files]
     click.echo(format_table(rows, ["file", "bytes", "tensors"]))
     click.echo(
         f"\n{plural(len(target.files), 'file')}: reads {format_bytes(totals['reads'])},"
@@ -293,7 +293,7 @@ def _print_plan(conversion: Plan, notes: Iterable[Note], jobs: int, memory: int,
 
 def _bytes_read(target: Target) -> int:
     """Bytes of the source that the target is made of."""
-    atoms = {id(hole.atom): hole.atom for file in target.files for hole in file.holes}.values()
+    atoms = {id(item.atom): item.atom for file in target.files for item in file.items}.values()
     covers = [cover for a in atoms for cover in (a.fragments, *(a.replicas if a.combine == "average" else ()))]
     return sum(fragment.nbytes for cover in covers for fragment in cover)
 

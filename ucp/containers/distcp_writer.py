@@ -50,7 +50,7 @@ class _DataFile:
     name: str
     size: int = 0
     literals: list[Literal] = field(default_factory=list)
-    holes: list[WriteItem] = field(default_factory=list)
+    items: list[WriteItem] = field(default_factory=list)
     zeros: list[ZeroRange] = field(default_factory=list)
     seals: list[tuple[int, tuple[tuple[int, int], ...], _Close]] = field(default_factory=list)  # base, spans, close
 
@@ -60,16 +60,16 @@ class _DataFile:
         Elements of a large one begin a page, with zeros before it: copying to odd addresses takes half as long again.
         Readers go by the index and do not see what lies between two archives.
         """
-        is_large = archive.size >= settings.ALIGNED_ARCHIVE_BYTES and archive.holes
-        gap = -(self.size + archive.holes[0].offset) % settings.DATA_ALIGNMENT if is_large else 0
+        is_large = archive.size >= settings.ALIGNED_ARCHIVE_BYTES and archive.items
+        gap = -(self.size + archive.items[0].offset) % settings.DATA_ALIGNMENT if is_large else 0
         if gap:
             self.zeros.append(ZeroRange(self.size, gap))
         base = self.size + gap
         self.literals.extend(Literal(base + literal.offset, literal.data) for literal in archive.literals)
-        self.holes.extend(WriteItem(hole.atom, hole.region, base + hole.offset) for hole in archive.holes)
+        self.items.extend(WriteItem(item.atom, item.region, base + item.offset) for item in archive.items)
         self.zeros.extend(ZeroRange(base + zero.offset, zero.nbytes) for zero in archive.zeros)
-        if archive.seal is not None:
-            self.seals.append((base, archive.seal.spans, archive.seal.close))
+        if archive.trailer is not None:
+            self.seals.append((base, archive.trailer.spans, archive.trailer.build))
         self.size = base + archive.size
         return ArchiveRange(self.name, base, self.size)
 
@@ -77,7 +77,7 @@ class _DataFile:
         spans = tuple((base + offset, nbytes) for base, own, _ in self.seals for offset, nbytes in own)
         seal = Trailer(spans, self._close) if spans else None
         return OutputFile(
-            folder + self.name, self.size, tuple(self.literals), tuple(self.holes), tuple(self.zeros), seal
+            folder + self.name, self.size, tuple(self.literals), tuple(self.items), tuple(self.zeros), seal
         )
 
     def _close(self, crcs: Sequence[int]) -> list[Literal]:
@@ -117,17 +117,17 @@ class ArchiveFiles:
         if blank is None:
             tree = new_tensor(dtype, shape, ZeroContent(prod(shape)))
             blank = self._blank[dtype, shape] = TorchSkeleton(_STEM, tree, self._where).output_file("")
-        holes: list[WriteItem] = []
+        items: list[WriteItem] = []
         zeros: list[ZeroRange] = []
         at = blank.zeros[0].offset if blank.zeros else 0  # a tensor without elements has no storage to fill
         for content in contents:
             nbytes = content.numel * dtype.itemsize
             if isinstance(content, RegionContent) and nbytes:
-                holes.append(WriteItem(content.atom, content.region, at))
+                items.append(WriteItem(content.atom, content.region, at))
             elif nbytes:
                 zeros.append(ZeroRange(at, nbytes))
             at += nbytes
-        return self._choose(number).add(replace(blank, holes=tuple(holes), zeros=tuple(zeros)))
+        return self._choose(number).add(replace(blank, items=tuple(items), zeros=tuple(zeros)))
 
     def value(self, value: Any, number: int = 0) -> ArchiveRange:
         """Lay out an object; atoms inside it become tensors."""

@@ -213,7 +213,7 @@ class TorchSkeleton:
     def output_file(self, path: str) -> OutputFile:
         """The file as the engine writes it."""
         literals: list[Literal] = []
-        holes: list[WriteItem] = []
+        items: list[WriteItem] = []
         zeros: list[ZeroRange] = []
         for storage, entry in zip(self._storages, self._stored, strict=True):
             at = entry.payload
@@ -225,14 +225,14 @@ class TorchSkeleton:
                 elif isinstance(content, ZeroContent):
                     zeros.append(ZeroRange(at, nbytes))
                 else:
-                    holes.append(WriteItem(content.atom, content.region, at))
+                    items.append(WriteItem(content.atom, content.region, at))
                 at += nbytes
         spans = tuple(self.payloads.values())
         skeleton = self._skeleton([0] * len(spans))
         if not spans:
             return OutputFile(path, self.size, tuple(skeleton))
         literals.insert(0, next(skeleton))  # no CRC-32 of a storage comes before the first one
-        return OutputFile(path, self.size, tuple(literals), tuple(holes), tuple(zeros), Trailer(spans, self.seal))
+        return OutputFile(path, self.size, tuple(literals), tuple(items), tuple(zeros), Trailer(spans, self.seal))
 
     def seal(self, crcs: Sequence[int]) -> list[Literal]:
         """What lies after the first storage and is no storage, given the CRC-32 of each of `payloads`, in order."""

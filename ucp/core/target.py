@@ -1,4 +1,4 @@
-"""Targets: output files as values, with the bytes that are known and the holes that atoms will fill."""
+"""Targets: output files as values, with their known bytes and the write items that fill the rest."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from ucp.core.checkpoint import Atom
 from ucp.core.region import Region
 
-# What is on disk of each file of a target: (offset, nbytes, XXH3-128 hex), in order of offset.
+# What is on disk of each file of a target: (offset, nbytes, XXH3-128 in hex), in order of offset.
 Digests = Sequence[Sequence[tuple[int, int, str]]]
 
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """A range of an output file that a region of an atom fills: contiguous from byte `offset`.
+    """A region of an atom that goes to an output file, contiguous from byte `offset` on.
 
-    Where the region reaches past the atom's shape (padding of a vocabulary), the file gets zeros.
+    If the region extends past the atom's shape (padding of a vocabulary), the file gets zeros there.
     """
 
     atom: Atom
@@ -28,10 +28,20 @@ class WriteItem:
     def nbytes(self) -> int:
         return self.region.numel * self.atom.dtype.itemsize
 
+    def to_json(self) -> dict[str, Any]:
+        region = self.region
+        return {
+            "name": self.atom.name,
+            "kind": self.atom.kind,
+            "offset": self.offset,
+            "bytes": self.nbytes,
+            "region": {"boxes": region.boxes, "start": region.start, "stop": region.stop},
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes of an output file that are known in advance: headers, skeletons, JSON."""
+    """Bytes of an output file that are known in advance: headers, pickles, JSON."""
 
     offset: int
     data: bytes
@@ -47,30 +57,30 @@ class ZeroRange:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What of an output file depends on the CRC-32 of other bytes of it, as the directory of a zip archive does.
+    """Bytes of an output file that depend on the CRC-32 of other bytes of it, like the directory of a zip archive.
 
-    Each of the `spans` (offset, nbytes) is tiled by whole literals, holes and zero ranges of the file. When all of
-    these are written, `close` gets the CRC-32 of each span, in order, and gives the literals that fill the rest of the
-    file: always the same ranges, whatever the numbers.
+    Each of the `spans` (offset, nbytes) is tiled by whole literals, write items and zero ranges of the file. When these
+    are written, `build` is called with the CRC-32 of each span, in order, and returns the literals that fill the rest
+    of the file: always the same ranges, whatever the checksums.
     """
 
     spans: tuple[tuple[int, int], ...]
-    close: Callable[[Sequence[int]], Sequence[Literal]]
+    build: Callable[[Sequence[int]], Sequence[Literal]]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
     """One file to write; `path` is relative to the target folder.
 
-    `literals`, `holes`, `zeros` and what `seal` gives in the end tile it exactly.
+    `literals`, `items`, `zeros` and the literals of the `trailer` tile it exactly.
     """
 
     path: str
     size: int
     literals: tuple[Literal, ...] = ()
-    holes: tuple[WriteItem, ...] = ()
+    items: tuple[WriteItem, ...] = ()
     zeros: tuple[ZeroRange, ...] = ()
-    seal: Trailer | None = None
+    trailer: Trailer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +97,12 @@ class Target:
         return f"<{len(self.files)} files, {self.nbytes} bytes>"
 
     def to_json(self) -> dict[str, Any]:
-        """The target for people and scripts: files with their bytes and holes."""
+        """The files with their sizes and write items (`holes`)."""
         return {
             "schema": 1,
             "bytes": self.nbytes,
             "files": [
-                {
-                    "path": file.path,
-                    "bytes": file.size,
-                    "holes": [
-                        {"name": hole.atom.name, "kind": hole.atom.kind, "offset": hole.offset, "bytes": hole.nbytes}
-                        for hole in file.holes
-                    ],
-                }
+                {"path": file.path, "bytes": file.size, "holes": [item.to_json() for item in file.items]}
                 for file in self.files
             ],
         }

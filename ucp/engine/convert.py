@@ -131,11 +131,11 @@ def fingerprint(target: Target, source: Checkpoint) -> str:
         return known
 
     for file in target.files:
-        lines = [repr((file.path, file.size, file.zeros, file.seal and file.seal.spans))]
-        for hole in file.holes:
-            atom, region = hole.atom, hole.region
+        lines = [repr((file.path, file.size, file.zeros, file.trailer and file.trailer.spans))]
+        for item in file.items:
+            atom, region = item.atom, item.region
             whose = text(atom, atom.name, atom.kind, atom.dtype.name, atom.shape)
-            lines.append(f"{hole.offset} {region.start} {region.stop} {text(region.boxes)} {whose}")
+            lines.append(f"{item.offset} {region.start} {region.stop} {text(region.boxes)} {whose}")
         digest.update("\n".join(lines).encode())
         for literal in file.literals:
             digest.update(b"%d %d\n" % (literal.offset, len(literal.data)))

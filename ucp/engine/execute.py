@@ -103,7 +103,7 @@ class _CopyThreads:
 def trailer_tasks(target: Target, written: Iterable[WrittenRange], only: Container[int]) -> Iterator[CopyTask]:
     """What is left to write of the files `only` when everything else of them is on disk, as `written` says."""
     sealed: dict[int, list[WrittenRange]] = {
-        n: [] for n, file in enumerate(target.files) if file.seal is not None and n in only
+        n: [] for n, file in enumerate(target.files) if file.trailer is not None and n in only
     }
     for extent in written:
         if extent.file in sealed:
@@ -111,9 +111,9 @@ def trailer_tasks(target: Target, written: Iterable[WrittenRange], only: Contain
     for number, extents in sealed.items():
         extents.sort(key=_by_position)
         file = target.files[number]
-        assert file.seal is not None
-        crcs = [_crc_of_span(extents, offset, nbytes, file.path) for offset, nbytes in file.seal.spans]
-        yield from literal_tasks(number, file.seal.close(crcs))
+        assert file.trailer is not None
+        crcs = [_crc_of_span(extents, offset, nbytes, file.path) for offset, nbytes in file.trailer.spans]
+        yield from literal_tasks(number, file.trailer.build(crcs))
 
 
 def _by_position(extent: WrittenRange) -> tuple[int, int]:

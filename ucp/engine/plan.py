@@ -56,7 +56,7 @@ VERSION: Final = 3
 _MAX_RANGES_PER_TASK: Final = 256
 
 T = TypeVar("T")
-_AtomItems = Sequence[tuple[int, WriteItem]]  # of one atom: (file number, hole)
+_AtomItems = Sequence[tuple[int, WriteItem]]  # of one atom: (file number, item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class OutputRange:
 class CopyTask:
     """What one thread does at a time: a block of one atom and every place it goes to, or some literals and zeros.
 
-    The block may reach past the atom's shape, where a hole does: what lies outside is zero.
+    The block may reach past the atom's shape, where a item does: what lies outside is zero.
     """
 
     atom: Atom | None
@@ -100,13 +100,13 @@ def task_queues(target: Target, count: int, only: Container[int] | None = None) 
     worker write at a time: workers that walk far from each other do not wait for each other.
     """
     numbered = [(number, file) for number, file in enumerate(target.files) if only is None or number in only]
-    holes: dict[int, list[tuple[int, WriteItem]]] = {}
+    items: dict[int, list[tuple[int, WriteItem]]] = {}
     for number, file in numbered:
-        for hole in file.holes:
-            holes.setdefault(id(hole.atom), []).append((number, hole))
+        for item in file.items:
+            items.setdefault(id(item.atom), []).append((number, item))
     files = _split_by_weight([(file.size, (number, file)) for number, file in numbered], count)
-    together = _group_computed(holes.values())
-    atoms = _split_by_weight([(sum(hole.nbytes for at in some for _, hole in at), some) for some in together], count)
+    together = _group_computed(items.values())
+    atoms = _split_by_weight([(sum(item.nbytes for at in some for _, item in at), some) for some in together], count)
     return [_queue(*shares) for shares in zip(files, atoms, strict=True)]
 
 
@@ -203,7 +203,7 @@ def _known_byte_tasks(extents: Iterable[OutputRange]) -> Iterator[CopyTask]:
 
 
 def _tasks_of_atom(atom: Atom, places: Sequence[tuple[int, WriteItem]]) -> Iterator[CopyTask]:
-    found = [strided_runs(hole.region, atom.shape) for _, hole in places]
+    found = [strided_runs(item.region, atom.shape) for _, item in places]
     held = [some for some in found if some is not None]
     if len(held) == len(found):
         stored = stored_runs(atom)
@@ -225,7 +225,7 @@ def _flat_tasks(
     """Parts of the flattened atom, of which each place holds some stripes."""
     itemsize = atom.dtype.itemsize
     waiting = sorted(
-        (stripe, number, hole.offset) for (number, hole), some in zip(places, held, strict=True) for stripe in some
+        (stripe, number, item.offset) for (number, item), some in zip(places, held, strict=True) for stripe in some
     )
     waiting.reverse()  # the next one is the last
     met: list[tuple[StridedRun, int, int]] = []
@@ -251,19 +251,19 @@ def _flat_tasks(
 
 
 def _shaped_tasks(atom: Atom, places: Sequence[tuple[int, WriteItem]]) -> Iterator[CopyTask]:
-    pieces = [(piece, number, hole) for number, hole in places for piece in hole.region.pieces()]
+    pieces = [(piece, number, item) for number, item in places for piece in item.region.pieces()]
     shape = _padded_shape(atom.shape, (piece.box for piece, _, _ in pieces))
     sweep = OverlapSweep((entry[0].box, entry) for entry in pieces)
     for block in slabs(shape, _elements_per_task(atom)):
         met = (entry for _, entry in sweep.meeting(block))
-        found = (_output_range(number, hole.offset, piece, block, atom.dtype) for piece, number, hole in met)
+        found = (_output_range(number, item.offset, piece, block, atom.dtype) for piece, number, item in met)
         extents = tuple(extent for extent in found if extent is not None)
         if extents:
             yield CopyTask(atom, False, block, extents)
 
 
 def _padded_shape(shape: Shape, boxes: Iterable[Box]) -> Shape:
-    """The smallest shape that holds the atom and everything that holes want of it."""
+    """The smallest shape that holds the atom and everything that items want of it."""
     for box in boxes:
         shape = tuple(max(n, stop) for n, stop in zip(shape, box.stop, strict=True))
     return shape

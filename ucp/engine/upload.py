@@ -356,8 +356,8 @@ def finish_upload(target: Target, path: RemotePath, last: ManifestBuilder, finge
 
 def upload_groups(target: Target, numbers: Iterable[int], limit: int) -> Iterator[list[int]]:
     """Files to make and send together, at most `limit` bytes or one file; those of known bytes come last."""
-    known = [n for n in sorted(numbers) if not target.files[n].holes]
-    others = [n for n in sorted(numbers) if target.files[n].holes]
+    known = [n for n in sorted(numbers) if not target.files[n].items]
+    others = [n for n in sorted(numbers) if target.files[n].items]
     # A file beside all others says more of the checkpoint than one in a folder of it: `latest` is the last of all.
     known.sort(key=lambda n: (-target.files[n].path.count("/"), n))
     for some in (others, known):
@@ -385,7 +385,7 @@ def _make_and_send(upload: Upload, source: SourceFiles, options: RunOptions, pro
         for group in upload_groups(target, left, max(1, min(settings.REMOTE_SPOOL_BYTES, room // 2))):
             nbytes = sum(target.files[number].size for number in group)
             # What says what the checkpoint is waits for all that it tells of.
-            if held + nbytes > room or not target.files[group[0]].holes:
+            if held + nbytes > room or not target.files[group[0]].items:
                 _wait_for_uploads(upload, sending)
                 sending, held = [], 0
             written = _make(upload, group, source, spool, options, progress)

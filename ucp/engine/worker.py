@@ -223,7 +223,7 @@ class _OpenRange:
     def __init__(self, outputs: OutputDescriptors, extent: OutputRange) -> None:
         self.outputs = outputs
         self.extent = extent
-        self._sealed = outputs.files[extent.file].seal is not None
+        self._sealed = outputs.files[extent.file].trailer is not None
         self._at = extent.offset
         self._digest = None if self._sealed else xxhash.xxh3_128()
         self._is_zeros = extent.place is None and extent.data is None

@@ -15,10 +15,10 @@ from ucp.errors import UsageError
 def safetensors_file(
     path: str, tensors: Sequence[tuple[str, Atom]], metadata: Mapping[str, str], alignment: int = 8
 ) -> OutputFile:
-    """A safetensors file of whole atoms: the header known, the data holes."""
+    """A safetensors file of whole atoms: a known header, and write items for the data."""
     layout = build_header([(key, atom.dtype, atom.shape) for key, atom in tensors], metadata, alignment)
-    holes = tuple(WriteItem(atom, Region.all_of(atom.shape), layout.offsets[key]) for key, atom in tensors)
-    return OutputFile(path, layout.size, (Literal(0, layout.header),), holes)
+    items = tuple(WriteItem(atom, Region.all_of(atom.shape), layout.offsets[key]) for key, atom in tensors)
+    return OutputFile(path, layout.size, (Literal(0, layout.header),), items)
 
 
 def copied_file(source: Checkpoint, name: str, path: str) -> OutputFile:

@@ -180,10 +180,10 @@ class RankSaver:
             offers[name, "extra"] = [WriteCandidate(0, len(self.pieces) - 1, Region.all_of(shape))]
         shares = WriteAssignment.for_ranks(len(gathered))
         for number, file in enumerate(self.target.files):
-            for hole in file.holes:
-                atom: Atom = hole.atom
+            for item in file.items:
+                atom: Atom = item.atom
                 held = offers.get((atom.name, atom.kind), [])
-                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, hole.offset, held)
+                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, held)
         self.staging = Staging(self.path, self.target, uuid.uuid4().hex, resume=False, restart=True)
         paths = [file.path for file in self.target.files]
         return [(tasks, seals, paths) for tasks, seals in zip(shares.tasks, shares.sealings, strict=True)]

@@ -74,8 +74,8 @@ def test_elements_of_large_archives_begin_a_page(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(settings, "ALIGNED_ARCHIVE_BYTES", 1024)
     state = small_state(groups=2)
     conversion = ucp.api.plan(save(state, tmp_path / "a"), tmp_path / "b", to="dcp", dp=2)
-    holes = [hole for file in conversion.target.files for hole in file.holes]
-    assert sum(hole.offset % 4096 == 0 for hole in holes) > len(holes) // 2
+    items = [item for file in conversion.target.files for item in file.items]
+    assert sum(item.offset % 4096 == 0 for item in items) > len(items) // 2
     conversion.run()
     got = load_all(tmp_path / "b", tmp_path / "b.pt")
     got.pop("ucp")
@@ -84,7 +84,7 @@ def test_elements_of_large_archives_begin_a_page(tmp_path: Path, monkeypatch: py
     assert_same(state, got)
     assert not ucp.verify(tmp_path / "b", level="deep").findings
     for file in conversion.target.files:
-        damage(tmp_path / "b" / file.path, max(hole.offset for hole in file.holes))
+        damage(tmp_path / "b" / file.path, max(item.offset for item in file.items))
     assert [finding.check for finding in ucp.verify(tmp_path / "b", level="deep").findings] == ["zip-crc"] * 2
 
 

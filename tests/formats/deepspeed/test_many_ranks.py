@@ -45,9 +45,9 @@ def test_model_files_of_zero3_are_pickled_once_where_they_are_the_same(
 def test_model_files_that_hold_shares_of_frozen_parameters_all_differ(project: Path) -> None:
     plan = ucp.api.plan(project / "fixtures/z3_bf16_frozen_subgroups_dp2", "nowhere", to="deepspeed", dp=4)
     held = [
-        [hole.region for hole in file.holes]
+        [item.region for item in file.items]
         for file in plan.target.files
-        if file.path.endswith("model_states.pt") and file.holes
+        if file.path.endswith("model_states.pt") and file.items
     ]
     assert len(held) == 4
     assert all(held[a] != held[b] for a in range(4) for b in range(a))

@@ -1,4 +1,4 @@
-"""Writing atoms: the files with holes, and the manifest that is written last.
+"""Writing atoms: the files with their write items, and the manifest that is written last.
 
 Parameter names as file names: readable for ordinary names, safe for hostile ones, reversible for all.
 
@@ -78,7 +78,7 @@ class Writer:
         source = self.source
         hyper = InertEncoder()
         tables = LinkTableWriter(source) if self.link else None
-        offsets = {(hole.atom.name, hole.atom.kind): hole.offset for file in target.files for hole in file.holes}
+        offsets = {(item.atom.name, item.atom.kind): item.offset for file in target.files for item in file.items}
         parameters = []
         for parameter in source.parameters.values():
             entry: dict[str, Any] = {

@@ -52,10 +52,10 @@ class SnapshotSaver(RankSaver):
         offers = write_candidates(gathered)
         shares = WriteAssignment.for_ranks(len(gathered))
         for number, file in enumerate(files):
-            for hole in file.holes:
-                atom = hole.atom
+            for item in file.items:
+                atom = item.atom
                 held = offers.get((atom.name, atom.kind), [])
-                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, hole.offset, held)
+                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, held)
         paths = [file.path for file in files]
         return files, [(tasks, seals, paths) for tasks, seals in zip(shares.tasks, shares.sealings, strict=True)]
 
@@ -66,9 +66,9 @@ class SnapshotSaver(RankSaver):
         offers = self.offer_extras(tensors)
         shares = WriteAssignment.for_ranks(1)
         for number, file in enumerate(self.target.files):
-            for hole in file.holes if number >= len(static) else ():
-                atom = hole.atom
-                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, hole.offset, [offers[atom.name]])
+            for item in file.items if number >= len(static) else ():
+                atom = item.atom
+                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, [offers[atom.name]])
         self.tasks += shares.tasks[0]
         self.sealings += shares.sealings[0]
         self.files = [file.path for file in self.target.files]
