@@ -68,7 +68,7 @@ def wall_between(importer: str, imported: str) -> str | None:
     source_room = source[1] if len(source) > 1 and source[1] in WALLS else None
     if source_room is None:  # the library itself (`ucp/__init__.py`, `ucp/errors.py`, …)
         if importer in OPEN_TO_ALL:
-            return "errors and tunables import nothing of ucp"
+            return "errors and settings import nothing of ucp"
         if target[1] == "cli" and importer != "ucp.__main__":
             return "only the command line may import the command line"
         return None

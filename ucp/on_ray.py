@@ -203,7 +203,7 @@ class _TaskMonitor:
         left = list(self._refs)
         try:
             while left:
-                done, left = self._ray.wait(left, num_returns=1, timeout=settings.LOOK_AT_OTHERS_SECONDS)
+                done, left = self._ray.wait(left, num_returns=1, timeout=settings.LIVENESS_SECONDS)
                 for ref in done:
                     self._result(ref)
                 self._look()

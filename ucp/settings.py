@@ -1,4 +1,4 @@
-"""Every tunable number in one place. Tests turn them down so that tiny fixtures walk the large-file path."""
+"""All tunable numbers. Tests reduce them so that small fixtures take the paths meant for large files."""
 
 from __future__ import annotations
 
@@ -8,155 +8,170 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-# A slab should stay in the CPU's cache between read, scatter, checksum and write.
+# --- Moving bytes ---
+
+# A slab should stay in the CPU cache between read, scatter, checksum and write.
 SLAB_BYTES = 1 * MIB
 
-# Most bytes of one write. Linux gives larger ones larger pages of cache: those of two megabytes take a virtual machine
-# that has returned its free memory to the host several times as long to get; smaller ones cost system calls.
+# Largest single write. Linux backs larger writes with 2 MiB pages of page cache, which a virtual machine that has
+# returned its free memory to the host gets several times more slowly; smaller writes cost more system calls.
 WRITE_BYTES = 1 * MIB
 
-# Files of at least this size get their blocks before they are written.
-RESERVED_FILE_BYTES = 1 * MIB
+# Files of at least this size are preallocated before they are written.
+PREALLOCATE_FILE_BYTES = 1 * MIB
 
-# A rank's share of a tensor may lie in the source in many short runs; below this length it is cheaper to read across
-# the gaps than to make a system call for each.
+# A rank's slice of a tensor may be stored as many short runs. Below this length it is cheaper to read across the gaps
+# than to make one system call per run.
 SHORT_RUN_BYTES = 256
 
-# Runs of a tensor-parallel slice of at least this length go one by one from their file to their place; shorter ones are
-# read side by side and put in their places together, by numpy, which takes a worker a tenth of a second to import.
+# Runs of a tensor-parallel slice of at least this length are copied one by one. Shorter runs are read as one block and
+# rearranged by numpy, which takes a worker a tenth of a second to import.
 LONG_RUN_BYTES = 512
 
-# Views of a worker's block of memory that are kept from slab to slab; each takes 200 bytes.
-KEPT_VIEWS = 16 * KIB
+# Memoryviews of a worker's buffer that are kept from slab to slab; each takes 200 bytes.
+CACHED_VIEWS = 16 * KIB
 
-# Of transposed matrices, strips of columns are read ahead: at most about so many bytes a thread.
-STRIPS_BYTES = 16 * MIB
+# Transposed matrices are read ahead in strips of columns, up to about this many bytes per thread.
+TRANSPOSE_BUFFER_BYTES = 16 * MIB
 
-# What goes to or from a live tensor that cannot be addressed directly (on an accelerator, or not row-major) goes
-# through a buffer of this size.
+# Bounce buffer for live tensors that cannot be addressed directly (on an accelerator, or not row-major).
 BOUNCE_BYTES = 4 * MIB
 
-# What the ranks of a job gather at a time after a load, over all of them.
-GATHERED_BYTES = 16 * MIB
+# Bytes that the ranks of a job all-gather at a time after a load, summed over ranks.
+GATHER_BYTES = 16 * MIB
 
-# A part is what one thread writes, digests and journals at a time: large enough that its bookkeeping costs
-# nothing, small enough that threads balance and that a killed run loses little.
-PART_BYTES = 64 * MIB
+# Open file descriptors kept for reading; the least recently used are closed first.
+MAX_OPEN_FILES = 256
 
-# Stretches of the plan for each worker: enough that little is gone through twice when one helps another at the end.
-STRETCHES_OF_A_WORKER = 8
+# --- Running a conversion ---
 
-# What is finished is written down so often; a killed run does again what it did since then.
+# A copy task is what one thread writes, digests and journals at a time: large enough for negligible bookkeeping, small
+# enough that threads balance and a killed run loses little.
+COPY_TASK_BYTES = 64 * MIB
+
+# Ranges of the plan per worker: enough that little is planned twice when an idle worker helps another at the end.
+PLAN_RANGES_PER_WORKER = 8
+
+# Interval between journal writes. A killed run repeats at most the work of this interval.
 JOURNAL_SECONDS = 1.0
 
-# Processes that write one target together look after each other this often, and give up on one that is gone so long.
-LOOK_AT_OTHERS_SECONDS = 1.0
+# Processes that write one target together check each other for liveness at this interval, and give up on a process
+# that has not been seen for this long.
+LIVENESS_SECONDS = 1.0
 MISSING_PROCESS_SECONDS = 60.0
 
-# Object stores. An index is read in small blocks, and in few requests: both ends of a file first, and those of the
-# next files; what lies between two wanted ranges comes along where it is short.
+# Interval between progress reports of a worker process. Handling a report takes CPU time from a worker.
+PROGRESS_SECONDS = 0.1
+
+# Computed atoms (replayed from a log) are handed to worker processes in batches of about this size, because computing
+# them may take as long as copying a whole task.
+COMPUTED_BATCH_BYTES = 16 * MIB
+
+# Free space that must remain on the target's file system after a conversion.
+SPACE_RESERVE_BYTES = 64 * MIB
+
+# --- Object stores ---
+
+# An index is read in small blocks and few requests: both ends of a file first, and those of the next files. A gap
+# between two wanted ranges is read too if it is at most this long.
 REMOTE_INDEX_BLOCK_BYTES = 8 * KIB
 REMOTE_INDEX_CACHE_BYTES = 128 * MIB
-REMOTE_FIRST_LOOK_BYTES = 64 * KIB
+REMOTE_PROBE_BYTES = 64 * KIB
 REMOTE_FILES_AHEAD = 32
 REMOTE_GAP_BYTES = 16 * KIB
 
-# Slabs are taken from larger blocks, which are fetched ahead of whoever reads through a file.
+# Slabs are cut from larger blocks, which are prefetched for sequential readers.
 REMOTE_BLOCK_BYTES = 4 * MIB
 REMOTE_BLOCKS_AHEAD = 2
 REMOTE_CACHE_BYTES = 256 * MIB
 
-# Requests: the largest range of one, how many at once, how often again, and pauses between.
+# Requests: largest range, concurrency, attempts, first and longest delay between attempts, timeout.
 REMOTE_REQUEST_BYTES = 8 * MIB
 REMOTE_CONNECTIONS = 16
 REMOTE_ATTEMPTS = 6
-REMOTE_PAUSE_SECONDS = 0.25
-REMOTE_LONGEST_PAUSE_SECONDS = 16.0
+REMOTE_RETRY_SECONDS = 0.25
+REMOTE_MAX_RETRY_SECONDS = 16.0
 REMOTE_TIMEOUT_SECONDS = 60.0
 
-# Processes that write one target in a store together tell and look for signs of life this often.
-REMOTE_LOOK_SECONDS = 5.0
+# Interval of liveness checks between processes that write one target in an object store together.
+REMOTE_LIVENESS_SECONDS = 5.0
 
-# Uploads: files are made on this machine, at most about so many bytes of them at once, and sent in parts.
+# Uploads: files are written to local disk first, up to about this many bytes at once, and sent as multipart uploads.
 REMOTE_SPOOL_BYTES = 16 * GIB
 REMOTE_PART_BYTES = 16 * MIB
 
-# Payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
+# --- File layout ---
+
+# The payload of an atom file starts at a multiple of this, so that file systems with reflink can share extents.
 DATA_ALIGNMENT = 4096
 
-# So do the elements of an archive of at least this size in the data files of torch's distributed checkpoints.
+# Archives of at least this size in the data files of torch's distributed checkpoints are aligned in the same way.
 ALIGNED_ARCHIVE_BYTES = 1 * MIB
 
-# A worker process tells so often how far it is. Whoever hears it takes time from one that works.
-TOLD_SECONDS = 0.1
+# Longest file-name component that is written; longer parameter names are shortened reversibly (see formats/atoms).
+MAX_NAME_BYTES = 200
 
-# Open descriptors kept for reading; the rest are closed in least-recently-used order.
-OPEN_FILES = 256
+# --- Limits for untrusted input; real files stay far below them ---
 
-# Longest file-name component that we write; longer parameter names are shortened reversibly (see atoms/paths).
-NAME_BYTES = 200
-
-# Hard limits against hostile input. Real files stay far below them.
 MAX_PICKLE_BYTES = 1 * GIB
 MAX_ZIP_DIRECTORY_BYTES = 256 * MIB
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
 MAX_STORE_SCHEMA_BYTES = 256 * MIB
 MAX_DIMENSIONS = 32
 
-# A few shared lists inside each other can stand for more values than anyone could write down: extras have a limit.
+# Nested lists that share their elements can expand to more values than fit in memory, so extras are limited.
 MAX_EXTRAS_NODES = 5_000_000
 MAX_EXTRAS_DEPTH = 200
 
-# Free space that must remain on the target file system after a conversion.
-SPACE_RESERVE_BYTES = 64 * MIB
+# --- Checks ---
 
-# Fragments that `ucp verify --quick` looks at, about two seconds' worth; of a checkpoint with more it takes a sample.
+# Fragments that `ucp verify --quick` examines (about two seconds); it samples larger checkpoints.
 QUICK_FRAGMENTS = 200_000
 
-# Snapshots. The background copier goes in chunks; what is smaller than a limit is copied at once.
+# --- Snapshots ---
+
+# Chunk size of the background copier; smaller tensors than the second number are copied at once.
 SNAPSHOT_CHUNK_BYTES = 1 * MIB
 SNAPSHOT_SMALL_BYTES = 4 * KIB
 
-# The gradient log. A block is what replay keeps in the CPU's cache with its states; a segment is what retention drops.
-LOG_BLOCK_ELEMENTS = 256 * KIB
-LOG_FRAME_BYTES = 16 * MIB  # of blocks in one GRAD frame, about
-LOG_SEGMENT_BYTES = 256 * MIB
-LOG_RING_BYTES = 64 * MIB  # of memory between trainer and writer, where that is more than four steps
-LOG_RESERVE_BYTES = 16 * MIB  # a segment file grows by this much at a time
-LOG_BATCH_BYTES = 8 * MIB  # written before the writer waits for the disk, …
-LOG_BATCH_SECONDS = 2.0  # … and how long a step may have to wait for that
+# --- Gradient log and replay ---
 
-# Replayed states that are kept, over all worker processes, so that all states of a stretch are taken from one replay.
+LOG_BLOCK_ELEMENTS = 256 * KIB  # replay keeps a block and its optimizer states in the CPU cache
+LOG_FRAME_BYTES = 16 * MIB  # approximate size of the blocks in one GRAD frame
+LOG_SEGMENT_BYTES = 256 * MIB  # retention deletes whole segments
+LOG_RING_BYTES = 64 * MIB  # least memory between trainer and writer; more if four steps need more
+LOG_RESERVE_BYTES = 16 * MIB  # a segment file grows by this much at a time
+LOG_BATCH_BYTES = 8 * MIB  # written before the writer syncs to disk …
+LOG_BATCH_SECONDS = 2.0  # … and the longest that a step waits for that sync
+
+# Replayed states kept in memory, summed over worker processes, so that all states of a chunk come from one replay.
 REPLAY_CACHE_BYTES = 32 * MIB
 
-# A worker process takes about so many bytes of what is computed at a time: they may take as long as those of a part.
-COMPUTED_BATCH_BYTES = 16 * MIB
+# --- Shadow process of a job ---
 
-# The shadow of a job. A log is looked at this often; so much may wait to be applied before more is taken; so much of
-# the newest frames is kept in the job for a shadow that comes back.
-SHADOW_POLL_SECONDS = 0.02
-SHADOW_EPOCH_SECONDS = 0.5  # how often it is looked at whether the job has begun again
-SHADOW_PENDING_BYTES = 256 * MIB
-SHADOW_QUEUE_BYTES = 64 * MIB
-SHADOW_HELD_BYTES = 64 * MIB  # of complete steps that a share keeps back, a rank: others may have come less far, …
-SHADOW_HELD_STEPS = 256  # … and at most so many
-SHADOW_GAP_SECONDS = 30.0  # without the log coming nearer, before a feed with a gap is ended; it may ask again
-SHADOW_ALIGN_SECONDS = 20.0  # for all shares to come to one step
-SHADOW_RING_BYTES = 16 * MIB  # of memory that a job and a shadow of one machine share, a rank
-SHADOW_BEAT_SECONDS = 1.0  # a rank with nothing to send says so to a shadow over gloo …
-SHADOW_SILENCE_SECONDS = 600.0  # … which takes it for gone when it hears nothing for so long
-SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reach its shadow again
-SHADOW_SEND_SECONDS = 30.0  # without a byte going out before the job begins with another connection
+SHADOW_POLL_SECONDS = 0.02  # interval between looks at the log
+SHADOW_EPOCH_SECONDS = 0.5  # interval between checks for a restarted job
+SHADOW_PENDING_BYTES = 256 * MIB  # received but not yet applied; more than this stops receiving
+SHADOW_QUEUE_BYTES = 64 * MIB  # newest frames that the job keeps for a shadow that reconnects
+SHADOW_RETAINED_BYTES = 64 * MIB  # complete steps retained per rank, because other shards may be behind, …
+SHADOW_RETAINED_STEPS = 256  # … and at most this many steps
+SHADOW_GAP_SECONDS = 30.0  # without progress in the log before a feed with a gap is closed; it may reconnect
+SHADOW_ALIGN_SECONDS = 20.0  # for all shards to reach the same step
+SHADOW_RING_BYTES = 16 * MIB  # shared memory per rank between a job and a shadow on the same machine
+SHADOW_HEARTBEAT_SECONDS = 1.0  # between heartbeats of an idle rank over gloo …
+SHADOW_TIMEOUT_SECONDS = 600.0  # … without which the shadow considers it gone
+SHADOW_RETRY_SECONDS = 1.0  # between attempts of a job to reconnect to its shadow
+SHADOW_SEND_SECONDS = 30.0  # without a byte sent before the job opens another connection
 SHADOW_SNAPSHOTS = 4  # at once
 SHADOW_CONNECTIONS = 4096
-SHADOW_ACCEPT_SECONDS = 0.2  # before the next connection is taken where one could not be
-SHADOW_TOKEN_BYTES = 16  # that a token must have at least
+SHADOW_ACCEPT_SECONDS = 0.2  # after a failed accept
+SHADOW_TOKEN_BYTES = 16  # least length of a token
 
-# What a peer may claim at most before any of it is believed.
+# Limits on sizes that a peer announces, checked before any of it is allocated.
 SHADOW_HANDSHAKE_SECONDS = 10.0
-SHADOW_QUESTION_BYTES = 64 * KIB
+SHADOW_REQUEST_BYTES = 64 * KIB
 SHADOW_MANIFEST_BYTES = 512 * MIB
 SHADOW_STEP_BYTES = 1 * MIB
-SHADOW_NOTE_BYTES = 64 * MIB
+SHADOW_FRAME_BYTES = 64 * MIB
 SHADOW_READ_BYTES = 64 * MIB
 SHADOW_PADDING_ELEMENTS = 16 * MIB

@@ -24,7 +24,7 @@ from ucp.errors import UcpError
 from ucp.storage.local import SourceFiles
 
 PARENT = os.getpid()
-SIZES = {"SLAB_BYTES": 1024, "PART_BYTES": 4096, "TOLD_SECONDS": 0}
+SIZES = {"SLAB_BYTES": 1024, "COPY_TASK_BYTES": 4096, "PROGRESS_SECONDS": 0}
 
 
 def main(what: str, *sources: str) -> None:

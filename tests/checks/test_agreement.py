@@ -78,7 +78,7 @@ def test_the_findings_do_not_depend_on_how_the_work_is_cut(
         level: [str(finding) for finding in verify(checkpoint, level).findings] for level in ("default", "deep")
     }
     monkeypatch.setattr(settings, "SLAB_BYTES", slab)
-    monkeypatch.setattr(settings, "PART_BYTES", part)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", part)
     for level, findings in expected.items():
         assert len(findings) == 3
         assert [str(finding) for finding in verify(checkpoint, level, jobs=3).findings] == findings
@@ -109,7 +109,7 @@ def test_every_byte_of_a_real_checkpoint_is_read_once(name: str, monkeypatch: py
     total = sum(path.stat().st_size for path in FIXTURES.joinpath(name).rglob("*.pt"))
     for slab, part in ((1 << 20, 1 << 26), (256, 1000)):
         monkeypatch.setattr(settings, "SLAB_BYTES", slab)
-        monkeypatch.setattr(settings, "PART_BYTES", part)
+        monkeypatch.setattr(settings, "COPY_TASK_BYTES", part)
         # Steps are tensors of one number: they are read to compare them, and for their CRC.
         assert 0 <= verify(FIXTURES / name, "deep").bytes_read - total < 500
 

@@ -18,7 +18,7 @@ from ucp.formats.registry import WriteOptions, make_writer
 
 @pytest.fixture(params=[1 << 26, 20], ids=["one part", "many parts"])
 def atoms(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(settings, "PART_BYTES", request.param)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", request.param)
     return write(tmp_path, link=False)
 
 

@@ -218,7 +218,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 def test_no_space_and_no_permission(clean: Path, tmp_path: Path) -> None:
     refused(ucp("convert", clean, tmp_path / "missing" / "out"), 5, "no such folder")
     code = (
-        "import sys; from ucp import tunables; tunables.SPACE_RESERVE_BYTES = 1 << 60;"
+        "import sys; from ucp import settings; settings.SPACE_RESERVE_BYTES = 1 << 60;"
         "from ucp.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
     full = subprocess.run(

@@ -16,18 +16,18 @@ from tests.trees import contents
 # Small slabs and parts, and a process that kills itself for good when so many slabs have been written.
 DRIVER = """
 import os, signal, sys
-from ucp import tunables
-tunables.SLAB_BYTES, tunables.PART_BYTES = 1024, 4096
-tunables.TOLD_SECONDS, tunables.JOURNAL_SECONDS = 0.0, 0.0
+from ucp import settings
+settings.SLAB_BYTES, settings.COPY_TASK_BYTES = 1024, 4096
+settings.PROGRESS_SECONDS, settings.JOURNAL_SECONDS = 0.0, 0.0
 from ucp.cli import progress
 left = int(sys.argv[1])
-class Killer(progress.Bar):
+class Killer(progress.ProgressBar):
     def advance(self, nbytes):
         global left
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-progress.Bar = Killer
+progress.ProgressBar = Killer
 from ucp.cli.main import run
 sys.exit(run(sys.argv[2:]))
 """

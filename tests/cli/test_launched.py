@@ -23,8 +23,8 @@ LAYOUT = ["--to", "deepspeed", "--tp", "1", "--dp", "3"]
 # Looks at the others all the time, gives up soon, and where told so may not write more than some bytes to a file.
 DRIVER = """
 import resource, sys
-from ucp import tunables
-tunables.LOOK_AT_OTHERS_SECONDS, tunables.MISSING_PROCESS_SECONDS = 0.05, float(sys.argv[1])
+from ucp import settings
+settings.LIVENESS_SECONDS, settings.MISSING_PROCESS_SECONDS = 0.05, float(sys.argv[1])
 if int(sys.argv[2]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 from ucp.cli.main import run

@@ -13,8 +13,8 @@ from pathlib import Path
 
 SLOW = """
 import sys, time
-from ucp import tunables
-tunables.SLAB_BYTES, tunables.PART_BYTES = 256, 4096
+from ucp import settings
+settings.SLAB_BYTES, settings.COPY_TASK_BYTES = 256, 4096
 from ucp.storage.local import SourceFiles
 read = SourceFiles.read_into
 def dawdle(self, file, offset, target):

@@ -1,4 +1,4 @@
-"""Signals that a command waits for: none is lost, whatever arrives together."""
+"""SignalQueue that a command waits for: none is lost, whatever arrives together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ucp.cli.shadow import SignalQueue
 
 WAITING = """
 import signal, threading
-from ucp.cli.shadow import Signals
+from ucp.cli.shadow import SignalQueue
 
 for _ in range(3):  # some thread of which may be given a signal
     threading.Thread(target=lambda: [threading.Event().wait(0.001) for _ in range(100_000)], daemon=True).start()
-with Signals(signal.SIGUSR1, signal.SIGUSR2) as signals:
+with SignalQueue(signal.SIGUSR1, signal.SIGUSR2) as signals:
     print("ready", flush=True)
     while True:
         print(signals.wait().name, flush=True)

@@ -58,7 +58,7 @@ def test_tiny_slabs_find_the_same(source: Path, copy: Path, monkeypatch: pytest.
     poke(copy, "embed.weight", "exp_avg", (41, 0), -9.0)
     whole = diff(source, copy).to_json()
     monkeypatch.setattr(settings, "SLAB_BYTES", 64)
-    monkeypatch.setattr(settings, "PART_BYTES", 128)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 128)
     assert diff(source, copy).to_json() == whole
     (atom,) = whole["differences"]
     assert (atom["first"], atom["differing"]) == ([40, 3], 2)

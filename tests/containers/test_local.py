@@ -52,9 +52,9 @@ def test_targets_are_filled_one_after_the_other_however_little_comes_at_a_time(
 def test_a_large_file_gets_its_blocks_at_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
-        allocate(file.fileno(), settings.RESERVED_FILE_BYTES)
-    assert path.stat().st_size == settings.RESERVED_FILE_BYTES
-    assert 512 * path.stat().st_blocks >= settings.RESERVED_FILE_BYTES
+        allocate(file.fileno(), settings.PREALLOCATE_FILE_BYTES)
+    assert path.stat().st_size == settings.PREALLOCATE_FILE_BYTES
+    assert 512 * path.stat().st_blocks >= settings.PREALLOCATE_FILE_BYTES
 
 
 def test_a_file_system_that_reserves_nothing_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +65,8 @@ def test_a_file_system_that_reserves_nothing_is_no_obstacle(tmp_path: Path, monk
     monkeypatch.setattr(local, "_libc", lambda: type("Libc", (), {"fallocate64": staticmethod(refuse)}))
     path = tmp_path / "file"
     with path.open("wb") as file:
-        allocate(file.fileno(), settings.RESERVED_FILE_BYTES)
-    assert path.stat().st_size == settings.RESERVED_FILE_BYTES
+        allocate(file.fileno(), settings.PREALLOCATE_FILE_BYTES)
+    assert path.stat().st_size == settings.PREALLOCATE_FILE_BYTES
 
 
 def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(local, "_libc", lambda: type("Libc", (), {"fallocate64": staticmethod(full)}))
     with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="No space left"):
-        allocate(file.fileno(), settings.RESERVED_FILE_BYTES)
+        allocate(file.fileno(), settings.PREALLOCATE_FILE_BYTES)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7, 8, 13])

@@ -42,8 +42,8 @@ class Happening(Progress):
 
 
 def main(what: str, src: str, dst: str) -> None:
-    settings.TOLD_SECONDS = 0.0
-    settings.PART_BYTES = 4096
+    settings.PROGRESS_SECONDS = 0.0
+    settings.COPY_TASK_BYTES = 4096
     count_forks()
     conversion = api.plan(src, dst)
     if what == "break a worker":

@@ -60,9 +60,9 @@ def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
     values = values_of(shape, dtype)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         patch.setattr(settings, "SLAB_BYTES", data.draw(st.integers(1, 128)))
-        patch.setattr(settings, "PART_BYTES", data.draw(st.integers(1, 512)))
+        patch.setattr(settings, "COPY_TASK_BYTES", data.draw(st.integers(1, 512)))
         patch.setattr(settings, "LONG_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1024])))
-        patch.setattr(settings, "KEPT_VIEWS", data.draw(st.sampled_from([1, 8, 1024])))
+        patch.setattr(settings, "CACHED_VIEWS", data.draw(st.sampled_from([1, 8, 1024])))
         patch.setattr(settings, "SPACE_RESERVE_BYTES", 0)
         folder = Path(name)
         atom = write_shards(folder, values, dtype, source)
@@ -111,7 +111,7 @@ def test_slabs_of_a_sliced_tensor_are_cut_alike(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Target, Checkpoint, Path]:
-    monkeypatch.setattr(settings, "PART_BYTES", 256)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 256)
     monkeypatch.setattr(settings, "SLAB_BYTES", 64)
     values = values_of((64, 16), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, (500,)))

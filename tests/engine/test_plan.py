@@ -76,7 +76,7 @@ def calls(target: Target) -> int:
 
 @pytest.mark.parametrize("cut", [shares, columns])
 def test_planning_grows_with_the_ranks_and_not_with_their_square(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "PART_BYTES", 4 * 1000)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4 * 1000)
     small, large = (calls(cut(atom_of((100 * ranks, 10)), ranks)) for ranks in (50, 200))
     assert large < 5 * small
 
@@ -96,7 +96,7 @@ def wanted_of(part: CopyTask) -> Iterator[Box]:
 
 
 def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "PART_BYTES", 4 * 100)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4 * 100)
     atom = atom_of((1000,))
     region = Region.all_of((1000,))
     items = (WriteItem(atom, region.cut(250, 260), 0), WriteItem(atom, region.cut(295, 520), 40))

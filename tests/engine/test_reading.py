@@ -132,7 +132,7 @@ def test_contiguity_is_what_numpy_says(data: st.DataObject) -> None:
 
 
 def test_more_files_than_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "OPEN_FILES", 2)
+    monkeypatch.setattr(settings, "MAX_OPEN_FILES", 2)
     values = values_of((12, 3), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=0), 4, (250, 500, 750)))
     assert len(atom.fragments) > 10

@@ -84,10 +84,10 @@ def test_storages_tiled_by_anything(data: st.DataObject) -> None:
     values = values_of(shape, dtype)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         patch.setattr(settings, "SLAB_BYTES", data.draw(st.integers(1, 128)))
-        patch.setattr(settings, "PART_BYTES", data.draw(st.integers(1, 512)))
+        patch.setattr(settings, "COPY_TASK_BYTES", data.draw(st.integers(1, 512)))
         patch.setattr(settings, "SPACE_RESERVE_BYTES", 0)
         patch.setattr(plan, "_MAX_RANGES_PER_TASK", data.draw(st.integers(1, 4)))
-        patch.setattr(settings, "OPEN_FILES", data.draw(st.integers(1, 4)))
+        patch.setattr(settings, "MAX_OPEN_FILES", data.draw(st.integers(1, 4)))
         folder = Path(name)
         atom = write_shards(folder, values, dtype, data.draw(cuts(shape)))
         wanted: list[list[bytes]] = []
@@ -148,7 +148,7 @@ def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
     values = values_of(shape, FLOAT32)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         patch.setattr(settings, "SLAB_BYTES", data.draw(st.integers(1, 64)))
-        patch.setattr(settings, "PART_BYTES", data.draw(st.integers(1, 128)))
+        patch.setattr(settings, "COPY_TASK_BYTES", data.draw(st.integers(1, 128)))
         patch.setattr(settings, "SPACE_RESERVE_BYTES", 0)
         folder = Path(name)
         stored = np.full((rows + 2, columns) if dim == 0 else (columns, rows + 2), np.float32("nan"))
@@ -182,7 +182,7 @@ def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Target, Checkpoint, Path]:
     """Two torch files: a column-cut weight with padded rows in one, zeros and scalars around its rows in the other."""
-    monkeypatch.setattr(settings, "PART_BYTES", 256)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 256)
     monkeypatch.setattr(settings, "SLAB_BYTES", 64)
     values = values_of((64, 16), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, (500,)))
@@ -314,7 +314,7 @@ def test_a_span_must_be_tiled() -> None:
 
 
 def test_atoms_in_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "OPEN_FILES", 8)
+    monkeypatch.setattr(settings, "MAX_OPEN_FILES", 8)
     values = values_of((6,), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("replicated"), 1, ()))
     item = WriteItem(atom, Region.all_of((6,)), 0)

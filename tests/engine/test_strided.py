@@ -59,7 +59,7 @@ def test_blocks_of_columns_become_rows(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         (Path(folder) / "data").write_bytes(b"x" * front + stored.tobytes())
         patch.setattr(ucp_settings, "SLAB_BYTES", slab * kind.itemsize)
-        patch.setattr(ucp_settings, "STRIPS_BYTES", strips)
+        patch.setattr(ucp_settings, "TRANSPOSE_BUFFER_BYTES", strips)
         patch.setattr(strided_reader, "_GAP_BYTES", gap)
         patch.setattr(strided_reader, "_TILE_LENGTH", tile)
         with SourceFiles(Path(folder)) as files:
@@ -87,7 +87,7 @@ def test_a_stored_matrix_is_not_read_once_a_slab(tmp_path: Path, monkeypatch: py
     fragment = Fragment(Region.of((whole(stored.shape),)), "data", 0, FLOAT32)
     source = Atom("s", "weight", stored.shape, FLOAT32, (fragment,))
     atom = remapped_atom("t", tiles, (total, width), {"s": source})
-    monkeypatch.setattr(ucp_settings, "STRIPS_BYTES", stored.nbytes)
+    monkeypatch.setattr(ucp_settings, "TRANSPOSE_BUFFER_BYTES", stored.nbytes)
     read = 0
     with SourceFiles(tmp_path) as files:
         original = files.read_into

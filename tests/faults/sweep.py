@@ -155,7 +155,7 @@ def _write(path: Path, calls: list[tuple[str, str]]) -> None:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    settings.SLAB_BYTES, settings.PART_BYTES, settings.RESERVED_FILE_BYTES = 4096, 16384, 8192
+    settings.SLAB_BYTES, settings.COPY_TASK_BYTES, settings.PREALLOCATE_FILE_BYTES = 4096, 16384, 8192
     settings.JOURNAL_SECONDS = 0.0
     sweep = Sweep(Path(asked["folder"]), asked["commands"], asked["hit"])
     calls = sweep.calls()

@@ -18,16 +18,16 @@ SOURCE = Path(__file__).parent.parent.parent / "fixtures" / "z1_bf16_tp2_dp2"
 # when it has written something.
 DRIVER = """
 import sys, time
-from ucp import tunables
-tunables.SPACE_RESERVE_BYTES, tunables.PART_BYTES, tunables.SLAB_BYTES = -(1 << 40), 16384, 4096
-tunables.RESERVED_FILE_BYTES, tunables.JOURNAL_SECONDS = 1 << 40, 0.0
+from ucp import settings
+settings.SPACE_RESERVE_BYTES, settings.COPY_TASK_BYTES, settings.SLAB_BYTES = -(1 << 40), 16384, 4096
+settings.PREALLOCATE_FILE_BYTES, settings.JOURNAL_SECONDS = 1 << 40, 0.0
 from ucp.cli import progress
-class Sleeper(progress.Bar):
+class Sleeper(progress.ProgressBar):
     def advance(self, nbytes):
         if nbytes and float(sys.argv[1]):
             print("at work", flush=True)
             time.sleep(float(sys.argv[1]))
-progress.Bar = Sleeper
+progress.ProgressBar = Sleeper
 from ucp.cli.main import run
 sys.exit(run(["convert", *sys.argv[2:]]))
 """

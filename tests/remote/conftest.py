@@ -54,7 +54,7 @@ def proxy(_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(settings, "REMOTE_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(settings, "REMOTE_RETRY_SECONDS", 0.001)
     _proxy.reset()
     yield _proxy
     _proxy.reset()

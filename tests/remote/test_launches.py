@@ -22,7 +22,7 @@ pytest.importorskip("fsspec")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "REMOTE_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(settings, "REMOTE_LIVENESS_SECONDS", 0.02)
     monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 16 * settings.KIB)
     monkeypatch.setattr(settings, "MISSING_PROCESS_SECONDS", 600.0)  # on a machine that is busy with something else
 

@@ -105,7 +105,7 @@ def test_a_killed_upload_is_not_seen_and_gone_on_with(tmp_path: Path, bucket: st
     held = Fault("hold", 100, "PUT", lambda request: request.path.endswith("_optim_states.pt"))
     proxy.faults.append(held)
     script = (
-        "import sys; from ucp import tunables; tunables.REMOTE_SPOOL_BYTES = 128 * 1024;"
+        "import sys; from ucp import settings; settings.REMOTE_SPOOL_BYTES = 128 * 1024;"
         "from ucp.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
     command = ["convert", str(SOURCE), f"{bucket}/out", "--to", "deepspeed"]
@@ -133,7 +133,7 @@ def test_a_killed_upload_is_not_seen_and_gone_on_with(tmp_path: Path, bucket: st
 
 
 def test_what_asking_again_does_not_change_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "REMOTE_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(settings, "REMOTE_RETRY_SECONDS", 0.0)
     asked: list[int] = []
 
     def refuse(error: Exception) -> None:

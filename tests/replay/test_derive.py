@@ -95,7 +95,7 @@ def test_other_optimizers(tmp_path: Path, kernel: str, make: Any) -> None:
 def test_the_states_of_a_stretch_come_from_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Converting reads three states of every parameter; with a cache of a few stretches each is replayed once."""
     monkeypatch.setattr(settings, "REPLAY_CACHE_BYTES", 1)
-    monkeypatch.setattr(settings, "PART_BYTES", 4096)
+    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4096)
     run = start(tmp_path, large=400)
     base = run.save(0)
     run.train(3)

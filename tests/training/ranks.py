@@ -57,7 +57,7 @@ def load(
         gpt.parameter_groups = lambda module, spec: grouped(module, spec)[::-1]
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     train(engine, replace(made, data_seed=99), place, used)
-    settings.GATHERED_BYTES = 1000  # so that ranks gather in many slices
+    settings.GATHER_BYTES = 1000  # so that ranks gather in many slices
     report = ucp.load_into(engine, path, **(options or {}))
     write_state(engine, out / "loaded", rank)
     result = {"rank": rank, **place, "loaded": counters(engine), "report": told(report)}

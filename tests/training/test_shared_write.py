@@ -36,8 +36,8 @@ def test_any_cut_over_any_ranks_makes_the_whole(data: st.DataObject) -> None:
         WriteCandidate(rank * copies + copy, 0, region) for rank, region in enumerate(held) for copy in range(copies)
     ]
     slab, part_bytes = data.draw(st.sampled_from([1, 64, 4096])), data.draw(st.sampled_from([16, 4096]))
-    before = settings.SLAB_BYTES, settings.PART_BYTES
-    settings.SLAB_BYTES, settings.PART_BYTES = slab, part_bytes
+    before = settings.SLAB_BYTES, settings.COPY_TASK_BYTES
+    settings.SLAB_BYTES, settings.COPY_TASK_BYTES = slab, part_bytes
     try:
         shares = WriteAssignment.for_ranks(len(offers))
         shares.deal("p", shape, 8, 0, offset, offers)
@@ -59,7 +59,7 @@ def test_any_cut_over_any_ranks_makes_the_whole(data: st.DataObject) -> None:
                 at += part.nbytes
             assert at == offset + values.nbytes
     finally:
-        settings.SLAB_BYTES, settings.PART_BYTES = before
+        settings.SLAB_BYTES, settings.COPY_TASK_BYTES = before
 
 
 def test_what_many_hold_is_shared_among_them() -> None:

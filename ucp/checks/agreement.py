@@ -144,7 +144,7 @@ def _portions(bundle: AlignedForms, whole: bool) -> Iterator[tuple[int, list[tup
         counts = [(lane.spaces.get(boxes, ()), lane.atom.dtype.itemsize) for lane in bundle.lanes]
         first, last = runs[0].start, runs[-1].stop
         total = sum((run.stop - run.start) * size for held, size in counts for run in held)
-        cuts = 1 if whole else -(-total // settings.PART_BYTES)
+        cuts = 1 if whole else -(-total // settings.COPY_TASK_BYTES)
         step = -(-(last - first) // cuts)
         for start in range(first, last, step):
             portion.append((boxes, start, min(start + step, last)))
@@ -153,7 +153,7 @@ def _portions(bundle: AlignedForms, whole: bool) -> Iterator[tuple[int, list[tup
                 for held, size in counts
                 for run in held
             )
-            if nbytes >= settings.PART_BYTES and not whole:
+            if nbytes >= settings.COPY_TASK_BYTES and not whole:
                 yield nbytes, portion
                 portion, nbytes = [], 0
     if portion:

@@ -196,7 +196,7 @@ class ThreadFiles(SourceFiles):
 
     def __init__(self, root: Path, jobs: int) -> None:
         super().__init__(root)
-        self._share = max(4, settings.OPEN_FILES // max(1, jobs))
+        self._share = max(4, settings.MAX_OPEN_FILES // max(1, jobs))
         self._mine = threading.local()
         self._all: list[SourceFiles] = []
         self._new = threading.Lock()

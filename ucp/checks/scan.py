@@ -86,10 +86,10 @@ def _span_tasks(files: SourceFiles, deep: DeepState, track: SpanChecksum) -> Ite
     elsewhere = sum(held.stop - held.start for held in span.held if (held.parameter, held.kind) in deep.elsewhere)
     if elsewhere:
         yield CheckTask(span.check, max(0, span.nbytes - elsewhere), complete, turn=1)
-    elif track.is_sequential or span.nbytes <= settings.PART_BYTES:
+    elif track.is_sequential or span.nbytes <= settings.COPY_TASK_BYTES:
         yield CheckTask(span.check, span.nbytes, complete)
     else:
-        step = max(_ALIGN, settings.PART_BYTES // _ALIGN * _ALIGN)
+        step = max(_ALIGN, settings.COPY_TASK_BYTES // _ALIGN * _ALIGN)
         for start in range(span.start, span.stop, step):
             stop = min(start + step, span.stop)
             yield CheckTask(span.check, stop - start, partial(_some, files, deep, span, start, stop))

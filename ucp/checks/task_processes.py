@@ -42,7 +42,7 @@ class CheckProcesses:
         # A descriptor that workers inherit is one for all of them, also in what the kernel reads ahead.
         self.files.close()
         # Towards the end workers are to wait for each other only briefly.
-        limit = min(settings.PART_BYTES, sum(task.nbytes for task in tasks) // (_SHARES * jobs))
+        limit = min(settings.COPY_TASK_BYTES, sum(task.nbytes for task in tasks) // (_SHARES * jobs))
         batches = list(_batches(tasks, limit))
         parent = _CheckDispatcher(len(batches), self.shared)
         with WorkerProcesses(meter.read) as started:

@@ -107,7 +107,7 @@ def run_tasks(
     Workers are threads, or with `forking` processes where there is enough to read.
     """
     # Those of a part or more are all the same: neighbours in a file stay neighbours.
-    ordered = sorted(tasks, key=lambda task: -min(task.nbytes, settings.PART_BYTES))
+    ordered = sorted(tasks, key=lambda task: -min(task.nbytes, settings.COPY_TASK_BYTES))
     findings: list[Finding] = []
     for turn in sorted({task.turn for task in ordered}):
         findings += _run([task for task in ordered if task.turn == turn], jobs, meter, forking)
@@ -116,7 +116,7 @@ def run_tasks(
 
 def _run(tasks: Sequence[CheckTask], jobs: int, meter: ReadMeter, forking: CheckProcesses | None) -> list[Finding]:
     if forking is not None and jobs > 1:
-        if sum(task.nbytes for task in tasks) > settings.PART_BYTES:
+        if sum(task.nbytes for task in tasks) > settings.COPY_TASK_BYTES:
             return forking.run(tasks, jobs, meter)
         jobs = 1  # a thread would cost more than it reads, and would be in the way of forks
     if jobs <= 1 or len(tasks) <= 1:

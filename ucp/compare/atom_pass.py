@@ -168,7 +168,7 @@ class _PassState(Generic[S]):
             cut = list(slabs(shape, bundle.elements))
             if self.sample is not None:
                 cut = _spread(cut, max(1, self.sample // bundle.elements))
-            together = max(1, settings.PART_BYTES // settings.SLAB_BYTES)
+            together = max(1, settings.COPY_TASK_BYTES // settings.SLAB_BYTES)
             for start in range(0, len(cut), together):
                 yield _SlabBatch(number, flat, cut[start : start + together])
 

@@ -76,7 +76,7 @@ def run(
                 done=staging.record,
                 progress=progress.advance,
             )
-            walks = task_queues(target, settings.STRETCHES_OF_A_WORKER * max(1, options.budget.jobs), staging.files)
+            walks = task_queues(target, settings.PLAN_RANGES_PER_WORKER * max(1, options.budget.jobs), staging.files)
             # What is resumed is checked first, and that once: not by every process.
             in_threads = replace(options.budget, processes=False)
             write(
@@ -121,7 +121,7 @@ def finish(
 
 def fingerprint(target: Target, source: Checkpoint) -> str:
     """Identity of a run: the target, how it is cut into parts, and the source files with their sizes and times."""
-    digest = xxhash.xxh3_128(repr((VERSION, settings.PART_BYTES)).encode())
+    digest = xxhash.xxh3_128(repr((VERSION, settings.COPY_TASK_BYTES)).encode())
     texts: dict[int, str] = {}  # of atoms and boxes, by identity: the ranks of a target share them
 
     def text(value: object, *described: object) -> str:

@@ -63,7 +63,7 @@ class FolderCoordinator(Progress):
         if self.leads:
             self._shown.advance(nbytes)
         if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + settings.LOOK_AT_OTHERS_SECONDS
+            self._next_look = time.monotonic() + settings.LIVENESS_SECONDS
             self._look()
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class FolderCoordinator(Progress):
         left = self._others
         while left := [share for share in left if not self._is_done(share, fingerprint)]:
             self._look()
-            time.sleep(settings.LOOK_AT_OTHERS_SECONDS / 5)
+            time.sleep(settings.LIVENESS_SECONDS / 5)
 
     def _is_done(self, share: WorkShard, fingerprint: str) -> bool:
         journal = self._folder / share.journal
@@ -199,7 +199,7 @@ class StoreCoordinator(Progress):
         while left := [share for share in left if not self._is_done(share, fingerprint)]:
             if self._failure is not None:
                 raise self._failure
-            self._stop.wait(settings.REMOTE_LOOK_SECONDS)
+            self._stop.wait(settings.REMOTE_LIVENESS_SECONDS)
 
     def _live(self) -> None:
         """Give signs of life, and look for the last words of others, until told to stop."""
@@ -213,7 +213,7 @@ class StoreCoordinator(Progress):
                             f"{other} failed: {said}", hint="put that right and launch again"
                         )
             count += 1
-            if self._stop.wait(settings.REMOTE_LOOK_SECONDS):
+            if self._stop.wait(settings.REMOTE_LIVENESS_SECONDS):
                 return
 
     def _is_done(self, share: WorkShard, fingerprint: str) -> bool:

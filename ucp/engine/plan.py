@@ -89,7 +89,7 @@ class CopyTask:
 
 
 def copy_tasks(target: Target) -> Iterator[CopyTask]:
-    """All the work that a target takes, in a fixed order that depends on the target and on the tunables alone."""
+    """All the work that a target takes, in a fixed order that depends on the target and on the settings alone."""
     return chain(*task_queues(target, 1))
 
 
@@ -161,7 +161,7 @@ def _first_element(part: CopyTask) -> int:
 
 def _elements_per_task(atom: Atom) -> int:
     """What is computed is cut small, so that all states of some elements are written before the next are computed."""
-    limit = settings.PART_BYTES // atom.dtype.itemsize
+    limit = settings.COPY_TASK_BYTES // atom.dtype.itemsize
     return max(1, min(limit, settings.LOG_BLOCK_ELEMENTS) if atom.computed else limit)
 
 
@@ -185,15 +185,15 @@ def literal_tasks(number: int, literals: Iterable[Literal]) -> Iterator[CopyTask
 
 def _zero_ranges(number: int, zeros: Iterable[ZeroRange]) -> Iterator[OutputRange]:
     for zero in zeros:
-        for start in range(0, zero.nbytes, settings.PART_BYTES):
-            yield OutputRange(number, zero.offset + start, min(settings.PART_BYTES, zero.nbytes - start), None)
+        for start in range(0, zero.nbytes, settings.COPY_TASK_BYTES):
+            yield OutputRange(number, zero.offset + start, min(settings.COPY_TASK_BYTES, zero.nbytes - start), None)
 
 
 def _known_byte_tasks(extents: Iterable[OutputRange]) -> Iterator[CopyTask]:
     batch: list[OutputRange] = []
     nbytes = 0
     for extent in extents:
-        if batch and (len(batch) == _MAX_RANGES_PER_TASK or nbytes + extent.nbytes > settings.PART_BYTES):
+        if batch and (len(batch) == _MAX_RANGES_PER_TASK or nbytes + extent.nbytes > settings.COPY_TASK_BYTES):
             yield CopyTask(None, True, Box((), ()), tuple(batch))
             batch, nbytes = [], 0
         batch.append(extent)

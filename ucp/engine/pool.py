@@ -188,7 +188,7 @@ class BatchedProgress:
     def progress(self, nbytes: int) -> None:
         self._nbytes += nbytes
         now = time.monotonic()
-        if now - self._told_at >= settings.TOLD_SECONDS:
+        if now - self._told_at >= settings.PROGRESS_SECONDS:
             self._told_at = now
             self._channel.send({"bytes": self.flush()})
 
@@ -319,7 +319,7 @@ def _next_batch_size(last: Sequence[Sequence[CopyTask]]) -> int:
     """How many bundles to ask for after these: small ones come by the dozen, about as many as make a large part."""
     parts = [part for bundle in last for part in bundle]
     is_computed = any(part.atom is not None and part.atom.computed for part in parts)
-    wanted = settings.COMPUTED_BATCH_BYTES if is_computed else settings.PART_BYTES
+    wanted = settings.COMPUTED_BATCH_BYTES if is_computed else settings.COPY_TASK_BYTES
     nbytes = sum(part.nbytes for part in parts)
     return max(1, min(_MAX_GROUPS, wanted * len(last) // max(1, nbytes)))
 

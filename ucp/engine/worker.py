@@ -123,7 +123,7 @@ class CopyWorker:
         # as memory of malloc and the start of a file do.
         self.block = memoryview(mmap.mmap(-1, work.budget.slab_bytes))
         self.views = ViewCache(self.block)
-        self.outputs = OutputDescriptors(work.folder, work.files, max(1, settings.OPEN_FILES // work.budget.jobs))
+        self.outputs = OutputDescriptors(work.folder, work.files, max(1, settings.MAX_OPEN_FILES // work.budget.jobs))
         self.straight: tuple[Atom, VerbatimReader] | None = None
         self.shaped: SlabReader | None = None
 

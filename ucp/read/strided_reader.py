@@ -91,9 +91,18 @@ class StridedReader:
                 return held, data
         key = (wanted.file, wanted.step, wanted.count, wanted.start // wanted.step)
         reach, blocks = self._reach.get(key, (0, 1))
-        width = settings.STRIPS_BYTES // (_CACHED_STRIPS if blocks > 1 else 1) // wanted.count // itemsize * itemsize
+        width = (
+            settings.TRANSPOSE_BUFFER_BYTES
+            // (_CACHED_STRIPS if blocks > 1 else 1)
+            // wanted.count
+            // itemsize
+            * itemsize
+        )
         held = replace(wanted, stop=max(wanted.stop, min(wanted.start + width, reach)))
-        while self._strips and sum(strip.nbytes for strip, _ in (*self._strips, (held, None))) > settings.STRIPS_BYTES:
+        while (
+            self._strips
+            and sum(strip.nbytes for strip, _ in (*self._strips, (held, None))) > settings.TRANSPOSE_BUFFER_BYTES
+        ):
             self._strips.pop(0)
         data = np.empty((held.count, held.stop - held.start), np.uint8)
         self._fill(held, data)

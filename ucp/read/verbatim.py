@@ -94,7 +94,7 @@ class ViewCache:
         """A view of each run."""
         found = self._kept.get(runs)
         if found is None:
-            if self._count >= settings.KEPT_VIEWS:
+            if self._count >= settings.CACHED_VIEWS:
                 self._kept.clear()
                 self._count = 0
             block = self.block

@@ -38,7 +38,7 @@ class SourceFiles:
     """Read-only access to the files below a checkpoint's root. Thread-safe; closes descriptors long unused."""
 
     def __init__(self, root: Path, keep: int | None = None, computed: ComputedFiles | None = None) -> None:
-        """`keep` is how many descriptors stay open (`OPEN_FILES`); `computed` has the files that do not exist."""
+        """`keep` is how many descriptors stay open (`MAX_OPEN_FILES`); `computed` has the files that do not exist."""
         self.root = root
         self.computed = computed
         self._keep = keep
@@ -149,7 +149,7 @@ class SourceFiles:
             handle.users -= 1
 
     def _evict(self) -> None:
-        excess = len(self._open) - (settings.OPEN_FILES if self._keep is None else self._keep)
+        excess = len(self._open) - (settings.MAX_OPEN_FILES if self._keep is None else self._keep)
         if excess <= 0:
             return
         idle = (file for file, handle in self._open.items() if handle.users == 0)
@@ -212,7 +212,7 @@ def allocate(fd: int, size: int) -> None:
     Not `os.posix_fallocate`, which where the file system cannot writes into every block.
     """
     os.ftruncate(fd, size)
-    if size >= settings.RESERVED_FILE_BYTES:
+    if size >= settings.PREALLOCATE_FILE_BYTES:
         _reserve(fd, size)
 
 

@@ -69,7 +69,7 @@ def with_retries(request: Callable[[], Answer], what: str) -> Answer:
 
 def _pause(attempt: int) -> float:
     """Seconds to wait after a failed attempt: twice as long each time, and not the same in all threads."""
-    longest: float = min(settings.REMOTE_LONGEST_PAUSE_SECONDS, settings.REMOTE_PAUSE_SECONDS * 2 ** (attempt - 1))
+    longest: float = min(settings.REMOTE_MAX_RETRY_SECONDS, settings.REMOTE_RETRY_SECONDS * 2 ** (attempt - 1))
     return longest * random.uniform(0.5, 1.0)
 
 

@@ -55,7 +55,7 @@ class RemoteIndexFile:
             self._expect_ends(name, size)
 
     def _expect_ends(self, key: str, size: int) -> None:
-        look = settings.REMOTE_FIRST_LOOK_BYTES
+        look = settings.REMOTE_PROBE_BYTES
         self._store.index.expect(key, size, [(0, look), (max(0, size - look), look)])
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:

@@ -229,7 +229,7 @@ def _gather_in_slices(process_groups: Sequence[Any], masters: Sequence[Any], low
         own.data.copy_(master.data)
         if len(everyone) == 1:
             continue
-        step = max(1, settings.GATHERED_BYTES // (len(everyone) * own.element_size()))
+        step = max(1, settings.GATHER_BYTES // (len(everyone) * own.element_size()))
         for start in range(0, own.numel(), step):
             slices = [part.detach()[start : start + step] for part in everyone]
             dist.all_gather(slices, own.detach()[start : start + step], group=group)

@@ -89,9 +89,9 @@ class WriteAssignment:
                 self.tasks[offer.rank].append(RankWrite(offer.piece, start, stop, file, offset, shape, flat))
         if not flat:
             nbytes = prod(shape) * itemsize
-            for at in range(0, nbytes, settings.PART_BYTES):
+            for at in range(0, nbytes, settings.COPY_TASK_BYTES):
                 self._next = (self._next + 1) % len(self.sealings)
-                length = min(settings.PART_BYTES, nbytes - at)
+                length = min(settings.COPY_TASK_BYTES, nbytes - at)
                 self.sealings[self._next].append(DigestRange(file, offset + at, length))
 
     def _cut(

@@ -77,7 +77,7 @@ def test_names_that_differ_in_case_only() -> None:
 
 
 def test_long_names_become_folders() -> None:
-    name = "x" * (2 * settings.NAME_BYTES + 1)
+    name = "x" * (2 * settings.MAX_NAME_BYTES + 1)
     assert file_names([name])[name].count("~/") == 2
     with pytest.raises(UsageError, match="too long"):
         file_names(["x" * 10_000])

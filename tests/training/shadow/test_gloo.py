@@ -24,7 +24,7 @@ HERE = ShadowAddress("127.0.0.1", 0, None, "gloo")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "SHADOW_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(settings, "SHADOW_HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 0.02)
 
 

@@ -104,7 +104,7 @@ def test_shares_that_cannot_be_brought_together(
     tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One has gone on too far, the other cannot follow. It is waited for, and then said."""
-    monkeypatch.setattr(settings, "SHADOW_HELD_STEPS", 2)
+    monkeypatch.setattr(settings, "SHADOW_RETAINED_STEPS", 2)
     monkeypatch.setattr(settings, "SHADOW_ALIGN_SECONDS", 0.2)
     pairs += shares(2)
     job = Job(tmp_path / "run", to=urls(pairs))
@@ -125,7 +125,7 @@ def test_shares_that_cannot_be_brought_together(
 
 def test_nobody_holds_a_share_up_for_ever(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has asked which steps there are, and then says nothing more, is waited for only so long."""
-    monkeypatch.setattr(settings, "SHADOW_HELD_STEPS", 1)
+    monkeypatch.setattr(settings, "SHADOW_RETAINED_STEPS", 1)
     monkeypatch.setattr(settings, "SHADOW_ALIGN_SECONDS", 600)
     pairs += shares(2)
     job = Job(tmp_path / "run", to=urls(pairs))

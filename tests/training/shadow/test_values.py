@@ -47,7 +47,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny tensors are cut into several blocks and stretches; what was cut off is called again at once."""
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 32)
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(settings, "SHADOW_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(settings, "SHADOW_HEARTBEAT_SECONDS", 0.02)
 
 
 class Job(Recorded):

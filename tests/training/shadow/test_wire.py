@@ -323,7 +323,7 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
         replace(good, length=1 << 40),
         replace(good, offset=0),
         replace(good, stream=5),
-        replace(good, type=FrameType.AUX, length=settings.SHADOW_NOTE_BYTES + 64),
+        replace(good, type=FrameType.AUX, length=settings.SHADOW_FRAME_BYTES + 64),
         replace(good, epoch=9),
     ):
         with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:

@@ -171,7 +171,7 @@ def _path(name: str, *, spell_capitals: bool) -> str:
     escaped = _escape(name, spell_capitals=spell_capitals)
     if len(escaped) > _MAX_ESCAPED_BYTES:
         raise UsageError(f"parameter name of {len(name)} characters is too long for a path: {name[:80]}…")
-    limit = settings.NAME_BYTES
+    limit = settings.MAX_NAME_BYTES
     chunks = [escaped[i : i + limit] for i in range(0, len(escaped), limit)] or [""]
     return f"{_MORE}/".join(chunks) + SUFFIX
 

@@ -130,7 +130,7 @@ class EpochFollower:
             return False
         waiting = max(lane.intake.pending_bytes for lane in self.lanes.values())
         steps = self.complete_step - state.step
-        return waiting > settings.SHADOW_HELD_BYTES or steps > settings.SHADOW_HELD_STEPS
+        return waiting > settings.SHADOW_RETAINED_BYTES or steps > settings.SHADOW_RETAINED_STEPS
 
     def take(self) -> dict[int, ReceivedStep] | ReceivedDigests | None:
         """The next step of all streams, or digests of one; None for what is older than the state.

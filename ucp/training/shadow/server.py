@@ -187,7 +187,7 @@ class ShadowServer:
                         pin.close()
                         pin = None
                     send_json(sock, {"error": error.what, "hint": error.hint})
-                question = _dictionary(receive_json(sock, settings.SHADOW_QUESTION_BYTES))
+                question = _dictionary(receive_json(sock, settings.SHADOW_REQUEST_BYTES))
         finally:
             if pin is not None:
                 pin.close()

@@ -155,7 +155,7 @@ class ShadowSink:
     def _run(self) -> None:
         while True:
             with self._changed:
-                beats = settings.SHADOW_BEAT_SECONDS if isinstance(self._channel, GlooChannel) else None
+                beats = settings.SHADOW_HEARTBEAT_SECONDS if isinstance(self._channel, GlooChannel) else None
                 self._changed.wait_for(lambda: self._frame() is not None or self._closing, beats)
                 frame = self._frame()
                 if frame is None and self._closing:  # everything is out
@@ -196,7 +196,7 @@ class ShadowSink:
                 hello, self._is_new = self._hello, False
             send_json(sock, {**hello, "oldest": oldest})
             sock.settimeout(None)  # it may have a base to load first; the system says when it is gone
-            told: Any = receive_json(sock, settings.SHADOW_QUESTION_BYTES)
+            told: Any = receive_json(sock, settings.SHADOW_REQUEST_BYTES)
             if not isinstance(told, dict) or "error" in told:
                 raise UcpError(f"{self.address}: {told['error']}", hint=told.get("hint"))
             wanted = None if told.get("next") is None else int(told["next"])

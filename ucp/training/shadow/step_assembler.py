@@ -319,7 +319,7 @@ def payload_limit(kind: FrameType, tables: BlockTables) -> int:
         return tables.limit(kind)
     if kind is FrameType.STEP:
         return settings.SHADOW_STEP_BYTES
-    return settings.SHADOW_NOTE_BYTES
+    return settings.SHADOW_FRAME_BYTES
 
 
 class StepAssembler:

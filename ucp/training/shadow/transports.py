@@ -136,7 +136,7 @@ class GlooChannel:
         import torch
 
         data = torch.empty(size, dtype=torch.uint8)
-        self._wait("recv", data, settings.SHADOW_SILENCE_SECONDS)
+        self._wait("recv", data, settings.SHADOW_TIMEOUT_SECONDS)
         return data.numpy()
 
     def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
@@ -166,7 +166,7 @@ class GlooChannel:
             raise ConnectionAbortedError("closed")
         try:
             work = getattr(self._group, what)([data], self._peer, 0)
-            work.wait(timedelta(seconds=settings.SHADOW_SILENCE_SECONDS if seconds is None else seconds))
+            work.wait(timedelta(seconds=settings.SHADOW_TIMEOUT_SECONDS if seconds is None else seconds))
         except RuntimeError as error:
             raise ConnectionResetError(_first_line(error)) from error
 
