@@ -1,7 +1,4 @@
-"""Boxes: axis-aligned n-dimensional blocks. The geometry of the house; it knows integers only.
-
-Slabs: the unit of work. Consecutive, contiguous blocks of an atom in logical row-major order.
-"""
+"""Boxes: axis-aligned n-dimensional blocks, and the slabs that a tensor is processed in. Integers only."""
 
 from __future__ import annotations
 
@@ -42,12 +39,12 @@ class Box(NamedTuple):
 
 
 def whole(shape: Shape) -> Box:
-    """The box that is all of a tensor of this shape."""
+    """The box that covers a whole tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common block of two boxes of the same rank, or None where they share no element."""
+    """The common block of two boxes with the same number of dimensions, or None if they share no element."""
     start: list[int] = []
     shape: list[int] = []
     for a0, an, b0, bn in zip(a.start, a.shape, b.start, b.shape, strict=True):
@@ -79,7 +76,7 @@ def flat_index(index: Shape, shape: Shape) -> int:
 
 
 def is_contiguous_in(box: Box, shape: Shape) -> bool:
-    """Do the elements of `box` lie side by side in a row-major tensor of `shape`?"""
+    """Whether the elements of `box` are contiguous in a row-major tensor of `shape`."""
     seen = False
     for n, extent in zip(box.shape, shape, strict=True):
         if seen and n != extent:
@@ -89,9 +86,9 @@ def is_contiguous_in(box: Box, shape: Shape) -> bool:
 
 
 def interval_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Cut the flat row-major interval `[start, stop)` of a tensor of `shape` into boxes, in order.
+    """Split the flat row-major interval `[start, stop)` of a tensor of `shape` into boxes, in order.
 
-    At most `2 * ndim - 1` boxes come out, each contiguous in row-major order; laid end to end they are the interval.
+    Yields at most `2 * ndim - 1` boxes, each contiguous in row-major order; concatenated, they are the interval.
     """
     if start >= stop:
         return
@@ -119,10 +116,10 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 def slabs(shape: Shape, limit: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most `limit` elements that are contiguous in row-major order, first to last.
+    """Split a tensor into slabs: boxes of at most `limit` elements, contiguous in row-major order, first to last.
 
-    Every box fixes some leading indices, takes a range of one dimension and all of the dimensions after it. That form
-    is what makes the part that any row-major box shares with a slab contiguous in that box.
+    Every slab fixes some leading indices, takes a range of one dimension and all of the dimensions after it. Because
+    of this form, the intersection of a slab with any row-major box is contiguous in that box.
     """
     if 0 in shape:
         return
@@ -140,7 +137,7 @@ def slabs(shape: Shape, limit: int) -> Iterator[Box]:
 
 
 def _cut_dimension(shape: Shape, limit: int) -> int | None:
-    """The first dimension whose rows fit the limit; None when the whole tensor does."""
+    """The first dimension whose rows fit into `limit` elements; None if the whole tensor does."""
     if prod(shape) <= limit:
         return None
     for dim in range(len(shape)):

@@ -1,8 +1,6 @@
-"""The checkpoint index: which bytes of which file are which part of which atom.
+"""The checkpoint index: which bytes of which file hold which part of which atom.
 
-Every reader produces a `Checkpoint`, every command, writer and check consumes one. It never holds tensor bytes.
-
-Fragments that are made when someone looks at them: an index of many ranks never needs them all.
+Every reader produces a `Checkpoint`; every command, writer and check consumes one. It never holds tensor bytes.
 """
 
 from __future__ import annotations
@@ -21,35 +19,34 @@ from ucp.core.rules import REPLICATED, Rule
 
 Role = Literal["trained", "frozen", "buffer"]
 
-# Kinds with a meaning of their own. Every other kind is an optimizer state under the optimizer's own name.
+# Kinds with a fixed meaning. Every other kind is an optimizer state, under the name that the optimizer uses.
 WEIGHT = "weight"  # as the module holds it
 MASTER = "master"  # the optimizer's high-precision copy
 STEP = "step"  # scalar
 
-_STATES_CALLED_LIKE_US = {f"state_{kind}": kind for kind in (WEIGHT, MASTER)}
+COMPUTED: Final = "computed:/"  # prefix of the names of computed files; no relative path starts with it
+
+_RESERVED_STATES = {f"state_{kind}": kind for kind in (WEIGHT, MASTER)}
 
 
 def kind_of_state(name: object) -> str:
-    """The kind of an optimizer state: its own name, out of the way of the two names that we gave a meaning."""
+    """The kind of an optimizer state: its name, prefixed with `state_` if that name is "weight" or "master"."""
     text = str(name)
     return f"state_{text}" if text in (WEIGHT, MASTER) else text
 
 
 def state_of_kind(kind: str) -> str:
-    """What the optimizer calls a state of this kind."""
-    return _STATES_CALLED_LIKE_US.get(kind, kind)
-
-
-COMPUTED: Final = "computed:/"  # names of computed files begin so; no relative path does
+    """The optimizer's name for a state of this kind; the inverse of `kind_of_state`."""
+    return _RESERVED_STATES.get(kind, kind)
 
 
 class Fragment(NamedTuple):
-    """A region of an atom and where its bytes are.
+    """A region of an atom and the location of its bytes.
 
-    `offset` is the byte offset of the region's first element in `file` (a path relative to the checkpoint's root);
-    from there the region is contiguous, unless `strides` (in elements, one per dimension of the region's only box)
-    says otherwise. A scalar that the file keeps as a plain number has its bytes in `inline` instead. The stored
-    value is the logical value times `scale`.
+    `offset` is the byte offset of the region's first element in `file` (a path relative to the checkpoint's root).
+    From there the region is contiguous, unless `strides` (in elements, one per dimension of the region's only box) is
+    set. A scalar that the file stores as a plain number has its bytes in `inline` instead. The stored value is the
+    logical value times `scale`.
     """
 
     region: Region
@@ -70,9 +67,10 @@ class Fragment(NamedTuple):
 class Atom:
     """One state of one parameter, whole and free of any parallel layout.
 
-    `fragments` cover it exactly once. Each entry of `replicas` is a further set of fragments that must hold the same
-    bytes wherever it covers (tensor-parallel copies, tied copies on other stages). With `combine="average"` the atom
-    is the mean of `fragments` and every replica instead. Where a fragment's dtype is not the atom's, reading casts.
+    `fragments` cover it exactly once. Each entry of `replicas` is another set of fragments that must hold the same
+    bytes for the elements it covers (tensor-parallel copies, tied copies on other stages). With `combine="average"`,
+    the atom is the mean of `fragments` and all replicas instead. If a fragment's dtype differs from the atom's,
+    reading casts.
     """
 
     name: str
@@ -82,7 +80,7 @@ class Atom:
     fragments: Sequence[Fragment]
     replicas: Sequence[Sequence[Fragment]] = ()
     combine: Literal["copy", "average"] = "copy"
-    computed: bool = False  # the fragments are in the checkpoint's computed files
+    computed: bool = False  # the fragments refer to the checkpoint's computed files
 
     @property
     def numel(self) -> int:
@@ -106,7 +104,7 @@ class Parameter:
     atoms: dict[str, Atom] = field(default_factory=dict)
     rule: Rule = REPLICATED
     rule_origin: str = "one tensor-parallel rank"
-    padded_shape: Shape | None = None  # of the source's whole, where padding was removed
+    padded_shape: Shape | None = None  # shape in the source, including padding that was removed
     group: int | None = None  # index into Checkpoint.groups
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
     stages: tuple[int, ...] = (0,)  # pipeline stages that hold it
@@ -123,7 +121,7 @@ class Parameter:
 
 @dataclass(slots=True)
 class ParamGroup:
-    """An optimizer parameter group: its hyper-parameters as stored, and its parameters in the source's order."""
+    """An optimizer parameter group: its hyperparameters as stored, and its parameters in the source's order."""
 
     hyper: dict[str, Any]
     names: list[str]
@@ -131,7 +129,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something a person should know about how the source was read. Never silent, never fatal."""
+    """A remark for the user about how the source was read: an assumption, or something that was ignored."""
 
     id: str  # stable, for scripts: "rule-inferred", "slice-mappings-wrong", …
     text: str
@@ -141,8 +139,8 @@ class Note:
 class Extras:
     """Everything that is not a parameter state, as inert values; carried through unchanged, never executed.
 
-    `trees` maps a source file's name to its inert tree; tensors stand in it as atoms of kind `extra`. `files` maps the
-    name of a neighbour that is carried as bytes to where it lies, relative to the checkpoint's root.
+    `trees` maps the name of a source file to its inert tree, in which tensors are atoms of kind `extra`. `files` maps
+    the name of an additional file that is copied as it is to its path relative to the checkpoint's root.
     """
 
     trees: dict[str, Any] = field(default_factory=dict)
@@ -150,32 +148,32 @@ class Extras:
 
 
 class ComputedFiles(Protocol):
-    """Bytes that lie in no file and are computed when they are asked for; fragments name them like files.
+    """Virtual files whose bytes are computed on demand; fragments refer to them by name like to real files.
 
-    Computing one state of some elements may give the others as well: who reads all states of a stretch of elements
-    before the next stretch has each computed once.
+    Computing one optimizer state of a range of elements may produce the others as well, so reading all states of one
+    range before moving on to the next computes each of them only once.
     """
 
-    identity: str  # what the bytes depend on: two sources with the same identity give the same bytes
+    identity: str  # identifies everything the bytes depend on: equal identities mean equal bytes
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of `file`, whose name begins with `COMPUTED`, from byte `offset` on."""
+        """Fill `target` with the bytes of `file` (a name that starts with `COMPUTED`) from byte `offset` on."""
 
 
 @runtime_checkable
 class ForkableFiles(ComputedFiles, Protocol):
-    """Computed files that forks of this process can read as well, each for itself."""
+    """Computed files that forked worker processes can read too, independently of each other."""
 
     def before_fork(self) -> bool:
-        """Load what every fork would load; say no where something is in use that two processes cannot share."""
+        """Load what all workers need. Returns False if something is in use that processes cannot share."""
 
     def in_fork(self, workers: int) -> None:
-        """This process is one of so many forks: keep no more than its share, and compute in one thread."""
+        """Called in each of `workers` forked processes: use one thread and a proportional amount of memory."""
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """An index of where the bytes of each parameter lie."""
+    """An index of where the bytes of each parameter are."""
 
     format: str  # name in the format registry: "deepspeed", "atoms", …
     root: Path
@@ -188,14 +186,14 @@ class Checkpoint:
     notes: list[Note] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)  # every file of the checkpoint, relative path → bytes
     details: dict[str, Any] = field(default_factory=dict)  # format-specific facts worth showing, JSON values only
-    computed: ComputedFiles | None = None  # where fragments name files that do not exist
-    # Parameter → the step that it is of, where that is not `step`: in a snapshot that was spread over steps, which is
-    # no state of the job before a log has brought all of it to one step.
+    computed: ComputedFiles | None = None  # computes the files whose names start with COMPUTED
+    # Parameter → its step, if that is not `step`. Only for snapshots that were taken over several steps: such a
+    # snapshot is a consistent state only after a gradient log has advanced every parameter to the same step.
     steps: dict[str, int] = field(default_factory=dict)
-    lease: object = None  # keeps the bytes as they are, as long as the index lives, where a job writes beside us
+    lease: object = None  # while it is alive, a running job does not overwrite the indexed bytes (mapped stores)
 
     def atoms(self) -> Iterator[Atom]:
-        """Every atom, parameter by parameter."""
+        """Yield every atom, parameter by parameter."""
         for parameter in self.parameters.values():
             yield from parameter.atoms.values()
 
@@ -208,19 +206,22 @@ class Checkpoint:
         return {alias: p.name for p in self.parameters.values() for alias in p.aliases}
 
     def __repr__(self) -> str:
-        """One line: a notebook shows what a call gives, and the index of a large model would fill it for minutes."""
+        """One line, because notebooks print return values and a full index can have millions of entries."""
         return f"<index of {self.root}: {self.format}, {len(self.parameters)} parameters, {self.mesh}>"
 
 
 class LazyFragments(Sequence[Fragment]):
-    """What `make` gives, made once. `count` is how many there will be, where that is known."""
+    """Fragments that `make` creates on first access. `count` is their number, if known in advance.
 
-    __slots__ = ("_count", "_held", "_make")
+    An index of thousands of ranks would not fit into memory with all of its fragments, and no command needs them all.
+    """
+
+    __slots__ = ("_count", "_fragments", "_make")
 
     def __init__(self, make: Callable[[], Iterable[Fragment]], count: int | None = None) -> None:
         self._make = make
         self._count = count
-        self._held: tuple[Fragment, ...] | None = None
+        self._fragments: tuple[Fragment, ...] | None = None
 
     def __len__(self) -> int:
         if self._count is None:
@@ -240,6 +241,6 @@ class LazyFragments(Sequence[Fragment]):
         return self._all()[index]
 
     def _all(self) -> tuple[Fragment, ...]:
-        if self._held is None:
-            self._held = tuple(self._make())
-        return self._held
+        if self._fragments is None:
+            self._fragments = tuple(self._make())
+        return self._fragments

@@ -1,4 +1,4 @@
-"""Coverage: do boxes tile a tensor exactly? Finds every gap and every overlap."""
+"""Coverage: whether boxes tile a tensor exactly, and if not, every gap and every overlap."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A block that several boxes cover, by their positions in the list that was given."""
+    """A block that several boxes cover. `owners` are the indices of these boxes in the list that was checked."""
 
     box: Box
     owners: tuple[int, ...]
 
 
 def coverage(shape: Shape, boxes: Sequence[Box]) -> Iterator[Gap | Overlap]:
-    """Every defect of `boxes` as a tiling of a tensor of `shape`, in row-major order; nothing when they tile it.
+    """Yield every gap and overlap of `boxes` in a tensor of `shape`, in row-major order; nothing if they tile it.
 
-    Parts of boxes outside the shape are padding and are not looked at.
+    Parts of boxes outside the shape are padding and are ignored.
     """
     if 0 in shape:
         return
@@ -43,7 +43,10 @@ def coverage(shape: Shape, boxes: Sequence[Box]) -> Iterator[Gap | Overlap]:
 def _sweep(
     shape: Shape, dim: int, boxes: Sequence[Box], alive: Sequence[int], prefix: tuple[tuple[int, int], ...]
 ) -> Iterator[Gap | Overlap]:
-    """Look at dimension `dim` and below for the boxes `alive` there; `prefix` holds the ranges fixed so far."""
+    """Sweep along dimension `dim`, then recurse into the next.
+
+    `alive` are the boxes that contain the block fixed so far; `prefix` has its (start, length) in each outer dimension.
+    """
     if dim == len(shape):
         if len(alive) > 1:
             yield Overlap(_box(prefix, shape), tuple(alive))

@@ -1,7 +1,4 @@
-"""Element types, by the names that torch uses, with their size and their safetensors tag.
-
-Single elements as numbers.
-"""
+"""Element types by their torch names, with size and safetensors tag; conversion of single elements to numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def unchangeable(cls: _Class) -> _Class:
-    """Close the setter that frozen dataclasses with slots have: a pickle that reaches a value could write on it."""
-    # Outside of the class body, because Python 3.10's dataclass overwrites one that stands in there.
+    """Class decorator: disable `__setstate__`, through which a hostile pickle could modify a frozen dataclass."""
+    # Set from outside, because the dataclass decorator of Python 3.10 overwrites a method in the class body.
     type.__setattr__(cls, "__setstate__", _refuse_state)
     return cls
 
@@ -27,7 +24,7 @@ def _refuse_state(self: object, _: object) -> NoReturn:
 @unchangeable
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type. `itemsize` is in bytes; `tag` is the safetensors name, None where that format has none."""
+    """An element type. `itemsize` is in bytes; `tag` is its name in safetensors files, None if there is none."""
 
     name: str
     itemsize: int
@@ -76,7 +73,7 @@ INT64 = BY_NAME["int64"]
 UINT8 = BY_NAME["uint8"]
 BOOL = BY_NAME["bool"]
 
-# What a person types after --dtype.
+# Further names that --dtype accepts.
 ALIASES: Final = {
     "fp64": FLOAT64,
     "fp32": FLOAT32,
@@ -89,12 +86,12 @@ ALIASES: Final = {
 
 
 def parse_dtype(text: str) -> DType | None:
-    """The dtype that a person means by `text` (`bf16`, `bfloat16`, `torch.bfloat16`, `BF16`), or None."""
+    """The dtype with this name (`bf16`, `bfloat16`, `torch.bfloat16` and `BF16` are the same), or None."""
     word = text.strip().removeprefix("torch.").lower()
     return BY_NAME.get(word) or ALIASES.get(word) or BY_TAG.get(text.strip().upper())
 
 
-_FORMATS: Final = {
+_STRUCT_FORMATS: Final = {
     "float64": "<d",
     "float32": "<f",
     "float16": "<e",
@@ -108,10 +105,10 @@ _FORMATS: Final = {
 
 
 def scalar_value(data: bytes, dtype: DType) -> float | int | bool | None:
-    """The number that these bytes are, or None for a dtype that has no plain number here."""
+    """The number that these bytes represent, or None for a dtype without a Python equivalent (float8, complex)."""
     if dtype.name == "bfloat16":
         return float(struct.unpack("<f", b"\0\0" + data)[0])
-    form = _FORMATS.get(dtype.name)
+    form = _STRUCT_FORMATS.get(dtype.name)
     if form is None:
         return None
     value: float | int | bool = struct.unpack(form, data)[0]
@@ -119,8 +116,8 @@ def scalar_value(data: bytes, dtype: DType) -> float | int | bool | None:
 
 
 def scalar_data(value: float, dtype: DType) -> bytes | None:
-    """The bytes that this number is as an element, or None for a dtype that has no plain number here."""
-    form = _FORMATS.get(dtype.name)
+    """The bytes of this number as an element, or None for a dtype that `struct` cannot pack (bfloat16, float8, …)."""
+    form = _STRUCT_FORMATS.get(dtype.name)
     if form is None:
         return None
     return struct.pack(form, value if dtype.family == "float" else int(value))

@@ -1,4 +1,4 @@
-"""Layouts: the mesh of ranks that a checkpoint is cut for, and the coordinates of one rank in it."""
+"""The mesh of ranks that a checkpoint is sharded over, and the coordinates of one rank in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Degrees of tensor, pipeline, data and expert parallelism, and the ZeRO stage (0 when state is not sharded)."""
+    """Degrees of tensor, pipeline, data and expert parallelism, and the ZeRO stage (0 if states are not sharded)."""
 
     tp: int = 1
     pp: int = 1
@@ -18,7 +18,7 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        """Number of ranks; expert parallelism re-uses data-parallel ranks."""
+        """Number of ranks. Expert parallelism reuses data-parallel ranks, so `ep` is not a factor."""
         return self.tp * self.pp * self.dp
 
     def to_json(self) -> dict[str, int]:
@@ -30,7 +30,7 @@ class Mesh:
 
 
 class Rank(NamedTuple):
-    """Coordinates of the rank that wrote a fragment; None where that axis does not apply to the file."""
+    """Coordinates of the rank that wrote a fragment; `ep` is None if the file is not specific to an expert rank."""
 
     pp: int = 0
     tp: int = 0

@@ -1,4 +1,4 @@
-"""Regions: what one rank holds of an atom. One shape describes every layout in this field."""
+"""Regions: the part of an atom that one rank holds. One form describes every layout: TP, EP, fused weights, ZeRO."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ucp.core.box import Box, Shape, interval_boxes, whole
 
 
 class RegionPiece(NamedTuple):
-    """A box whose elements lie row-major and contiguous, `offset` elements after the region's first element."""
+    """A box whose elements are stored contiguously in row-major order, `offset` elements into the region."""
 
     box: Box
     offset: int
 
 
 class Region(NamedTuple):
-    """Boxes laid end to end, each row-major, and of that concatenation the flat interval `[start, stop)`.
+    """The flat interval `[start, stop)`, in elements, of a concatenation of boxes, each row-major.
 
-    Tensor and expert parallelism and fused sub-parameters make the boxes; ZeRO makes the interval. A box may reach
-    past the atom's shape: what lies outside is padding (vocabulary rows added so that a split comes out even).
+    Tensor parallelism, expert parallelism and fused parameters determine the boxes; ZeRO determines the interval. A
+    box may extend beyond the atom's shape: elements outside are padding (vocabulary rows added to make a split even).
     """
 
     boxes: tuple[Box, ...]
@@ -28,13 +28,13 @@ class Region(NamedTuple):
 
     @staticmethod
     def of(boxes: Iterable[Box]) -> Region:
-        """Everything in these boxes."""
-        held = tuple(boxes)
-        return Region(held, 0, sum(box.numel for box in held))
+        """All elements of these boxes."""
+        boxes = tuple(boxes)
+        return Region(boxes, 0, sum(box.numel for box in boxes))
 
     @staticmethod
     def all_of(shape: Shape) -> Region:
-        """A whole tensor."""
+        """All elements of a tensor of this shape."""
         return Region.of((whole(shape),))
 
     @property
@@ -42,13 +42,13 @@ class Region(NamedTuple):
         return self.stop - self.start
 
     def cut(self, start: int, stop: int) -> Region:
-        """The sub-interval `[start, stop)` of this region, counted from its first element and clipped to it."""
+        """The elements `[start, stop)` of this region, counted from its first element and clipped to its end."""
         lo = min(max(self.start + start, self.start), self.stop)
         hi = min(max(self.start + stop, lo), self.stop)
         return Region(self.boxes, lo, hi)
 
     def pieces(self) -> Iterator[RegionPiece]:
-        """The region as contiguous boxes in order; offsets are in elements from the region's first element."""
+        """Yield the region as contiguous boxes, in order; offsets count elements from the region's first element."""
         position = 0  # of the current box in the concatenation
         for box in self.boxes:
             numel = box.numel

@@ -1,7 +1,8 @@
-"""Tiles: a parameter that is made of blocks of others. Renamed, split, fused, transposed: no byte is computed.
+"""Remapping: parameters composed of blocks of other parameters (renamed, split, fused, transposed).
 
-A mapped checkpoint points at the same bytes as its source. The fragments of a new atom are pieces of the source's
-fragments with new regions, so whatever has the parameter's shape (weight, master, moments) is mapped alike.
+No byte is computed: a remapped checkpoint points at the same bytes as its source. The fragments of a new atom are
+pieces of the source's fragments with new regions, so every state with the parameter's shape (weight, master, moments)
+is remapped in the same way.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ucp.errors import InconsistentError
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The block `target` of a new parameter is the block `source` of the parameter `name`.
+    """Maps the block `source` of the parameter `name` to the block `target` of a new parameter.
 
-    Both have the same shape once dimensions of length 1 are left out; with `transposed`, those of a matrix and its
-    transpose.
+    Both blocks have the same shape when dimensions of length 1 are ignored; with `transposed`, they are a matrix and
+    its transpose.
     """
 
     name: str
@@ -30,14 +31,14 @@ class BlockMap:
     transposed: bool = False
 
     def covers(self, source: Shape, target: Shape) -> bool:
-        """Whether the tile makes all of one parameter all of another, in the same order."""
+        """Whether this maps the whole of one parameter to the whole of another, in the same element order."""
         return not self.transposed and source == target and self.source == whole(source) == self.target
 
 
 def remapped_atom(name: str, tiles: Sequence[BlockMap], shape: Shape, sources: Mapping[str, Atom]) -> Atom:
-    """The atom `name` of this shape that the tiles make of one state of the parameters in `sources`.
+    """The atom `name` of this shape, composed by `tiles` from one state of the parameters in `sources`.
 
-    Tiles cover the shape exactly once. Padding of a source is kept where the parameter is taken whole.
+    The tiles cover the shape exactly once. Padding of a source is kept if the parameter is taken as a whole.
     """
     used = [sources[source] for source in dict.fromkeys(tile.name for tile in tiles)]
     first = used[0]
@@ -46,7 +47,7 @@ def remapped_atom(name: str, tiles: Sequence[BlockMap], shape: Shape, sources: M
             raise InconsistentError(
                 f"parameter {name}: its part {other.name} has '{other.kind}' as {other.dtype} ({other.combine}),"
                 f" {first.name} as {first.dtype} ({first.combine})",
-                hint="parts of one parameter are stored alike; map them apart with a table of your own (--names FILE)",
+                hint="parts of one parameter must be stored alike; keep them apart with a custom table (--names FILE)",
             )
     if len(tiles) == 1 and tiles[0].covers(first.shape, shape):
         return replace(first, name=name)
@@ -54,22 +55,22 @@ def remapped_atom(name: str, tiles: Sequence[BlockMap], shape: Shape, sources: M
     if first.combine == "average":
         depth = {len(atom.replicas) for atom in used}
         if len(depth) > 1:
-            raise InconsistentError(f"parameter {name}: its parts are means of different numbers of copies")
+            raise InconsistentError(f"parameter {name}: its parts are averages of different numbers of copies")
         covers += [[atom.replicas[i] for atom in used] for i in range(depth.pop())]
     else:
         covers += [[copy if atom is owner else () for atom in used] for owner in used for copy in owner.replicas]
     names = list(dict.fromkeys(tile.name for tile in tiles))
-    made = [LazyFragments(partial(_joined_tiles, tiles, dict(zip(names, cover, strict=True)))) for cover in covers]
-    return replace(first, name=name, shape=shape, fragments=made[0], replicas=tuple(made[1:]))
+    remapped = [LazyFragments(partial(_remap, tiles, dict(zip(names, cover, strict=True)))) for cover in covers]
+    return replace(first, name=name, shape=shape, fragments=remapped[0], replicas=tuple(remapped[1:]))
 
 
-def _joined_tiles(tiles: Sequence[BlockMap], cover: Mapping[str, Sequence[Fragment]]) -> tuple[Fragment, ...]:
-    """The fragments that the tiles make; `cover` has the source fragments by the name of their parameter."""
-    return _joined(piece for tile in tiles for piece in _retiled(cover[tile.name], tile))
+def _remap(tiles: Sequence[BlockMap], cover: Mapping[str, Sequence[Fragment]]) -> tuple[Fragment, ...]:
+    """The fragments of the new atom; `cover` maps the name of a source parameter to its fragments."""
+    return _join_adjacent(piece for tile in tiles for piece in _remap_tile(cover[tile.name], tile))
 
 
-def _retiled(fragments: Iterable[Fragment], tile: BlockMap) -> Iterator[Fragment]:
-    """What the fragments hold of the tile's source, as fragments of its target."""
+def _remap_tile(fragments: Iterable[Fragment], tile: BlockMap) -> Iterator[Fragment]:
+    """The parts of the fragments inside the tile's source block, as fragments of its target block."""
     for fragment in fragments:
         itemsize = fragment.dtype.itemsize
         for piece in fragment.region.pieces():
@@ -80,11 +81,11 @@ def _retiled(fragments: Iterable[Fragment], tile: BlockMap) -> Iterator[Fragment
             first = piece.offset + sum(
                 (a - b) * s for a, b, s in zip(common.start, piece.box.start, strides, strict=True)
             )
-            box, steps = _moved(common, strides, tile)
+            box, steps = _move(common, strides, tile)
             packed = all(n == 1 or s == m for n, s, m in zip(box.shape, steps, strides_of(box.shape), strict=True))
             inline = fragment.inline
             if inline is not None:
-                assert packed, "numbers in a pickle are scalars"
+                assert packed, "inline values are scalars"
                 inline = inline[first * itemsize : (first + box.numel) * itemsize]
             yield fragment._replace(
                 region=Region.of((box,)),
@@ -94,8 +95,8 @@ def _retiled(fragments: Iterable[Fragment], tile: BlockMap) -> Iterator[Fragment
             )
 
 
-def _moved(common: Box, strides: Shape, tile: BlockMap) -> tuple[Box, Shape]:
-    """A block of the tile's source as a block of its target, and the strides (elements) that it has in the file."""
+def _move(common: Box, strides: Shape, tile: BlockMap) -> tuple[Box, Shape]:
+    """Translate a block of the tile's source to its target; returns it with its strides (elements) in the file."""
     wide = [d for d, n in enumerate(tile.source.shape) if n != 1]
     if tile.transposed:
         wide.reverse()
@@ -107,20 +108,20 @@ def _moved(common: Box, strides: Shape, tile: BlockMap) -> tuple[Box, Shape]:
     return Box(tuple(start), tuple(shape)), tuple(steps)
 
 
-def _joined(fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
-    """The same fragments, neighbours in a file made one."""
-    made: list[Fragment] = []
+def _join_adjacent(fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
+    """The same fragments, those that are adjacent in a file joined."""
+    joined: list[Fragment] = []
     for fragment in sorted(fragments, key=lambda f: (f.file, f.offset)):
-        last = made[-1] if made else None
-        if last is not None and _touch(last, fragment):
-            boxes = _stacked(last.region.boxes, fragment.region.boxes[0])
-            made[-1] = last._replace(region=Region.of(boxes))
+        last = joined[-1] if joined else None
+        if last is not None and _are_adjacent(last, fragment):
+            boxes = _append_box(last.region.boxes, fragment.region.boxes[0])
+            joined[-1] = last._replace(region=Region.of(boxes))
         else:
-            made.append(fragment)
-    return tuple(made)
+            joined.append(fragment)
+    return tuple(joined)
 
 
-def _touch(a: Fragment, b: Fragment) -> bool:
+def _are_adjacent(a: Fragment, b: Fragment) -> bool:
     return (
         a.inline is None
         and b.inline is None
@@ -131,8 +132,8 @@ def _touch(a: Fragment, b: Fragment) -> bool:
     )
 
 
-def _stacked(boxes: tuple[Box, ...], box: Box) -> tuple[Box, ...]:
-    """`boxes` with `box` after them: joined with the last one where the two make one box in row-major order."""
+def _append_box(boxes: tuple[Box, ...], box: Box) -> tuple[Box, ...]:
+    """`boxes` followed by `box`, which is merged into the last one if the two form one box in row-major order."""
     last = boxes[-1]
     for d in range(box.ndim):
         same = last.start[d] == box.start[d] and last.shape[d] == box.shape[d]

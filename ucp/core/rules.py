@@ -1,15 +1,7 @@
-"""Rules: how one parameter is cut over tensor-parallel ranks, and the arithmetic between slices and the whole.
+"""Rules: how one parameter is split over tensor-parallel ranks, and the arithmetic between slices and the whole.
 
-A rule is data. It is read from the checkpoint, from a preset, from a file, or inferred; `RuleBook` finds the one
-that applies to a name and remembers where it came from.
-
-Rules as JSON values, for manifests and metadata. Fields that say nothing are left out.
-
-Regular expressions that checkpoints bring along: compiled only where matching a name cannot take for ever.
-
-Python's matcher goes back over every way in which repeats can share out a text. A repeat inside a repeat has
-exponentially many (`(\\w+\\.?)+!`), several in a row a power of the text's length. No pattern for names of parameters
-needs either.
+A rule is data: read from the checkpoint, a preset or a rule file, or inferred. `RuleBook` finds the rule for a
+parameter name and records where it came from. `rule_to_json` and `rule_from_json` are its form in manifests.
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ Cut = Literal["replicated", "split", "vocab", "average", "pieces"]
 
 
 class SlicePiece(NamedTuple):
-    """A block of the whole (`box`) that lies contiguous in one rank's slice, `offset` elements from its start."""
+    """A block of the whole parameter (`box`), contiguous in one rank's slice from its element `offset` on."""
 
     box: Box
     offset: int
@@ -38,18 +30,18 @@ class SlicePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a parameter is cut over `tp` ranks.
+    """How a parameter is split over tensor-parallel ranks.
 
-    * `replicated`: every rank holds the whole; copies must be bit-equal.
-    * `split`: cut along `dim`. With `parts`, the dimension is several sub-parameters side by side (fused q, k, v;
-      gate and up), each cut over the ranks on its own. `parts` are whole sizes; `ratio` stands for them where only
-      their proportions are known (`(4, 1, 1)`: four query heads a key head); `widths[part][rank]` are the slices' sizes
-      where they are uneven. A negative `dim` counts from the last. `resolve` turns a rule that leaves sizes open into
-      one that names them.
-    * `vocab`: `split` whose whole was padded to come out even; only `true_size` entries of `dim` are real. (A padded
-      table may be replicated or averaged too: `true_size` then counts along `dim` all the same.)
+    * `replicated`: every rank holds the whole parameter; the copies must be bit-equal.
+    * `split`: split along `dim`. With `parts`, that dimension is a concatenation of sub-parameters (fused q, k, v;
+      gate and up), each of which is split over the ranks. `parts` are their sizes; `ratio` replaces them if only the
+      proportions are known (`(4, 1, 1)`: four query heads per key head); `widths[part][rank]` are the sizes of the
+      slices if they are uneven. A negative `dim` counts from the last. `resolve` fills in the sizes that a rule leaves
+      open.
+    * `vocab`: like `split`, but padded so that the split is even; only `true_size` entries of `dim` are real. (A padded
+      table can also be replicated or averaged: `true_size` counts along `dim` in that case, too.)
     * `average`: every rank holds its own version; the atom is their mean.
-    * `pieces`: the checkpoint spells out, rank by rank, which block of the whole lies where (`slices`).
+    * `pieces`: the checkpoint lists, for each rank, which block of the whole is where (`slices`).
     """
 
     cut: Cut
@@ -59,7 +51,7 @@ class Rule:
     widths: tuple[tuple[int, ...], ...] | None = None
     true_size: int | None = None
     logical_shape: Shape | None = None  # `pieces` only
-    slices: tuple[tuple[SlicePiece, ...], ...] | None = None  # `pieces` only, one entry a rank
+    slices: tuple[tuple[SlicePiece, ...], ...] | None = None  # `pieces` only, one entry per rank
 
     def __str__(self) -> str:
         if self.cut == "split":
@@ -75,10 +67,10 @@ REPLICATED = Rule("replicated")
 
 
 def resolve(rule: Rule, local: Sequence[Shape], name: str) -> Rule:
-    """`rule` with every size named, from the shapes of the slices of every tp rank.
+    """`rule` with all sizes filled in, given the shapes of the slices of all tensor-parallel ranks.
 
-    Proportions become sizes, a negative dimension becomes a positive one, slices of uneven size get their widths. A
-    rule that cannot hold for these slices is refused.
+    Ratios become sizes, a negative dimension becomes non-negative, uneven slices get their widths. Raises an error if
+    the rule does not fit the slices.
     """
     if rule.cut == "pieces":
         _check_pieces(rule, local, name)
@@ -100,15 +92,15 @@ def resolve(rule: Rule, local: Sequence[Shape], name: str) -> Rule:
 
 
 def sizes_of_parts(rule: Rule, total: int, name: str) -> tuple[int, ...]:
-    """Whole sizes of the sub-parameters along the cut dimension of `total` entries; one part where nothing is fused."""
+    """Sizes of the sub-parameters along the split dimension of `total` entries; one part if nothing is fused."""
     if rule.ratio is None:
         return rule.parts or (total,)
     unit, rest = divmod(total, sum(rule.ratio))
     if rest:
         raise UsageError(
-            f"parameter {name}: rule '{rule}' wants dimension {rule.dim} in {sum(rule.ratio)} equal shares,"
+            f"parameter {name}: rule '{rule}' divides dimension {rule.dim} into {sum(rule.ratio)} equal shares,"
             f" but it has {total} entries",
-            hint="correct the ratio in the rule, or name the sizes with parts",
+            hint="correct the ratio in the rule, or give the sizes as parts",
         )
     return tuple(share * unit for share in rule.ratio)
 
@@ -124,13 +116,13 @@ def _no_such_dimension(rule: Rule, shape: Shape, name: str) -> UsageError:
 
 
 def _uneven_widths(rule: Rule, parts: tuple[int, ...], held: tuple[int, ...], name: str) -> tuple[tuple[int, ...], ...]:
-    """Widths of the parts on each rank, where ranks hold different amounts: in the same proportions on every rank."""
+    """Widths of the parts on each rank if ranks hold different amounts: the same proportions on every rank."""
     total = sum(held)
     if any(size * part % total for size in held for part in parts):
         raise UsageError(
             f"parameter {name}: the slices along dimension {rule.dim} are uneven, {list(held)}, and rule '{rule}'"
-            " does not say how its parts are spread over them",
-            hint="give widths beside parts in a rule file",
+            " does not define how its parts are distributed over them",
+            hint="give widths together with parts in a rule file",
         )
     return tuple(tuple(size * part // total for size in held) for part in parts)
 
@@ -146,7 +138,7 @@ def _check_widths(
     )
     if not fits:
         raise InconsistentError(
-            f"parameter {name}: rule '{rule}' spreads parts {list(parts)} over the ranks as"
+            f"parameter {name}: rule '{rule}' distributes parts {list(parts)} over the ranks as"
             f" {[list(shares) for shares in widths]}, but the slices along dimension {rule.dim} are {list(held)}",
             hint="correct the rule with --rules or --preset, or look for a rank file of another run",
         )
@@ -170,7 +162,7 @@ def _check_pieces(rule: Rule, local: Sequence[Shape], name: str) -> None:
 
 
 def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
-    """The shape of the whole, padding included, from the shapes of the slices of every tp rank."""
+    """The shape of the whole parameter, including padding, given the shapes of all tensor-parallel slices."""
     first = local[0]
     if rule.cut == "pieces":
         assert rule.logical_shape is not None
@@ -195,7 +187,7 @@ def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
     total = sum(shape[dim] for shape in local)
     if rule.parts is not None and sum(rule.parts) != total:
         raise InconsistentError(
-            f"parameter {name}: rule '{rule}' names parts of {sum(rule.parts)} in all,"
+            f"parameter {name}: the parts of rule '{rule}' add up to {sum(rule.parts)} entries,"
             f" but the slices along dimension {dim} have {total}",
             hint="correct the parts in the rule",
         )
@@ -203,14 +195,14 @@ def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
 
 
 def logical_shape(rule: Rule, padded: Shape) -> Shape:
-    """The shape of the atom: the whole without its vocabulary padding."""
+    """The shape of the atom: the whole parameter without vocabulary padding."""
     if rule.true_size is not None and rule.true_size < padded[rule.dim]:
         return (*padded[: rule.dim], rule.true_size, *padded[rule.dim + 1 :])
     return padded
 
 
 def slice_pieces(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> tuple[SlicePiece, ...]:
-    """What tp rank `rank` of `tp` holds of a whole of shape `padded`: contiguous blocks, in the order of its slice."""
+    """The blocks that tensor-parallel rank `rank` of `tp` holds of a parameter of shape `padded`, in slice order."""
     if rule.cut == "pieces":
         assert rule.slices is not None
         return rule.slices[rank]
@@ -238,7 +230,7 @@ def _split_boxes(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> It
         (start, width), tail = ranges[0], padded[dim + 1 :]
         yield Box((0,) * dim + (start,) + (0,) * len(tail), (*padded[:dim], width, *tail))
         return
-    # Several parts along an inner dimension interleave row by row: one box a row and part.
+    # Several parts along an inner dimension interleave row by row: one box per row and part.
     tail = padded[dim + 1 :]
     for lead in product(*(range(n) for n in padded[:dim])):
         for start, width in ranges:
@@ -246,7 +238,7 @@ def _split_boxes(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> It
 
 
 def even_widths(size: int, tp: int, name: str, what: str) -> tuple[int, ...]:
-    """`size` cut into `tp` equal widths; refused with the numbers where it does not divide. `what` has this size."""
+    """`size` divided into `tp` equal widths; an error if it does not divide. `what` describes the dimension."""
     if size % tp:
         raise UsageError(
             f"parameter {name}: {what} has {size} entries, which do not divide over tp={tp}",
@@ -266,18 +258,18 @@ class NamedRule:
     pattern: re.Pattern[str]
     rule: Rule
     origin: str  # where it came from, for people: "checkpoint: tp_replicated_parameter_patterns", "file: rules.toml", …
-    optional: bool = False  # of a preset, which speaks of more models than one
+    optional: bool = False  # from a preset, which covers several models: matching no name is not an error
 
 
 @dataclass(slots=True)
 class RuleBook:
-    """Ordered rules; the first whose pattern matches a name applies to it. Remembers which patterns were ever used."""
+    """Ordered rules; the first one whose pattern matches a name applies. Records which rules were used."""
 
     rules: list[NamedRule] = field(default_factory=list)
     used: set[int] = field(default_factory=set)
 
     def add(self, pattern: str, rule: Rule, origin: str, *, optional: bool = False) -> None:
-        """Append a rule; a pattern that is no regular expression, or one that takes for ever, is refused."""
+        """Append a rule. Raises an error if the pattern is invalid or could take exponential time to match."""
         try:
             self.rules.append(NamedRule(compile_pattern(pattern, origin), rule, origin, optional))
         except re.error as error:
@@ -292,7 +284,7 @@ class RuleBook:
         return None
 
     def unused(self) -> list[NamedRule]:
-        """Rules whose pattern matched no name that was looked up."""
+        """Rules that were never the first match for a name."""
         return [named for i, named in enumerate(self.rules) if i not in self.used]
 
 
@@ -300,7 +292,7 @@ _FIELDS = frozenset({"cut", "dim", "parts", "ratio", "widths", "true_size", "log
 
 
 def rule_to_json(rule: Rule) -> dict[str, Any]:
-    """All that a rule says, as a JSON object; `rule_from_json` gives the equal rule back."""
+    """The rule as a JSON object without its default fields; the inverse of `rule_from_json`."""
     out: dict[str, Any] = {"cut": rule.cut}
     if rule.cut in ("split", "vocab") or rule.dim:
         out["dim"] = rule.dim
@@ -320,7 +312,7 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
 
 
 def rule_from_json(data: Any) -> Rule:
-    """The rule that `rule_to_json` wrote; anything else is refused."""
+    """The rule that `rule_to_json` wrote; raises IntegrityError for anything else."""
     if not isinstance(data, Mapping) or data.get("cut") not in get_args(Cut) or data.keys() - _FIELDS:
         raise _bad(data)
     slices = data.get("slices")
@@ -334,7 +326,7 @@ def rule_from_json(data: Any) -> Rule:
         logical_shape=_sizes(data.get("logical_shape")),
         slices=None
         if slices is None
-        else tuple(tuple(map(_piece_from_json, _require_list(held))) for held in _require_list(slices)),
+        else tuple(tuple(map(_piece_from_json, _require_list(pieces))) for pieces in _require_list(slices)),
     )
 
 
@@ -389,37 +381,42 @@ if sys.version_info >= (3, 11):
 else:
     import sre_parse as parser
 
-_MOST_REPEATS: Final = 6
-_LONGEST: Final = 10_000  # characters
-_REPEATS: Final = ("MAX_REPEAT", "MIN_REPEAT")
+_MAX_REPEATS: Final = 6
+_MAX_PATTERN_LENGTH: Final = 10_000  # characters
+_REPEAT_OPCODES: Final = ("MAX_REPEAT", "MIN_REPEAT")
 
 
 def compile_pattern(text: str, origin: str) -> re.Pattern[str]:
-    """Compile `text`; `origin` names where it is from. Raises `re.error` where it is no regular expression."""
-    if len(text) > _LONGEST:
-        raise _refused(text, origin, f"has {len(text)} characters")
+    """Compile a regular expression from a checkpoint or rule file; `origin` names the source in messages.
+
+    Python's matcher backtracks over every way in which repeats can divide a text: exponentially many for a repeat
+    inside a repeat (`(a+b?)+!`), a power of the text's length for several in a row. Such patterns are refused with
+    UnsafeError; no pattern for parameter names needs them. Raises `re.error` for an invalid expression.
+    """
+    if len(text) > _MAX_PATTERN_LENGTH:
+        raise _unsafe_pattern(text, origin, f"has {len(text)} characters")
     pattern = re.compile(text)
     repeats = list(_repeats(parser.parse(text), inside=False))
     if any(inside for inside in repeats):
-        raise _refused(text, origin, "repeats what has repeats or choices in it")
-    if len(repeats) > _MOST_REPEATS:
-        raise _refused(text, origin, f"has {len(repeats)} repeats, the limit is {_MOST_REPEATS}")
+        raise _unsafe_pattern(text, origin, "has repeats or alternatives inside a repeat")
+    if len(repeats) > _MAX_REPEATS:
+        raise _unsafe_pattern(text, origin, f"has {len(repeats)} repeats (at most {_MAX_REPEATS} are allowed)")
     return pattern
 
 
-def _refused(text: str, origin: str, why: str) -> UnsafeError:
-    shown = text if len(text) <= 100 else text[:100] + "…"
+def _unsafe_pattern(text: str, origin: str, why: str) -> UnsafeError:
+    excerpt = text if len(text) <= 100 else text[:100] + "…"
     return UnsafeError(
-        f"{origin}: the pattern {shown!r} {why}: matching it may take for ever",
-        hint="write it without, or give rules of your own with --rules",
+        f"{origin}: the pattern {excerpt!r} {why}: matching it could take exponential time",
+        hint="simplify the pattern, or pass your own rules with --rules",
     )
 
 
 def _repeats(tree: Any, *, inside: bool) -> Iterator[bool]:
-    """For every repeat of open length, and every choice inside of one: whether it is inside of another."""
+    """For each repeat of variable length, and each alternative inside one: whether it is inside another repeat."""
     for code, argument in tree:
         name = str(code)
-        if name in _REPEATS:
+        if name in _REPEAT_OPCODES:
             least, most, what = argument
             is_open = int(most) > 1 and most != least
             if is_open:
@@ -432,7 +429,7 @@ def _repeats(tree: Any, *, inside: bool) -> Iterator[bool]:
 
 
 def _inner(argument: Any, *, inside: bool) -> Iterator[bool]:
-    """The repeats of whatever an operator of the parsed expression holds: groups, choices, assertions."""
+    """The repeats inside an operator of the parsed expression: groups, alternatives, assertions."""
     if isinstance(argument, parser.SubPattern):
         yield from _repeats(argument, inside=inside)
     elif isinstance(argument, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Selections: a checkpoint index with fewer parameters, fewer kinds or other dtypes. Nothing is read or copied."""
+"""Selections: reduce a checkpoint index to some parameters or kinds, or change dtypes. Reads no tensor data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Only = Literal["weights", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to take of a checkpoint. Patterns are shell patterns (`*`, `?`, `[…]`) over parameter names."""
+    """Which parameters and states to take. Patterns are shell patterns (`*`, `?`, `[…]`) over parameter names."""
 
     only: Only | None = None
     include: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Selection:
 
 
 def select(checkpoint: Checkpoint, wanted: Selection) -> Checkpoint:
-    """The part of `checkpoint` that is wanted. A pattern that matches nothing is an error."""
+    """The index of the `wanted` part of `checkpoint`. A pattern that matches nothing is an error."""
     _check_patterns(checkpoint, (*wanted.include, *wanted.exclude))
     kept: dict[str, Parameter] = {}
     for name, parameter in checkpoint.parameters.items():
@@ -55,7 +55,7 @@ def _atoms(parameter: Parameter, wanted: Selection, model_dtype: DType | None) -
 
 
 def _cast_weight(parameter: Parameter, dtype: DType | None) -> Atom | None:
-    """The weight in another dtype, from the most precise form there is; None where there is nothing to cast."""
+    """The weight in another dtype, cast from the most precise copy available; None if there is none."""
     if parameter.role == "buffer":
         return parameter.atoms.get(WEIGHT)
     best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
@@ -65,7 +65,7 @@ def _cast_weight(parameter: Parameter, dtype: DType | None) -> Atom | None:
 
 
 def _model_dtype(checkpoint: Checkpoint) -> DType | None:
-    """The dtype of the module's weights where the checkpoint says it (ZeRO-3 keeps masters only)."""
+    """The dtype of the module's weights, if the checkpoint records it (ZeRO-3 stores masters only)."""
     named = checkpoint.details.get("dtype")
     return parse_dtype(named) if isinstance(named, str) else None
 

@@ -1,4 +1,7 @@
-"""Stripes: a box as it lies in the flattened tensor, runs of equal length at equal distances. Integers only."""
+"""Strided runs: a box in the flattened tensor, as runs of equal length at equal distances. Integers only.
+
+A column slice of a matrix, for instance, is one run per row. Copying runs needs no arrays and no numpy.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,26 @@ from ucp.core.region import Region
 
 
 class StridedSpan(NamedTuple):
-    """The part of a stripe that lies in an interval of the flattened tensor: `times` runs of `run` elements each.
+    """The part of a `StridedRun` inside an interval of the flattened tensor: `times` runs of `run` elements each.
 
-    A run begins `step` positions after the one before it. Positions are counted from the first of the interval, whose
-    two ends may cut the first and the last run short.
+    Each run starts `step` positions after the previous one. Positions are relative to the start of the interval, which
+    may cut off the beginning of the first run and the end of the last.
     """
 
-    first: int  # where the first run would begin if it were whole: negative where the interval cuts it
+    first: int  # start of the first run before cutting: negative if the interval cuts it
     run: int
     step: int
     times: int
-    head: int  # elements that the first one lacks
-    tail: int  # elements that the last one lacks
+    head: int  # elements cut off the first run
+    tail: int  # elements cut off the last run
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
+        """Number of elements in all runs."""
         return self.times * self.run - self.head - self.tail
 
     def intervals(self) -> list[tuple[int, int]]:
-        """First position, and one past the last, of each."""
+        """Half-open interval of positions of each run."""
         if not self.times:
             return []
         first, run, step = self.first, self.run, self.step
@@ -42,10 +45,10 @@ class StridedSpan(NamedTuple):
 
 
 class StridedRun(NamedTuple):
-    """`times` runs of `run` elements each, in a flattened tensor and in the memory or file of who holds them.
+    """`times` runs of `run` elements each, scattered in a flattened tensor and packed in a buffer or file.
 
-    In the tensor the first run begins at position `first`, each next one `step` positions further on. Where they are
-    held they lie end to end, from `offset` on. All numbers count elements (after `scaled`, bytes).
+    In the tensor, the first run starts at position `first` and each further one `step` positions later. In the buffer
+    or file, the runs are contiguous from `offset` on. All numbers count elements (after `scaled`, bytes).
     """
 
     first: int
@@ -60,19 +63,19 @@ class StridedRun(NamedTuple):
         return self.first + (self.times - 1) * self.step + self.run
 
     def scaled(self, size: int, offset: int = 0) -> StridedRun:
-        """The same in bytes, for elements of `size` bytes held from byte `offset` on."""
+        """The same runs counted in bytes, for elements of `size` bytes stored from byte `offset` on."""
         return StridedRun(self.first * size, self.run * size, self.step * size, self.times, offset + self.offset * size)
 
     def before(self, position: int) -> int:
-        """How many of its elements lie before a position of the tensor."""
+        """Number of its elements before a position of the tensor."""
         if position <= self.first:
             return 0
         runs, inside = divmod(position - self.first, self.step)
         return runs * self.run + min(inside, self.run) if runs < self.times else self.times * self.run
 
     def within(self, low: int, high: int) -> StridedSpan:
-        """What of it lies at positions `[low, high)` of the tensor; positions of the result count from `low`."""
-        if self.times == 1:  # as most are, and slab after slab alike
+        """The part at positions `[low, high)` of the tensor; positions in the result are relative to `low`."""
+        if self.times == 1:  # the common case, called once per slab
             first = max(low, self.first)
             length = max(0, min(high, self.first + self.run) - first)
             return StridedSpan(first - low, length, length, 1 if length else 0, 0, 0)
@@ -86,11 +89,11 @@ class StridedRun(NamedTuple):
 
 
 def strided_runs(region: Region, shape: Shape, *, padded: bool = False) -> list[StridedRun] | None:
-    """A region in stripes, in its order, neighbours joined. None where it reaches past a tensor of `shape`.
+    """A region as strided runs, in its order, adjacent ones joined. None if it extends beyond a tensor of `shape`.
 
-    With `padded`, rows after the last one of the tensor are left out instead.
+    With `padded`, rows beyond the end of the tensor are left out instead.
     """
-    found: list[StridedRun] = []
+    runs: list[StridedRun] = []
     position = 0  # of the current box in the region's boxes laid end to end
     for box in region.boxes:
         numel = box.numel
@@ -98,49 +101,47 @@ def strided_runs(region: Region, shape: Shape, *, padded: bool = False) -> list[
         if low < high:
             offset = low - region.start
             if is_contiguous_in(box, shape) and _is_inside(box, shape):
-                _add(
-                    found, StridedRun(flat_index(box.start, shape) + low - position, high - low, high - low, 1, offset)
-                )
+                _add(runs, StridedRun(flat_index(box.start, shape) + low - position, high - low, high - low, 1, offset))
             else:
                 for part in interval_boxes(box.shape, low - position, high - position):
-                    held = part.shift(box.start)
-                    kept = _real_rows(held, shape) if padded else held
+                    stored = part.shift(box.start)
+                    kept = _without_padding_rows(stored, shape) if padded else stored
                     if kept is not None:
                         if not _is_inside(kept, shape):
                             return None
-                        for stripe in _of_box(kept, shape, offset):
-                            _add(found, stripe)
+                        for run in _runs_of_box(kept, shape, offset):
+                            _add(runs, run)
                     offset += part.numel
         position += numel
-    return found
+    return runs
 
 
-def _add(found: list[StridedRun], stripe: StridedRun) -> None:
-    """Append, or make the last one longer."""
-    if found and stripe.times == 1:
-        last = found[-1]
-        if last.times == 1 and last.stop == stripe.first and last.offset + last.run == stripe.offset:
-            run = last.run + stripe.run
-            found[-1] = StridedRun(last.first, run, run, 1, last.offset)
+def _add(runs: list[StridedRun], run: StridedRun) -> None:
+    """Append `run`, or extend the last one if the two are adjacent."""
+    if runs and run.times == 1:
+        last = runs[-1]
+        if last.times == 1 and last.stop == run.first and last.offset + last.run == run.offset:
+            length = last.run + run.run
+            runs[-1] = StridedRun(last.first, length, length, 1, last.offset)
             return
-    found.append(stripe)
+    runs.append(run)
 
 
 def _is_inside(box: Box, shape: Shape) -> bool:
     return all(a + n <= m for a, n, m in zip(box.start, box.shape, shape, strict=True))
 
 
-def _real_rows(box: Box, shape: Shape) -> Box | None:
-    """Without the rows that a tensor of `shape` does not have."""
+def _without_padding_rows(box: Box, shape: Shape) -> Box | None:
+    """The box without rows beyond the end of a tensor of `shape`; None if no row is left."""
     if not shape or box.start[0] + box.shape[0] <= shape[0]:
         return box
     rows = shape[0] - box.start[0]
     return Box(box.start, (rows, *box.shape[1:])) if rows > 0 else None
 
 
-def _of_box(box: Box, shape: Shape, offset: int) -> Iterator[StridedRun]:
+def _runs_of_box(box: Box, shape: Shape, offset: int) -> Iterator[StridedRun]:
     dim, run = box.ndim, 1
-    while dim and (dim == box.ndim or box.shape[dim] == shape[dim]):  # a run ends with the first dimension cut short
+    while dim and (dim == box.ndim or box.shape[dim] == shape[dim]):  # a run ends at the first dimension not covered
         dim -= 1
         run *= box.shape[dim]
     strides = strides_of(shape)

@@ -198,7 +198,7 @@ class RankFragments(LazyFragments):
         return _outline(self._parts, located)
 
     def __iter__(self) -> Iterator[Fragment]:
-        return iter(self._held if self._held is not None else self._make())
+        return iter(self._fragments if self._fragments is not None else self._make())
 
     @overload
     def __getitem__(self, index: int) -> Fragment: ...
@@ -207,7 +207,7 @@ class RankFragments(LazyFragments):
     def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
 
     def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
-        if index == 0 and self._held is None:
+        if index == 0 and self._fragments is None:
             for first in islice(self._make(), 1):
                 return first
         return self._all()[index]
