@@ -35,7 +35,7 @@ def make(run: str, params: int, steps: int, kernel: str) -> dict[str, Any]:
     net.update({f"small{i}": torch.nn.Parameter(torch.randn(1024)) for i in range(16)})
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=kernel == "fused", foreach=False)
     gradients = [torch.randn_like(p).bfloat16().float() for p in net.parameters()]  # narrowed when they are logged
-    with ucp.record(net, optimizer, run) as recorder:
+    with ucp.record(run, net, optimizer) as recorder:
         for _ in range(steps):
             for p, gradient in zip(net.parameters(), gradients, strict=True):
                 p.grad = gradient
@@ -209,7 +209,7 @@ def train(run: str, tokens: int, steps: int, compress: bool = False) -> dict[str
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
     params = sum(p.numel() for p in net.parameters())
     step = stepper(net, optimizer, tokens)
-    recorder = ucp.record(net, optimizer, run, compress=compress)
+    recorder = ucp.record(run, net, optimizer, compress=compress)
     for _ in range(WARM_UP):
         step()
     recorder.flush()
@@ -284,7 +284,7 @@ def both(run: str, tokens: int, pairs: int, block: int, threads: int) -> dict[st
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False) for net in nets]
     steps = [stepper(net, optimizer, tokens) for net, optimizer in zip(nets, optimizers, strict=True)]
     seconds: list[list[float]] = [[], []]
-    with ucp.record(nets[1], optimizers[1], run) as recorder:
+    with ucp.record(run, nets[1], optimizers[1]) as recorder:
         for step in steps * WARM_UP:
             step()
         for number in range(pairs):

@@ -187,7 +187,7 @@ def log(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) -> tup
     """A log has every step; the shadow that is there gets it as well."""
     del every
     url = kept.url
-    recorder = stack.enter_context(ucp.record(*job.args, folder / "run", to=url))
+    recorder = stack.enter_context(ucp.record(folder / "run", *job.args, to=url))
     latencies: list[float] = []
 
     def after(number: int) -> None:
@@ -221,7 +221,7 @@ def snapshots_in_store(
 
 def _snapshots(job: Job, every: int, path: Path, kept: Kept, stack: ExitStack) -> tuple[After, Callable[[], None]]:
     # As other ways do, it waits where the disk is behind: what counts is how many are taken in which time.
-    taken = stack.enter_context(ucp.snapshot(*job.args, path, every=every, busy="wait"))
+    taken = stack.enter_context(ucp.snapshot(path, *job.args, every=every, busy="wait"))
     taken.take()
     taken.wait()  # which lays the files out
     before = taken.stats()["hook_cpu_seconds"]

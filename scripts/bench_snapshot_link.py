@@ -44,7 +44,7 @@ def measure(room: float, seconds: float, elements: int, count: int) -> dict[str,
     planned, measured, feasible = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "snapshots"
-        with ucp.snapshot(net, optimizer, path, every=EVERY, rate=room * state / seconds, durable=False) as snapshots:
+        with ucp.snapshot(path, net, optimizer, every=EVERY, rate=room * state / seconds, durable=False) as snapshots:
             for number in range(1, EVERY * (count + 3) + 1):
                 began = time.perf_counter()
                 told = plan(path) if number % EVERY == 0 else None

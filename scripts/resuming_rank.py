@@ -92,7 +92,7 @@ def main() -> None:
     begin = time.perf_counter()
     report = None
     if how == "ucp":
-        report = ucp.load_into(engine, folder)
+        report = ucp.load_into(folder, engine)
     elif engine.load_checkpoint(folder)[0] is None:
         sys.exit(f"{folder}: DeepSpeed found nothing to load")
     own = time.perf_counter() - begin

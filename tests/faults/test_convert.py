@@ -77,7 +77,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     net = torch.nn.Linear(5, 3)
     optimizer = torch.optim.AdamW(net.parameters())
-    with ucp.record(net, optimizer, run):
+    with ucp.record(run, net, optimizer):
         for _ in range(3):
             optimizer.zero_grad()
             net(torch.randn(2, 5)).square().mean().backward()

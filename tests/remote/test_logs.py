@@ -21,7 +21,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
     model = torch.nn.Linear(17, 9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with ucp.record(model, optimizer, folder):
+    with ucp.record(folder, model, optimizer):
         for _ in range(6):
             optimizer.zero_grad()
             model(torch.randn(4, 17)).square().sum().backward()

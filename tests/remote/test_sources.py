@@ -108,16 +108,16 @@ def test_commands_take_urls(memory: str, capfd: pytest.CaptureFixture[str], tmp_
 
 def test_live_jobs_load_from_urls_and_save_to_folders(memory: str, tmp_path: Path) -> None:
     made, loaded = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
-    ucp.save(made, tmp_path / "saved")
-    ucp.load_into(loaded, upload(tmp_path / "saved", memory))
+    ucp.save(tmp_path / "saved", made)
+    ucp.load_into(upload(tmp_path / "saved", memory), loaded)
     assert torch.equal(made.weight, loaded.weight)
     with pytest.raises(UsageError, match=r"jobs save to a file system"):
-        ucp.save(made, f"{memory}/out")
+        ucp.save(f"{memory}/out", made)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"jobs record to a file system"):
-        ucp.record(made, optimizer, f"{memory}/run")
+        ucp.record(f"{memory}/run", made, optimizer)
     with pytest.raises(UsageError, match=r"snapshots go to a file system"):
-        ucp.snapshot(made, optimizer, f"{memory}/run", every=1)
+        ucp.snapshot(f"{memory}/run", made, optimizer, every=1)
 
 
 def test_an_index_takes_the_ends_of_a_shard_and_not_the_shard(tmp_path: Path, bucket: str, proxy: Proxy) -> None:

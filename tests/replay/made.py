@@ -189,7 +189,7 @@ class Run:
         """A base of the present state; gives its checkpoint."""
         base = BaseCheckpoint(base_folder(self.folder, number), number, self.step, self.epoch, steps=steps or {})
         base.folder.mkdir(parents=True)
-        ucp.save(self.net, self.optimizer, base.path).wait()
+        ucp.save(base.path, self.net, self.optimizer).wait()
         write_base(base)
         return base.path
 

@@ -46,7 +46,7 @@ def recorded(
         engine.lr_scheduler = SCHEDULES[schedule](engine.optimizer.optimizer)
     losses = train(engine, made, place, record_from)
     told = {"universal_checkpoint_info": gpt.universal_info(made)}
-    recorder = ucp.record(engine, out / "run", what=what, base_every=base_every, keep_bases=None, client_state=told)
+    recorder = ucp.record(out / "run", engine, what=what, base_every=base_every, keep_bases=None, client_state=told)
     for step in range(record_from + 1, steps + 1):
         if step == overflow_at:
             spoil(engine)

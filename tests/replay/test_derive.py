@@ -326,7 +326,7 @@ def test_a_live_job_gets_all_states_from_one_replay(tmp_path: Path, monkeypatch:
     with torch.no_grad():
         for p in other.net.parameters():
             p.fill_(7)
-    report = ucp.load_into(other.net, other.optimizer, tmp_path, log=tmp_path, step=4, exact=True)
+    report = ucp.load_into(tmp_path, other.net, other.optimizer, log=tmp_path, step=4, exact=True)
     assert report.step == 4
     assert_same(other.state(), run.history[4])
     assert len(computed) == len(set(computed)) > 30

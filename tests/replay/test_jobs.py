@@ -49,7 +49,7 @@ def train(run: Path, make: Callable[[Any], Any], change: Callable[[Any, int], No
         return {key: value.contiguous() for key, value in found.items()}
 
     history = [state()]
-    with ucp.record(model, optimizer, run, **options):
+    with ucp.record(run, model, optimizer, **options):
         for step in range(1, 9):
             change(optimizer, step)
             optimizer.zero_grad()
@@ -95,7 +95,7 @@ def test_fused_kernels_of_tensors_that_are_not_row_major_are_labelled(tmp_path: 
 def test_a_parameter_without_elements(tmp_path: Path, name: str) -> None:
     model = Odd(empty=True)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
-    with ucp.record(model, optimizer, tmp_path):
+    with ucp.record(tmp_path, model, optimizer):
         for _ in range(3):
             optimizer.zero_grad()
             model(True).backward()
@@ -111,7 +111,7 @@ def test_what_a_scaler_leaves_out_is_a_skipped_step(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     history = []
-    with ucp.record(model, optimizer, tmp_path):
+    with ucp.record(tmp_path, model, optimizer):
         for step in range(1, 7):
             optimizer.zero_grad()
             loss = scaler.scale(model(torch.randn(4, 5)).square().mean())

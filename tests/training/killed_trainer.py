@@ -51,7 +51,7 @@ def gradients() -> list[list[bytes]]:
 
 def train_until_killed(run: Path, pipe: int) -> None:
     model, optimizer = job()
-    recorder = ucp.record(model, optimizer, run, slots=4, base_every=50, keep_bases=None)
+    recorder = ucp.record(run, model, optimizer, slots=4, base_every=50, keep_bases=None)
     for step in range(STEPS):
         train_step(model, optimizer, step)
         told = recorder.durable_step
@@ -101,7 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
     expected = gradients()
     model, optimizer = job()
-    with ucp.record(model, optimizer, folder / "warm"):  # imports what every child would import again
+    with ucp.record(folder / "warm", model, optimizer):  # imports what every child would import again
         train_step(model, optimizer, 0)
     chance = random.Random(5)
     chosen = [(chance.randrange(1, 80), chance.uniform(0, 0.01)) for _ in range(times)]

@@ -58,7 +58,7 @@ def load(
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     train(engine, replace(made, data_seed=99), place, used)
     settings.GATHER_BYTES = 1000  # so that ranks gather in many slices
-    report = ucp.load_into(engine, path, **(options or {}))
+    report = ucp.load_into(path, engine, **(options or {}))
     write_state(engine, out / "loaded", rank)
     result = {"rank": rank, **place, "loaded": counters(engine), "report": told(report)}
     if steps:
@@ -82,7 +82,7 @@ def begin_again(out: Path, rank: int, *, spec: dict[str, Any]) -> dict[str, Any]
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     save(engine, Job(made, dist.get_world_size(), 0, str(out), save_dir=str(out / "saved")))
     first = train(engine, made, place, 2)
-    report = ucp.load_into(engine, out / "saved")
+    report = ucp.load_into(out / "saved", engine)
     again = train(engine, made, place, 2)
     seen = [safe_get_full_optimizer_state(p, "exp_avg") is not None for p in engine.module.parameters()]
     return {"first": first, "again": again, "seen": all(seen), "left": report.not_restored}
@@ -112,7 +112,7 @@ def load_fails(
         engine.step()
     before = export_state(engine)
     try:
-        ucp.load_into(engine, elsewhere if elsewhere and rank == 1 else path)
+        ucp.load_into(elsewhere if elsewhere and rank == 1 else path, engine)
     except UcpError as error:
         after = export_state(engine)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
@@ -132,7 +132,7 @@ def save_atoms(
     client_state = {"iteration": steps, "note": "atoms", "tensor": torch.arange(5), "seen": {"a": [1, 2.5, None]}}
     if made.tp > 1 or made.pp > 1:
         client_state["universal_checkpoint_info"] = gpt.universal_info(made)
-    handle = ucp.save(engine, atoms, client_state=client_state, asynchronous=asynchronous)
+    handle = ucp.save(atoms, engine, client_state=client_state, asynchronous=asynchronous)
     losses = train(engine, made, place, more)
     assert handle.wait() == Path(atoms)
     return {"rank": rank, **place, "final": counters(engine), "losses_after": losses}
@@ -146,7 +146,7 @@ def save_fails(
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     train(engine, made, place, 1)
     try:
-        ucp.save(engine, path, client_state=client_state)
+        ucp.save(path, engine, client_state=client_state)
     except UcpError as error:
         return {"class": type(error).__name__, "text": str(error), "code": error.exit_code}
     return {"class": None}
@@ -161,10 +161,10 @@ def fused(out: Path, rank: int, *, spec: dict[str, Any], steps: int, more: int) 
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     kind = type(engine.optimizer).__name__
     train(engine, made, place, steps)
-    ucp.save(engine, out / "atoms")
+    ucp.save(out / "atoms", engine)
     first = train(engine, made, place, more)
     engine, place = build(replace(made, seed=5), dist.get_world_size(), rank, universal=False)
-    report = ucp.load_into(engine, out / "atoms")
+    report = ucp.load_into(out / "atoms", engine)
     scale = float(engine.optimizer.loss_scale_config.cur_scale)
     return {
         "class": kind,
@@ -189,9 +189,9 @@ def random_numbers(_: Path, rank: int, *, spec: dict[str, Any], path: str, save:
     left: list[str] = []
     if save:
         train(engine, made, place, 1)
-        ucp.save(engine, path)
+        ucp.save(path, engine)
     else:
-        left = ucp.load_into(engine, path).not_restored
+        left = ucp.load_into(path, engine).not_restored
     numbers = [random.random(), float(np.random.rand()), float(torch.rand(1))]
     return {"numbers": numbers, "left": left}
 

@@ -62,7 +62,7 @@ def engine(
     made = spec_of(spec)
     live, place = build(made, dist.get_world_size(), rank, universal=False)
     witness = Witness(live)
-    recorder = ucp.record(live, out / "run", **(options or {}))
+    recorder = ucp.record(out / "run", live, **(options or {}))
     skipped = []
     for step in range(1, steps + 1):
         before = live.skipped_steps
@@ -121,7 +121,7 @@ def module(
     made = spec_of(spec)
     model, optimizer = torch_ranks.build(made, kind)
     witness = Witness(model, optimizer)
-    with ucp.record(model, optimizer, out / "run", **(options or {})) as recorder:
+    with ucp.record(out / "run", model, optimizer, **(options or {})) as recorder:
         for step in range(1, steps + 1):
             torch_ranks.train(model, optimizer, made, kind, step - 1, 1)
             witness.step = step
@@ -139,12 +139,12 @@ def topk(
     hook = ucp.TopK(model, fraction=0.02)
     first = 0
     if base is not None:
-        first = ucp.load_into(model, optimizer, Path(base) / "atoms").step or 0
+        first = ucp.load_into(Path(base) / "atoms", model, optimizer).step or 0
         if feedback:
             hook.load(base)
     witness = Witness(model, optimizer)
     options: dict[str, Any] = {"compressed": hook, "base_every": 3, "keep_bases": None, "step": first}
-    with ucp.record(model, optimizer, out / "run", **options) as recorder:
+    with ucp.record(out / "run", model, optimizer, **options) as recorder:
         for step in range(first + 1, steps + 1):
             witness.step = step - 1
             torch_ranks.train(model, optimizer, made, "ddp", step - 1, 1)
@@ -159,7 +159,7 @@ def failing(out: Path, rank: int, *, at: int, options: dict[str, Any]) -> dict[s
     torch.manual_seed(1)
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    recorder = ucp.record(net, optimizer, out / "run", on_error="stop", **options)
+    recorder = ucp.record(out / "run", net, optimizer, on_error="stop", **options)
     stopped = None
     for step in range(1, 13):
         if step == at + 1 and rank == dist.get_world_size() - 1:

@@ -47,7 +47,7 @@ def run(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, st
     path = out / ("run.ucpstore" if store else "run")
     taken = []
     late, guarded = 0, []
-    snapshots = ucp.snapshot(model, optimizer, path, keep=None, busy="wait", durable=False)
+    snapshots = ucp.snapshot(path, model, optimizer, keep=None, busy="wait", durable=False)
     for step in range(1, steps + 1):
         settings.SNAPSHOT_CHUNK_BYTES = chance.choice([512, 4096, 1 << 20])
         if step < steps - 1:
@@ -107,8 +107,8 @@ def spread(out: Path, rank: int, *, spec: dict[str, Any], kind: str, rounds: int
     else:
         model, optimizer = torch_ranks.build(made, kind)
     firsts, step = [], 0
-    recorder = ucp.record(model, optimizer, out / "log", keep_bases=None)
-    snapshots = ucp.snapshot(model, optimizer, out / "run", spread=2, keep=None, busy="wait", durable=False)
+    recorder = ucp.record(out / "log", model, optimizer, keep_bases=None)
+    snapshots = ucp.snapshot(out / "run", model, optimizer, spread=2, keep=None, busy="wait", durable=False)
 
     def train_once() -> None:
         nonlocal step

@@ -75,11 +75,11 @@ def same(one: Any, two: Any) -> bool:
 @pytest.mark.parametrize("used", [0, 2])
 def test_a_module_and_its_optimizer_come_back_exactly(tmp_path: Path, optimizer: str, used: int) -> None:
     net, made = job(optimizer, 1, 3)
-    handle = ucp.save(net, made, tmp_path / "atoms", client_state={"epoch": 4, "rates": torch.rand(3)})
+    handle = ucp.save(tmp_path / "atoms", net, made, client_state={"epoch": 4, "rates": torch.rand(3)})
     assert handle.done
     fresh, other = job(optimizer, 7, used)
     scratch = fresh.scratch.clone()
-    report = ucp.load_into(fresh, other, tmp_path / "atoms")
+    report = ucp.load_into(tmp_path / "atoms", fresh, other)
     for name, value in net.state_dict().items():
         assert same(value, fresh.state_dict()[name]), name
     assert torch.equal(fresh.scratch, scratch)
@@ -102,14 +102,14 @@ def test_a_parameter_that_never_had_a_gradient_has_no_states(tmp_path: Path) -> 
     for net, optimizer in zip(nets, optimizers, strict=True):
         net(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-    ucp.save(nets[0], optimizers[0], tmp_path / "atoms")
-    ucp.load_into(nets[1], optimizers[1], tmp_path / "atoms")
+    ucp.save(tmp_path / "atoms", nets[0], optimizers[0])
+    ucp.load_into(tmp_path / "atoms", nets[1], optimizers[1])
     assert nets[1][0].bias not in optimizers[1].state
     assert len(optimizers[1].state) == 3
     bare = torch.optim.AdamW(nets[1].parameters())
     ucp.convert(tmp_path / "atoms", tmp_path / "weights", only="weights")
     with pytest.raises(InconsistentError, match=r"has no 'exp_avg' for 0\.bias"):
-        ucp.load_into(nets[1], bare, tmp_path / "weights")
+        ucp.load_into(tmp_path / "weights", nets[1], bare)
 
 
 def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert ucp.load_into(net, optimizer, made.save(tmp_path / "saved", files)).step == 0
+    assert ucp.load_into(made.save(tmp_path / "saved", files), net, optimizer).step == 0
     assert torch.equal(net["up"].weight, made.value("up.weight", "master"))
     assert not optimizer.state
 
@@ -151,8 +151,8 @@ def test_states_that_are_no_floats_and_states_that_are_not_there_yet(tmp_path: P
     for net, optimizer in list(zip(nets, optimizers, strict=True))[: 1 + used]:
         net(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-    ucp.save(nets[0], optimizers[0], tmp_path / "atoms")
-    assert ucp.load_into(nets[1], optimizers[1], tmp_path / "atoms").not_restored == []
+    ucp.save(tmp_path / "atoms", nets[0], optimizers[0])
+    assert ucp.load_into(tmp_path / "atoms", nets[1], optimizers[1]).not_restored == []
     for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         for name in ("weight", "codes"):
             assert same(optimizers[0].state[p][name], optimizers[1].state[q][name]), name
@@ -162,10 +162,10 @@ def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:
     net, made = job("amsgrad", 1, 1)
     made.param_groups[0]["lr"].fill_(0.5)
     made.param_groups[1]["betas"] = (0.8, 0.9)
-    ucp.save(net, made, tmp_path / "atoms")
+    ucp.save(tmp_path / "atoms", net, made)
     fresh, other = job("amsgrad", 7, 0, swapped=True)
     rate = other.param_groups[1]["lr"]
-    ucp.load_into(fresh, other, tmp_path / "atoms")
+    ucp.load_into(tmp_path / "atoms", fresh, other)
     assert [group["weight_decay"] for group in other.param_groups] == [0.0, 0.1]
     assert [group["betas"] for group in other.param_groups] == [(0.8, 0.9), (0.9, 0.999)]
     assert other.param_groups[1]["lr"] is rate
@@ -174,75 +174,75 @@ def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:
 
 def test_groups_that_the_job_joined_must_agree(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
-    ucp.save(net, made, tmp_path / "atoms")
+    ucp.save(tmp_path / "atoms", net, made)
     fresh = Net(7)
     joined = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad])
     with pytest.raises(InconsistentError, match="checkpoint's groups 0 and 1: weight_decay differ"):
-        ucp.load_into(fresh, joined, tmp_path / "atoms")
+        ucp.load_into(tmp_path / "atoms", fresh, joined)
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     net, made = job("sgd", 1, 1)
-    ucp.save(net, made, tmp_path / "atoms")
+    ucp.save(tmp_path / "atoms", net, made)
     fresh, other = job("adamw", 7, 0)
     before = {name: value.clone() for name, value in fresh.state_dict().items()}
     with pytest.raises(InconsistentError, match=r"no 'exp_avg' for conv.weight, which this optimizer \(AdamW\) needs"):
-        ucp.load_into(fresh, other, tmp_path / "atoms")
+        ucp.load_into(tmp_path / "atoms", fresh, other)
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in before.items())
-    report = ucp.load_into(fresh, None, tmp_path / "atoms")
+    report = ucp.load_into(tmp_path / "atoms", fresh)
     assert torch.equal(fresh.conv.weight, net.conv.weight)
     assert report.not_restored == ["optimizer states: the job has no optimizer"]
 
 
 def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
-    ucp.save(net, made, tmp_path / "atoms")
+    ucp.save(tmp_path / "atoms", net, made)
     wide = Net(7, width=8)
     with pytest.raises(
         InconsistentError, match=r"conv.weight: its shape is \[6, 3, 3, 3\] in the checkpoint, but \[8,"
     ):
-        ucp.load_into(wide, None, tmp_path / "atoms")
+        ucp.load_into(tmp_path / "atoms", wide)
     odd = Net(7)
     odd.mask = torch.zeros(3)
     with pytest.raises(InconsistentError, match=r"mask\|weight: is bool in the checkpoint, but float32 in the job"):
-        ucp.load_into(odd, None, tmp_path / "atoms")
+        ucp.load_into(tmp_path / "atoms", odd)
 
 
 def test_other_precision_is_cast_and_said(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
-    ucp.save(net, made, tmp_path / "atoms")
+    ucp.save(tmp_path / "atoms", net, made)
     half = Net(7).bfloat16()
-    report = ucp.load_into(half, None, tmp_path / "atoms")
+    report = ucp.load_into(tmp_path / "atoms", half)
     assert torch.equal(half.conv.weight, net.conv.weight.bfloat16())
     assert any("were cast from float32 to bfloat16" in note for note in report.notes)
 
 
 def test_a_damaged_file_is_said_with_what_it_leaves_behind(tmp_path: Path) -> None:
     net, made = job("sgd", 1, 1)
-    ucp.save(net, made, tmp_path / "atoms")
+    ucp.save(tmp_path / "atoms", net, made)
     file = tmp_path / "atoms" / "atoms" / "conv.weight.safetensors"
     file.write_bytes(file.read_bytes()[:4200])
     with pytest.raises(IntegrityError, match="half loaded"):
-        ucp.load_into(*job("sgd", 7, 0), tmp_path / "atoms")
+        ucp.load_into(tmp_path / "atoms", *job("sgd", 7, 0))
 
 
 def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
     with pytest.raises(UsageError, match="neither a DeepSpeed engine nor a torch module"):
-        ucp.load_into([net], made, tmp_path)
+        ucp.load_into(tmp_path, [net], made)
     with pytest.raises(UsageError, match=r"a parameter of shape .* that the module lacks"):
-        ucp.save(Net(3), made, tmp_path / "atoms")
+        ucp.save(tmp_path / "atoms", Net(3), made)
     with pytest.raises(UsageError, match=r"client_state: client_state.x is a builtins.object"):
-        ucp.save(net, made, tmp_path / "atoms", client_state={"x": object()})
+        ucp.save(tmp_path / "atoms", net, made, client_state={"x": object()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_asynchronous_saves_hold_the_state_of_the_call(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 2)
     weight = net.conv.weight.detach().clone()
-    first = ucp.save(net, made, tmp_path / "first", asynchronous=True)
+    first = ucp.save(tmp_path / "first", net, made, asynchronous=True)
     train(net, made, 3)
-    second = ucp.save(net, made, tmp_path / "second", asynchronous=True)  # waits for the first
+    second = ucp.save(tmp_path / "second", net, made, asynchronous=True)  # waits for the first
     assert first.done
     train(net, made, 4)
     assert second.wait() == tmp_path / "second"
@@ -269,9 +269,9 @@ ucp.save, ucp.load_into
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
 if verb == "save":
-    ucp.save(net, made, folder)
+    ucp.save(folder, net, made)
 else:
-    ucp.load_into(net, made, folder)
+    ucp.load_into(folder, net, made)
 print(peak() - before, sum(p.numel() for p in net.parameters()) * 12)
 """
 
@@ -305,7 +305,7 @@ def test_states_that_belong_to_no_parameter_are_named_as_not_restored(tmp_path: 
     for path in (source, tmp_path / "atoms"):
         if path != source:
             ucp.convert(source, path)
-        report = ucp.load_into(net, torch.optim.AdamW(net.parameters()), path, strict=False)
+        report = ucp.load_into(path, net, torch.optim.AdamW(net.parameters()), strict=False)
         assert any("optimizer state 'inner'" in text for text in report.not_restored), report
 
 
@@ -325,12 +325,12 @@ def test_an_optimizer_that_lacks_states_begins_anew(tmp_path: Path, other: Any) 
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    ucp.save(net, optimizer, tmp_path / "atoms").wait()
+    ucp.save(tmp_path / "atoms", net, optimizer).wait()
     twin = torch.nn.Linear(3, 2)
     another = other(twin.parameters())
     with pytest.raises(UcpError, match="which this optimizer"):
-        ucp.load_into(twin, another, tmp_path / "atoms")
-    report = ucp.load_into(twin, another, tmp_path / "atoms", strict=False)
+        ucp.load_into(tmp_path / "atoms", twin, another)
+    report = ucp.load_into(tmp_path / "atoms", twin, another, strict=False)
     assert torch.equal(twin.weight, net.weight)
     assert any("which this optimizer" in text for text in report.not_restored)
     assert not another.state

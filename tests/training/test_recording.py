@@ -68,7 +68,7 @@ class Trained:
         self.optimizer = make(self.model.parameters())
         self.given: list[dict[str, bytes]] = []
         self.optimizer.register_step_pre_hook(self._note)
-        self.recorder = ucp.record(self.model, self.optimizer, run, **options)
+        self.recorder = ucp.record(run, self.model, self.optimizer, **options)
 
     def _note(self, *_: Any) -> None:
         named = self.model.named_parameters()
@@ -284,9 +284,9 @@ def test_a_failure_inside_the_job_leaves_whole_steps(tmp_path: Path) -> None:
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="only a job with an optimizer"):
-        ucp.record(Net(), None, tmp_path / "a")
+        ucp.record(tmp_path / "a", Net())
     with pytest.raises(TypeError, match="path"):
-        ucp.record(Net())
+        ucp.record(None, Net())
     with pytest.raises(UsageError, match="keep_bases"):
         Trained(tmp_path / "b", optimizers()["sgd"][0], keep_bases=0)
     job = Trained(tmp_path / "c", optimizers()["adamw fused"][0])
@@ -530,7 +530,7 @@ def test_sparse_gradients_are_refused_with_a_way_out(tmp_path: Path) -> None:
     table = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     for what, expected in (("gradients", pytest.raises(UsageError, match="sparse")), ("state", nullcontext())):
-        with expected, ucp.record(table, optimizer, tmp_path / what, what=what, step=0):
+        with expected, ucp.record(tmp_path / what, table, optimizer, what=what, step=0):
             optimizer.zero_grad()
             table(torch.tensor([1, 3])).sum().backward()
             optimizer.step()
@@ -550,7 +550,7 @@ def test_what_gives_the_same_bits_may_change(tmp_path: Path) -> None:
 def test_a_parameter_that_changes_its_group_ends_the_recording(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
-    ucp.record(model, optimizer, tmp_path)
+    ucp.record(tmp_path, model, optimizer)
     optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
     model(torch.randn(2, 3)).sum().backward()
     with pytest.raises(UsageError, match="moved to another group"):
@@ -560,7 +560,7 @@ def test_a_parameter_that_changes_its_group_ends_the_recording(tmp_path: Path) -
 def test_a_second_optimizer_of_the_model_is_noticed(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3)
     first, second = (torch.optim.SGD([p], lr=0.1) for p in (model.weight, model.bias))
-    ucp.record(model, first, tmp_path, what="state")
+    ucp.record(tmp_path, model, first, what="state")
     model(torch.randn(2, 3)).sum().backward()
     first.step()
     second.step()
@@ -572,7 +572,7 @@ def test_a_second_optimizer_of_the_model_is_noticed(tmp_path: Path) -> None:
 def test_types_that_a_log_does_not_hold_are_refused_at_once(tmp_path: Path) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     with pytest.raises(UsageError, match="parameter 0 has the element type complex64"):
-        ucp.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
+        ucp.record(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_job_that_another_takes_the_folder_from_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

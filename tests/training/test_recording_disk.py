@@ -34,7 +34,7 @@ class Job:
         self.net = torch.nn.Linear(SIDE, SIDE, bias=False)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.weights = [self.net.weight.detach().clone()]
-        self.recorder = ucp.record(self.net, self.optimizer, run, slots=4, **options)
+        self.recorder = ucp.record(run, self.net, self.optimizer, slots=4, **options)
 
     def step(self) -> None:
         self.net.weight.grad = torch.randn(SIDE, SIDE)
@@ -54,9 +54,9 @@ def goes_on_from(run: Path, job: Job) -> int:
         last = log.recoverable_step
     again = torch.nn.Linear(SIDE, SIDE, bias=False)
     optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
-    ucp.load_into(again, optimizer, run, log=run, step=last)
+    ucp.load_into(run, again, optimizer, log=run, step=last)
     assert torch.equal(again.weight, job.weights[last])
-    with ucp.record(again, optimizer, run, base=None) as recorder:
+    with ucp.record(run, again, optimizer, base=None) as recorder:
         again.weight.grad = torch.ones(SIDE, SIDE)
         optimizer.step()
         assert recorder.flush() == last + 1

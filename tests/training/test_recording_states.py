@@ -41,7 +41,7 @@ class Job:
         self.model = Net() if model is None else model
         self.optimizer = make(self.model.parameters())
         self.history: list[State] = [self.state()]
-        self.recorder = ucp.record(self.model, self.optimizer, run, **options)
+        self.recorder = ucp.record(run, self.model, self.optimizer, **options)
 
     def state(self) -> State:
         found = {f"{name}|weight": value.clone() for name, value in self.model.state_dict().items()}
@@ -114,7 +114,7 @@ def test_a_state_is_folded_from_many_differences(tmp_path: Path, monkeypatch: py
     job = Job(tmp_path, optimizers()["rmsprop"], model=Normed())
     job.train(9)
     job.recorder.close()
-    again = ucp.record(job.model, job.optimizer, tmp_path, base=None, step=9)
+    again = ucp.record(tmp_path, job.model, job.optimizer, base=None, step=9)
     job.recorder = again
     job.train(3)
     again.close()
@@ -230,7 +230,7 @@ TAKEN_NAMES = ("buffer", "param", "grad", "weight", "master", "own:x:()", "own/y
 def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", calling_states(*TAKEN_NAMES), model=Normed(), base_every=2, keep_bases=None)
     job.train(4)
-    ucp.save(job.model, job.optimizer, tmp_path / "saved")
+    ucp.save(tmp_path / "saved", job.model, job.optimizer)
     job.recorder.close()
     for step in range(1, 5):
         assert_same(merged(tmp_path / "run", step), job.history[step])
@@ -238,7 +238,7 @@ def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
     assert ucp.verify(tmp_path / "run", "deep", log=tmp_path / "run").ok
     other = Normed()
     optimizer = calling_states(*TAKEN_NAMES)(other.parameters())
-    ucp.load_into(other, optimizer, tmp_path / "run", log=tmp_path / "run", step=4)
+    ucp.load_into(tmp_path / "run", other, optimizer, log=tmp_path / "run", step=4)
     for p, q in zip(job.model.parameters(), other.parameters(), strict=True):
         assert sorted(optimizer.state[q]) == sorted(job.optimizer.state[p])
         assert all(torch.equal(job.optimizer.state[p][name], value) for name, value in optimizer.state[q].items())
@@ -264,7 +264,7 @@ def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
     model = Net()
     optimizer = make(model.parameters())
     before = [group.get("betas") for group in optimizer.param_groups]
-    ucp.load_into(model, optimizer, tmp_path, log=tmp_path, step=3)
+    ucp.load_into(tmp_path, model, optimizer, log=tmp_path, step=3)
     assert [[type(beta) for beta in group["betas"]] for group in optimizer.param_groups] == [
         [type(beta) for beta in betas] for betas in before
     ]

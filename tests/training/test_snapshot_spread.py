@@ -36,8 +36,8 @@ def test_parts_of_different_steps_become_one_state(
     history: dict[int, Any] = {}
     spread_over = []
     with (
-        ucp.record(net, optimizer, tmp_path / "log", keep_bases=None),
-        ucp.snapshot(net, optimizer, tmp_path / target, keep=None, busy="wait", durable=False) as snapshots,
+        ucp.record(tmp_path / "log", net, optimizer, keep_bases=None),
+        ucp.snapshot(tmp_path / target, net, optimizer, keep=None, busy="wait", durable=False) as snapshots,
     ):
         snapshots.taking.spread = 2  # so that the ranks tell what they copy
 
@@ -88,14 +88,14 @@ def test_parts_of_different_steps_become_one_state(
 def test_every_so_many_steps_spread_over_some(tmp_path: Path) -> None:
     """A tensor is copied after the step of its part, and the snapshot is of the last one."""
     net, optimizer = job("adamw")
-    with ucp.snapshot(net, optimizer, tmp_path / "run", every=4, spread=3, busy="wait") as snapshots:
+    with ucp.snapshot(tmp_path / "run", net, optimizer, every=4, spread=3, busy="wait") as snapshots:
         for step in range(1, 11):
             train(net, optimizer, step)
     assert [step for step, _ in snapshots.finished] == [6, 10]
     parts = snapshots.stats()["last"]["parts"]
     assert parts == [8, 9, 10]
     assert {tensor["step"] for tensor in snapshots.stats()["last"]["tensors"]} <= set(parts)
-    again = ucp.snapshot(net, optimizer, tmp_path / "other", spread=3)
+    again = ucp.snapshot(tmp_path / "other", net, optimizer, spread=3)
     train(net, optimizer, 11)
     again.take()
     again.close()  # all parts after one step: an ordinary snapshot
@@ -105,7 +105,7 @@ def test_every_so_many_steps_spread_over_some(tmp_path: Path) -> None:
 def test_the_cost_model_spreads_what_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     net, optimizer = job("adamw")
-    with ucp.snapshot(net, optimizer, tmp_path / "run", spread="auto") as snapshots:
+    with ucp.snapshot(tmp_path / "run", net, optimizer, spread="auto") as snapshots:
         train(net, optimizer, 1)
         snapshots.take()
         train(net, optimizer, 2)
@@ -129,8 +129,8 @@ def test_the_cost_model_spreads_what_has_no_room(tmp_path: Path, monkeypatch: py
 def test_what_cannot_be_spread_is_told(tmp_path: Path) -> None:
     net, optimizer = job("adamw")
     with pytest.raises(UsageError, match="spread=0"):
-        ucp.snapshot(net, optimizer, tmp_path / "run", spread=0)
-    with ucp.snapshot(net, optimizer, tmp_path / "run", spread=3) as snapshots:
+        ucp.snapshot(tmp_path / "run", net, optimizer, spread=0)
+    with ucp.snapshot(tmp_path / "run", net, optimizer, spread=3) as snapshots:
         train(net, optimizer, 1)
         snapshots.take()
         net.late = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
@@ -140,7 +140,7 @@ def test_what_cannot_be_spread_is_told(tmp_path: Path) -> None:
         snapshots.take()  # the next one is whole
         snapshots.wait()
         assert wrong(snapshots.latest, held(net, optimizer)) == []
-    broken = ucp.snapshot(net, optimizer, tmp_path / "run", spread=3)
+    broken = ucp.snapshot(tmp_path / "run", net, optimizer, spread=3)
     train(net, optimizer, 3)
     broken.take()
     broken.__exit__(KeyError, KeyError("in the middle of a step"), None)

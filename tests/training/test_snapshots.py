@@ -112,7 +112,7 @@ def test_snapshots_of_random_schedules_are_saves(
     optimizer = OPTIMIZERS[name](net.parameters())
     path = tmp_path / ("run.ucpstore" if target == "store" else "run")
     references: dict[int, Any] = {}
-    with ucp.snapshot(net, optimizer, path, keep=None, busy="wait", durable=False) as snapshots:
+    with ucp.snapshot(path, net, optimizer, keep=None, busy="wait", durable=False) as snapshots:
         for step in range(1, steps + 1):
             monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 256, 1000, 1 << 20]))
             snapshots.taking.throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
@@ -139,7 +139,7 @@ def test_snapshots_of_random_schedules_are_saves(
 def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
     net = Net()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
-    snapshots = ucp.snapshot(net, optimizer, tmp_path / "run", every=3, busy="wait", client_state=lambda: {"seen": 7})
+    snapshots = ucp.snapshot(tmp_path / "run", net, optimizer, every=3, busy="wait", client_state=lambda: {"seen": 7})
     for step in range(1, 11):
         train(net, optimizer, step)
     snapshots.close()
@@ -151,9 +151,9 @@ def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
     assert snapshots.taken == 3
     fresh = Net()
     other = OPTIMIZERS["adamw"](p for p in fresh.parameters() if p.requires_grad)
-    report = ucp.load_into(fresh, other, tmp_path / "run" / "step-00000009")
+    report = ucp.load_into(tmp_path / "run" / "step-00000009", fresh, other)
     assert report.client_state == {"seen": 7}
-    with ucp.snapshot(fresh, other, tmp_path / "run", every=1) as again:  # the same step once more, after a restart
+    with ucp.snapshot(tmp_path / "run", fresh, other, every=1) as again:  # the same step once more, after a restart
         assert again.step == 9
         train(fresh, other, 10)
         again.wait()
@@ -169,7 +169,7 @@ def test_what_other_jobs_have_left(tmp_path: Path) -> None:
     for name in (".step-00000007.ucp-partial", ".step-00000008.ucp-partial", ".mine.ucp-partial"):
         (run / name).mkdir()
     at_work = Journal(run / ".step-00000008.ucp-partial" / UNSHARDED.journal, busy_error(run / "step-00000008"))
-    with ucp.snapshot(net, optimizer, run, every=1, busy="wait", keep=1) as snapshots:
+    with ucp.snapshot(run, net, optimizer, every=1, busy="wait", keep=1) as snapshots:
         for step in range(1, 4):
             train(net, optimizer, step)
     at_work.close()
@@ -184,16 +184,16 @@ def test_a_store_that_a_killed_job_was_filling(tmp_path: Path) -> None:
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     path, left = tmp_path / "run.ucpstore", tmp_path / ".run.ucpstore.next"
     with Store.create(left, StoreSchema.of({"a": {"weight": torch.zeros(3)}})):
-        ucp.snapshot(net, optimizer, path).close()
+        ucp.snapshot(path, net, optimizer).close()
         assert left.exists()
-    ucp.snapshot(net, optimizer, path).close()
+    ucp.snapshot(path, net, optimizer).close()
     assert not left.exists()
 
 
 def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
     net = Net()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
-    with ucp.snapshot(net, optimizer, tmp_path / "run", every=1) as snapshots:
+    with ucp.snapshot(tmp_path / "run", net, optimizer, every=1) as snapshots:
         train(net, optimizer, 1)
         assert snapshots.taking.thread is not None
         original = snapshots.taking.thread.join
@@ -230,7 +230,7 @@ def test_copies_rest_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", 64)
     net = Net()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
-    with ucp.snapshot(net, optimizer, tmp_path / "run", avoid_backward=True) as snapshots:
+    with ucp.snapshot(tmp_path / "run", net, optimizer, avoid_backward=True) as snapshots:
         train(net, optimizer, 1)
         assert len(snapshots.taking.measured.blocked) == 1  # from the end of the forward pass to that of the step
         gate = snapshots.taking.throttle = Gate()
@@ -257,7 +257,7 @@ def test_training_waits_for_a_late_copy(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", 64)
     net = Net()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
-    with ucp.snapshot(net, optimizer, tmp_path / "run") as snapshots:
+    with ucp.snapshot(tmp_path / "run", net, optimizer) as snapshots:
         train(net, optimizer, 1)
         gate = snapshots.taking.throttle = Gate()
         snapshots.take()
@@ -295,10 +295,12 @@ def test_an_update_waits_for_its_own_tensors_alone() -> None:
 def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until tensors are others: then pieces are looked for again; other names or shapes are laid out anew."""
     made: list[Any] = []
-    monkeypatch.setattr(snapshot_scheduler, "lay_out", lambda *args, **kw: made.append(1) or make_layout(*args, **kw))
+    monkeypatch.setattr(
+        snapshot_scheduler, "make_layout", lambda *args, **kw: made.append(1) or make_layout(*args, **kw)
+    )
     net = Net()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
-    with ucp.snapshot(net, optimizer, tmp_path / "run", keep=None) as snapshots:
+    with ucp.snapshot(tmp_path / "run", net, optimizer, keep=None) as snapshots:
 
         def taken() -> int:
             snapshots.take()
@@ -331,16 +333,16 @@ def test_failures_are_told(tmp_path: Path) -> None:
     net = Net()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with pytest.raises(UsageError, match="need an optimizer"):
-        ucp.snapshot(net, None, tmp_path / "run")
+        ucp.snapshot(tmp_path / "run", net)
     with pytest.raises(UsageError, match="every=0"):
-        ucp.snapshot(net, optimizer, tmp_path / "run", every=0)
+        ucp.snapshot(tmp_path / "run", net, optimizer, every=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be made"):
-        ucp.snapshot(net, optimizer, tmp_path / "file" / "run")
+        ucp.snapshot(tmp_path / "file" / "run", net, optimizer)
     other = nn.Linear(3, 3)
-    with ucp.snapshot(other, torch.optim.SGD(other.parameters(), lr=0.1), tmp_path / "run.ucpstore") as first:
+    with ucp.snapshot(tmp_path / "run.ucpstore", other, torch.optim.SGD(other.parameters(), lr=0.1)) as first:
         first.take()
-    snapshots = ucp.snapshot(net, optimizer, tmp_path / "run.ucpstore")
+    snapshots = ucp.snapshot(tmp_path / "run.ucpstore", net, optimizer)
     with pytest.raises(UsageError, match="was made for other parameters"):
         snapshots.take()
     snapshots.close()
@@ -392,8 +394,8 @@ def test_a_log_brings_a_snapshot_to_a_later_step(tmp_path: Path, monkeypatch: py
     optimizer = OPTIMIZERS["adam, single"](p for p in net.parameters() if p.requires_grad)
     wanted = {}
     with (
-        ucp.record(net, optimizer, tmp_path / "run"),
-        ucp.snapshot(net, optimizer, tmp_path / "snapshots", every=3, busy="wait", rate=1e5),
+        ucp.record(tmp_path / "run", net, optimizer),
+        ucp.snapshot(tmp_path / "snapshots", net, optimizer, every=3, busy="wait", rate=1e5),
     ):
         for step in range(1, 9):
             train(net, optimizer, step)
@@ -422,7 +424,7 @@ def test_a_durable_snapshot_appears_when_the_disk_has_it(
     monkeypatch.setattr(os, "fsync", noted)
     net = Net()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
-    with ucp.snapshot(net, optimizer, tmp_path / "run", durable=durable) as snapshots:
+    with ucp.snapshot(tmp_path / "run", net, optimizer, durable=durable) as snapshots:
         snapshots.take()
         snapshots.wait()
     files = {path.name for path in snapshots.latest.rglob("*") if path.is_file()}
@@ -434,7 +436,7 @@ def test_a_store_is_replaced_when_the_optimizer_has_made_more_states(tmp_path: P
     net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(3)) for name in ("always", "later")})
     optimizer = torch.optim.AdamW(net.parameters())
     path = tmp_path / "run.ucpstore"
-    with ucp.snapshot(net, optimizer, path, every=1, busy="wait") as snapshots:
+    with ucp.snapshot(path, net, optimizer, every=1, busy="wait") as snapshots:
         snapshots.take()
         for step in range(1, 5):
             optimizer.zero_grad()
@@ -448,7 +450,7 @@ def test_a_store_is_replaced_when_the_optimizer_has_made_more_states(tmp_path: P
             assert torch.equal(found["always"].read("exp_avg", as_torch=True), moment)
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ".json"] == ["run.ucpstore"]
     other = torch.nn.Linear(2, 2)
-    with ucp.snapshot(other, torch.optim.SGD(other.parameters()), path) as snapshots:
+    with ucp.snapshot(path, other, torch.optim.SGD(other.parameters())) as snapshots:
         with pytest.raises(UsageError, match="other parameters or states"):
             snapshots.take()
         with pytest.raises(UsageError, match="other parameters or states"):

@@ -38,7 +38,7 @@ def test_what_is_not_sent_waits_for_the_next_step(tmp_path: Path) -> None:
     total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
     sent = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with ucp.record(model, optimizer, tmp_path / "run", compressed=topk) as recorder:
+    with ucp.record(tmp_path / "run", model, optimizer, compressed=topk) as recorder:
         for _ in range(3):
             x = torch.randn(8, 30)
             model.zero_grad()
@@ -75,4 +75,4 @@ def test_what_topk_cannot_do_is_said(tmp_path: Path) -> None:
         topk.load_state_dict({"weight": torch.zeros(3)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"without state_dict"):
-        ucp.record(model, optimizer, tmp_path / "run", compressed=0.1)  # type: ignore[arg-type]
+        ucp.record(tmp_path / "run", model, optimizer, compressed=0.1)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def train_and_save(
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(out / "dcp"))
     write_state(model, optimizer, out / "reference", rank)
-    handle = ucp.save(model, optimizer, out / "atoms", client_state={"epoch": 3}, asynchronous=kind == "fsdp")
+    handle = ucp.save(out / "atoms", model, optimizer, client_state={"epoch": 3}, asynchronous=kind == "fsdp")
     losses = train(model, optimizer, made, kind, steps, more)
     handle.wait()
     return {"rank": rank, "losses_after": losses}
@@ -139,7 +139,7 @@ def load(
     made = spec_of(spec)
     model, optimizer = build(made, kind)
     train(model, optimizer, made, kind, 50, used)
-    report = ucp.load_into(model, optimizer, path)
+    report = ucp.load_into(path, model, optimizer)
     write_state(model, optimizer, out / "loaded", rank)
     hyper = [{k: v for k, v in g.items() if k in ("lr", "weight_decay", "betas")} for g in optimizer.param_groups]
     losses = train(model, optimizer, made, kind, first, steps)

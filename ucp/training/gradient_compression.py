@@ -3,7 +3,7 @@
 Gradient compression for DDP: only the largest elements of each gradient are sent, the rest waits for the next step.
 
     topk = ucp.TopK(model, fraction=0.01)                       # a DDP module, before its first step
-    recorder = ucp.record(model, optimizer, "run", compressed=topk)
+    recorder = ucp.record("run", model, optimizer, compressed=topk)
 
 What training uses is then sparse, and so is the log (LowDiff). What was not sent is each rank's own state: bases of the
 recorder have it, and `topk.load` takes it from one.

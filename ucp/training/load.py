@@ -229,9 +229,9 @@ class LoadReport:
 
 
 def load_into(
+    path: str | os.PathLike[str],
     model: Any,
     optimizer: Any = None,
-    path: str | os.PathLike[str] | None = None,
     *,
     tag: str | None = None,
     rules: str | Path | None = None,
@@ -249,8 +249,6 @@ def load_into(
     what the checkpoint lacks is left as it is and reported. With the `log` of a run, the job gets the state after
     `step` (a number or `latest`) that follows from the checkpoint; with `exact`, only one that is right in every bit.
     """
-    if path is None:
-        model, optimizer, path = _path_second(model, optimizer)
     rank, size = rank_and_size()
     loader: _RankLoader | None = None
     error: BaseException | None = None
@@ -271,13 +269,6 @@ def load_into(
     raise_on_all(error)
     assert loader is not None
     return loader.run()
-
-
-def _path_second(model: Any, second: Any) -> tuple[Any, Any, str | os.PathLike[str]]:
-    """`load_into(engine, path)` means the path, not an optimizer."""
-    if isinstance(second, (str, os.PathLike)):
-        return model, None, second
-    raise TypeError("load_into needs the path of a checkpoint")
 
 
 class _RankLoader:

@@ -75,9 +75,9 @@ _running: list[SaveHandle] = []  # at most one: two at once would mix their mess
 
 
 def save(
+    path: str | os.PathLike[str],
     model: Any,
     optimizer: Any = None,
-    path: str | os.PathLike[str] | None = None,
     *,
     client_state: dict[str, Any] | None = None,
     asynchronous: bool = False,
@@ -89,10 +89,6 @@ def save(
     `model` is a DeepSpeed engine, or a torch module (plain, DDP, FSDP2) with its `optimizer`. With `asynchronous`, the
     state is copied to the CPU first and written by a thread while training goes on; `wait` of the handle ends it.
     """
-    if path is None:
-        if not isinstance(optimizer, (str, os.PathLike)):
-            raise TypeError("save needs the path of a new folder")
-        optimizer, path = None, optimizer
     for earlier in _running:
         earlier.wait()
     _running.clear()

@@ -437,7 +437,7 @@ def saved_with_names(path: Path, *names: str) -> Path:
     optimizer = torch.optim.Adam(net.parameters())
     torch.stack([p.square().sum() for p in net.parameters()]).sum().backward()
     optimizer.step()
-    ucp.save(net, optimizer, path)
+    ucp.save(path, net, optimizer)
     return path
 
 

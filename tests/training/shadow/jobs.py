@@ -35,7 +35,7 @@ class Job:
 
     def __init__(self, run: Path, width: int = 33, **options: Any) -> None:
         self.build(width)
-        self.recorder = ucp.record(self.net, self.optimizer, run, **options)
+        self.recorder = ucp.record(run, self.net, self.optimizer, **options)
 
     def build(self, width: int) -> None:
         torch.manual_seed(7)

@@ -36,7 +36,7 @@ def followed(
     world = dist.get_world_size()
     engine, place = build(made, world, rank, universal=False)
     told = {"universal_checkpoint_info": gpt.universal_info(made)}
-    recorder = ucp.record(engine, out / "run", to=to, client_state=told)
+    recorder = ucp.record(out / "run", engine, to=to, client_state=told)
     for step in range(1, steps + 1):
         if step == overflow_at:
             spoil(engine)
@@ -57,7 +57,7 @@ def trained(
     """Train without waiting for a shadow; `killed_after` seconds after its first step, rank 1 dies wherever it is."""
     made = spec_of(spec)
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
-    recorder = None if to is None else ucp.record(engine, out / "run", to=to)
+    recorder = None if to is None else ucp.record(out / "run", engine, to=to)
     losses = train(engine, made, place, 1)
     if killed_after is not None and rank == 1:
         threading.Timer(killed_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -75,7 +75,7 @@ def distributed(out: Path, rank: int, *, steps: int, to: str, ask: str) -> dict[
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    recorder = ucp.record(model, optimizer, out / "run", to=to)
+    recorder = ucp.record(out / "run", model, optimizer, to=to)
     (out / "saved").mkdir(exist_ok=True)
     for step in range(1, steps + 1):
         data = torch.randn(4, 17, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -84,7 +84,7 @@ def distributed(out: Path, rank: int, *, steps: int, to: str, ask: str) -> dict[
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         schedule.step()
-        ucp.save(model, optimizer, out / "saved" / f"step{step}")
+        ucp.save(out / "saved" / f"step{step}", model, optimizer)
         if rank == 0:
             _take(ask, step, out / "shadow" / f"step{step}")
         dist.barrier()

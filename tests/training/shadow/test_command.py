@@ -128,7 +128,7 @@ def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.
     net, optimizer, state = expected(step)
     assert_same(state_of(resumed), state)
     again, its = trainer.build()
-    assert ucp.load_into(again, its, tmp_path / "resumed").step == step
+    assert ucp.load_into(tmp_path / "resumed", again, its).step == step
     for number in range(step + 1, step + 6):
         assert trainer.step(again, its, number) == trainer.step(net, optimizer, number)
 
@@ -155,7 +155,7 @@ def test_the_shadow_is_killed(tmp_path: Path, processes: Processes, capsys: pyte
 
 def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     net, optimizer = trainer.build()
-    with ucp.record(net, optimizer, tmp_path / "run") as recorder:
+    with ucp.record(tmp_path / "run", net, optimizer) as recorder:
         trainer.step(net, optimizer, 1)
         recorder.flush()
         shadow, url = processes.shadow("--log", tmp_path / "run")
@@ -174,7 +174,7 @@ def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsy
     torch.set_num_threads(1)
     net, optimizer = trainer.build()
     shadow, url = processes.shadow("--save", tmp_path / "kept")
-    with ucp.record(net, optimizer, tmp_path / "run", to=url) as recorder:
+    with ucp.record(tmp_path / "run", net, optimizer, to=url) as recorder:
         for step in (1, 2, 3):
             trainer.step(net, optimizer, step)
             recorder.flush()

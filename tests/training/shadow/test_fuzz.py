@@ -171,7 +171,7 @@ def test_thousands_of_lies(tmp_path: Path, processes: Processes) -> None:
     torch.set_num_threads(1)
     net, optimizer = trainer.build()
     process, url = processes.shadow()
-    with ucp.record(net, optimizer, tmp_path / "run", to=url) as recorder:
+    with ucp.record(tmp_path / "run", net, optimizer, to=url) as recorder:
         for step in range(1, STEPS + 1):
             trainer.step(net, optimizer, step)
         recorder.flush()

@@ -145,7 +145,7 @@ def test_a_late_shadow_and_a_job_that_begins_again(tmp_path: Path, pairs: list[P
     job.train(2)
     job.recorder.close()
     wait_for(pairs[0].shadow, 5)
-    job.recorder = ucp.record(job.model, job.optimizer, tmp_path, base=None, step=5, to=pairs[0].url)
+    job.recorder = ucp.record(tmp_path, job.model, job.optimizer, base=None, step=5, to=pairs[0].url)
     until(lambda: pairs[0].shadow.status()["epoch"] == 1)
     assert_same(state_of(held(pairs[0].shadow)), job.history[5])
     job.train(2)
@@ -161,13 +161,13 @@ def test_states_without_a_log(tmp_path: Path, pairs: list[Pair]) -> None:
     base = tmp_path / "made" / "base" / "base-000000" / "atoms"
     pairs.append(Pair())
     job = beginning
-    job.recorder = ucp.record(job.model, job.optimizer, to=pairs[0].url, base=str(base))
+    job.recorder = ucp.record(None, job.model, job.optimizer, to=pairs[0].url, base=str(base))
     job.train(3)
     wait_for(pairs[0].shadow, 3)
     assert_same(state_of(held(pairs[0].shadow)), job.history[3])
     job.recorder.close()
     until(lambda: pairs[0].shadow.status()["feeds"] == 0)
-    job.recorder = ucp.record(job.model, job.optimizer, to=pairs[0].url, base=None, step=3)
+    job.recorder = ucp.record(None, job.model, job.optimizer, to=pairs[0].url, base=None, step=3)
     job.train(2)
     wait_for(pairs[0].shadow, 5)
     assert pairs[0].shadow.status()["epoch"] == 1
@@ -243,7 +243,7 @@ def test_a_base_that_was_spread_over_steps(
     del model.phase  # a snapshot cannot be spread over steps in which tensors are replaced
     job = Job(tmp_path / "run", makers()[name], model=model)
     job.train(2)
-    with ucp.snapshot(job.model, job.optimizer, tmp_path / "spread", spread=3, busy="wait") as snapshots:
+    with ucp.snapshot(tmp_path / "spread", job.model, job.optimizer, spread=3, busy="wait") as snapshots:
         job.train(2)
         snapshots.take()
         job.train(2)
@@ -344,16 +344,18 @@ def test_tables_are_compared_with_the_schema() -> None:
 
 def test_a_manifest_that_asks_for_too_much(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     """A state with a shape of its own cannot be larger than the job's parameters."""
-    from ucp.training.recording import epoch_start as recording_sinks
+    from ucp.log.epoch_manifest import EpochManifest
+    from ucp.training.recording import epoch_start
 
     pairs.append(Pair())
-    real = recording_sinks.gather
+    real = epoch_start.all_gather
 
     def larger(value: Any) -> Any:
-        told = real(value)
-        told[0].state_kinds = [*FIRST_KINDS, shaped_kind("row", (1 << 40,))]
-        return told
+        gathered = real(value)
+        if isinstance(gathered[0], EpochManifest):
+            gathered[0].state_kinds = [*FIRST_KINDS, shaped_kind("row", (1 << 40,))]
+        return gathered
 
-    monkeypatch.setattr(recording_sinks, "gather", larger)
+    monkeypatch.setattr(epoch_start, "all_gather", larger)
     with pytest.raises(UcpError, match="more elements than any parameter"):
         Job(tmp_path, makers()["rmsprop"], model=Normed(), to=pairs[0].url)

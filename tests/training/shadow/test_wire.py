@@ -90,7 +90,7 @@ def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: li
     with pytest.raises(UsageError, match="holds one step"):
         ucp.open(pairs[0].url, log=tmp_path / "run", step=2)
     with pytest.raises(StorageError, match="take the copy"):
-        ucp.load_into(job.net, job.optimizer, pairs[0].url)
+        ucp.load_into(pairs[0].url, job.net, job.optimizer)
     job.recorder.close()
 
 
@@ -196,9 +196,9 @@ def test_a_job_that_begins_again_is_followed(tmp_path: Path, pairs: list[Pair]) 
     again = Job.__new__(Job)
     again.net = torch.nn.Sequential(torch.nn.Linear(13, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
     again.optimizer = torch.optim.AdamW(again.net.parameters(), lr=1e-2)
-    ucp.load_into(again.net, again.optimizer, tmp_path / "two")
+    ucp.load_into(tmp_path / "two", again.net, again.optimizer)
     again.step, again.history = 2, {}
-    again.recorder = ucp.record(again.net, again.optimizer, tmp_path / "run", to=pairs[0].url)
+    again.recorder = ucp.record(tmp_path / "run", again.net, again.optimizer, to=pairs[0].url)
     again.train(1)
     again.recorder.flush()
     until(lambda: pairs[0].shadow.status()["step"] == 3)

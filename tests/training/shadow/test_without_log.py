@@ -22,8 +22,8 @@ class Alone(Job):
     def __init__(self, to: Any, base: Path | None, load: Path | None = None) -> None:
         self.build(33)
         if load is not None:
-            self.step = ucp.load_into(self.net, self.optimizer, load).step or 0
-        self.recorder = ucp.record(self.net, self.optimizer, to=to, base=None if base is None else str(base))
+            self.step = ucp.load_into(load, self.net, self.optimizer).step or 0
+        self.recorder = ucp.record(None, self.net, self.optimizer, to=to, base=None if base is None else str(base))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_shadow_that_has_missed_too_much(
     until(lambda: "there is no log" in str(job.shadow_stats()["error"]))
     assert pairs[0].shadow.status()["condition"] == "loading"
     job.recorder.close()
-    ucp.save(job.net, job.optimizer, tmp_path / "new")
+    ucp.save(tmp_path / "new", job.net, job.optimizer)
     again = Alone(pairs[0].url, tmp_path / "new", tmp_path / "new")
     again.train(2)
     wait_for(pairs[0].shadow, again.step)
@@ -124,11 +124,11 @@ def test_what_cannot_be_without_a_log(pairs: list[Pair], beginning: Path) -> Non
     ]
     for options, message in wrong:
         with pytest.raises(UsageError, match=message):
-            ucp.record(job.net, job.optimizer, to=pairs[0].url, **options)
+            ucp.record(None, job.net, job.optimizer, to=pairs[0].url, **options)
     with pytest.raises(UcpError, match="no checkpoint of step 0"):
-        ucp.record(job.net, job.optimizer, to=pairs[0].url, base=None)
+        ucp.record(None, job.net, job.optimizer, to=pairs[0].url, base=None)
     with pytest.raises(TypeError, match="path"):
-        ucp.record(job.net, job.optimizer)
+        ucp.record(None, job.net, job.optimizer)
     alone = Alone(pairs[0].url, beginning)
     with pytest.raises(UsageError, match="no place for bases"):
         alone.recorder.base()

@@ -37,7 +37,7 @@ def main(run: Path, steps: int, url: str | None) -> None:
 
     torch.set_num_threads(1)
     net, optimizer = build()
-    recorder = ucp.record(net, optimizer, run, to=url)
+    recorder = ucp.record(run, net, optimizer, to=url)
     for number in range(1, steps + 1):
         step(net, optimizer, number)
         sys.stdout.write(f"{number}\n")

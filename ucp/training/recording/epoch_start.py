@@ -185,7 +185,7 @@ def start_epoch(
         )
 
     def save_base(folder: Path, asynchronous: bool) -> SaveHandle:
-        return save(model, optimizer, folder, asynchronous=asynchronous, **save_with)
+        return save(folder, model, optimizer, asynchronous=asynchronous, **save_with)
 
     beside = None if compressed is None else lambda folder: save_compression(compressed, folder, rank)
     bases = BaseSaver(run or Path(), epoch, step, first_base, keep_bases, save_base, rank, beside)

@@ -332,9 +332,9 @@ class Recorder:
 
 
 def record(
+    path: str | os.PathLike[str] | None,
     model: Any,
     optimizer: Any = None,
-    path: str | os.PathLike[str] | None = None,
     *,
     what: What = "auto",
     base: str | Literal["now"] | None = "now",
@@ -386,10 +386,8 @@ def record(
     `to="shm://name"`, the steps go to a shadow of this machine through shared memory. Without a `path`, they go to the
     shadow alone: there is no log, so that one that has missed more than the job keeps cannot go on.
     """
-    if path is None and isinstance(optimizer, (str, os.PathLike)):
-        optimizer, path = None, optimizer
     if path is None and to is None:
-        raise TypeError("record needs the path of the run's folder")
+        raise TypeError("record needs the path of a run folder, or to=, the address of a shadow")
     if path is None and base_every is not None:
         raise UsageError("without a folder for the run there is no place for bases", hint="leave base_every= out")
     run = None if path is None else local_path(path, "jobs record")

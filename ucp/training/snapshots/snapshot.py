@@ -31,9 +31,9 @@ Busy = Literal["skip", "wait"]
 
 
 def snapshot(
+    path: str | os.PathLike[str],
     model: Any,
     optimizer: Any = None,
-    path: str | os.PathLike[str] | None = None,
     *,
     every: int | None = None,
     spread: int | Literal["auto"] = 1,
@@ -60,10 +60,6 @@ def snapshot(
     second. With `avoid_backward` they stand still from the end of a forward pass to the next one, when ranks exchange
     gradients. `client_state` may be a function, called at every snapshot.
     """
-    if path is None:
-        if not isinstance(optimizer, (str, os.PathLike)):
-            raise TypeError("snapshot needs a path")
-        optimizer, path = None, optimizer
     folder = local_path(path, "snapshots go")
     made = Snapshots(model, optimizer, folder, keep, busy, durable, Throttle(rate), client_state, rules, preset)
     made._begin(every, spread, avoid_backward)
