@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ucp.checks.findings import Finding
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
-from ucp.containers.inert import Inert
+from ucp.containers.tree import walk
 from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.errors import IntegrityError, UcpError
 from ucp.settings import MIB
@@ -34,7 +34,9 @@ def _read(checkpoint: Checkpoint, meter: ReadMeter) -> Iterator[Finding]:
             yield _finding(file, problem, name)
     seen: set[int] = set()
     for name, tree in checkpoint.extras.trees.items():
-        for atom in _atoms(tree, seen):
+        for atom in walk(tree, seen=seen):
+            if not isinstance(atom, Atom):
+                continue
             meter.check()
             try:
                 for fragment in atom.fragments:
@@ -70,18 +72,3 @@ def _unreadable(path: Path) -> str | None:
     except (ValueError, RecursionError) as error:
         return f"is no JSON ({error})"
     return None
-
-
-def _atoms(value: Any, seen: set[int]) -> Iterator[Atom]:
-    """Every tensor that is carried in a tree; shared branches are looked at once."""
-    todo = [value]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, Atom):
-            yield item
-        elif isinstance(item, (dict, list, tuple, Inert)) and id(item) not in seen:
-            seen.add(id(item))
-            if isinstance(item, Inert):
-                todo += [*item.args, item.kwargs, item.state, *item.items, *item.pairs]
-            else:
-                todo += item.values() if isinstance(item, dict) else item

@@ -16,12 +16,11 @@ from ucp.containers.distcp import (
     KeyPath,
     ObjectArchives,
     TensorArchives,
-    extra_atom,
+    with_extra_atoms,
 )
 from ucp.containers.distcp_writer import ArchiveRange
 from ucp.containers.inert import Inert, TensorRef, class_path
 from ucp.containers.torch_file import TorchFile
-from ucp.containers.tree import replace_leaves
 from ucp.core.box import Box, whole
 from ucp.core.checkpoint import Fragment
 from ucp.core.region import Region
@@ -83,9 +82,7 @@ def _add(found: FullStateDict, archive: TorchFile, item: ArchiveRange, path: Key
         if isinstance(value, Inert) and class_path(type(value)).startswith(_REBUILDERS):
             raise NotUnderstoodError(f"{archive.path}: the bytes of {key} are not its values, as of a conjugate view")
         entry = DcpObject(key, path, [item])
-        found.values[key] = replace_leaves(
-            value, TensorRef, lambda ref, n: extra_atom(archive, item, f"{key}#{n}", ref)
-        )
+        found.values[key] = with_extra_atoms(value, archive, item, key)
     found.folder.entries[key] = entry
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from itertools import count
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.torch_file import TorchFile
-from ucp.containers.tree import replace_leaves
+from ucp.containers.tree import map_leaves
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Note
 from ucp.core.mesh import Mesh
 from ucp.core.region import Region
@@ -42,7 +42,13 @@ _STATE_KEYS: Final = frozenset({"state", "fp32_from_fp16_params"})
 
 def tree_with_atoms(file: str, archive: TorchFile, tree: Any, label: str) -> Any:
     """A copy of `tree` with an atom of kind `extra` for every tensor; parts that are shared stay shared."""
-    return replace_leaves(tree, TensorRef, partial(_extra_atom, file, archive, label))
+    numbers = count()
+    return map_leaves(
+        tree,
+        lambda leaf: isinstance(leaf, TensorRef),
+        lambda ref, _: _extra_atom(file, archive, f"{label}#{next(numbers)}", ref),
+        where=file,
+    )
 
 
 def without_states(tree: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -84,8 +90,7 @@ def _without_tensors(model: Mapping[Any, Any]) -> dict[Any, Any]:
     return kept
 
 
-def _extra_atom(file: str, archive: TorchFile, label: str, ref: TensorRef, number: int) -> Atom:
-    name = f"{label}#{number}"
+def _extra_atom(file: str, archive: TorchFile, name: str, ref: TensorRef) -> Atom:
     if not ref.numel:
         return Atom(name, "extra", ref.shape, ref.dtype, ())
     strides = None if ref.is_contiguous else ref.strides

@@ -1,22 +1,17 @@
-"""Everything that is no parameter state: trees without what became an atom, and the wrapper's neighbours.
-
-Rank files repeat each other: is what extras carry of one what they carry of another?
-
-To find that out takes a third of the time of carrying and writing it down again, for each of a thousand ranks.
-"""
+"""Extras: trees of rank files without the tensors that became atoms, and the files that a trainer adds."""
 
 from __future__ import annotations
 
-import marshal
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.containers.inert import Inert, InertDefaultDict, InertOrderedDict, Size, StorageRef, TensorRef, is_class
+from ucp.containers.inert import Inert, StorageRef, TensorRef
+from ucp.containers.tree import DROP, map_leaves
 from ucp.core.checkpoint import Atom, Fragment, LazyFragments
 from ucp.core.region import Region
-from ucp.errors import NotUnderstoodError, UnsafeError
+from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.read.rank_files import RankFile
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.settings import MIB
@@ -34,8 +29,6 @@ _LAYOUT_KEYS: Final = frozenset(
         "param_alignment_paddings",
     }
 )
-_PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
-_MAX_DEPTH: Final = 200
 _MAX_UNKNOWN_SIZE: Final = 16 * MIB  # a larger file of unknown role is reported and left behind
 
 # Beside the step folder of a trainer: state as torch files; files carried as bytes; copies of weights; of no account.
@@ -46,18 +39,6 @@ _WEIGHT_PATTERNS: Final = ("*.safetensors", "*.safetensors.index.json", "pytorch
 _IGNORED_PATTERNS: Final = ("latest*", "zero_to_fp32.py", "zero_to_torch.py", ".*")
 
 
-class _DroppedValue:
-    """Marks what is left out of a tree."""
-
-
-_DROP: Final = _DroppedValue()
-
-
-def _is_unreadable_tensor(value: Inert) -> bool:
-    """A conjugate or negative view, a quantized tensor: what torch makes of memory by a rule that is not read."""
-    return any(isinstance(arg, StorageRef) for arg in value.args)
-
-
 class TreeCarrier:
     """Turns the tree of one file into what extras carry: without the tensors that became atoms, others as atoms."""
 
@@ -66,7 +47,6 @@ class TreeCarrier:
         self._file = file
         self._label = label
         self._names: set[str] = set()
-        self._done: dict[int, tuple[Any, Any]] = {}  # id → (the value, kept alive; what it became)
 
     @property
     def made_atoms(self) -> bool:
@@ -75,84 +55,20 @@ class TreeCarrier:
 
     def carry(self) -> Any:
         """The tree, or None when nothing of it is left."""
-        carried = self._walk(without_layout_tables(self._file.tree), self._label, 0)
-        return None if carried is _DROP else carried
+        carried = map_leaves(
+            without_layout_tables(self._file.tree),
+            lambda value: isinstance(value, (TensorRef, StorageRef)) or _is_unreadable_tensor(value),
+            self._carry_leaf,
+            path=self._label,
+            where=self._file.name,
+        )
+        return None if carried is DROP else carried
 
-    def _walk(self, value: Any, path: str, depth: int) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str, bytes)):
-            return value
-        if isinstance(value, TensorRef):
-            return _DROP if self._context.is_claimed(value) else self._atom(value, path)
-        if isinstance(value, StorageRef) or (isinstance(value, Inert) and _is_unreadable_tensor(value)):
+    def _carry_leaf(self, value: Any, path: str) -> Any:
+        if not isinstance(value, TensorRef):
             self._context.note("extra-unreadable", f"{path}: a tensor whose bytes are not its values; left out")
-            return _DROP
-        if (
-            is_class(value)
-            or not isinstance(value, (dict, list, tuple, set, frozenset, Inert))
-            or isinstance(value, Size)
-        ):
-            return value
-        if depth > _MAX_DEPTH:
-            raise UnsafeError(
-                f"{self._file.name}: what it stores is nested more than {_MAX_DEPTH} levels deep or in itself"
-            )
-        known = self._done.get(id(value))
-        if known is None:
-            known = self._done[id(value)] = (value, self._container(value, path, depth + 1))
-        return known[1]
-
-    def _container(self, value: Any, path: str, depth: int) -> Any:
-        if isinstance(value, dict):
-            return self._dict(value, path, depth)
-        if isinstance(value, Inert):
-            return self._instance(value, path, depth)
-        if isinstance(value, (set, frozenset)):
-            return value  # members are hashable: no tensors inside that anyone could reach
-        if _PLAIN.issuperset(map(type, value)):
-            return value
-        items = [self._walk(item, f"{path}/{i}", depth) for i, item in enumerate(value)]
-        if items and all(item is _DROP for item in items):
-            return _DROP
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        kept = [None if item is _DROP else item for item in items]
-        return kept if isinstance(value, list) else tuple(kept)
-
-    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        if _PLAIN.issuperset(map(type, value.values())):
-            return value
-        items = {key: self._walk(item, f"{path}/{key}", depth) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
-            return value
-        kept = {key: item for key, item in items.items() if item is not _DROP}
-        if not kept:
-            return _DROP
-        if not isinstance(value, InertOrderedDict):
-            return kept
-        made = InertDefaultDict(value.factory) if isinstance(value, InertDefaultDict) else InertOrderedDict()
-        made.update(kept)
-        made.attributes = value.attributes
-        return made
-
-    def _instance(self, value: Inert, path: str, depth: int) -> Any:
-        parts = (value.args, value.kwargs, value.state, value.items, value.pairs)
-        names = ("args", "kwargs", "state", "items", "pairs")
-        walked = [self._walk(part, f"{path}/{name}", depth) for part, name in zip(parts, names, strict=True)]
-        if all(new is old for new, old in zip(walked, parts, strict=True)):
-            return value
-        args, kwargs, state, items, pairs = (None if part is _DROP else part for part in walked)
-        made = object.__new__(type(value))
-        made.args, made.kwargs, made.state, made.called = tuple(args or ()), dict(kwargs or {}), state, value.called
-        made.items.extend(items or ())
-        made.pairs.extend(pairs or ())
-        return made
-
-    def _atom(self, ref: TensorRef, path: str) -> Atom:
-        known = self._done.get(id(ref))
-        if known is None:
-            known = self._done[id(ref)] = (ref, extra_atom(self._file, ref, self._unused(path)))
-        atom: Atom = known[1]
-        return atom
+            return DROP
+        return DROP if self._context.is_claimed(value) else extra_atom(self._file, value, self._unused(path))
 
     def _unused(self, path: str) -> str:
         name, number = path, 1
@@ -161,6 +77,11 @@ class TreeCarrier:
             name = f"{path}#{number}"
         self._names.add(name)
         return name
+
+
+def _is_unreadable_tensor(value: Any) -> bool:
+    """A conjugate or negative view, a quantized tensor: what torch makes of memory by a rule that is not read."""
+    return isinstance(value, Inert) and any(isinstance(arg, StorageRef) for arg in value.args)
 
 
 def without_layout_tables(tree: Any) -> Any:
@@ -240,71 +161,3 @@ def _files_in(folder: Path) -> list[str]:
 
 def _matches_any(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
-
-
-_PLAIN_TYPES: Final = frozenset({bool, int, float, str, bytes, type(None)})
-_MAX_COMPARED_DEPTH: Final = 100
-_MARSHAL_VERSION: Final = 2  # a version of marshal's format that says the values and nothing else
-
-
-class TreeComparison:
-    """Compares two trees. Tensors for which `is_claimed` is true have become atoms: neither tree carries them."""
-
-    def __init__(self, is_claimed: Callable[[TensorRef], bool]) -> None:
-        self._is_claimed = is_claimed
-        self._compared: set[tuple[int, int]] = set()
-
-    def are(self, a: Any, b: Any, depth: int = 0) -> bool:
-        """Whether two values carry the same; False may also mean that it is not known."""
-        if a is b:
-            return True
-        kind = type(a)
-        if kind is not type(b) or depth > _MAX_COMPARED_DEPTH:
-            return False
-        if kind in _PLAIN_TYPES:
-            return _is_identical(a, b)
-        if kind is TensorRef:
-            return self._is_claimed(a) and self._is_claimed(b)
-        pair = (id(a), id(b))
-        if pair in self._compared:  # or being compared: then the rest decides
-            return True
-        self._compared.add(pair)
-        if kind in (dict, InertOrderedDict, InertDefaultDict):
-            return self._dicts(a, b, depth + 1)
-        if kind in (list, tuple):
-            return self._lists(a, b, depth + 1)
-        if kind is Size:
-            return bool(a == b)
-        if is_class(a) or not isinstance(a, Inert):
-            return a is b
-        return (
-            a.called is b.called
-            and len(a.args) == len(b.args)
-            and all(map(self.are, _parts(a), _parts(b), (depth + 1,) * 5))
-        )
-
-    def _dicts(self, a: dict[Any, Any], b: dict[Any, Any], depth: int) -> bool:
-        if not self._lists(list(a), list(b), depth):
-            return False
-        if isinstance(a, InertOrderedDict) and isinstance(b, InertOrderedDict):
-            if not self.are(a.attributes, b.attributes, depth):
-                return False
-            if isinstance(a, InertDefaultDict) and isinstance(b, InertDefaultDict) and a.factory is not b.factory:
-                return False
-        return self._lists(list(a.values()), list(b.values()), depth)
-
-    def _lists(self, a: Any, b: Any, depth: int) -> bool:
-        if len(a) != len(b):
-            return False
-        if _PLAIN_TYPES.issuperset(map(type, a)):
-            return _PLAIN_TYPES.issuperset(map(type, b)) and _is_identical(a, b)
-        return all(self.are(one, other, depth) for one, other in zip(a, b, strict=True))
-
-
-def _parts(value: Inert) -> Iterable[Any]:
-    return value.args, value.kwargs, value.state, value.items, value.pairs
-
-
-def _is_identical(a: Any, b: Any) -> bool:
-    """Whether plain values, or lists of them, are the same to the last bit: `1`, `1.0` and `True` are not."""
-    return marshal.dumps(a, _MARSHAL_VERSION) == marshal.dumps(b, _MARSHAL_VERSION)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.torch_file import TorchFile
+from ucp.containers.tree import walk
 from ucp.core.box import Shape
 from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.read.stored_shards import TensorInFile, WholeTensor
@@ -165,23 +166,8 @@ def flatten_state_dict(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, A
 
 
 def contains_tensor(value: object) -> bool:
-    """Whether a tensor is anywhere inside an inert value. Shared and cyclic values are looked at once."""
-    seen: set[int] = set()
-    todo: list[object] = [value]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, TensorRef):
-            return True
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, dict):
-            todo.extend(item.values())
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            todo.extend(item)
-        elif isinstance(item, Inert):
-            todo.extend((*item.args, *item.kwargs.values(), item.state, *item.items, *item.pairs))
-    return False
+    """Whether a tensor is anywhere inside an inert value."""
+    return any(isinstance(leaf, TensorRef) for leaf in walk(value))
 
 
 _ZIP_HEADER: Final = struct.Struct("<4s5H3L2H")  # local header of a zip entry

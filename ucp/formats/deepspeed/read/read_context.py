@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.containers.inert import TensorRef
+from ucp.containers.tree import walk
 from ucp.core.checkpoint import Note
 from ucp.formats.deepspeed.read.rank_files import RankFiles
 from ucp.formats.deepspeed.read.shard_table import Problems, ShardTable
@@ -40,17 +41,10 @@ class ReadContext:
 
     def claim_all(self, value: Any) -> int:
         """Take every tensor of a plain tree; returns how many there were."""
-        count = 0
-        todo, seen = [value], set()
-        while todo:
-            item = todo.pop()
-            if isinstance(item, TensorRef):
-                self.claim(item)
-                count += 1
-            elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
-                seen.add(id(item))
-                todo.extend(item.values() if isinstance(item, dict) else item)
-        return count
+        tensors = [leaf for leaf in walk(value, into_objects=False) if isinstance(leaf, TensorRef)]
+        for ref in tensors:
+            self.claim(ref)
+        return len(tensors)
 
     def note(self, id: str, text: str) -> None:
         self.notes.append(Note(id, text))
