@@ -129,7 +129,7 @@ class ParameterView:
 
         As numpy, bfloat16 comes widened to float32 (exactly); other types that numpy lacks need `as_torch`.
         """
-        from ucp.read.region_reader import read_array, read_tensor
+        from ucp.read.arrays import read_array, read_tensor
 
         atom = self.parameter.atoms.get(kind)
         if atom is None:

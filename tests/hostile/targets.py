@@ -26,7 +26,7 @@ from ucp.formats.sharded.rule_files import parse_rules
 from ucp.formats.store.reader import schema_of
 from ucp.log.reader import Log
 from ucp.names.name_tables import parse_table
-from ucp.read.region_reader import read_tensor
+from ucp.read.arrays import read_tensor
 from ucp.training.store.store_loading import load_store
 from ucp.training.store.writer import Store
 

@@ -19,7 +19,7 @@ from tests.store.test_store import damaged, look
 from ucp.errors import UsageError
 from ucp.formats.store.generations import StoreBusyError
 from ucp.formats.store.reader import generation_notes, schema_of
-from ucp.read.region_reader import read_tensor
+from ucp.read.arrays import read_tensor
 from ucp.training.store.writer import Store
 
 FIXTURE = PROJECT / "fixtures" / "z1_bf16_dp2"

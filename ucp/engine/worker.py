@@ -26,7 +26,7 @@ from ucp.read.verbatim import StoredRuns, VerbatimReader, ViewCache
 from ucp.storage.local import SourceFiles, write_all
 
 if TYPE_CHECKING:
-    from ucp.read.atom_reader import SlabReader
+    from ucp.read.atom_reader import AtomReader
 
 
 class OutputDescriptors:
@@ -125,7 +125,7 @@ class CopyWorker:
         self.views = ViewCache(self.block)
         self.outputs = OutputDescriptors(work.folder, work.files, max(1, settings.MAX_OPEN_FILES // work.budget.jobs))
         self.straight: tuple[Atom, VerbatimReader] | None = None
-        self.shaped: SlabReader | None = None
+        self.shaped: AtomReader | None = None
 
     def write(self, part: CopyTask) -> list[WrittenRange]:
         """Write a part; gives what is on disk now, extent by extent."""
@@ -192,15 +192,19 @@ class CopyWorker:
             start, stop = stop, stop + step
 
     def _reshape(self, part: CopyTask, atom: Atom, targets: Sequence[_OpenRange]) -> None:
-        from ucp.read.atom_reader import SlabReader, extract_bytes
+        import numpy as np
+
+        from ucp.read.atom_reader import AtomReader, extract_bytes
+        from ucp.read.casting import raw_dtype
 
         if self.shaped is None or self.shaped.atom is not atom or self.shaped.flat != part.flat:
-            self.shaped = SlabReader(self.work.source, atom, flat=part.flat)
+            self.shaped = AtomReader(self.work.source, atom, flat=part.flat)
         sweep = _sweep(targets)
         for local in slabs(part.block.shape, max(1, len(self.block) // atom.dtype.itemsize)):
             self._check_stop()
             slab = local.shift(part.block.start)
-            values = self.shaped.read(slab, self.block)
+            values = np.frombuffer(self.block, raw_dtype(atom.dtype), slab.numel).reshape(slab.shape)
+            self.shaped.read(slab, values)
             done = 0
             for box, target in sweep.meeting(slab):
                 data = extract_bytes(values, slab, box)

@@ -1,7 +1,7 @@
-"""Memory that begins a page, kept by every thread for its next use.
+"""Page-aligned scratch buffers, reused by each thread.
 
-AMD's Zen copies several times slower where the target lies 1 to 31 bytes after the source, modulo 4,096: as what malloc
-gives in large pieces lies after the pages of a file. New pages cost as much as what is read into them.
+On AMD Zen, a copy is several times slower if destination minus source is 1 to 31 bytes modulo 4,096, as it is for a
+large block of malloc and the pages of a file. Fresh pages cost as much as the read into them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ucp.read.casting import RawArray
 
 class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
-        self.blocks: dict[str, RawArray] = {}
+        self.by_use: dict[str, RawArray] = {}
 
 
 _BUFFERS = _ThreadBuffers()
 
 
 def scratch_buffer(use: str, nbytes: int) -> RawArray:
-    """Room for `nbytes` bytes with any values, good until this thread asks for the same use again."""
-    block = _BUFFERS.blocks.get(use)
-    if block is None or block.size < nbytes:
-        block = _BUFFERS.blocks[use] = page_aligned(nbytes)
-    return block[:nbytes]
+    """An uninitialized buffer of `nbytes` bytes, valid until this thread requests one for the same use again."""
+    buffer = _BUFFERS.by_use.get(use)
+    if buffer is None or buffer.size < nbytes:
+        buffer = _BUFFERS.by_use[use] = page_aligned(nbytes)
+    return buffer[:nbytes]
 
 
 def page_aligned(nbytes: int) -> RawArray:
-    """At least `nbytes` zero bytes that begin a page. A fork has its own: no two processes write the same memory."""
+    """At least `nbytes` zero bytes that start at a page boundary; private to each process after a fork."""
     size = -(-max(1, nbytes) // PAGESIZE) * PAGESIZE
     return np.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)

@@ -1,14 +1,13 @@
-"""Reading atoms slab by slab: every read is one contiguous range of one file.
+"""Reading atoms as arrays, whatever layout the source has: cast, unscaled, averaged, strided or padded on the way.
 
-Slabs that are rearranged or computed on their way: cut along inner dimensions, strided, cast, averaged, padded.
+Bytes that need none of this go through `ucp.read.verbatim`, which does not import numpy.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, product
 from math import prod
 
 import numpy as np
@@ -16,225 +15,231 @@ import numpy as np
 from ucp import settings
 from ucp.core.box import Box, Shape, flat_index, intersect, is_contiguous_in, slabs, strides_of, whole
 from ucp.core.checkpoint import Atom, Fragment
+from ucp.core.region import Region
 from ucp.errors import InconsistentError
 from ucp.read.aligned_buffers import scratch_buffer
 from ucp.read.casting import RawArray, cast, mean, raw_dtype, unscale
-from ucp.read.strided_reader import StridedBlock, StridedReader
-from ucp.read.verbatim import can_flatten, flatten_box
+from ucp.read.strided_reader import AtomBlock, StridedReader
+from ucp.read.verbatim import can_flatten, flatten_box, pieces_are_intervals
 from ucp.storage.local import SourceFiles
 
 
-@dataclass(frozen=True, slots=True)
-class AtomBlock:
-    """A contiguous block of the atom in a file: `box` starts at byte `offset`."""
-
-    box: Box
-    offset: int
-    fragment: Fragment
-
-
 class FragmentCover:
-    """One exact cover of an atom by fragments, searchable by slab.
+    """One exact cover of an atom by fragments, searchable by box.
 
-    With `flat`, slabs and blocks are those of the flattened atom, which makes the arithmetic one-dimensional.
+    With `flat`, boxes and blocks are those of the flattened atom, which makes the arithmetic one-dimensional.
     """
 
     def __init__(self, fragments: Sequence[Fragment], shape: Shape, flat: bool) -> None:
         self.shape = (prod(shape),) if flat else shape
-        extents: list[tuple[int, int, AtomBlock]] = []
+        found: list[tuple[int, int, AtomBlock]] = []
         for fragment in fragments:
             for piece in fragment.region.pieces():
-                box = flatten_box(piece.box, shape) if flat else _clip(piece.box, shape)
-                if box is not None:
-                    offset = fragment.offset + piece.offset * fragment.dtype.itemsize
-                    if not flat and box.start != piece.box.start:
-                        raise AssertionError("padding lies after the real rows, never before")
-                    first = flat_index(box.start, self.shape)
-                    last = flat_index(tuple(stop - 1 for stop in box.stop), self.shape)
-                    # The block keeps its stored box: rows beyond the shape are stepped over, not forgotten.
-                    stored = box if flat else piece.box
-                    extents.append((first, last, AtomBlock(stored, offset, fragment)))
-        extents.sort(key=lambda e: e[0])
-        self._extents = [extent for _, _, extent in extents]
-        self._first = [first for first, _, _ in extents]
-        self._last_so_far = list(accumulate((last for _, last, _ in extents), max))
+                box = flatten_box(piece.box, shape) if flat else intersect(piece.box, whole(shape))
+                if box is None:
+                    continue
+                if not flat and box.start != piece.box.start:
+                    raise AssertionError("padding comes after the real rows, never before")
+                # The block keeps its stored box: padding rows are skipped, but they still determine the strides.
+                stored = box if flat else piece.box
+                strides = fragment.strides or strides_of(stored.shape)
+                offset = fragment.offset + piece.offset * fragment.dtype.itemsize
+                found.append((*_flat_bounds(box, self.shape), AtomBlock(stored, offset, strides, fragment)))
+        found.sort(key=lambda entry: entry[0])
+        self.blocks = [block for _, _, block in found]
+        self._first = [first for first, _, _ in found]
+        self._last_so_far = list(accumulate((last for _, last, _ in found), max))
 
-    @property
-    def blocks(self) -> Sequence[AtomBlock]:
-        """All stored blocks, first ones first."""
-        return self._extents
-
-    def overlapping(self, slab: Box) -> Iterator[tuple[Box, AtomBlock]]:
-        """Every stored block that shares elements with the slab, with the shared box."""
-        first = flat_index(slab.start, self.shape)
-        last = first + slab.numel - 1  # slabs are contiguous
-        for extent in self._extents[bisect_left(self._last_so_far, first) : bisect_right(self._first, last)]:
-            common = intersect(extent.box, slab)
+    def overlapping(self, box: Box) -> Iterator[tuple[Box, AtomBlock]]:
+        """Every stored block that shares elements with `box`, and the shared box."""
+        first, last = _flat_bounds(box, self.shape)
+        for block in self.blocks[bisect_left(self._last_so_far, first) : bisect_right(self._first, last)]:
+            common = intersect(block.box, box)
             if common is not None:
-                yield common, extent
+                yield common, block
 
 
-def _clip(box: Box, shape: Shape) -> Box | None:
-    return intersect(box, Box((0,) * len(shape), shape))
+def _flat_bounds(box: Box, shape: Shape) -> tuple[int, int]:
+    """Row-major positions of the first and the last element of a box."""
+    return flat_index(box.start, shape), flat_index(tuple(stop - 1 for stop in box.stop), shape)
 
 
 class AtomReader:
-    """Reads slabs of one atom. Not thread-safe: each worker has its own, because of the scratch block."""
+    """Reads boxes and regions of one atom. Not thread-safe, because of its buffers: every worker has its own."""
 
     def __init__(self, files: SourceFiles, atom: Atom, *, flat: bool | None = None) -> None:
-        """`flat` says whether slabs are boxes of the flattened atom; by default it is so wherever that is possible."""
+        """With `flat`, `read` takes boxes of the flattened atom; by default it does if the atom can be flattened."""
         self.files = files
         self.atom = atom
-        covers: list[Sequence[Fragment]] = [atom.fragments]
-        if atom.combine == "average":
-            covers.extend(atom.replicas)
-        self.flat = can_flatten(atom) if flat is None else flat
+        self._can_flatten: bool | None = None  # not known yet
+        self.flat = self._flattens() if flat is None else flat
         self.shape: Shape = (atom.numel,) if self.flat else atom.shape
-        self._covers = [FragmentCover(cover, atom.shape, self.flat) for cover in covers]
-        self._across: StridedReader | None = None
+        self._covers_by_form: dict[bool, list[FragmentCover]] = {}
+        self._strided: StridedReader | None = None
 
-    def read(self, slab: Box, out: RawArray) -> None:
-        """Fill `out` (raw, C-contiguous, of the slab's shape and the atom's dtype) with the slab's elements."""
-        if self.atom.combine == "average":
-            raws = []
-            for cover in self._covers:
-                part = np.empty_like(out)
-                self._read_whole(cover, slab, part)
-                raws.append(part)
-            out[...] = mean(raws, self.atom.dtype)
-        else:
-            self._read_whole(self._covers[0], slab, out)
+    def read(self, box: Box, out: RawArray) -> None:
+        """Fill `out` (raw, C-contiguous, of the box's shape and the atom's dtype); padding outside the atom is zero."""
+        self._read(self._covers(self.flat), box, out)
 
-    def overlay(self, slab: Box, out: RawArray) -> int:
-        """Like `read`, but elements that no fragment holds stay as they are; gives the number of filled ones."""
-        return self._read_cover(self._covers[0], slab, out)
+    def overlay(self, box: Box, out: RawArray) -> int:
+        """Like `read`, but elements that no fragment has are left unchanged; returns the number of elements read."""
+        return self._read_cover(self._covers(self.flat)[0], box, box, out)
 
-    def _read_whole(self, cover: FragmentCover, slab: Box, out: RawArray) -> None:
-        filled = self._read_cover(cover, slab, out)
-        if filled != slab.numel:
+    def read_region(self, region: Region, out: RawArray) -> None:
+        """Fill `out` (raw, one-dimensional, contiguous, of the atom's dtype) with the elements of a region, in order.
+
+        Every byte of the region is read once and no others, unless the source stores it in runs so short that reading
+        across the gaps between them is cheaper. Elements outside the atom's shape (padding) become zero.
+        """
+        if out.ndim != 1 or out.size != region.numel or not out.flags.c_contiguous:
+            raise AssertionError(f"{self.atom}: an array of shape {out.shape} for {region.numel} elements")
+        pieces = list(region.pieces())
+        flat = self._flattens() and pieces_are_intervals(pieces, self.atom.shape)
+        covers = self._covers(flat)
+        for piece in pieces:
+            box = flatten_box(piece.box, self.atom.shape) if flat else piece.box
+            self._read(covers, box, out[piece.offset : piece.offset + box.numel].reshape(box.shape))
+
+    def _flattens(self) -> bool:
+        if self._can_flatten is None:
+            self._can_flatten = can_flatten(self.atom)
+        return self._can_flatten
+
+    def _covers(self, flat: bool) -> list[FragmentCover]:
+        """The covers whose mean is the atom; mostly a single one."""
+        covers = self._covers_by_form.get(flat)
+        if covers is None:
+            atom = self.atom
+            fragments = [atom.fragments, *(atom.replicas if atom.combine == "average" else ())]
+            covers = self._covers_by_form[flat] = [FragmentCover(some, atom.shape, flat) for some in fragments]
+        return covers
+
+    def _read(self, covers: Sequence[FragmentCover], box: Box, out: RawArray) -> None:
+        real = intersect(box, whole(covers[0].shape))
+        if real != box:
+            out[...] = 0
+        if real is None:
+            return
+        if self.atom.combine != "average":
+            self._read_whole(covers[0], real, box, out)
+            return
+        for local in slabs(real.shape, self._slab_elements(self.atom.dtype.itemsize)):
+            slab = local.shift(real.start)
+            versions = [np.empty(slab.shape, out.dtype) for _ in covers]
+            for cover, values in zip(covers, versions, strict=True):
+                self._read_whole(cover, slab, slab, values)
+            out[_slices(slab, box)] = mean(versions, self.atom.dtype)
+
+    def _read_whole(self, cover: FragmentCover, real: Box, box: Box, out: RawArray) -> None:
+        count = self._read_cover(cover, real, box, out)
+        if count != real.numel:
             raise InconsistentError(
-                f"parameter {self.atom.name}, {self.atom.kind}: {filled} of {slab.numel} elements of {slab} are there",
+                f"parameter {self.atom.name}, {self.atom.kind}: {count} of {real.numel} elements of {real} are stored",
                 hint="run `ucp verify` on the source to see which ranks are missing",
             )
 
-    def _read_cover(self, cover: FragmentCover, slab: Box, out: RawArray) -> int:
-        """Fill what the cover holds of the slab; gives the number of elements."""
-        filled = 0
-        itemsize = self.atom.dtype.itemsize
-        for common, extent in cover.overlapping(slab):
-            fragment = extent.fragment
-            filled += common.numel
-            inner = common.shift(tuple(-a for a in slab.start))
-            plain = (
-                fragment.dtype == self.atom.dtype
-                and _strides(extent, common) is None
-                and fragment.inline is None
-                and fragment.scale == 1.0
-            )
-            if plain and is_contiguous_in(inner, slab.shape):
-                at = flat_index(inner.start, slab.shape) * itemsize
-                target = out.reshape(-1).view(np.uint8).data[at : at + common.numel * itemsize]
-                self.files.read_into(fragment.file, _position(extent, common), target)
+    def _read_cover(self, cover: FragmentCover, real: Box, box: Box, out: RawArray) -> int:
+        """Put what a cover has of `real` into its place in `out`, which is the array of `box`; returns the number."""
+        count = 0
+        for common, block in cover.overlapping(real):
+            count += common.numel
+            fragment = block.fragment
+            is_plain = fragment.dtype == self.atom.dtype and fragment.inline is None and fragment.scale == 1.0
+            inner = _within(common, box)
+            if is_plain and fragment.strides is None and is_contiguous_in(inner, box.shape):
+                start = flat_index(inner.start, box.shape)
+                self._read_rows(block, common, out.reshape(-1)[start : start + common.numel])
                 continue
-            where = tuple(slice(a, a + n) for a, n in zip(inner.start, inner.shape, strict=True))
-            values = cast(self._stored(extent, common), fragment.dtype, self.atom.dtype)
-            out[where] = values if fragment.scale == 1.0 else unscale(values, self.atom.dtype, fragment.scale)
-        return filled
+            for local in slabs(common.shape, self._slab_elements(fragment.dtype.itemsize)):
+                part = local.shift(common.start)
+                values = cast(self._stored(block, part), fragment.dtype, self.atom.dtype)
+                if fragment.scale != 1.0:
+                    values = unscale(values, self.atom.dtype, fragment.scale)
+                out[_slices(part, box)] = values
+        return count
 
-    def _stored(self, extent: AtomBlock, common: Box) -> RawArray:
-        """The elements of `common` as stored, in its shape."""
-        fragment = extent.fragment
-        kind = raw_dtype(fragment.dtype)
+    @staticmethod
+    def _slab_elements(itemsize: int) -> int:
+        return max(1, settings.SLAB_BYTES // itemsize)
+
+    def _stored(self, block: AtomBlock, part: Box) -> RawArray:
+        """The elements of `part` as stored, in its shape; valid until the next call."""
+        fragment = block.fragment
+        dtype = raw_dtype(fragment.dtype)
         if fragment.inline is not None:
-            return np.frombuffer(fragment.inline, kind).reshape(common.shape)
-        strides = _strides(extent, common)
-        if strides is not None:
-            return self._strided(strides, extent, common)
-        nbytes = common.numel * fragment.dtype.itemsize
-        block = scratch_buffer("rows", nbytes)
-        self.files.read_into(fragment.file, _position(extent, common), block.data)
-        return block.view(kind).reshape(common.shape)
+            values: RawArray = np.frombuffer(fragment.inline, dtype).reshape(block.box.shape)
+            return values[_slices(part, block.box)]
+        if fragment.strides is not None:
+            return self._strided_reader().read(block, part)
+        values = scratch_buffer("stored", part.numel * dtype.itemsize).view(dtype)
+        self._read_rows(block, part, values)
+        return values.reshape(part.shape)
 
-    def _strided(self, strides: Shape, extent: AtomBlock, common: Box) -> RawArray:
-        """Elements that do not lie side by side in the file."""
-        if self._across is None:
-            blocks = (block for cover in self._covers for block in cover.blocks if block.fragment.strides is not None)
-            self._across = StridedReader(self.files, (_strided(b, b.fragment.strides or ()) for b in blocks))
-        return self._across.read(_strided(extent, strides), common)
+    def _read_rows(self, block: AtomBlock, part: Box, out: RawArray) -> None:
+        """Read `part` of a row-major block into `out`, one-dimensional: one read per run that is contiguous on disk."""
+        itemsize = out.itemsize
+        inner, shape = _within(part, block.box), block.box.shape
+        length, step = _runs(inner, shape)
+        is_short = min(length, step - length) * itemsize < settings.SHORT_RUN_BYTES
+        if length < inner.numel and is_short:
+            out[...] = self._strided_reader().read(block, part).reshape(-1)
+            return
+        data = out.view(np.uint8).data
+        for number, first in enumerate(_run_starts(inner, shape, length)):
+            start = number * length * itemsize
+            target = data[start : start + length * itemsize]
+            self.files.read_into(block.fragment.file, block.offset + first * itemsize, target)
 
-
-def _strided(extent: AtomBlock, strides: Shape) -> StridedBlock:
-    return StridedBlock(extent.box, extent.offset, strides, extent.fragment)
-
-
-def _strides(extent: AtomBlock, common: Box) -> Shape | None:
-    """In elements, where `common` does not lie row-major and without gaps in the file; None where it does."""
-    if extent.fragment.strides is not None:
-        return extent.fragment.strides
-    local = common.shift(tuple(-a for a in extent.box.start))
-    # Padding along an inner dimension lies between the rows.
-    return None if is_contiguous_in(local, extent.box.shape) else strides_of(extent.box.shape)
-
-
-def _position(extent: AtomBlock, common: Box) -> int:
-    """Byte offset in the file of the first element of `common`, a block that is contiguous in the stored box."""
-    local = tuple(a - b for a, b in zip(common.start, extent.box.start, strict=True))
-    return extent.offset + flat_index(local, extent.box.shape) * extent.fragment.dtype.itemsize
-
-
-def read_rows(files: SourceFiles, atom: Atom, start: int, stop: int, out: RawArray) -> None:
-    """Rows `[start, stop)` of the first dimension into `out`, slab by slab."""
-    if out.size == 0:
-        return
-    reader = AtomReader(files, atom, flat=False)
-    shape: Shape = (stop - start, *atom.shape[1:]) if atom.shape else ()
-    corner = (start, *(0,) * (len(shape) - 1)) if shape else ()
-    for slab in slabs(shape, max(1, settings.SLAB_BYTES // atom.dtype.itemsize)):
-        at = flat_index(slab.start, shape)
-        target = out.reshape(-1)[at : at + slab.numel].reshape(slab.shape)
-        reader.read(slab.shift(corner), target)
-
-
-class SlabReader:
-    """Reads slabs of one atom into a block of bytes, as arrays. Not thread-safe."""
-
-    def __init__(self, files: SourceFiles, atom: Atom, *, flat: bool) -> None:
-        self.atom = atom
-        self.flat = flat
-        self._reader = AtomReader(files, atom, flat=flat)
-
-    def read(self, slab: Box, block: memoryview) -> RawArray:
-        """The slab, at the start of `block`; it may reach past the atom's shape, and what lies outside is zero."""
-        dtype = self.atom.dtype
-        values: RawArray = np.frombuffer(block, raw_dtype(dtype), slab.numel).reshape(slab.shape)
-        inside = intersect(slab, whole(self._reader.shape))
-        if inside == slab:
-            self._reader.read(slab, values)
-            return values
-        values[...] = 0
-        if inside is None:
-            return values
-        # Padding lies after the real elements, so what is inside begins where the slab does.
-        corner = values[tuple(slice(0, n) for n in inside.shape)]
-        if corner.flags.c_contiguous:
-            self._reader.read(inside, corner)
-        else:
-            real = np.empty(inside.shape, values.dtype)
-            self._reader.read(inside, real)
-            corner[...] = real
-        return values
+    def _strided_reader(self) -> StridedReader:
+        if self._strided is None:
+            covers = chain.from_iterable(self._covers_by_form.values())
+            blocks = (block for cover in covers for block in cover.blocks if block.fragment.strides is not None)
+            self._strided = StridedReader(self.files, blocks)
+        return self._strided
 
 
 def extract_bytes(values: RawArray, slab: Box, box: Box) -> memoryview:
-    """The bytes of those elements of a slab that lie in `box`, in order; none where they do not meet."""
+    """The bytes of those elements of a slab that are in `box`, in order; none if the two do not overlap."""
     common = intersect(box, slab)
     if common is None:
         return memoryview(b"")
-    inner = common.shift(tuple(-a for a in slab.start))
+    inner = _within(common, slab)
     if is_contiguous_in(inner, slab.shape):
-        at = flat_index(inner.start, slab.shape)
-        picked = values.reshape(-1)[at : at + common.numel]
+        start = flat_index(inner.start, slab.shape)
+        wanted = values.reshape(-1)[start : start + common.numel]
     else:
-        where = tuple(slice(a, a + n) for a, n in zip(inner.start, inner.shape, strict=True))
-        picked = np.ascontiguousarray(values[where]).reshape(-1)
-    return picked.view(np.uint8).data
+        wanted = np.ascontiguousarray(values[_slices(common, slab)]).reshape(-1)
+    return wanted.view(np.uint8).data
+
+
+def _within(box: Box, outer: Box) -> Box:
+    """`box` in the coordinates of `outer`."""
+    return box.shift(tuple(-a for a in outer.start))
+
+
+def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The index of `box` in the array of `outer`."""
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.start, box.shape, outer.start, strict=True))
+
+
+def _runs(inner: Box, shape: Shape) -> tuple[int, int]:
+    """(length, step) in elements of the contiguous runs of `inner` in a row-major tensor of `shape`."""
+    length, dim = 1, inner.ndim
+    while dim:
+        dim -= 1
+        length *= inner.shape[dim]
+        if inner.shape[dim] != shape[dim]:
+            break
+    while dim and inner.shape[dim - 1] == 1:
+        dim -= 1
+    return length, prod(shape[dim:])
+
+
+def _run_starts(inner: Box, shape: Shape, length: int) -> Iterator[int]:
+    """Row-major positions where the runs of `inner` start, in order."""
+    lead = inner.ndim
+    while prod(inner.shape[lead:]) < length:
+        lead -= 1
+    tail = inner.start[lead:]
+    for index in product(*(range(a, a + n) for a, n in zip(inner.start[:lead], inner.shape[:lead], strict=True))):
+        yield flat_index((*index, *tail), shape)

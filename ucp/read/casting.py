@@ -1,7 +1,7 @@
-"""Casts between element types on raw blocks, without torch.
+"""Casts between element types on raw arrays, without torch.
 
-numpy has no bfloat16 and no fp8, so a *raw* array holds such elements as unsigned integers of the same size. All
-functions here take and give raw arrays; rounding is to nearest even, as torch rounds.
+numpy has neither bfloat16 nor fp8, so a *raw* array holds such elements as unsigned integers of the same size. All
+functions here take and return raw arrays; rounding is to nearest even, as in torch.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _NATIVE = {
 
 
 def raw_dtype(dtype: DType) -> np.dtype[Any]:
-    """The numpy type that carries elements of `dtype`: itself where numpy has it, else unsigned integers."""
+    """The numpy type of raw elements: `dtype` itself if numpy has it, otherwise an unsigned integer of that size."""
     return _NATIVE.get(dtype.name) or np.dtype(f"uint{8 * dtype.itemsize}")
 
 
 def can_cast(source: DType, target: DType) -> bool:
-    """Can `cast` turn one into the other?"""
+    """Whether `cast` supports this pair of types."""
     return source == target or all(dtype.name in _NATIVE or dtype == BFLOAT16 for dtype in (source, target))
 
 
 def cast(raw: RawArray, source: DType, target: DType) -> RawArray:
-    """Raw elements of `source` as raw elements of `target`; the same array where nothing changes."""
+    """Raw elements of type `source` as raw elements of type `target`; the same array if the types are equal."""
     if source == target:
         return raw
     if not can_cast(source, target):
         raise UsageError(f"cannot cast {source} to {target}", hint="keep the stored dtype; cast with torch afterwards")
     values = widen(raw, source)
-    with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity is what a narrowing cast means
+    with np.errstate(over="ignore", invalid="ignore"):  # a narrowing cast may overflow to infinity
         result: RawArray = _to_bfloat16(values) if target == BFLOAT16 else values.astype(raw_dtype(target))
     return result
 
 
 def widen(raw: RawArray, source: DType) -> RawArray:
-    """Raw elements as numbers that numpy can compute with: bfloat16 becomes float32, the rest stays as it is."""
+    """Raw elements as numbers that numpy can compute with: bfloat16 becomes float32, other types are unchanged."""
     if source == BFLOAT16:
         wide: RawArray = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide
@@ -61,7 +61,7 @@ def _to_bfloat16(values: RawArray) -> RawArray:
         values = values.astype(np.float32)
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Rounding would carry a NaN's payload into infinity; torch gives the canonical quiet NaN.
+    # Rounding would carry the payload of a NaN into infinity; torch returns the canonical quiet NaN.
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     if is_nan.any():
         rounded = np.where(is_nan, np.uint32(0x7FC0), rounded)
@@ -70,7 +70,7 @@ def _to_bfloat16(values: RawArray) -> RawArray:
 
 
 def mean(raws: list[RawArray], dtype: DType) -> RawArray:
-    """The arithmetic mean of equally shaped raw arrays: summed in order, then divided, in at least float32."""
+    """The arithmetic mean of raw arrays of equal shape: summed in order, then divided, in at least float32."""
     wide = _compute_dtype(dtype)
     total = cast(raws[0], dtype, wide)
     for raw in raws[1:]:

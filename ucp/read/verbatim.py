@@ -1,7 +1,7 @@
-"""When dimensions do not matter: atoms whose pieces are intervals of the flattened tensor, and their straight copy.
+"""The fast path of reading: bytes that are copied unchanged, without numpy.
 
-Most bytes of most conversions go from file to file as they are. That path needs integers and a block of memory only,
-so it works without numpy, whose import costs as much as moving a few hundred megabytes.
+In most conversions most bytes go from file to file unchanged. That needs integers and a block of memory only, and
+importing numpy would take as long as moving a few hundred megabytes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,12 @@ from ucp.core.strided_runs import StridedRun, StridedSpan, strided_runs
 from ucp.errors import InconsistentError
 from ucp.storage.local import SourceFiles
 
-
-def pieces_are_intervals(pieces: Iterable[RegionPiece], shape: Shape) -> bool:
-    """Does every piece occupy one interval of the flattened tensor, so that dimensions do not matter?"""
-    return all(_is_interval(piece.box, shape) for piece in pieces)
-
-
-def flatten_box(box: Box, shape: Shape) -> Box:
-    """A box that is contiguous in `shape`, as a box of the flattened tensor."""
-    return Box((flat_index(box.start, shape),), (box.numel,))
-
-
-def _is_interval(box: Box, shape: Shape) -> bool:
-    return is_contiguous_in(box, shape) and all(a + n <= m for a, n, m in zip(box.start, box.shape, shape, strict=True))
+# The runs of an atom's flattened elements, each with the fragment that stores it.
+StoredRuns = Sequence[tuple[StridedRun, Fragment]]
 
 
 def can_flatten(atom: Atom) -> bool:
-    """May this atom be read as if it had one dimension?"""
+    """Whether the atom can be read as if it had one dimension: every fragment is made of intervals of it."""
     covers: list[Sequence[Fragment]] = [atom.fragments]
     if atom.combine == "average":
         covers.extend(atom.replicas)
@@ -44,101 +33,112 @@ def can_flatten(atom: Atom) -> bool:
 
 
 def _is_intervals(region: Region, shape: Shape) -> bool:
-    found = strided_runs(region, shape)
-    return found is not None and all(stripe.times == 1 for stripe in found)
+    runs = strided_runs(region, shape)
+    return runs is not None and all(run.times == 1 for run in runs)
+
+
+def pieces_are_intervals(pieces: Iterable[RegionPiece], shape: Shape) -> bool:
+    """Whether every piece is one interval of the flattened tensor."""
+    return all(
+        is_contiguous_in(piece.box, shape) and all(stop <= n for stop, n in zip(piece.box.stop, shape, strict=True))
+        for piece in pieces
+    )
+
+
+def flatten_box(box: Box, shape: Shape) -> Box:
+    """A box that is contiguous in `shape`, as a box of the flattened tensor."""
+    return Box((flat_index(box.start, shape),), (box.numel,))
 
 
 def is_verbatim(atom: Atom) -> bool:
-    """Are the stored bytes of this atom its logical bytes, in some order: no cast, scale, mean or number?"""
+    """Whether the stored bytes are the bytes of the atom, in some order: no cast, scale, mean or inline number."""
     return atom.combine == "copy" and all(
         f.dtype == atom.dtype and f.inline is None and f.scale == 1.0 and f.strides is None for f in atom.fragments
     )
 
 
-def runs_are_long(held: Iterable[StridedRun], dtype: DType) -> bool:
-    """Is a run so long that moving it costs more than finding it?"""
-    return all(stripe.times == 1 or stripe.run * dtype.itemsize >= settings.LONG_RUN_BYTES for stripe in held)
-
-
-StoredRuns = Sequence[tuple[StridedRun, Fragment]]
+def runs_are_long(runs: Iterable[StridedRun], dtype: DType) -> bool:
+    """Whether every run is so long that moving it costs more than locating it."""
+    return all(run.times == 1 or run.run * dtype.itemsize >= settings.LONG_RUN_BYTES for run in runs)
 
 
 def stored_runs(atom: Atom) -> StoredRuns | None:
-    """Where the stored elements of an atom go in the flattened tensor.
+    """The runs of the flattened atom in which its elements are stored.
 
-    None where they are not its bytes, or go there in runs so short that they are better moved together.
+    None if the stored bytes are not the atom's bytes, or if the runs are so short that numpy moves them faster.
     """
     if not is_verbatim(atom):
         return None
-    held: list[tuple[StridedRun, Fragment]] = []
+    stored: list[tuple[StridedRun, Fragment]] = []
     for fragment in atom.fragments:
-        found = strided_runs(fragment.region, atom.shape, padded=True)
-        if found is None or not runs_are_long(found, atom.dtype):
+        runs = strided_runs(fragment.region, atom.shape, padded=True)
+        if runs is None or not runs_are_long(runs, atom.dtype):
             return None
-        held.extend((stripe, fragment) for stripe in found)
-    return held
+        stored.extend((run, fragment) for run in runs)
+    return stored
 
 
 class ViewCache:
-    """Runs of bytes of one block of memory.
+    """Memoryviews of runs of one block of memory.
 
-    They are kept: slabs of a tensor are mostly cut alike, and to make the views takes as long as to move their bytes.
+    They are cached, because slabs of a tensor mostly consist of the same runs, and making the views takes as long as
+    moving their bytes.
     """
 
     def __init__(self, block: memoryview) -> None:
         self.block = block
-        self._kept: dict[StridedSpan, list[memoryview]] = {}
+        self._views: dict[StridedSpan, list[memoryview]] = {}
         self._count = 0
 
-    def of(self, runs: StridedSpan) -> list[memoryview]:
-        """A view of each run."""
-        found = self._kept.get(runs)
-        if found is None:
+    def of(self, span: StridedSpan) -> list[memoryview]:
+        """One view per run."""
+        views = self._views.get(span)
+        if views is None:
             if self._count >= settings.CACHED_VIEWS:
-                self._kept.clear()
+                self._views.clear()
                 self._count = 0
             block = self.block
-            found = self._kept[runs] = [block[first:last] for first, last in runs.intervals()]
-            self._count += len(found)
-        return found
+            views = self._views[span] = [block[first:last] for first, last in span.intervals()]
+            self._count += len(views)
+        return views
 
 
 class VerbatimReader:
-    """Reads byte ranges of an atom that is stored as it is, in stripes. Safe to share between threads."""
+    """Reads byte ranges of an atom whose bytes are stored unchanged. Safe to share between threads."""
 
     def __init__(self, files: SourceFiles, atom: Atom, stored: StoredRuns) -> None:
-        """`stored` is what `stored_stripes` gives for this atom."""
+        """`stored` is what `stored_runs` returns for this atom."""
         self._files = files
-        _check_cover(atom, [stripe for stripe, _ in stored])
+        _check_cover(atom, [run for run, _ in stored])
         size = atom.dtype.itemsize
-        self._held = sorted((stripe.scaled(size, fragment.offset), fragment.file) for stripe, fragment in stored)
-        self._starts = [stripe.first for stripe, _ in self._held]
-        self._ends = list(accumulate((stripe.stop for stripe, _ in self._held), max))
+        self._runs = sorted((run.scaled(size, fragment.offset), fragment.file) for run, fragment in stored)
+        self._starts = [run.first for run, _ in self._runs]
+        self._ends = list(accumulate((run.stop for run, _ in self._runs), max))
 
     def read(self, start: int, stop: int, out: ViewCache) -> None:
-        """Put the atom's bytes `[start, stop)` where the block begins."""
-        for stripe, file in self._held[bisect_right(self._ends, start) : bisect_left(self._starts, stop)]:
-            runs = stripe.within(start, stop)
-            if runs.times:
-                self._files.scatter(file, stripe.offset + stripe.before(start), out.of(runs), runs.numel)
+        """Read the atom's bytes `[start, stop)` to the start of the block."""
+        for run, file in self._runs[bisect_right(self._ends, start) : bisect_left(self._starts, stop)]:
+            span = run.within(start, stop)
+            if span.times:
+                self._files.scatter(file, run.offset + run.before(start), out.of(span), span.numel)
 
 
-def _check_cover(atom: Atom, held: Sequence[StridedRun]) -> None:
-    """Every element must be there once."""
-    if all(stripe.times == 1 for stripe in held):
-        at = 0
-        for stripe in sorted(held):
-            if stripe.first != at:
+def _check_cover(atom: Atom, runs: Sequence[StridedRun]) -> None:
+    """Raise InconsistentError unless every element is stored exactly once."""
+    if all(run.times == 1 for run in runs):
+        position = 0
+        for run in sorted(runs):
+            if run.first != position:
                 break
-            at = stripe.stop
-        if at == atom.numel:
+            position = run.stop
+        if position == atom.numel:
             return
     else:
         defect = next(coverage(atom.shape, [piece.box for f in atom.fragments for piece in f.region.pieces()]), None)
         if defect is None:
             return
-        at = flat_index(defect.box.start, atom.shape)
+        position = flat_index(defect.box.start, atom.shape)
     raise InconsistentError(
-        f"parameter {atom.name}, {atom.kind}: element {at} of {atom.numel} is missing or there twice",
+        f"parameter {atom.name}, {atom.kind}: element {position} of {atom.numel} is missing or stored twice",
         hint="run `ucp verify` on the source to see which ranks are missing",
     )

@@ -26,8 +26,8 @@ from ucp.errors import InconsistentError
 from ucp.log.codecs import bits_type
 from ucp.log.reader import LogStream
 from ucp.log.stream_schema import LogBlock
+from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import RawArray, raw_dtype
-from ucp.read.region_reader import RegionReader
 from ucp.replay.gradients import Gradients, as_torch, consumed, torch_dtype
 from ucp.replay.kernels import PARAM, ReplayKernel, StateChunk
 from ucp.replay.logged_states import DiffChain, LoggedStates
@@ -164,7 +164,7 @@ class ChunkReplay:
             place.copy_(as_torch(raw, dtype))
         elif atom is not None and len(place):
             values = np.frombuffer(tensor_bytes(place), raw_dtype(atom.dtype))
-            RegionReader(self.base, atom).read(block.region.cut(inside.start, inside.stop), values)
+            AtomReader(self.base, atom, flat=False).read_region(block.region.cut(inside.start, inside.stop), values)
 
     def _stored(self, block: LogBlock, dtype: DType, atom: Atom | None, chain: DiffChain) -> RawArray:
         """A state of a block at the end of a chain of stored values, which may begin with the value in the base."""
@@ -172,7 +172,7 @@ class ChunkReplay:
             return self.tensor.stored.follow(chain, None)
         bits = np.zeros(block.count, bits_type(dtype))
         if atom is not None:
-            RegionReader(self.base, atom).read(block.region, bits.view(raw_dtype(atom.dtype)))
+            AtomReader(self.base, atom, flat=False).read_region(block.region, bits.view(raw_dtype(atom.dtype)))
         return self.tensor.stored.follow(chain, bits)
 
     def _target(self, kind: str, dtype: DType, *, made: bool) -> torch.Tensor | None:

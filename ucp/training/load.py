@@ -23,8 +23,8 @@ from ucp.core.rules import RuleBook
 from ucp.errors import InconsistentError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.rule_files import load_rule_book
+from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
-from ucp.read.region_reader import RegionReader
 from ucp.replay.open_at import open_at
 from ucp.storage.local import SourceFiles
 from ucp.training.adapters import describe_job
@@ -130,7 +130,7 @@ class TensorFiller:
             _zero_padding(flat, shares)
         for read in reads:
             self.held += read.nbytes
-            reader = RegionReader(self.files, read.atom)
+            reader = AtomReader(self.files, read.atom, flat=False)
             if flat is None:
                 _fill_strided(reader, read.region, local)
             else:
@@ -156,10 +156,10 @@ def _zero_padding(flat: torch.Tensor, shares: Sequence[ParamSlice]) -> None:
     flat[at:].zero_()
 
 
-def _fill_flat(reader: RegionReader, region: Region, target: torch.Tensor) -> None:
+def _fill_flat(reader: AtomReader, region: Region, target: torch.Tensor) -> None:
     dtype = reader.atom.dtype
     if target.device.type == "cpu":
-        reader.read(region, raw_view(target, dtype))
+        reader.read_region(region, raw_view(target, dtype))
         return
     step = max(1, settings.BOUNCE_BYTES // dtype.itemsize)
     for start in range(0, region.numel, step):
@@ -167,7 +167,7 @@ def _fill_flat(reader: RegionReader, region: Region, target: torch.Tensor) -> No
         target.narrow(0, start, part.numel).copy_(_block(reader, part))
 
 
-def _fill_strided(reader: RegionReader, region: Region, target: torch.Tensor) -> None:
+def _fill_strided(reader: AtomReader, region: Region, target: torch.Tensor) -> None:
     """A tensor that does not lie row-major in memory (channels last): block by block, through a buffer."""
     shape = tuple(target.shape)
     for box in slabs(shape, max(1, settings.BOUNCE_BYTES // reader.atom.dtype.itemsize)):
@@ -176,11 +176,11 @@ def _fill_strided(reader: RegionReader, region: Region, target: torch.Tensor) ->
         target[where].copy_(_block(reader, region.cut(start, start + box.numel)).view(box.shape))
 
 
-def _block(reader: RegionReader, region: Region) -> torch.Tensor:
+def _block(reader: AtomReader, region: Region) -> torch.Tensor:
     import torch
 
     raw = np.empty(region.numel, raw_dtype(reader.atom.dtype))
-    reader.read(region, raw)
+    reader.read_region(region, raw)
     return torch.from_numpy(raw.view(np.uint8)).view(getattr(torch, reader.atom.dtype.name))
 
 

@@ -18,8 +18,8 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Paramete
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
 from ucp.errors import UcpError, first_few
+from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import can_cast, raw_dtype, widen
-from ucp.read.region_reader import read_region
 from ucp.storage.local import SourceFiles
 from ucp.training.live_job import LiveJob, LiveTensor, ParamSlice, SteppedTensor, dtype_of
 from ucp.training.optimizer_states import expected_kinds
@@ -195,7 +195,7 @@ class LoadPlanner:
         known = self._numbers.get(key)
         if known is None:
             raw = np.empty(1, raw_dtype(atom.dtype))
-            read_region(self.files, atom, Region.all_of(atom.shape), raw)
+            AtomReader(self.files, atom, flat=False).read_region(Region.all_of(atom.shape), raw)
             known = self._numbers[key] = (widen(raw, atom.dtype)[0].item(), fragment.dtype)
         return known
 

@@ -34,7 +34,7 @@ from ucp.core.dtypes import BY_NAME, DType
 from ucp.errors import UcpError, UsageError
 from ucp.formats.deepspeed.step_files import classify_files
 from ucp.formats.translate.torch_extras import DEEPSPEED_RESERVED_KEYS, complete_scheduler_state, find_scheduler_state
-from ucp.read.region_reader import read_tensor
+from ucp.read.arrays import read_tensor
 from ucp.training.live_job import LiveJob
 
 _ATOMIC: Final = (bool, int, float, complex, str, bytes)

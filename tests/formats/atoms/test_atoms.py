@@ -21,7 +21,7 @@ from ucp.core.region import Region
 from ucp.core.rules import Rule
 from ucp.errors import IntegrityError, NotUnderstoodError, UsageError
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
-from ucp.read.region_reader import read_array
+from ucp.read.arrays import read_array
 
 
 @pytest.fixture

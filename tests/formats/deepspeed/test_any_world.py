@@ -20,8 +20,8 @@ from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.core.rules import Rule, RuleBook
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
+from ucp.read.arrays import read_array
 from ucp.read.casting import cast, raw_dtype
-from ucp.read.region_reader import read_array
 
 TP = (1, 2, 3)
 

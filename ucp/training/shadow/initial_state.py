@@ -26,8 +26,8 @@ from ucp.log.epoch_manifest import MANIFEST, EpochManifest
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import EPOCH, Epoch, EpochSpan, Log, LogStream
 from ucp.log.stream_schema import parse_shaped_kind
+from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
-from ucp.read.region_reader import read_region
 from ucp.replay.at_step import replay_to_step
 from ucp.replay.exactness import ALL_PARAMETERS, ApproximationLabel, approximation_reasons, find_kernel
 from ucp.replay.open_at import find_base
@@ -66,7 +66,7 @@ def load_values(
 
 def _read_value(atom: Atom, files: SourceFiles) -> ShadowValue:
     out = np.empty(atom.numel, raw_dtype(atom.dtype))
-    read_region(files, atom, Region.all_of(atom.shape), out)
+    AtomReader(files, atom, flat=False).read_region(Region.all_of(atom.shape), out)
     return ShadowValue(atom.shape, atom.dtype, out.tobytes())
 
 

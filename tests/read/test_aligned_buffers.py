@@ -1,4 +1,4 @@
-"""Memory that is kept for the next use."""
+"""Page-aligned scratch buffers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ print(*scratch_buffer("test", 8))
 """
 
 
-def test_a_fork_has_memory_of_its_own(project: Path) -> None:
-    """Workers that are forked after their parent has used it must not read into each other's."""
+def test_a_fork_has_its_own_buffers(project: Path) -> None:
+    """Workers that are forked after their parent has used a buffer must not read into each other's."""
     done = subprocess.run([sys.executable, "-c", IN_A_FORK], cwd=project, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1"] * 8
 
 
-def test_it_begins_a_page_and_is_kept() -> None:
+def test_a_buffer_is_page_aligned_and_reused() -> None:
     block = scratch_buffer("test", 5000)
     assert block.ctypes.data % PAGESIZE == 0
     assert block.size == 5000

@@ -1,4 +1,4 @@
-"""Transposed matrices are read as numpy turns them over, whatever the sizes of slabs, strips and tiles."""
+"""Transposed matrices are read as numpy transposes them, whatever the sizes of slabs, strips and tiles."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_blocks_of_columns_become_rows(
     assert (np.concatenate(found) == np.concatenate(expected).reshape(-1)).all()
 
 
-def test_a_stored_matrix_is_not_read_once_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stored_matrix_is_not_read_again_for_every_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three parts that take turns, as q, k and v of GPT-2 do: every byte is read a few times at most."""
     width, heads, rows = 32, 16, 4
     total = 3 * heads * rows

@@ -1,4 +1,4 @@
-"""The straight copy: bytes that go as they are, without arrays."""
+"""The verbatim path: bytes that are copied unchanged, without numpy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(folder: Path, atom: Atom, start: int, stop: int) -> bytes:
 
 
 @given(data=st.data(), shape=shapes(), dtype=st.sampled_from(DTYPES))
-def test_any_range_of_any_cut(
+def test_any_range_of_any_layout(
     data: st.DataObject, shape: tuple[int, ...], dtype: DType, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("flat")
@@ -59,15 +59,17 @@ def test_any_range_of_any_cut(
         pytest.param(lambda _: (), id="nothing there"),
     ],
 )
-def test_says_which_element_is_not_there_once(damage: Callable[..., tuple[object, ...]], tmp_path: Path) -> None:
+def test_an_element_that_is_not_stored_exactly_once_is_named(
+    damage: Callable[..., tuple[object, ...]], tmp_path: Path
+) -> None:
     values = values_of((10, 7), FLOAT32)
     atom = write_shards(tmp_path, values, FLOAT32, THREE_INTERVALS)
     damaged = replace(atom, fragments=damage(atom.fragments))
-    with pytest.raises(InconsistentError, match=r"parameter p, weight: element \d+ of 70 is missing or there twice"):
+    with pytest.raises(InconsistentError, match=r"parameter p, weight: element \d+ of 70 is missing or stored twice"):
         read(tmp_path, damaged, 0, values.nbytes)
 
 
-def test_casts_scales_means_and_numbers_are_not_stored_as_they_are(tmp_path: Path) -> None:
+def test_casts_scales_means_and_inline_numbers_are_not_verbatim(tmp_path: Path) -> None:
     atom = write_shards(tmp_path, values_of((4, 4), FLOAT32), FLOAT32, THREE_INTERVALS)
     first, *rest = atom.fragments
     assert is_verbatim(atom)
@@ -98,7 +100,7 @@ print("numpy" in sys.modules)
 """
 
 
-def test_a_straight_copy_imports_no_numpy(tmp_path: Path) -> None:
+def test_a_verbatim_copy_does_not_import_numpy(tmp_path: Path) -> None:
     data = os.urandom(4 * 64 * 64)
     (tmp_path / "source").write_bytes(data)
     command = [sys.executable, "-c", CONVERSION, str(tmp_path), str(tmp_path / "out")]

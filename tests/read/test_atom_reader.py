@@ -1,4 +1,4 @@
-"""Whatever the layout on disk, reading gives the whole, element by element."""
+"""Boxes of an atom are read element by element, whatever the layout on disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
 from ucp.core.region import Region
 from ucp.core.rules import Rule
 from ucp.errors import InconsistentError, IntegrityError, UsageError
+from ucp.read.arrays import read_array, read_tensor
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import cast, raw_dtype
-from ucp.read.region_reader import read_array, read_tensor
 from ucp.storage.local import SourceFiles
 
 
@@ -36,7 +36,7 @@ def read_by_slabs(folder: Path, atom: Atom, limit: int, flat: bool | None) -> np
 
 
 @given(data=st.data())
-def test_any_cut_reads_back_whole(data: st.DataObject) -> None:
+def test_any_layout_reads_back_the_whole_atom(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     cut = data.draw(cuts(shape))
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -65,7 +65,7 @@ def test_vocabulary_padding_is_left_out(tmp_path: Path) -> None:
     assert read_array(tmp_path, replace(atom, shape=(5, 3))).tobytes() == padded[:5].tobytes()
 
 
-def test_a_gap_is_an_error_with_the_parameter_in_it(tmp_path: Path) -> None:
+def test_a_gap_is_an_error_that_names_the_parameter(tmp_path: Path) -> None:
     atom = write_shards(tmp_path, values_of((8, 3), FLOAT32), FLOAT32, Cut(Rule("split", dim=0), 2, ()))
     with pytest.raises(InconsistentError, match=r"p, weight: 12 of 24"):
         read_array(tmp_path, replace(atom, fragments=atom.fragments[:1]))
@@ -123,7 +123,7 @@ def test_rows_of_a_scalar_are_refused(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_contiguity_is_what_numpy_says(data: st.DataObject) -> None:
+def test_contiguity_agrees_with_numpy(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     box = Box(start, tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True)))

@@ -1,4 +1,4 @@
-"""Casts without torch give torch's bits."""
+"""Casts without torch return the same bits as torch."""
 
 from __future__ import annotations
 

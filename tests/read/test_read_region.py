@@ -1,4 +1,4 @@
-"""Any region of an atom, read from any layout of it, is that region, and costs no more bytes than it has."""
+"""Any region of an atom can be read from any layout, and only its own bytes are read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
 from ucp.core.region import Region
 from ucp.core.rules import Rule
 from ucp.errors import InconsistentError
+from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import cast, raw_dtype
-from ucp.read.region_reader import read_region
 from ucp.storage.local import SourceFiles
 
 
@@ -41,7 +41,7 @@ class Counting(SourceFiles):
 def read(folder: Path, atom: Atom, region: Region) -> tuple[np.ndarray[Any, Any], int]:
     out = np.full(region.numel, 1, raw_dtype(atom.dtype))
     with Counting(folder) as files:
-        read_region(files, atom, region, out)
+        AtomReader(files, atom, flat=False).read_region(region, out)
         return out, files.read_bytes
 
 
@@ -56,7 +56,7 @@ def limits(short: int, slab: int) -> Iterator[None]:
 
 
 @given(data=st.data())
-def test_any_layout_gives_any_region(data: st.DataObject) -> None:
+def test_any_region_of_any_layout(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     source, target = data.draw(cuts(shape)), data.draw(cuts(shape))
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -72,7 +72,7 @@ def test_any_layout_gives_any_region(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-def test_other_dtypes_are_cast_on_the_way(data: st.DataObject) -> None:
+def test_other_dtypes_are_cast(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     source, target = data.draw(cuts(shape)), data.draw(cuts(shape))
     values = values_of(shape, BFLOAT16)
@@ -83,7 +83,7 @@ def test_other_dtypes_are_cast_on_the_way(data: st.DataObject) -> None:
             assert found.tobytes() == pick(cast(values, BFLOAT16, FLOAT32), region).tobytes()
 
 
-def test_what_lies_outside_the_atom_is_zero(tmp_path: Path) -> None:
+def test_padding_outside_the_atom_is_zero(tmp_path: Path) -> None:
     values = values_of((5, 3), INT64)
     atom = write_shards(tmp_path, values, INT64, Cut(Rule("replicated"), 1, (400,)))
     padded = Region.of([Box((3, 0), (3, 3))]).cut(1, 9)
