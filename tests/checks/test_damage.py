@@ -20,8 +20,8 @@ from ucp.checks.renderings import render
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report
 from ucp.containers.torch_file import TorchFile
-from ucp.formats.deepspeed.read.stored_shards import RankFragments
 from ucp.formats.registry import ReadOptions
+from ucp.formats.sharded.shard_fragments import RankFragments
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SOUND = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()) if FIXTURES.is_dir() else []

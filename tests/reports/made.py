@@ -12,7 +12,7 @@ from ucp.core.dtypes import BFLOAT16, FLOAT32
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import Rule
-from ucp.formats.deepspeed.read.stored_shards import RankFragments
+from ucp.formats.sharded.shard_fragments import RankFragments
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 

@@ -21,7 +21,6 @@ from ucp.errors import UcpError
 from ucp.formats.deepspeed.folder import StepFolder, find
 from ucp.formats.deepspeed.read.rank_files import RankFiles
 from ucp.formats.deepspeed.read.save_consistency import find_grid, select_model_files, without_stale_model_files
-from ucp.formats.deepspeed.read.shard_table import Problems
 from ucp.formats.deepspeed.step_files import (
     StepFiles,
     classify_files,
@@ -32,6 +31,7 @@ from ucp.formats.deepspeed.step_files import (
     sharded_model_file_name,
 )
 from ucp.formats.megatron.folder import OPTIMIZER_FILE, OPTIMIZER_MISSING
+from ucp.formats.sharded.shard_table import Problems
 
 _SHORT: Final = 1_000_000  # bytes of a metadata.json that is looked into
 _LIKE: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -25,7 +25,7 @@ from tests.formats.deepspeed.made import (
     value,
 )
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UcpError
-from ucp.formats.deepspeed.read.shard_table import MAX_LISTED_PROBLEMS, Problems
+from ucp.formats.sharded.shard_table import MAX_LISTED_PROBLEMS, Problems
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"

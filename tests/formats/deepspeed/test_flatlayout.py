@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ucp.core.dtypes import FLOAT32
 from ucp.formats.deepspeed.flat_layout import flat_layout_of, with_oldest_alignment
-from ucp.formats.deepspeed.read.stored_shards import EvenSlices, FlatSlice, TensorInFile
+from ucp.formats.sharded.shard_fragments import EvenSlices, FlatSlice, TensorInFile
 
 
 def test_padding_goes_to_a_multiple_of_twice_the_ranks() -> None:

@@ -31,7 +31,7 @@ from tests.formats.deepspeed.made import (
 )
 from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, NotUnderstoodError
-from ucp.formats.deepspeed.read.stored_shards import RankFragments
+from ucp.formats.sharded.shard_fragments import RankFragments
 
 MODEL = "mp_rank_00_model_states.pt"
 

@@ -20,8 +20,8 @@ from ucp.core.dtypes import DType
 from ucp.errors import first_few
 from ucp.formats.deepspeed.read.rank_files import RankFile
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.read.shard_table import RankCoord
-from ucp.formats.deepspeed.read.stored_shards import StoredRun, StoredShard
+from ucp.formats.sharded.shard_fragments import StoredRun, StoredShard
+from ucp.formats.sharded.shard_table import RankCoord
 from ucp.formats.sharded.slot_matching import match_slots, states_fit
 from ucp.storage.local import SourceFiles
 

@@ -20,8 +20,7 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT
 from ucp.core.dtypes import BOOL, FLOAT64, INT64, DType, scalar_value
 from ucp.formats.deepspeed.read.rank_files import RankFile, contains_tensor, describe_value
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.read.stored_shards import InlineNumber, StoredShard, TensorInFile, WholeTensor
-from ucp.storage.local import SourceFiles
+from ucp.formats.sharded.shard_fragments import InlineNumber, StoredShard, TensorInFile, scalar_bytes
 
 
 @dataclass(slots=True)
@@ -186,18 +185,6 @@ def stored_scalar(file: RankFile, value: Any, dp: int) -> StoredShard | None:
     if isinstance(value, float):
         return InlineNumber(file.name, FLOAT64, struct.pack("<d", value), dp)
     return None
-
-
-def scalar_bytes(stored: StoredShard, source: SourceFiles) -> bytes:
-    """The bytes of a one-element state; reads a few bytes where the file keeps a tensor."""
-    known = stored.spot.number() if isinstance(stored, WholeTensor) and stored.count else None
-    if known is not None:
-        return known
-    for run in stored.runs():
-        if run.inline is not None:
-            return run.inline
-        return source.read(run.file, run.offset, stored.dtype.itemsize)
-    return b""
 
 
 def group_hyper_parameters(context: ReadContext, file: RankFile, group: Mapping[str, Any]) -> dict[str, Any]:

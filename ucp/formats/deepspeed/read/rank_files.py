@@ -19,7 +19,7 @@ from ucp.containers.torch_file import TorchFile
 from ucp.containers.tree import walk
 from ucp.core.box import Shape
 from ucp.errors import NotUnderstoodError
-from ucp.formats.deepspeed.read.stored_shards import TensorInFile, WholeTensor
+from ucp.formats.sharded.shard_fragments import TensorInFile, WholeTensor
 from ucp.storage.local import RandomAccessFile
 
 _CACHED_PICKLES: Final = 16  # those of the pipeline's stages take turns

@@ -36,8 +36,8 @@ from ucp.formats.deepspeed.read.read_zero3 import (
 )
 from ucp.formats.deepspeed.read.read_zero12 import Zero12File, open_zero12_files, read_zero12
 from ucp.formats.deepspeed.read.save_consistency import RankGrid
-from ucp.formats.deepspeed.read.shard_table import RankCoord
 from ucp.formats.deepspeed.step_files import StepFiles
+from ucp.formats.sharded.shard_table import RankCoord
 
 _COMPLETE_HINT = "restore the missing files, or give a checkpoint that is complete"
 _MIXED_SAVES_HINT = "look for a file of another run or of another save among them"

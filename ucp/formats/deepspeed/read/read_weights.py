@@ -20,9 +20,9 @@ from ucp.formats.deepspeed.experts import ExpertPlacement, expert_number
 from ucp.formats.deepspeed.read.infer_missing import unlisted_copies
 from ucp.formats.deepspeed.read.rank_files import RankFile, as_shapes, as_strings, as_tensor, flatten_state_dict
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.read.shard_table import RankCoord
-from ucp.formats.deepspeed.read.stored_shards import EvenSlices
 from ucp.formats.deepspeed.step_files import StepFiles, has_model_axis, layer_file_name, missing_expert_files
+from ucp.formats.sharded.shard_fragments import EvenSlices
+from ucp.formats.sharded.shard_table import RankCoord
 
 
 def module_tensors(file: RankFile) -> dict[str, Any]:

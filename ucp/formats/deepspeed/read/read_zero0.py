@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ucp.containers.inert import Inert, TensorRef
-from ucp.core.checkpoint import MASTER, WEIGHT
+from ucp.core.checkpoint import MASTER, WEIGHT, ParamGroup
 from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, layer_degrees, split_expert_name
 from ucp.formats.deepspeed.read.infer_missing import (
     OptimizerSlot,
@@ -33,9 +33,9 @@ from ucp.formats.deepspeed.read.optimizer_values import (
 )
 from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensor, contains_tensor, describe_value
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.read.shard_table import RankCoord, Shard, StageParamGroup
-from ucp.formats.deepspeed.read.stored_shards import FlatSlice, WholeTensor
 from ucp.formats.deepspeed.step_files import StepFiles
+from ucp.formats.sharded.shard_fragments import FlatSlice, WholeTensor
+from ucp.formats.sharded.shard_table import RankCoord, Shard
 
 
 @dataclass(slots=True)
@@ -103,14 +103,14 @@ def read_unsharded_optimizer(
         )
         return set(names)
     groups = [
-        StageParamGroup(group_hyper_parameters(context, found.file, group), given)
+        ParamGroup(group_hyper_parameters(context, found.file, group), given)
         for group, given in zip(found.groups, dealt, strict=True)
     ]
     _merge_groups(context.shards.groups.setdefault(RankCoord(coord.pp, coord.tp), []), groups)
     return {name for group in dealt for name in group}
 
 
-def _merge_groups(known: list[StageParamGroup], groups: list[StageParamGroup]) -> None:
+def _merge_groups(known: list[ParamGroup], groups: list[ParamGroup]) -> None:
     """Groups of a further expert-parallel rank: the same groups with other experts in them."""
     if not known:
         known.extend(groups)
@@ -282,9 +282,9 @@ def _read_flat_groups(
     buffers: dict[tuple[str, str], list[tuple[int, SlotCandidate]]] = {}
     for candidate in candidates:
         weight = candidate.weight
-        if isinstance(weight, WholeTensor) and weight.spot.ref is not None:
-            ref = weight.spot.ref
-            buffers.setdefault((weight.spot.file, ref.storage.key), []).append((ref.offset, candidate))
+        if isinstance(weight, WholeTensor) and weight.tensor.ref is not None:
+            ref = weight.tensor.ref
+            buffers.setdefault((weight.tensor.file, ref.storage.key), []).append((ref.offset, candidate))
     groups: list[list[tuple[int, SlotCandidate]]] = []
     for master in found.flat:
         key = next((k for k, views in buffers.items() if _contiguous_length(views) == master.numel), None)

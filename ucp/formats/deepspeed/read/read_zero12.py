@@ -13,7 +13,7 @@ from typing import Any
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.box import Shape
-from ucp.core.checkpoint import MASTER
+from ucp.core.checkpoint import MASTER, ParamGroup
 from ucp.core.dtypes import DType
 from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.experts import (
@@ -27,8 +27,8 @@ from ucp.formats.deepspeed.flat_layout import FlatLayout, flat_layout_of, with_o
 from ucp.formats.deepspeed.read.optimizer_values import FlatGroupShare, classify_states, group_hyper_parameters
 from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensors, describe_value
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.read.shard_table import RankCoord, StageParamGroup
-from ucp.formats.deepspeed.read.stored_shards import FlatSlice, TensorInFile
+from ucp.formats.sharded.shard_fragments import FlatSlice, TensorInFile
+from ucp.formats.sharded.shard_table import RankCoord
 
 ZERO12_MASTERS = "single_partition_of_fp32_groups"
 
@@ -109,7 +109,7 @@ def read_zero12(
         _check_groups(context, coord, partition, first, len(shapes))
     context.problems.raise_any("look for a file of another run or of another save among them")
     ep_degree = 1
-    groups: list[StageParamGroup] = []
+    groups: list[ParamGroup] = []
     for g, group_shapes in enumerate(shapes):
         cuts = first.partition_counts[g]
         spreads = [shards.placements[name] for name in group_shapes if name in shards.placements]
@@ -136,7 +136,7 @@ def read_zero12(
         for sharer in sharing:
             local = {name: shards.local(name, shape, sharer.ep) for name, shape in group_shapes.items()}
             names += _read_group(context, coord, g, local, [partitions[dp] for dp in sharer.ranks], sharer.ep)
-        groups.append(StageParamGroup(hyper, list(dict.fromkeys(names))))
+        groups.append(ParamGroup(hyper, list(dict.fromkeys(names))))
     shards.groups[coord] = groups
     return ep_degree
 

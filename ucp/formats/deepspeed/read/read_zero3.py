@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from ucp.containers.inert import TensorRef
 from ucp.core.box import Shape
-from ucp.core.checkpoint import MASTER, WEIGHT
+from ucp.core.checkpoint import MASTER, WEIGHT, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.experts import (
@@ -40,9 +40,9 @@ from ucp.formats.deepspeed.read.optimizer_values import (
 from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensor, as_tensors, describe_value
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.read_weights import frozen_shapes
-from ucp.formats.deepspeed.read.shard_table import RankCoord, StageParamGroup
-from ucp.formats.deepspeed.read.stored_shards import EvenSlices, TensorInFile
 from ucp.formats.deepspeed.step_files import SWAP_FOLDER
+from ucp.formats.sharded.shard_fragments import EvenSlices, TensorInFile
+from ucp.formats.sharded.shard_table import RankCoord
 
 ZERO3_MASTERS = "fp32_flat_groups"
 
@@ -228,13 +228,11 @@ def _optimizer_states(
     return classify_states(context, where, members)
 
 
-def _param_groups(
-    context: ReadContext, shapes: Sequence[Mapping[str, Shape]], rank: Zero3File
-) -> list[StageParamGroup]:
+def _param_groups(context: ReadContext, shapes: Sequence[Mapping[str, Shape]], rank: Zero3File) -> list[ParamGroup]:
     """Parameter groups: each lists its sub-groups in `params`."""
-    groups = [
-        StageParamGroup(group_hyper_parameters(context, rank.file, group), []) for group in rank.param_groups
-    ] or [StageParamGroup({}, [])]
+    groups = [ParamGroup(group_hyper_parameters(context, rank.file, group), []) for group in rank.param_groups] or [
+        ParamGroup({}, [])
+    ]
     listed = [group.get("params") for group in rank.param_groups]
     owner: dict[int, int] = {}
     for g, members in enumerate(listed):

@@ -18,7 +18,6 @@ from ucp.core.checkpoint import Checkpoint, Extras, Note
 from ucp.core.mesh import Mesh
 from ucp.errors import StorageError
 from ucp.formats.deepspeed import folder
-from ucp.formats.deepspeed.read.assemble_atoms import assemble, merge_groups, order_names
 from ucp.formats.deepspeed.read.carry_extras import (
     TreeCarrier,
     carry_neighbours,
@@ -27,9 +26,9 @@ from ucp.formats.deepspeed.read.carry_extras import (
 )
 from ucp.formats.deepspeed.read.infer_missing import note_missing
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
-from ucp.formats.deepspeed.read.read_context import ReadContext
+from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
 from ucp.formats.deepspeed.read.read_ranks import OpenRankFiles, read_states
-from ucp.formats.deepspeed.read.resolve_rules import check_ranks, resolve_all
+from ucp.formats.deepspeed.read.resolve_rules import assemble, check_ranks, merge_stage_groups, order_names, resolve_all
 from ucp.formats.deepspeed.read.save_consistency import (
     FOREIGN_NOTE,
     RankGrid,
@@ -38,9 +37,9 @@ from ucp.formats.deepspeed.read.save_consistency import (
     find_grid,
     without_stale_model_files,
 )
-from ucp.formats.deepspeed.read.shard_table import Problems, RankCoord, ShardTable
 from ucp.formats.deepspeed.step_files import SWAP_FOLDER, StepFiles, classify_files
 from ucp.formats.registry import ReadOptions
+from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import scan_folder
 
@@ -68,7 +67,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     files = classify_files([name for name in own if place.prefix + name in sizes])
     with SourceFiles(place.root) as source, _gc_paused():
         problems = Problems(str(place.step))
-        context = ReadContext(place.prefix, RankFiles(place.root), source, problems, ShardTable(problems))
+        context = ReadContext(place.prefix, RankFiles(place.root), source, problems, DeepSpeedShardTable(problems))
         return _read(context, place, without_stale_model_files(files, context.files, context.prefix), sizes, options)
 
 
@@ -105,10 +104,10 @@ def _read(
     first = ranks.models[RankCoord(0, 0)][0]
     info = first.mapping().get("universal_checkpoint_info")
     rulings = resolve_all(context, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
-    parameters = assemble(context, rulings, grid.tp)
+    parameters = assemble(context, rulings)
     context.problems.raise_any(_RESTORE_HINT)
     mesh = Mesh(grid.tp, grid.pp, grid.dp_world, shown.ep, shown.stage)
-    groups = merge_groups(context.shards, parameters)
+    groups = merge_stage_groups(context, parameters)
     extras = _read_extras(context, place, files)
     for name in files.foreign:
         context.note(

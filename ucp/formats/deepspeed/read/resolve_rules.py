@@ -1,79 +1,82 @@
-"""Which rule applies to each parameter: the user's, the checkpoint's own, or what its bytes, shapes and names show."""
+"""The rule of every parameter of a DeepSpeed checkpoint, and the parameters that its shards then make.
+
+A rule comes from the user, from the checkpoint itself, or from what bytes, shapes and names show.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-from ucp.core.box import Shape, whole
-from ucp.core.checkpoint import MASTER, WEIGHT, Fragment
-from ucp.core.mesh import Rank
-from ucp.core.rules import REPLICATED, NamedRule, Rule, RuleBook, SlicePiece, resolve, whole_shape
+from ucp.core.box import Shape
+from ucp.core.checkpoint import MASTER, WEIGHT, Parameter, ParamGroup
+from ucp.core.rules import REPLICATED, NamedRule, RuleBook, resolve, whole_shape
 from ucp.errors import InconsistentError, UsageError
+from ucp.formats.deepspeed.read.infer_missing import looks_equal
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.read.shard_table import RankCoord, Shard, ShardTable
-from ucp.formats.deepspeed.read.stored_shards import RankSlice, StoredShard, fragments_of
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
+from ucp.formats.sharded.assembly import (
+    ONE_RANK_ORIGIN,
+    Assembler,
+    ResolvedRule,
+    infer_rules,
+    merge_groups,
+    weight_fragments,
+)
+from ucp.formats.sharded.shard_table import RankCoord, Shard
 from ucp.formats.sharded.slice_equality import SliceEquality, compare_slices
 
-ONE_RANK_ORIGIN: Final = "one tensor-parallel rank"
 _BUFFER_ORIGIN: Final = "buffer: rank 0's copy counts"
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedRule:
-    """A rule with its sizes named, and where it came from."""
-
-    rule: Rule
-    origin: str
-    spread: Rule | None = None  # how it is cut over expert-parallel ranks, where AutoEP spreads it over them
-
-    @property
-    def cut(self) -> Rule:
-        """How the coords' slices make the whole."""
-        return self.spread or self.rule
-
-
-def first_row(shards: ShardTable, name: str) -> list[Shard]:
-    """The shards of the first pipeline stage that has the parameter, by tensor-parallel rank."""
-    row = shards.row(name)
-    first = min(coord.pp for coord in row)
-    return [held for coord, held in row.items() if coord.pp == first]
+def check_ranks(context: ReadContext, tp: int) -> None:
+    """Report parameters that a tensor-parallel rank of a stage lacks, or an expert-parallel rank."""
+    table = context.shards
+    for name in table.roles:
+        row = table.row(name)
+        placement = table.placements.get(name)
+        kind, ranks = ("tensor", tp) if placement is None else ("expert", placement.degree)
+        for pp in sorted({coord.pp for coord in row}):
+            expected = [RankCoord(pp, rank) if placement is None else RankCoord(pp, 0, rank) for rank in range(ranks)]
+            missing = [str(rank) for rank, coord in enumerate(expected) if coord not in row]
+            if missing:
+                context.problems.add(
+                    f"parameter {name} of stage {pp} is missing on {kind}-parallel rank {', '.join(missing)}"
+                )
 
 
 def resolve_all(
     context: ReadContext, tp: int, user: RuleBook | None, info: Mapping[str, Any] | None, where: str
 ) -> dict[str, ResolvedRule]:
-    """A ruling for every parameter. `info` is the checkpoint's universal_checkpoint_info, from the file `where`."""
+    """Return the rule of every parameter. `info` is the `universal_checkpoint_info` of the file `where`."""
+    table = context.shards
     own = rules_from_info(info, where) if info else None
-    speaks = info is not None and has_tp_rules(info)
+    describes_tp = info is not None and has_tp_rules(info)
     found: dict[str, ResolvedRule] = {}
-    missing: list[str] = []
-    for name, role in context.shards.roles.items():
-        if name not in context.shards:
+    rows: dict[str, list[Shard]] = {}  # of parameters whose rule must be inferred
+    for name, role in table.roles.items():
+        if name not in table:
             continue
-        held = first_row(context.shards, name)
-        shapes = [holding.shape for holding in held]
+        shards = table.first_stage(name)
+        shapes = [shard.shape for shard in shards]
         named = _with_true_size(user.find(name) if user is not None else None, own, name)
-        if name in context.shards.placements:
+        of_checkpoint = own if role != "buffer" else None
+        if name in table.placements:
             found[name] = _autoep_rule(context, name, shapes, named)
         elif tp == 1:
-            found[name] = _rule_on_one_rank(
-                name, shapes[0], named or (_checkpoint_rule(own, name, speaks) if role != "buffer" else None)
-            )
+            found[name] = _rule_on_one_rank(name, shapes[0], named or _stored_rule(of_checkpoint, name, describes_tp))
         elif named is not None:
             found[name] = ResolvedRule(resolve(named.rule, shapes, name), named.origin)
         elif role == "buffer" and len(set(shapes)) == 1:
             found[name] = ResolvedRule(REPLICATED, _BUFFER_ORIGIN)
-        elif own is not None and speaks and role != "buffer" and (said := own.find(name)) is not None:
-            found[name] = _default_or_bit_equal(context, name, held, said)
+        elif describes_tp and (stored := _stored_rule(of_checkpoint, name, describes_tp)) is not None:
+            found[name] = _default_or_bit_equal(context, name, shards, stored)
         else:
-            missing.append(name)
-    if missing:
-        found.update(_infer_rules(context, missing))
+            rows[name] = shards
+    found.update(infer_rules(context.source, rows, context.note))
     books = [user] if user is not None else []
-    if own is not None and tp > 1 and speaks:
+    if own is not None and tp > 1 and describes_tp:
         books.append(own)
     for unused in (rule for book in books for rule in book.unused()):
         if not unused.optional and not any(unused.pattern.match(name) for name in found):
@@ -82,96 +85,114 @@ def resolve_all(
 
 
 def _with_true_size(named: NamedRule | None, own: RuleBook | None, name: str) -> NamedRule | None:
-    """A user's rule for a vocabulary; where it leaves the true size open, the checkpoint's own word on it counts."""
+    """Complete a user's rule for a vocabulary without `true_size` by that of the checkpoint's own rule."""
     if named is None or named.rule.cut != "vocab" or named.rule.true_size is not None or own is None:
         return named
-    said = own.find(name)
-    return replace(named, rule=replace(named.rule, true_size=said.rule.true_size)) if said is not None else named
+    stored = own.find(name)
+    return replace(named, rule=replace(named.rule, true_size=stored.rule.true_size)) if stored is not None else named
 
 
-def _checkpoint_rule(own: RuleBook | None, name: str, speaks: bool) -> NamedRule | None:
-    """The checkpoint's own rule for a name. An info written for one rank knows vocabularies and nothing else."""
-    said = own.find(name) if own is not None else None
-    return said if said is not None and (speaks or said.rule.true_size is not None) else None
+def _stored_rule(own: RuleBook | None, name: str, describes_tp: bool) -> NamedRule | None:
+    """Return the checkpoint's own rule. An info that was written for one rank only describes vocabularies."""
+    stored = own.find(name) if own is not None else None
+    return stored if stored is not None and (describes_tp or stored.rule.true_size is not None) else None
 
 
 def _rule_on_one_rank(name: str, shape: Shape, named: NamedRule | None) -> ResolvedRule:
-    """With one tensor-parallel rank nothing is cut: a rule says how it would be, and what of a vocabulary is real."""
+    """With one rank nothing is split: a rule tells how it would be, and how many rows of a vocabulary are real."""
     if named is None or named.rule.cut == "pieces":
         return ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)
     try:
         return ResolvedRule(resolve(named.rule, [shape], name), named.origin)
     except (InconsistentError, UsageError):
-        return ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)  # it cannot be cut like that, and need not be
+        return ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)  # it cannot be split like that, and need not be
 
 
 def _autoep_rule(context: ReadContext, name: str, shapes: Sequence[Shape], named: NamedRule | None) -> ResolvedRule:
-    """Experts that AutoEP stacks and spreads, on one tensor-parallel rank. `shapes` are those of the ep ranks."""
+    """Resolve the rule of stacked AutoEP experts, on one tensor-parallel rank; `shapes` are those of the ep ranks."""
     over_ranks = resolve(context.shards.placements[name].rule(shapes[0]), shapes, name)
     single = _rule_on_one_rank(name, whole_shape(over_ranks, shapes, name), named)
-    return replace(single, spread=over_ranks)
+    return replace(single, expert_rule=over_ranks)
 
 
-def _default_or_bit_equal(context: ReadContext, name: str, held: Sequence[Shard], said: NamedRule) -> ResolvedRule:
-    """The checkpoint's own rule. Its default, for names that no pattern matches, gives way to what the bytes show:
-    Megatron-DeepSpeed forgets a pattern for position embeddings, and DeepSpeed would stack their copies."""
-    shapes = [holding.shape for holding in held]
-    if said.origin == DEFAULT_ORIGIN:
-        slices = [(holding.shape, _evidence(tp, holding)) for tp, holding in enumerate(held)]
+def _default_or_bit_equal(context: ReadContext, name: str, shards: Sequence[Shard], stored: NamedRule) -> ResolvedRule:
+    """Resolve the checkpoint's own rule.
+
+    Its default, for names that no pattern matches, is only used if the slices differ: Megatron-DeepSpeed forgets a
+    pattern for position embeddings, and DeepSpeed would stack their copies.
+    """
+    if stored.origin == DEFAULT_ORIGIN:
+        slices = [(shard.shape, weight_fragments(tp, shard)) for tp, shard in enumerate(shards)]
         if compare_slices(context.source, slices) is SliceEquality.EQUAL:
             context.note(
                 "rule-inferred", f"{name}: replicated (no pattern matches it, and all ranks hold the same bytes)"
             )
             return ResolvedRule(REPLICATED, "bit-equal on all tensor-parallel ranks")
-    return ResolvedRule(resolve(said.rule, shapes, name), said.origin)
+    return ResolvedRule(resolve(stored.rule, [shard.shape for shard in shards], name), stored.origin)
 
 
-def _infer_rules(context: ReadContext, names: Sequence[str]) -> dict[str, ResolvedRule]:
-    """Rulings for parameters that nobody speaks of, each told in a note."""
-    from ucp.formats.sharded.rule_inference import (  # few checkpoints need it, and it brings all presets
-        LocalSlice,
-        RuleInference,
-    )
-
-    rows = {name: first_row(context.shards, name) for name in names}
-    slices = {
-        name: [LocalSlice(holding.shape, _evidence(tp, holding)) for tp, holding in enumerate(row)]
-        for name, row in rows.items()
-    }
-    found: dict[str, ResolvedRule] = {}
-    for name, (rule, origin) in RuleInference(context.source).rules_for(slices).items():
-        found[name] = ResolvedRule(resolve(rule, [holding.shape for holding in rows[name]], name), origin)
-        context.note("rule-inferred", f"{name}: {found[name].rule} ({origin})")
-    return found
+def assemble(context: ReadContext, rules: Mapping[str, ResolvedRule]) -> dict[str, Parameter]:
+    """Return every parameter, in the order of the model."""
+    untied = {name: stages for name in rules if (stages := _untied_stages(context, name))}
+    assembler = Assembler(context.shards, context.source, untied)
+    parameters = assembler.parameters(rules)
+    for kind, why in assembler.unplaced_states.items():
+        context.unplaced_states.setdefault(kind, why)
+    return parameters
 
 
-def _evidence(tp: int, holding: Shard) -> Sequence[Fragment]:
-    """What a tensor-parallel rank holds, for inference: its weight, or its master where no file has the weight."""
-    stored = _weight_or_master(holding)
-    if stored is None:
-        return ()
-    piece = SlicePiece(whole(holding.shape), 0)
-    return fragments_of(WEIGHT, [(RankSlice((piece,), holding.shape, Rank(tp=tp)), stored)])
+def _untied_stages(context: ReadContext, name: str) -> set[int]:
+    """Return the stages whose shard of a tied parameter is not a copy of that on the first stage.
+
+    DeepSpeed ties some weights of a tied module, not all of them. The others (Megatron's position embeddings on the
+    last stage) drift apart, and are not used there.
+    """
+    row = context.shards.row(name)
+    first, *others = sorted({coord.pp for coord in row})
+    untied: set[int] = set()
+    for stage in others:
+        mine, other = row.get(RankCoord(first, 0)), row.get(RankCoord(stage, 0))
+        kind = MASTER if mine is not None and mine.kinds.get(MASTER) else WEIGHT
+        if mine is None or other is None or not (mine.kinds.get(kind) and other.kinds.get(kind)):
+            continue
+        if not looks_equal(context.source, mine.kinds[kind][0], other.kinds[kind][0]):
+            untied.add(stage)
+            context.note(
+                "tied-copy-differs",
+                f"{name}: stage {stage} holds another version than stage {first}, whose one was taken (of a tied"
+                " module, DeepSpeed keeps only some weights equal)",
+            )
+    return untied
 
 
-def _weight_or_master(holding: Shard) -> StoredShard | None:
-    for kind in (WEIGHT, MASTER):
-        if holding.kinds.get(kind):
-            return holding.kinds[kind][0]
-    return None
+def merge_stage_groups(context: ReadContext, parameters: Mapping[str, Parameter]) -> list[ParamGroup]:
+    """Merge the parameter groups of all pipeline stages, and set the group of every parameter.
+
+    Groups of different stages belong together by position if all stages have equally many, else by hyper-parameters.
+    """
+    stages: dict[int, list[ParamGroup]] = {}
+    for coord, groups in sorted(context.shards.groups.items()):
+        stages.setdefault(coord.pp, groups)
+    by_position = len({len(groups) for groups in stages.values()}) == 1
+    return merge_groups(list(stages.values()), parameters, by_position=by_position)
 
 
-def check_ranks(context: ReadContext, tp: int) -> None:
-    """Report parameters that some tensor-parallel rank of a stage lacks, or some expert-parallel one."""
-    shards = context.shards
-    for name in shards.roles:
-        row = shards.row(name)
-        spread = shards.placements.get(name)
-        kind, ranks = ("tensor", tp) if spread is None else ("expert", spread.degree)
-        for pp in sorted({coord.pp for coord in row}):
-            wanted = [RankCoord(pp, rank) if spread is None else RankCoord(pp, 0, rank) for rank in range(ranks)]
-            lacking = [str(coord.part) for coord in wanted if coord not in row]
-            if lacking:
-                context.problems.add(
-                    f"parameter {name} of stage {pp} is missing on {kind}-parallel rank {', '.join(lacking)}"
-                )
+def order_names(names: Iterable[str], experts: Collection[str]) -> list[str]:
+    """Return the names in the order of the model, with every expert after the last parameter of its layer."""
+    dense: list[str] = []
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        if name in experts:
+            layers.setdefault(_moe_prefix(name), []).append(name)
+        else:
+            dense.append(name)
+    for layer, members in layers.items():
+        last = max((i for i, name in enumerate(dense) if name.startswith(layer)), default=len(dense) - 1)
+        dense[last + 1 : last + 1] = members
+    return dense
+
+
+def _moe_prefix(name: str) -> str:
+    """Return the common start of names in a mixture of experts: DeepSpeed-MoE's module, or the one AutoEP replaced."""
+    head, found, _ = name.partition("deepspeed_moe.")
+    return head if found else name.rpartition(".experts.")[0] + "."

@@ -18,7 +18,6 @@ from ucp.errors import NotUnderstoodError, first_few
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.read_zero3 import ZERO3_MASTERS
-from ucp.formats.deepspeed.read.shard_table import Problems
 from ucp.formats.deepspeed.step_files import (
     StepFiles,
     classify_files,
@@ -26,6 +25,7 @@ from ucp.formats.deepspeed.step_files import (
     optimizer_file_name,
     sharded_model_file_name,
 )
+from ucp.formats.sharded.shard_table import Problems
 
 FOREIGN_NOTE: Final = "file-foreign"
 

@@ -22,16 +22,15 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.box import Shape
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment, Parameter
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
 from ucp.errors import NotUnderstoodError, StorageError
-from ucp.formats.deepspeed.read.assemble_atoms import assemble, merge_groups
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
 from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, kind_of, stored_scalar
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, as_shapes, describe_value
-from ucp.formats.deepspeed.read.read_context import ReadContext
+from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
 from ucp.formats.deepspeed.read.read_weights import (
     StageNames,
     buffer_names,
@@ -43,14 +42,14 @@ from ucp.formats.deepspeed.read.read_weights import (
 )
 from ucp.formats.deepspeed.read.read_zero3 import read_frozen_slices
 from ucp.formats.deepspeed.read.reader import framework_of, step_of, universal_details
-from ucp.formats.deepspeed.read.resolve_rules import resolve_all
+from ucp.formats.deepspeed.read.resolve_rules import assemble, merge_stage_groups, resolve_all
 from ucp.formats.deepspeed.read.save_consistency import RankGrid, check_same_save, find_grid
-from ucp.formats.deepspeed.read.shard_table import Problems, RankCoord, ShardTable, StageParamGroup
-from ucp.formats.deepspeed.read.stored_shards import StoredShard, scalar_fragments
 from ucp.formats.deepspeed.step_files import StepFiles, classify_files, model_file_name, sharded_model_file_name
 from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE, STATES_FOLDER, find
 from ucp.formats.deepspeed.universal_info import fused_rule, has_tp_rules
 from ucp.formats.registry import ReadOptions
+from ucp.formats.sharded.shard_fragments import StoredShard, scalar_fragments
+from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import list_files, scan_folder
 
@@ -62,7 +61,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     root = find(path, options.tag)
     with SourceFiles(root) as source:
         problems = Problems(str(root))
-        context = ReadContext("", RankFiles(root), source, problems, ShardTable(problems))
+        context = ReadContext("", RankFiles(root), source, problems, DeepSpeedShardTable(problems))
         return _UniversalReader(context, root, options).read()
 
 
@@ -92,13 +91,13 @@ class _UniversalReader:
         if grid.tp > 1 and not (info and has_tp_rules(info)):
             rules = rules_from_states(self.context, rules, folders)
         rulings = resolve_all(self.context, grid.tp, rules, info, first.name)
-        parameters = assemble(self.context, rulings, grid.tp)
+        parameters = assemble(self.context, rulings)
         self._add_states(parameters, folders)
         optimizer = self._optimizer()
         if optimizer is not None:
             self._read_optimizer(parameters, optimizer, models, grid)
         self.context.problems.raise_any(_RECONVERT_HINT)
-        groups = merge_groups(self.context.shards, parameters)
+        groups = merge_stage_groups(self.context, parameters)
         stage = zero_stage(optimizer) if optimizer is not None else 1
         return Checkpoint(
             "deepspeed-universal",
@@ -372,13 +371,11 @@ def zero_stage(optimizer: RankFile) -> int:
     return value if type(value) is int else 1
 
 
-def read_groups(
-    context: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]
-) -> list[StageParamGroup]:
+def read_groups(context: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> list[ParamGroup]:
     """Parameter groups of one pipeline stage; `shapes` has one dict a flat group (a sub-group under ZeRO-3)."""
     found = optimizer.mapping().get("param_groups") or _inner_state_dict(optimizer).get("param_groups")
     stored = [group for group in found if isinstance(group, dict)] if isinstance(found, (list, tuple)) else []
-    groups = [StageParamGroup(group_hyper_parameters(context, optimizer, group), []) for group in stored]
+    groups = [ParamGroup(group_hyper_parameters(context, optimizer, group), []) for group in stored]
     for names, owner in zip(shapes, _group_of_each(stored, len(shapes)), strict=True):
         if owner < len(groups):
             groups[owner].names.extend(names)

@@ -17,11 +17,11 @@ from ucp.errors import UsageError
 from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
 from ucp.formats.deepspeed.write.optimizer_files import slice_of_rank
-from ucp.formats.deepspeed.write.param_slices import UNKNOWN_ORIGIN
 from ucp.formats.deepspeed.write.source_extras import adjusted_config
 from ucp.formats.deepspeed.write.state_tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
 from ucp.formats.deepspeed.write.target_layout import TargetLayout, parse_layer_name
 from ucp.formats.output_files import missing_weight_error
+from ucp.formats.sharded.slicer import UNKNOWN_ORIGIN
 
 
 class ModelFiles:

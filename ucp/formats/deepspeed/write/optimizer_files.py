@@ -19,7 +19,6 @@ from ucp.core.checkpoint import MASTER, WEIGHT, Atom, state_of_kind
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ucp.core.region import Region
 from ucp.formats.deepspeed.flat_layout import FlatLayout, flat_layout_of
-from ucp.formats.deepspeed.write.param_slices import TargetSlice
 from ucp.formats.deepspeed.write.state_tensors import (
     ScalarStates,
     Segment,
@@ -31,6 +30,7 @@ from ucp.formats.deepspeed.write.state_tensors import (
     whole_tensor,
 )
 from ucp.formats.deepspeed.write.target_layout import LocalParamGroup, TargetLayout, round_robin
+from ucp.formats.sharded.slicer import TargetSlice
 
 
 @dataclass(frozen=True, slots=True)

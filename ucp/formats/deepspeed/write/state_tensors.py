@@ -18,7 +18,7 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Parameter, state_of_
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
 from ucp.errors import InconsistentError
-from ucp.formats.deepspeed.write.param_slices import TargetSlice
+from ucp.formats.sharded.slicer import TargetSlice
 from ucp.storage.local import SourceFiles
 
 Segment = RegionContent | ZeroContent

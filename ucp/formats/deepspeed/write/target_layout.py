@@ -16,10 +16,10 @@ from ucp.core.dtypes import FLOAT32
 from ucp.core.mesh import Mesh
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, split_expert_name
-from ucp.formats.deepspeed.write.param_slices import ParamSlicer, TargetSlice
 from ucp.formats.deepspeed.write.source_extras import SourceExtras
 from ucp.formats.output_files import missing_weight_error
 from ucp.formats.registry import WriteOptions
+from ucp.formats.sharded.slicer import ParamSlicer, TargetSlice
 
 
 @dataclass(frozen=True, slots=True)

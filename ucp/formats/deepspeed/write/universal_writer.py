@@ -18,10 +18,10 @@ from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.read.universal_reader import STATE_SUFFIX
 from ucp.formats.deepspeed.write.model_files import ModelFiles
 from ucp.formats.deepspeed.write.optimizer_files import flat_groups, sub_groups, zero_stage_object
-from ucp.formats.deepspeed.write.param_slices import TargetSlice
 from ucp.formats.deepspeed.write.state_tensors import ScalarStates, element_kinds, whole_tensor
 from ucp.formats.deepspeed.write.target_layout import TargetLayout
 from ucp.formats.registry import WriteOptions
+from ucp.formats.sharded.slicer import TargetSlice
 from ucp.storage.local import SourceFiles
 
 _MASTER_FILE = "fp32"
