@@ -19,6 +19,7 @@ import ucp
 from tests.replay.lion import Lion
 from tests.replay.made import Run, assert_same, start, state_of
 from ucp import settings
+from ucp.conversion import Plan
 from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.formats.registry import WriteOptions, make_writer
@@ -104,9 +105,8 @@ def test_the_states_of_a_stretch_come_from_one_replay(tmp_path: Path, monkeypatc
         state = derive(run, base, 3)
         options = WriteOptions()
         writer = make_writer(to, state, options)
-        ucp.api.Conversion(state, writer, writer.target(), tmp_path / to).run(
-            jobs=1
-        )  # two threads share the tiny cache by chance
+        # One thread: two would share the tiny cache only by chance.
+        Plan(state, writer, writer.target(), tmp_path / to).run(jobs=1)
         files = state.computed
         assert isinstance(files, ReplayedFiles)
         elements = {name: p.numel() for name, p in run.named()}
@@ -178,7 +178,15 @@ def test_an_optimizer_without_a_kernel_is_refused(tmp_path: Path) -> None:
     run = start(tmp_path, kernel="somebody.Optimizer")
     base = run.save(0)
     run.train(2)
-    with pytest.raises(UsageError, match=r"AdamW \(somebody.Optimizer\) cannot be replayed"):
+    with pytest.raises(UsageError, match=r"AdamW \(somebody.Optimizer\) cannot be replayed \(ucp has no replay kernel"):
+        derive(run, base, 2, exact=False)
+
+
+def test_an_optimizer_that_is_not_element_wise_is_refused_with_the_reason(tmp_path: Path) -> None:
+    run = start(tmp_path, kernel="torch.optim._adafactor.Adafactor")
+    base = run.save(0)
+    run.train(2)
+    with pytest.raises(UsageError, match="not element-wise: its second moment is kept as row and column means"):
         derive(run, base, 2, exact=False)
 
 

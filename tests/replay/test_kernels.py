@@ -205,9 +205,9 @@ def test_adam_is_replayed_with_or_without_memory_of_its_own(
     """The operations one by one where they are those of the installed torch, else torch's own function."""
     cases = {**CASES, "adam-decay": ("torch.adam.single", lambda g: torch.optim.Adam(g, foreach=False))}
     kernel_id, make = cases[case]
-    assert kernels._torch_takes_the_same_steps(kernel_id == "torch.adamw.single"), "the fast way is never taken"
+    assert kernels._torch_computes_alike(kernel_id == "torch.adamw.single"), "the fast way is never taken"
     taken = []
-    monkeypatch.setattr(kernels, "_torch_takes_the_same_steps", lambda _: known)
+    monkeypatch.setattr(kernels, "_torch_computes_alike", lambda _: known)
     monkeypatch.setattr(kernels, "_plain_adam", spy(kernels._plain_adam, taken))
     optimizer, begin, log = train(make)
     check(kernel_id, optimizer, begin, log, CHUNK_ALIGNMENT)

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ucp.checks.findings import Finding
-from ucp.checks.raw_values import SECOND_MOMENTS, all_valid, bits_of, is_mask, negative, not_finite, scannable
+from ucp.checks.raw_values import all_valid, bits_of, is_mask, negative, not_finite, scannable
 from ucp.checks.spans import ChecksumSpan, RunningDigest, StateBytes
 from ucp.containers.crc32 import crc32, crc32_combine
 from ucp.core.dtypes import BY_NAME
 from ucp.core.mesh import Rank
+from ucp.core.optimizers import NON_NEGATIVE
 from ucp.read.casting import RawArray
 
 
@@ -235,7 +236,7 @@ class ValueCounts:
         # Buffers hold what they like: masks are made of infinities.
         if held.role == "buffer" or not scannable(held.dtype) or not data.size:
             return True
-        squares = held.kind in SECOND_MOMENTS
+        squares = held.kind in NON_NEGATIVE
         bits = bits_of(data, held.dtype)
         if all_valid(bits, held.dtype, squares):
             return True

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from ucp.checks.findings import Finding, Severity, place
 from ucp.checks.tasks import CheckContext
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
+from ucp.core.optimizers import missing_moment
 
 
 def look(context: CheckContext) -> Iterator[Finding]:
@@ -70,7 +71,9 @@ def _needed(checkpoint: Checkpoint, severity: Severity) -> Iterator[Finding]:
     for group, held in sorted(kinds.items()):
         # Optimizers that treat groups differently have states of their own for each: none has less than another.
         fuller = next((other for other, more in sorted(kinds.items()) if held < more), None)
-        missing = sorted(kinds[fuller] - held) if fuller is not None else _unpaired(held, checkpoint, group)
+        hyper = checkpoint.groups[group].hyper if group < len(checkpoint.groups) else {}
+        moment = missing_moment(held, hyper)
+        missing = sorted(kinds[fuller] - held) if fuller is not None else [moment] if moment is not None else []
         if missing:
             which = f", which those of group {fuller} have" if fuller is not None else ", which its optimizer keeps"
             yield Finding(
@@ -81,16 +84,6 @@ def _needed(checkpoint: Checkpoint, severity: Severity) -> Iterator[Finding]:
                 hint="its optimizer starts without them when training goes on; was a file of another save mixed in?",
                 subject=f"group {group}",
             )
-
-
-def _unpaired(held: set[str], checkpoint: Checkpoint, group: int) -> list[str]:
-    """Adam and its kin (two betas and an eps) keep a first and a second moment."""
-    hyper = checkpoint.groups[group].hyper if group < len(checkpoint.groups) else {}
-    if "betas" not in hyper or "eps" not in hyper:
-        return []
-    if "exp_avg" in held and not any("sq" in kind or "inf" in kind for kind in held):
-        return ["exp_avg_sq"]
-    return ["exp_avg"] if "exp_avg_sq" in held and "exp_avg" not in held else []
 
 
 def _copies(parameter: Parameter, severity: Severity) -> Iterator[Finding]:

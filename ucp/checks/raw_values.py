@@ -26,13 +26,6 @@ _INFINITY: Final = {
     "float8_e4m3fn": 0x7F,  # has no infinity; this is its only NaN
 }
 
-# States that are sums of squares, or maxima of such or of magnitudes, under the names that optimizers give them.
-SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "v"})
-
-# States that do not start at zero, or leave it without a gradient: Adamax adds eps, Rprop starts at its learning rate,
-# Adagrad at `initial_accumulator_value`.
-NEVER_ZERO: Final = frozenset({"exp_inf", "step_size", "sum"})
-
 
 def scannable(dtype: DType) -> bool:
     """Is it known how NaN and infinity look in this dtype?"""

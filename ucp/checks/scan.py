@@ -13,13 +13,13 @@ from ucp import settings
 from ucp.checks.catalogue import BY_ID
 from ucp.checks.deep_state import DeepState, ReadRecorder, SpanChecksum
 from ucp.checks.findings import Finding
-from ucp.checks.raw_values import NEVER_ZERO
 from ucp.checks.read_blocks import ReadBlock, aligned, block_bytes
 from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, manifest_spans, plain_spans, torch_spans
 from ucp.checks.stores import store_spans
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, failure_finding
 from ucp.checks.zip_structure import frame_bytes, frame_defects
-from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint
+from ucp.core.checkpoint import MASTER, WEIGHT
+from ucp.core.optimizers import NONZERO_PADDING, fills_padding
 from ucp.errors import IntegrityError, UcpError
 from ucp.storage.local import SourceFiles
 
@@ -35,7 +35,8 @@ def look(context: CheckContext) -> Iterator[Finding | CheckTask]:
     # ZeRO rounds a flat buffer up to a multiple of two elements a rank, and may align each parameter to 16 bytes.
     # Universal folders keep whole tensors; what is left out of those are rows beyond the vocabulary. The padding of
     # ZeRO-3's masters is whatever was in memory, and weight decay takes it into the states.
-    unpadded = checkpoint.format == "deepspeed-universal" or checkpoint.mesh.zero == 3 or _fills_padding(checkpoint)
+    has_filled_padding = any(fills_padding(group.hyper) for group in checkpoint.groups)
+    unpadded = checkpoint.format == "deepspeed-universal" or checkpoint.mesh.zero == 3 or has_filled_padding
     padding = 0 if unpadded else max(2 * checkpoint.mesh.dp, 16)
     found: list[Finding | ChecksumSpan | TorchArchive] = []
     if checkpoint.format == "atoms":
@@ -52,12 +53,6 @@ def look(context: CheckContext) -> Iterator[Finding | CheckTask]:
         if file not in summed:
             found.extend(plain_spans(checkpoint.root, file, held))
     yield from tasks_of(context.files, context.deep, found)
-
-
-def _fills_padding(checkpoint: Checkpoint) -> bool:
-    """Whether the optimizer adds something to squared gradients where there are none: Adafactor, which has two eps."""
-    settings = [group.hyper.get("eps") for group in checkpoint.groups]
-    return any(isinstance(eps, (list, tuple)) and eps and eps[0] for eps in settings)
 
 
 def tasks_of(
@@ -174,7 +169,7 @@ def _gaps(span: ChecksumSpan) -> list[tuple[int, int]]:
 
     (A longer gap is something that the index left out.)
     """
-    passed = {WEIGHT, MASTER, *NEVER_ZERO}
+    passed = {WEIGHT, MASTER, *NONZERO_PADDING}
     if not span.padding or not span.held or any(held.kind in passed for held in span.held):
         return []
     longest = span.padding * span.held[0].dtype.itemsize

@@ -11,11 +11,12 @@ import numpy as np
 
 from ucp import settings
 from ucp.checks.findings import Finding, Level
-from ucp.checks.raw_values import SECOND_MOMENTS, bits_of, negative, not_finite, scannable
+from ucp.checks.raw_values import bits_of, negative, not_finite, scannable
 from ucp.checks.runner import ReadProgress, verify
 from ucp.checks.verify_report import Policy, Report
 from ucp.core.box import slabs
 from ucp.core.checkpoint import Checkpoint
+from ucp.core.optimizers import NON_NEGATIVE
 from ucp.errors import IntegrityError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.reader import Log
@@ -121,7 +122,7 @@ def _values(derived: ReplayedState) -> Iterator[Finding]:
                 reader.read(slab, values)
                 bits = bits_of(values, atom.dtype)
                 bad += not_finite(bits, atom.dtype)[0]
-                below += negative(bits, atom.dtype)[0] if atom.kind in SECOND_MOMENTS else 0
+                below += negative(bits, atom.dtype)[0] if atom.kind in NON_NEGATIVE else 0
             if bad:
                 text = f"{bad} of {atom.numel} elements are NaN or infinite after step {checkpoint.step}"
                 yield Finding("finite", "warning", text, parameter=atom.name, kind=atom.kind)

@@ -1,60 +1,82 @@
-"""What an update works on: equal stretches of an optimizer tensor and of its states, and a group's hyper-parameters.
+"""Optimizer updates that can be replayed: kernel id → function that updates a chunk of an optimizer tensor.
 
-Adam and AdamW as torch computes them: one way in separate operations, another in one fused operator.
-
-Optimizers with one state: SGD and Adagrad as torch computes them, and Lion as it is commonly written with torch.
-
-DeepSpeed's own optimizers on the CPU: C++ operators that DeepSpeed compiles on the machine that they run on.
-
-The optimizers that can be replayed: kernel id → what one update does to a stretch of an optimizer tensor.
-
-A replay is exact when it runs the arithmetic that the job ran, so kernels call the very functions that the optimizers
-of torch and DeepSpeed call. An optimizer that is not listed here is not replayed.
+A replay is exact only if it runs the same arithmetic as the job, so the kernels call the functions that the optimizers
+of torch and DeepSpeed themselves call. An update must be element-wise: every element is computed from its own gradient
+and states. `ucp.core.optimizers` describes the optimizers; one without a kernel here is not replayed.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
+from ucp.core.optimizers import Hyper, Optimizer, optimizer_of_kernel
 from ucp.errors import UsageError
 from ucp.replay.thread_buffers import scratch_tensor
 
 if TYPE_CHECKING:
     import torch
 
-
-# Kernels that work in vectors treat the last few elements of a tensor otherwise. Stretches that start at multiples of
-# this many elements of the optimizer's tensor, and end so or with the tensor, give every element the same treatment.
+# Vectorized kernels treat the last few elements of a tensor differently. Chunks that start at multiples of this many
+# elements of the optimizer's tensor, and end at one or with the tensor, give every element the same treatment.
 CHUNK_ALIGNMENT: Final = 64
 
 PARAM: Final = "param"  # the tensor that the optimizer updates, among its states
 
-PYTHON_NUMBER: Final = "number"  # lr_kind of a learning rate that is no tensor; else the name of the tensor's dtype
-
-Hyper = Mapping[str, Any]  # one group's, with `lr_kind`
+PYTHON_NUMBER: Final = "number"  # `lr_kind` of a learning rate that is not a tensor; else the tensor's dtype
 
 
 @dataclass(slots=True)
 class StateChunk:
-    """Equal stretches of an optimizer tensor and of its states, updated in place.
+    """The same range of elements of an optimizer tensor and of its states, updated in place.
 
-    A state that the optimizer makes with its first update may be missing from `states` until then.
+    A state that the optimizer creates in its first update may be missing from `states` until then.
     """
 
     param: torch.Tensor
     states: dict[str, torch.Tensor] = field(default_factory=dict)
-    step: int = 0  # updates taken so far
-    resumed_at: int = 0  # updates that the job's optimizer had taken when its process began
-    handle: Any = None  # what a kernel keeps from update to update
+    step: int = 0  # updates so far
+    resumed_at: int = 0  # updates that the job's optimizer had counted when its process started
+    handle: Any = None  # what a kernel keeps from one update to the next
+
+    def get(self, kind: str) -> torch.Tensor | None:
+        """A state, or with `PARAM` the tensor itself; None if there is no such state (yet)."""
+        return self.param if kind == PARAM else self.states.get(kind)
 
 
-def learning_rate(hyper: Hyper) -> Any:
-    """As the optimizer had it: torch computes with a tensor of one element in another precision than with a number."""
+@dataclass(frozen=True, slots=True)
+class ReplayKernel:
+    """One way to compute an update. `update(chunk, gradient, hyper)` changes the chunk, except for `chunk.step`.
+
+    `hyper` are the hyper-parameters of the param group, and `lr_kind`.
+    """
+
+    id: str
+    optimizer: Optimizer
+    update: Callable[[StateChunk, torch.Tensor, Hyper], None]
+    creates_states: bool = False  # the first update creates the states: they do not start at a fixed value
+    native_op: str | None = None  # operator that DeepSpeed compiles
+
+    def kinds(self, hyper: Hyper) -> tuple[str, ...]:
+        """The states of an optimizer with these hyper-parameters."""
+        return (*self.optimizer.state_names(hyper), *self.optimizer.unused_states)
+
+    def initial(self, kind: str, hyper: Hyper) -> float | None:
+        """The value of a state before the first update; None if that update creates it."""
+        return None if self.creates_states else self.optimizer.initial_value(kind, hyper)
+
+    def prepare(self) -> None:
+        """Load what updates need, so that forks of this process share it."""
+        if self.native_op is not None:
+            load_native_op(self.native_op)
+
+
+def _learning_rate(hyper: Hyper) -> Any:
+    """As the optimizer had it: torch computes in another precision with a one-element tensor than with a number."""
     kind = hyper.get("lr_kind", PYTHON_NUMBER)
     if kind == PYTHON_NUMBER:
         return hyper["lr"]
@@ -63,98 +85,97 @@ def learning_rate(hyper: Hyper) -> Any:
     return torch.tensor(hyper["lr"], dtype=getattr(torch, kind))
 
 
-def step_before(stretch: StateChunk) -> torch.Tensor:
-    """The counter before this update, as torch's functions want it; they raise it by one."""
+def _step_before(chunk: StateChunk) -> torch.Tensor:
+    """The step counter before this update; torch's functions increment it."""
     import torch
 
-    return torch.tensor(float(stretch.step), dtype=torch.float32)
+    return torch.tensor(float(chunk.step), dtype=torch.float32)
 
 
 @lru_cache(maxsize=4096)
-def step_after(step: int) -> torch.Tensor:
-    """The counter after an update, as torch counts: in float32. Not to be changed, every stretch is given the same."""
+def _step_after(step: int) -> torch.Tensor:
+    """The step counter after an update, in float32 as torch counts. Shared by all chunks: must not be changed."""
     import torch
 
     return torch.tensor(float(step), dtype=torch.float32).add_(1)
 
 
-def adam_kinds(hyper: Hyper) -> tuple[str, ...]:
-    """The states of Adam and AdamW."""
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if hyper.get("amsgrad") else ()))
+# ----------------------------------------------------------------------------------------------------------------------
+# Adam and AdamW
 
 
 def _is_decoupled(hyper: Hyper, default: bool) -> bool:
-    """Is weight decay apart from the gradient? AdamW's is; torch's Adam has a switch that makes it an AdamW."""
+    """Is weight decay applied to the parameter, and not to the gradient? AdamW's is, and torch's Adam has a switch."""
     return bool(hyper.get("decoupled_weight_decay", default))
 
 
-def single_adam(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
-    """`single` or `foreach`, which give the same bits."""
+def _single_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
+    """`single` or `foreach`, which produce the same bits."""
     decoupled = _is_decoupled(hyper, decoupled)
-    if _is_plain(stretch, hyper) and _torch_takes_the_same_steps(decoupled):
-        _plain_adam(stretch, grad, hyper, decoupled)
+    if _is_plain(chunk, hyper) and _torch_computes_alike(decoupled):
+        _plain_adam(chunk, grad, hyper, decoupled)
     else:
-        _torch_adam(stretch, grad, hyper, decoupled)
+        _torch_adam(chunk, grad, hyper, decoupled)
 
 
-def _torch_adam(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
+def _torch_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
     from torch.optim.adam import adam
 
     amsgrad = bool(hyper.get("amsgrad"))
-    states = stretch.states
+    states = chunk.states
     adam(
-        [stretch.param],
+        [chunk.param],
         [grad],
         [states["exp_avg"]],
         [states["exp_avg_sq"]],
         [states["max_exp_avg_sq"]] if amsgrad else [],
-        [step_before(stretch)],
+        [_step_before(chunk)],
         foreach=False,
         fused=False,
         amsgrad=amsgrad,
         decoupled_weight_decay=decoupled,
         beta1=hyper["betas"][0],
         beta2=hyper["betas"][1],
-        lr=learning_rate(hyper),
+        lr=_learning_rate(hyper),
         weight_decay=hyper["weight_decay"],
         eps=hyper["eps"],
         maximize=bool(hyper.get("maximize")),
     )
 
 
-def _is_plain(stretch: StateChunk, hyper: Hyper) -> bool:
+def _is_plain(chunk: StateChunk, hyper: Hyper) -> bool:
     import torch
 
     unusual = hyper.get("amsgrad") or hyper.get("maximize") or hyper.get("lr_kind", PYTHON_NUMBER) != PYTHON_NUMBER
-    return not unusual and stretch.param.dtype is torch.float32
+    return not unusual and chunk.param.dtype is torch.float32
 
 
-def _plain_adam(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
-    """The operations of `_torch_adam` one by one, but into memory that is at hand.
+def _plain_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
+    """The operations of `_torch_adam` one by one, but into reused memory.
 
-    torch makes two tensors of the stretch's size in every update. Where the system takes such memory back at once, the
-    pages that it gives out anew cost more than the arithmetic.
+    torch allocates two tensors of the chunk's size in every update. If the allocator returns that memory to the system
+    at once, page faults cost more than the arithmetic.
     """
     import torch
 
     (beta1, beta2), lr, decay = hyper["betas"], hyper["lr"], hyper["weight_decay"]
-    step = step_after(stretch.step).item()
-    first, second = stretch.states["exp_avg"], stretch.states["exp_avg_sq"]
-    room = scratch_tensor("adam", grad.numel(), torch.float32)
+    step = _step_after(chunk.step).item()
+    first, second = chunk.states["exp_avg"], chunk.states["exp_avg_sq"]
+    scratch = scratch_tensor("adam", grad.numel(), torch.float32)
     if decay != 0 and decoupled:
-        stretch.param.mul_(1 - lr * decay)
+        chunk.param.mul_(1 - lr * decay)
     elif decay != 0:
-        grad = torch.add(grad, stretch.param, alpha=decay, out=room)
+        grad = torch.add(grad, chunk.param, alpha=decay, out=scratch)
     first.lerp_(grad, 1 - beta1)
     second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    torch.sqrt(second, out=room)
-    room.div_((1 - beta2**step) ** 0.5).add_(hyper["eps"])
-    stretch.param.addcdiv_(first, room, value=-(lr / (1 - beta1**step)))
+    torch.sqrt(second, out=scratch)
+    scratch.div_((1 - beta2**step) ** 0.5).add_(hyper["eps"])
+    chunk.param.addcdiv_(first, scratch, value=-(lr / (1 - beta1**step)))
 
 
 @cache
-def _torch_takes_the_same_steps(decoupled: bool) -> bool:
-    """Does the installed torch give the bits of `_plain_adam`? Another version may order operations otherwise."""
+def _torch_computes_alike(decoupled: bool) -> bool:
+    """Does the installed torch produce the bits of `_plain_adam`? Other versions may order operations differently."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
@@ -173,18 +194,18 @@ def _torch_takes_the_same_steps(decoupled: bool) -> bool:
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 
 
-def fused_adam(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
-    """The operator that torch's fused Adam ends in: what torch does around it costs as much as a small tensor."""
-    states, betas, amsgrad = stretch.states, hyper["betas"], bool(hyper.get("amsgrad"))
+def _fused_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
+    """The operator that torch's fused Adam ends in: the Python code around it costs as much as a small tensor."""
+    states, betas, amsgrad = chunk.states, hyper["betas"], bool(hyper.get("amsgrad"))
     _fused_operator(_is_decoupled(hyper, decoupled))(
-        [stretch.param],
+        [chunk.param],
         [grad],
         [states["exp_avg"]],
         [states["exp_avg_sq"]],
         [states["max_exp_avg_sq"]] if amsgrad else [],
-        [step_after(stretch.step)],
+        [_step_after(chunk.step)],
         amsgrad=amsgrad,
-        lr=learning_rate(hyper),
+        lr=_learning_rate(hyper),
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=hyper["weight_decay"],
@@ -202,45 +223,43 @@ def _fused_operator(decoupled: bool) -> Any:
     return torch._fused_adamw_ if decoupled else torch._fused_adam_
 
 
-def sgd_kinds(hyper: Hyper) -> tuple[str, ...]:
-    """The states of SGD."""
-    return ("momentum_buffer",) if hyper["momentum"] else ()
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers with one state
 
 
-def update_sgd(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper, *, fused: bool) -> None:
-    """SGD, which makes its momentum with the first update."""
+def _sgd(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, fused: bool) -> None:
+    """SGD, which creates its momentum buffer in the first update."""
     from torch.optim.sgd import sgd
 
-    buffers = [stretch.states.get("momentum_buffer")]
+    buffers = [chunk.states.get("momentum_buffer")]
     sgd(
-        [stretch.param],
+        [chunk.param],
         [grad],
         buffers,
         foreach=False,
         fused=fused,
         weight_decay=hyper["weight_decay"],
         momentum=hyper["momentum"],
-        lr=learning_rate(hyper),
+        lr=_learning_rate(hyper),
         dampening=hyper.get("dampening", 0.0),
         nesterov=bool(hyper.get("nesterov")),
         maximize=bool(hyper.get("maximize")),
     )
     if buffers[0] is not None:
-        stretch.states["momentum_buffer"] = buffers[0]
+        chunk.states["momentum_buffer"] = buffers[0]
 
 
-def update_adagrad(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper, *, fused: bool) -> None:
-    """Adagrad, whose accumulator begins with a value of its own."""
+def _adagrad(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, fused: bool) -> None:
     from torch.optim.adagrad import adagrad
 
     adagrad(
-        [stretch.param],
+        [chunk.param],
         [grad],
-        [stretch.states["sum"]],
-        [step_before(stretch)],
+        [chunk.states["sum"]],
+        [_step_before(chunk)],
         foreach=False,
         fused=fused,
-        lr=learning_rate(hyper),
+        lr=_learning_rate(hyper),
         weight_decay=hyper["weight_decay"],
         lr_decay=hyper.get("lr_decay", 0.0),
         eps=hyper["eps"],
@@ -248,165 +267,138 @@ def update_adagrad(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper, *, fus
     )
 
 
-def update_lion(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
+def _lion(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
     """Lion as it is commonly written with torch: decay, then the sign of the interpolated momentum."""
     first, second = hyper["betas"]
-    moment = stretch.states["exp_avg"]
+    moment = chunk.states["exp_avg"]
     if hyper["weight_decay"]:
-        stretch.param.mul_(1 - hyper["lr"] * hyper["weight_decay"])
+        chunk.param.mul_(1 - hyper["lr"] * hyper["weight_decay"])
     update = moment.clone().mul_(first).add_(grad, alpha=1 - first).sign_()
-    stretch.param.add_(update, alpha=-hyper["lr"])
+    chunk.param.add_(update, alpha=-hyper["lr"])
     moment.mul_(second).add_(grad, alpha=1 - second)
 
 
-def initial_accumulator(_kind: str, hyper: Hyper) -> float:
-    """What an element of Adagrad's accumulator begins with."""
-    return float(hyper.get("initial_accumulator_value", 0.0))
+# ----------------------------------------------------------------------------------------------------------------------
+# DeepSpeed's CPU optimizers: C++ operators that DeepSpeed compiles on the machine that they run on
+
+_NUMBERS: Final = itertools.count(1 << 20)  # of optimizers; a job in this process counts from 0
+_NATIVE_LOCK: Final = threading.Lock()  # the operators' tables of optimizers are not thread-safe
 
 
-_NUMBERS = itertools.count(1 << 20)  # of optimizers; a job in this process counts from 0
-_LOCK = threading.Lock()
-
-
-def cpu_adam(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
+def _cpu_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
     """One update of `DeepSpeedCPUAdam`."""
     first, second = hyper["betas"]
-    settings = (first, second, hyper["eps"], hyper["weight_decay"], bool(hyper.get("bias_correction", True)))
-    if stretch.handle is None:
+    arguments = (first, second, hyper["eps"], hyper["weight_decay"], bool(hyper.get("bias_correction", True)))
+    if chunk.handle is None:
         mode = bool(hyper.get("adamw_mode", True))
-        stretch.handle = _NativeOptimizer("adam", (hyper["lr"], *settings[:4], mode, False))
-        _walk_to(stretch, hyper["lr"], settings)
-    stretch.handle.op.adam_update(
-        stretch.handle.number,
-        stretch.step + 1,
+        chunk.handle = _NativeOptimizer("adam", (hyper["lr"], *arguments[:4], mode, False))
+        _repeat_beta_products(chunk, hyper["lr"], arguments)
+    chunk.handle.op.adam_update(
+        chunk.handle.number,
+        chunk.step + 1,
         hyper["lr"],
-        *settings,
-        stretch.param,
+        *arguments,
+        chunk.param,
         grad,
-        stretch.states["exp_avg"],
-        stretch.states["exp_avg_sq"],
+        chunk.states["exp_avg"],
+        chunk.states["exp_avg_sq"],
     )
 
 
-def _walk_to(stretch: StateChunk, lr: float, settings: tuple[Any, ...]) -> None:
-    """Take the operator's running product of betas to where the job had it: it is rounded with every step.
+def _repeat_beta_products(chunk: StateChunk, lr: float, arguments: tuple[Any, ...]) -> None:
+    """Bring the operator's running products of betas to where the job had them: every step rounds them.
 
-    The product starts with the process: at the first update it is a power, from then on it is multiplied.
+    They start with the process: in the first update they are powers, from then on they are multiplied.
     """
     import torch
 
-    dummy = [torch.zeros(1) for _ in range(4)]
-    for step in range(stretch.resumed_at + 1, stretch.step + 1):
-        stretch.handle.op.adam_update(stretch.handle.number, step, lr, *settings, *dummy)
+    dummies = [torch.zeros(1) for _ in range(4)]
+    for step in range(chunk.resumed_at + 1, chunk.step + 1):
+        chunk.handle.op.adam_update(chunk.handle.number, step, lr, *arguments, *dummies)
 
 
-def cpu_lion(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
-    """One update of `DeepSpeedCPULion`. It has a second moment that it never touches."""
+def _cpu_lion(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
+    """One update of `DeepSpeedCPULion`."""
     first, second = hyper["betas"]
-    if stretch.handle is None:
-        stretch.handle = _NativeOptimizer("lion", (hyper["lr"], first, second, hyper["weight_decay"], False))
-    stretch.handle.op.lion_update(
-        stretch.handle.number,
-        stretch.step + 1,
+    if chunk.handle is None:
+        chunk.handle = _NativeOptimizer("lion", (hyper["lr"], first, second, hyper["weight_decay"], False))
+    chunk.handle.op.lion_update(
+        chunk.handle.number,
+        chunk.step + 1,
         hyper["lr"],
         first,
         second,
         hyper["weight_decay"],
-        stretch.param,
+        chunk.param,
         grad,
-        stretch.states["exp_avg"],
+        chunk.states["exp_avg"],
     )
 
 
 class _NativeOptimizer:
-    """An optimizer in the operator's own table, gone with this object."""
+    """An optimizer in the operator's own table; removed together with this object."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self.op = load_native_op(name)
         self._name = name
-        with _LOCK:  # the operator's table is not made for several threads
+        with _NATIVE_LOCK:
             self.number = next(_NUMBERS)
             getattr(self.op, f"create_{name}")(self.number, *arguments)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
-            with _LOCK:
+            with _NATIVE_LOCK:
                 getattr(self.op, f"destroy_{self._name}")(self.number)
 
 
 @cache
 def load_native_op(name: str) -> Any:
-    """The operator `adam` or `lion`, which DeepSpeed compiles when it is first asked for."""
+    """DeepSpeed's operator `adam` or `lion`, which it compiles on first use."""
     try:
         from deepspeed.ops import op_builder
 
         return getattr(op_builder, {"adam": "CPUAdamBuilder", "lion": "CPULionBuilder"}[name])().load(verbose=False)
-    except Exception as error:  # a compiler that is missing fails in many ways
+    except Exception as error:  # a missing compiler fails in many ways
         raise UsageError(
-            f"DeepSpeed's cpu_{name} operator cannot be loaded here: {error}",
+            f"DeepSpeed's cpu_{name} operator cannot be loaded: {error}",
             hint="install deepspeed and a C++ compiler with ninja, or replay on the machine that trained",
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayKernel:
-    """One way to update. `update(stretch, gradient, hyper)` changes the stretch; its `step` is the caller's."""
-
-    id: str
-    kinds: Callable[[Hyper], tuple[str, ...]]  # the states of an optimizer with these hyper-parameters
-    update: Callable[[StateChunk, torch.Tensor, Hyper], None]
-    counts: bool = True  # the optimizer keeps the number of its updates
-    initial: Callable[[str, Hyper], float | None] = lambda _kind, _hyper: 0.0  # of a missing state; None: made later
-    prepare: Callable[[], object] = lambda: None  # loads what updates need, once in a process
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def _cpu_adam(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
-
-    cpu_adam(stretch, grad, hyper)
-
-
-def _cpu_lion(stretch: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
-
-    cpu_lion(stretch, grad, hyper)
-
-
-def _two_moments(_hyper: Hyper) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq")
+def _kernel(
+    kernel_id: str,
+    update: Callable[[StateChunk, torch.Tensor, Hyper], None],
+    *,
+    creates_states: bool = False,
+    native_op: str | None = None,
+) -> ReplayKernel:
+    optimizer = optimizer_of_kernel(kernel_id)
+    assert optimizer is not None, kernel_id
+    return ReplayKernel(kernel_id, optimizer, update, creates_states, native_op)
 
 
-def _load(name: str) -> None:
-
-    load_native_op(name)
-
-
-def _exp_avg(_hyper: Hyper) -> tuple[str, ...]:
-    return ("exp_avg",)
-
-
-def _made_by_the_first_update(_kind: str, _hyper: Hyper) -> None:
-    return None
-
-
-def _torch_kernels() -> list[ReplayKernel]:
-    made = []
-    for way in ("single", "foreach", "fused"):  # the first two give the same bits
-        fused = way == "fused"
-        for name, decoupled in (("adam", False), ("adamw", True)):
-            update = partial(fused_adam if fused else single_adam, decoupled=decoupled)
-            made.append(ReplayKernel(f"torch.{name}.{way}", adam_kinds, update))
-        sgd = partial(update_sgd, fused=fused)
-        made.append(ReplayKernel(f"torch.sgd.{way}", sgd_kinds, sgd, counts=False, initial=_made_by_the_first_update))
-        adagrad = partial(update_adagrad, fused=fused)
-        made.append(ReplayKernel(f"torch.adagrad.{way}", lambda _: ("sum",), adagrad, initial=initial_accumulator))
-    return made
+def _torch_kernels(variant: str) -> list[ReplayKernel]:
+    fused = variant == "fused"
+    adam = _fused_adam if fused else _single_adam
+    return [
+        _kernel(f"torch.adam.{variant}", partial(adam, decoupled=False)),
+        _kernel(f"torch.adamw.{variant}", partial(adam, decoupled=True)),
+        _kernel(f"torch.sgd.{variant}", partial(_sgd, fused=fused), creates_states=True),
+        _kernel(f"torch.adagrad.{variant}", partial(_adagrad, fused=fused)),
+    ]
 
 
 KERNELS: Final[dict[str, ReplayKernel]] = {
     kernel.id: kernel
     for kernel in (
-        *_torch_kernels(),
-        ReplayKernel("lion", _exp_avg, update_lion, counts=False),
-        ReplayKernel("deepspeed.cpu_adam", _two_moments, _cpu_adam, prepare=partial(_load, "adam")),
-        ReplayKernel("deepspeed.cpu_lion", _two_moments, _cpu_lion, prepare=partial(_load, "lion")),
+        *_torch_kernels("single"),
+        *_torch_kernels("foreach"),
+        *_torch_kernels("fused"),
+        _kernel("lion", _lion),
+        _kernel("deepspeed.cpu_adam", _cpu_adam, native_op="adam"),
+        _kernel("deepspeed.cpu_lion", _cpu_lion, native_op="lion"),
     )
 }

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ucp.core.optimizers import Hyper
 from ucp.log.payloads import GroupScalars, LrKind
 from ucp.log.reader import EpochSpan, LogStream
-from ucp.replay.kernels import PYTHON_NUMBER, Hyper
+from ucp.replay.kernels import PYTHON_NUMBER
 
 _LR_KINDS = {LrKind.FLOAT: PYTHON_NUMBER, LrKind.TENSOR32: "float32", LrKind.TENSOR64: "float64"}
 

@@ -17,6 +17,7 @@ from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
 from ucp.log.reader import EpochSpan, LoggedBlock
 from ucp.log.stream_schema import LogBlock, LoggedParameter, kind_of_logged, logged_kind
+from ucp.replay.exactness import why_not_replayed
 from ucp.replay.kernels import PARAM, ReplayKernel
 from ucp.replay.logged_states import LoggedStates, logged_atom
 from ucp.replay.logged_updates import OptimizerUpdate, StreamUpdates, all_steps_skipped
@@ -198,8 +199,8 @@ class SpanBuilder:
     def _no_kernel(self) -> UsageError:
         return UsageError(
             f"{self.span.epoch.folder}: the optimizer {self.manifest.optimizer} ({self.manifest.kernel.id}) cannot be"
-            " replayed, and the log has none of its states",
-            hint="only the steps of full checkpoints can be had of this run",
+            f" replayed ({why_not_replayed(self.manifest.kernel)}), and the log does not contain its states",
+            hint='only the steps of its checkpoints are available; ucp.record(…, what="state") logs states as well',
         )
 
     def _resumed_at(self, timelines: StreamUpdates, group: int) -> int:
@@ -318,7 +319,9 @@ class SpanBuilder:
 
     def _counts(self, updates: Sequence[OptimizerUpdate]) -> bool:
         """Does the optimizer keep the number of its updates?"""
-        return bool(updates) and (updates[-1].before >= 0 if self.kernel is None else self.kernel.counts)
+        if not updates:
+            return False
+        return updates[-1].before >= 0 if self.kernel is None else self.kernel.optimizer.counts_updates
 
     def _stepped(self, atom: Atom, tensor: ReplayedTensor, parameter: Parameter) -> Atom:
         """The optimizer's counter after the span."""

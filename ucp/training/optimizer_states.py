@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from ucp.core.checkpoint import STEP, kind_of_state
-
-_OTHERS: Final = {
-    "Adamax": ("exp_avg", "exp_inf"),
-    "Adadelta": ("square_avg", "acc_delta"),
-    "Rprop": ("prev", "step_size"),
-    "ASGD": ("ax",),
-    "Lion": ("exp_avg",),
-}
+from ucp.core.optimizers import optimizer_of_class
 
 
 def expected_kinds(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
-    """States without which the optimizer would not continue; empty where that is not known."""
-    families = {cls.__name__ for cls in type(optimizer).__mro__}
-    if families & {"Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"}:
-        return {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group.get("amsgrad") else set())
-    if "SGD" in families:
-        return {"momentum_buffer"} if group.get("momentum") else set()
-    if "Adagrad" in families:
-        return {"sum"}
-    if "RMSprop" in families:
-        momentum = {"momentum_buffer"} if group.get("momentum") else set()
-        return {"square_avg"} | momentum | ({"grad_avg"} if group.get("centered") else set())
-    return next((set(kinds) for family, kinds in _OTHERS.items() if family in families), set())
+    """The states without which the optimizer cannot continue; empty if they are not known."""
+    known = optimizer_of_class(cls.__name__ for cls in type(optimizer).__mro__)
+    return set(known.state_names(group)) if known is not None and known.is_state_required else set()
 
 
 def is_counter(name: str, value: Any) -> bool:

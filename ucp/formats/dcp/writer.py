@@ -23,6 +23,7 @@ from ucp.core.box import Box, Shape, whole
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.mesh import Mesh
+from ucp.core.optimizers import counts_in_tensor, default_group_fields
 from ucp.core.region import Region
 from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import UsageError
@@ -167,7 +168,7 @@ class StateDictEntries:
             states = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
             if STEP in states:
                 states[STEP] = _as_step(states[STEP])
-            elif states.keys() & NEEDS_STEP:
+            elif counts_in_tensor(states):
                 count = self._steps_of(parameter)
                 if count is None:
                     self._note("no-step", f"the source does not say how many steps {parameter.name} has taken")
@@ -280,57 +281,12 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     return False
 
 
-_SHARED: Final[dict[str, Any]] = {"maximize": False, "foreach": None, "differentiable": False}
-_ADAM: Final[dict[str, Any]] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    **_SHARED,
-    "capturable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-_SGD: Final[dict[str, Any]] = {
-    "lr": 1e-3,
-    "momentum": 0.0,
-    "dampening": 0.0,
-    "weight_decay": 0.0,
-    "nesterov": False,
-    **_SHARED,
-    "fused": None,
-}
-_ADAGRAD: Final[dict[str, Any]] = {
-    "lr": 1e-2,
-    "lr_decay": 0.0,
-    "eps": 1e-10,
-    "weight_decay": 0.0,
-    "initial_accumulator_value": 0.0,
-    **_SHARED,
-    "fused": None,
-}
-# The state that tells an optimizer → the fields of its groups, with torch's defaults.
-_BY_STATE: Final = (
-    ("exp_avg_sq", _ADAM),
-    ("momentum_buffer", _SGD),
-    ("sum", _ADAGRAD),
-)
-
-# Fields that tell optimizers which share such a state and keep other fields: NAdam and Muon.
-_OF_OTHERS: Final = frozenset({"momentum_decay", "ns_steps"})
-
-# Adam counts steps in a float32 tensor a parameter; without it a loading job misses a key.
-NEEDS_STEP: Final = frozenset({"exp_avg_sq", "sum"})
-
-
 def complete_group_fields(hyper: Mapping[str, Any], kinds: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """The fields of a group whose parameters have states `kinds`: the source's own, and torch's defaults for the rest.
 
     Gives the fields and the names of those that were filled in.
     """
-    known = next((fields for state, fields in _BY_STATE if state in kinds), {})
-    defaults = {} if hyper.keys() & _OF_OTHERS else known
+    defaults = default_group_fields(hyper, kinds)
     filled = [name for name in defaults if name not in hyper]
     fields = {**{name: defaults[name] for name in filled}, **hyper}
     # A job with an LR scheduler asks for this too; it is the rate that the scheduler starts from.

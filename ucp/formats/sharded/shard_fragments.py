@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol, overload
 
 from ucp.containers.inert import TensorRef
 from ucp.core.box import Box, Shape, intersect, interval_boxes, strides_of
-from ucp.core.checkpoint import MASTER, WEIGHT, Fragment, LazyFragments
+from ucp.core.checkpoint import Fragment, LazyFragments
 from ucp.core.dtypes import DType
 from ucp.core.mesh import Rank
+from ucp.core.optimizers import state_scale
 from ucp.core.region import Region
 from ucp.core.rules import SlicePiece
 from ucp.storage.local import SourceFiles
@@ -312,7 +313,7 @@ def _piecewise(kind: str, rank_slice: RankSlice, stored: StoredShard) -> Iterato
                     run.offset + (start - run.start) * stored.dtype.itemsize,
                     stored.dtype,
                     _with_dp(rank_slice.rank, run.dp),
-                    scale=scale_of(kind, piece.scale),
+                    scale=state_scale(kind, piece.scale),
                 )
 
 
@@ -343,15 +344,8 @@ def _strided(kind: str, rank_slice: RankSlice, stored: StoredShard) -> Iterator[
                     stored.dtype,
                     _with_dp(rank_slice.rank, run.dp),
                     steps,
-                    scale=scale_of(kind, piece.scale),
+                    scale=state_scale(kind, piece.scale),
                 )
-
-
-def scale_of(kind: str, scale: float) -> float:
-    """Return the factor of a state whose weight is stored times `scale`: gradients, and so moments, scale inversely."""
-    if scale == 1.0 or kind in (WEIGHT, MASTER):
-        return scale
-    return 1.0 / (scale * scale) if "sq" in kind else 1.0 / scale
 
 
 def _is_row_major(stored: StoredShard) -> bool:

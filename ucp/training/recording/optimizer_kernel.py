@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ucp.core.optimizers import UNLOGGED_FIELDS, optimizer_of_class
 from ucp.log.epoch_manifest import KernelFingerprint
 from ucp.log.payloads import GroupScalars, LrKind
 from ucp.training.optimizer_states import updates_counted
 
 _VECTOR_BYTES: Final = {"AVX512": 64, "AVX512_VNNI": 64, "AVX512_BF16": 64, "AMX": 64, "AVX2": 32}
-_CONSTANT: Final = ("lr_decay", "decoupled_weight_decay", "bias_correction")
-_TORCH: Final = {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop"}
 
 
 def kernel_of(optimizer: Any) -> KernelFingerprint:
@@ -37,23 +36,23 @@ def constants(optimizer: Any) -> dict[int, tuple[Any, ...]]:
     found = {}
     for group in optimizer.param_groups:
         fused = _variant_of(group, device) == "fused"  # the other two give the same bits
-        found[id(group)] = (fused, _is_unusual(group), *map(group.get, _CONSTANT))
+        found[id(group)] = (fused, _is_unusual(group), *map(group.get, UNLOGGED_FIELDS))
     return found
 
 
 def _id(optimizer: Any, device: str) -> tuple[str, str]:
     """(kernel id, version of the library it is from where that is not torch)."""
     cls = type(optimizer)
-    if cls.__module__.startswith("torch.optim") and cls.__name__ in _TORCH:
-        return f"torch.{cls.__name__.lower()}.{_variant(optimizer, device)}", ""
+    known = optimizer_of_class([cls.__name__])
+    kernel = known.kernel or "" if known is not None else ""
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    if cls.__module__.startswith("torch.optim") and kernel.startswith("torch."):
+        return f"{kernel}.{_variant(optimizer, device)}", ""
     if cls.__module__.startswith("deepspeed."):
         import deepspeed
 
-        known = {"DeepSpeedCPUAdam": "deepspeed.cpu_adam", "DeepSpeedCPULion": "deepspeed.cpu_lion"}
-        return known.get(cls.__name__, f"{cls.__module__}.{cls.__qualname__}"), str(deepspeed.__version__)
-    if cls.__name__ == "Lion":
-        return "lion", ""
-    return f"{cls.__module__}.{cls.__qualname__}", ""
+        return kernel if kernel.startswith("deepspeed.") else path, str(deepspeed.__version__)
+    return kernel if kernel == "lion" else path, ""
 
 
 def _variant(optimizer: Any, device: str) -> str:

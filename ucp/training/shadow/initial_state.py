@@ -29,7 +29,13 @@ from ucp.log.stream_schema import parse_shaped_kind
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
 from ucp.replay.at_step import replay_to_step
-from ucp.replay.exactness import ALL_PARAMETERS, ApproximationLabel, approximation_reasons, find_kernel
+from ucp.replay.exactness import (
+    ALL_PARAMETERS,
+    ApproximationLabel,
+    approximation_reasons,
+    find_kernel,
+    why_not_replayed,
+)
 from ucp.replay.open_at import find_base
 from ucp.replay.replay_index import SpanBuilder
 from ucp.replay.replayer import ReplayedTensor
@@ -178,8 +184,8 @@ def _load_tensors(
     for tensor in tensors:
         if tensor.kernel is None and not holds_states(manifest):
             raise UsageError(
-                f"the optimizer {manifest.optimizer} ({manifest.kernel.id}) cannot be replayed, and the job records"
-                " gradients",
+                f"the optimizer {manifest.optimizer} ({manifest.kernel.id}) cannot be replayed"
+                f" ({why_not_replayed(manifest.kernel)}), and the job records gradients",
                 hint='ucp.record(…, what="state") records what a shadow of it needs',
             )
     mine = stream_shards(manifest, share)

@@ -155,7 +155,7 @@ class TensorState:
                 f"stream {self.stream.number}, step {arrived.step}: some blocks of optimizer tensor {self.index} have"
                 " gradients and some have none"
             )
-        if self.kernel.counts and 0 <= scalars.opt_step < self.counter:
+        if self.kernel.optimizer.counts_updates and 0 <= scalars.opt_step < self.counter:
             raise InconsistentError(
                 f"stream {self.stream.number}, step {arrived.step}: the job's optimizer had counted"
                 f" {scalars.opt_step} updates before it, the shadow has {self.counter}",

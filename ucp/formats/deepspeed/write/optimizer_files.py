@@ -7,7 +7,7 @@ The optimizer of ZeRO off: one entry a parameter, in the model file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -17,6 +17,7 @@ from ucp.containers.pickle_writer import NewTensor, bare_object, called_object
 from ucp.containers.torch_file_writer import ZeroContent
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, state_of_kind
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ucp.core.optimizers import is_kept_whole
 from ucp.core.region import Region
 from ucp.formats.deepspeed.flat_layout import FlatLayout, flat_layout_of
 from ucp.formats.deepspeed.write.state_tensors import (
@@ -166,11 +167,6 @@ def _partition(
         yield ZeroContent(high - at)
 
     return flat_tensor(dtype, list(segments()))
-
-
-def is_kept_whole(hyper: Mapping[str, Any], kind: str) -> bool:
-    """Muon's momentum: ranks keep that of every matrix of which they have an element, to its ends."""
-    return hyper.get("use_muon") is True and kind == "momentum_buffer"
 
 
 def _whole_parameters(

@@ -9,13 +9,14 @@ import struct
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 from ucp.containers.pickle_writer import NewTensor
 from ucp.containers.torch_file_writer import RegionContent, ZeroContent, new_tensor
 from ucp.core.box import Shape
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Parameter, state_of_kind
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Parameter, state_of_kind
 from ucp.core.dtypes import DType
+from ucp.core.optimizers import COUNTERS
 from ucp.core.region import Region
 from ucp.errors import InconsistentError
 from ucp.formats.sharded.slicer import TargetSlice
@@ -59,13 +60,12 @@ def segment(atom: Atom | None, region: Region) -> Segment:
     return RegionContent(atom, region) if atom is not None else ZeroContent(region.numel)
 
 
-_COUNTERS: Final = (STEP, "mu_product", "mu", "eta")  # of torch's optimizers
 _FORMATS = {"int64": "<q", "float32": "<f", "float64": "<d", "int32": "<i"}
 
 
 def is_scalar(parameter: Parameter, kind: str, atom: Atom) -> bool:
     """Is this state one value for all of the parameter? Where that has no dimensions, only the name tells."""
-    return not atom.shape and (bool(parameter.shape) or kind in _COUNTERS)
+    return not atom.shape and (bool(parameter.shape) or kind in COUNTERS)
 
 
 def element_kinds(members: Iterable[TargetSlice], without: Container[str] = ()) -> dict[str, DType]:
