@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.containers.hostile import glob, text
 from ucp.containers import pickle_guard
-from ucp.containers.pickle_guard import _is_plain, check_opcodes, check_weights
+from ucp.containers.pickle_guard import _is_plain, check_opcodes, simulate_stack
 from ucp.errors import IntegrityError, UcpError, UnsafeError
 
 
@@ -44,7 +44,7 @@ def test_what_torch_writes_is_plain() -> None:
     data = pickle_of(big_state())
     assert len(data) > 3 * pickle_guard._WINDOW
     assert _is_plain(data)
-    check_weights(data, "x")
+    simulate_stack(data, "x")
 
 
 @pytest.mark.parametrize("window", [600, 601, 613, 1000, 4099])
@@ -122,7 +122,7 @@ def test_plain_is_never_unsafe(fragments: list[bytes]) -> None:
     data = b"\x80\x02" + b"".join(fragments) + b"."
     verdict: UcpError | None = None
     try:
-        check_weights(data, "x")
+        simulate_stack(data, "x")
     except UcpError as error:
         verdict = error
     if _is_plain(data):
@@ -138,7 +138,7 @@ def test_plain_is_never_unsafe(fragments: list[bytes]) -> None:
     st.sampled_from(range(pickle.HIGHEST_PROTOCOL + 1)),
 )
 def test_the_judge_accepts_what_pickle_writes(value: object, protocol: int) -> None:
-    check_weights(pickle.dumps(value, protocol), "x")
+    simulate_stack(pickle.dumps(value, protocol), "x")
 
 
 @settings(max_examples=300)

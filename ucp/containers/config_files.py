@@ -1,7 +1,4 @@
-"""JSON files of others: configurations and indexes.
-
-TOML files that are lists of tables of one kind: rule files, tables of names.
-"""
+"""Small JSON and TOML files: model configurations, indexes, rule files, name tables."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from ucp import settings
 from ucp.errors import IntegrityError, StorageError, UsageError
 
 
-def read_json(path: Path, most: int, hint: str | None = None) -> Any:
-    """What a file of at most `most` bytes says. `hint` is what to do where it is damaged."""
+def read_json(path: Path, max_bytes: int, hint: str | None = None) -> Any:
+    """The parsed content of a JSON file of at most `max_bytes`. `hint` tells the user what to do if it is damaged."""
     try:
         with path.open("rb") as file:
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > most:
-        raise IntegrityError(f"{path}: larger than {most} bytes, which no such file is", hint=hint)
+    if len(data) > max_bytes:
+        raise IntegrityError(f"{path}: larger than {max_bytes} bytes, the limit for such a file", hint=hint)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: is no JSON: {error}", hint=hint) from None
+        raise IntegrityError(f"{path}: not valid JSON: {error}", hint=hint) from None
 
 
 if sys.version_info >= (3, 11):
@@ -39,7 +36,7 @@ MAX_BYTES: Final = 1 * settings.MIB
 
 
 def read_toml(path: Path, what: str) -> bytes:
-    """The bytes of a small file of the user's; one more than may be, where it is larger. `what` it is, for messages."""
+    """The bytes of a TOML file, at most one more than `MAX_BYTES`. `what` describes the file in messages."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
@@ -48,9 +45,9 @@ def read_toml(path: Path, what: str) -> bytes:
 
 
 def parse_toml(data: bytes, where: str, what: str) -> tuple[str, dict[str, Any]]:
-    """The text and the document; `where` names the file in messages."""
+    """The text and the parsed document; `where` names the file in messages."""
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{where}: larger than {MAX_BYTES} bytes, which no {what} is")
+        raise UsageError(f"{where}: larger than {MAX_BYTES} bytes, the limit for a {what}")
     try:
         text = data.decode()
         return text, tomllib.loads(text)
@@ -63,7 +60,7 @@ def parse_toml(data: bytes, where: str, what: str) -> tuple[str, dict[str, Any]]
 
 
 def places(text: str, key: str, count: int, where: str) -> list[str]:
-    """Where each of `count` tables `[[key]]` begins, for messages."""
+    """The line on which each of `count` tables `[[key]]` starts, for messages."""
     lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[\[\s*{key}\s*\]\]", line)]
     if len(lines) == count:
         return [f"{where}, line {line}" for line in lines]

@@ -1,7 +1,7 @@
-"""CRC-32 as zip archives carry it: of blocks, of concatenations, and of long runs of zeros.
+"""CRC-32 as used in zip archives: of blocks, of concatenations, and of long runs of zeros.
 
-The `isal` package computes it three times as fast as zlib and is used where it is installed, once blocks are large:
-a run that only looks at pickles is spared the import.
+The `isal` package is three times as fast as zlib. If installed, it is imported for the first large block, so commands
+that only read pickles do not pay for the import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGE: Final = 64 * 1024  # bytes
 
 
 def crc32(data: bytes | bytearray | memoryview, before: int) -> int:
-    """The CRC-32 of a stream that ends with `data`; `before` is that of all bytes before it."""
+    """The CRC-32 of a stream that ends with `data`; `before` is the CRC-32 of all bytes before it."""
     return zlib.crc32(data, before) if len(data) < _LARGE else _fastest()(data, before)
 
 
@@ -38,12 +38,12 @@ def _fastest() -> _Crc32:
 
 
 def hex_crc(crc: int) -> str:
-    """Always eight digits."""
+    """The CRC as eight hexadecimal digits."""
     return f"{crc:08x}"
 
 
 class Crc32:
-    """The CRC-32 of a stream, by the methods that digests have."""
+    """The CRC-32 of a stream, with the interface of `hashlib` objects."""
 
     def __init__(self) -> None:
         self._crc = 0
@@ -56,21 +56,21 @@ class Crc32:
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two byte strings laid end to end, from that of each and the length of the second."""
+    """The CRC-32 of a concatenation of two byte strings, given the CRC of each and the length of the second."""
     return _after_zeros(first, second_bytes) ^ second
 
 
 def crc32_of_zeros(nbytes: int) -> int:
-    """The CRC-32 of `nbytes` zero bytes, without looking at any."""
+    """The CRC-32 of `nbytes` zero bytes, in logarithmic time."""
     return _after_zeros(_ONES, nbytes) ^ _ONES
 
 
-# Feeding zero bytes to the CRC's register is linear over bits: one table for each of the register's four bytes.
+# Feeding zero bytes into the CRC register is linear over its bits: one lookup table per byte of the register.
 _Step = tuple[list[int], list[int], list[int], list[int]]
 
 
 def _after_zeros(register: int, nbytes: int) -> int:
-    """The register after `nbytes` zero bytes were fed to it."""
+    """The register after feeding `nbytes` zero bytes into it."""
     k = 0
     while nbytes:
         if nbytes & 1:
@@ -87,7 +87,7 @@ def _apply(step: _Step, register: int) -> int:
 
 @cache
 def _step(k: int) -> _Step:
-    """What feeds 2**k zero bytes: the step before, twice."""
+    """Tables that feed 2**k zero bytes: the tables for k - 1, applied twice."""
     if k == 0:
         images = [_feed_zero_byte(1 << bit) for bit in range(32)]
     else:
@@ -104,7 +104,7 @@ def _feed_zero_byte(register: int) -> int:
 
 
 def _tabulate(images: list[int]) -> list[int]:
-    """The images of all 256 values of a byte, from those of its eight bits."""
+    """The images of all 256 values of a byte, given the images of its eight bits."""
     table = [0]
     for image in images:
         table += [image ^ known for known in table]

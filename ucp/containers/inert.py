@@ -1,11 +1,10 @@
-"""What a pickle becomes when it is read without running it: named, inspectable stand-ins that can do nothing.
+"""Inert values: the result of reading a pickle without executing it.
 
-No class or function of a file is ever imported or called. A global that the file names is a *class stand-in*, a sealed
-subclass of `Inert` that knows only its own path; calling it, as the pickle machine does to build an object, gives an
-`Inert` that carries the arguments, and everything that the file then does to that object is stored on it as data.
-Tensors, storages, sizes and numpy arrays have forms of their own, because the rest of the program asks for them.
-
-numpy's objects as a pickle carries them: type string, shape and bytes, made into arrays only when someone asks.
+No class or function named in a file is ever imported or called. A global is represented by a *class stand-in*, a sealed
+subclass of `Inert` that only knows its own path. Calling it, as the unpickler does to build an object, returns an
+`Inert` that stores the arguments; everything else that the pickle does to the object is stored on it as data. Tensors,
+storages, sizes and numpy arrays have dedicated types; numpy arrays keep type string, shape and bytes, and are converted
+on request only.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Sealed(type):
-    """Metaclass of every stand-in class. Stand-ins are shared between files, so no file may write on one."""
+    """Metaclass of all class stand-ins. Makes them immutable, because they are shared between files."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise TypeError(f"stand-in {class_path(cls)} cannot be changed (attribute {name!r})")
@@ -37,7 +36,7 @@ class Sealed(type):
 
 
 class Inert(metaclass=Sealed):
-    """Stand-in for one object of a file. Compares and hashes by identity: no file can make that slow."""
+    """Stand-in for one object of a file. Compares and hashes by identity, so a hostile file cannot make that slow."""
 
     __slots__ = ("_items", "_pairs", "args", "called", "kwargs", "state")
 
@@ -47,7 +46,7 @@ class Inert(metaclass=Sealed):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     state: Any
-    called: bool  # the file calls the class (REDUCE); False where it only asks for a bare instance (NEWOBJ)
+    called: bool  # True if the file calls the class (REDUCE), False if it creates a bare instance (NEWOBJ)
     _items: list[Any]
     _pairs: list[tuple[Any, Any]]
 
@@ -60,7 +59,7 @@ class Inert(metaclass=Sealed):
         return self
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
-        # The pickle machine makes bare instances by `__new__` alone; only a call of the class comes here.
+        # The unpickler creates bare instances with `__new__` alone; only a call of the class gets here.
         del args, kwargs
         self.called = True
 
@@ -71,7 +70,7 @@ class Inert(metaclass=Sealed):
 
     @property
     def items(self) -> list[Any]:
-        """What the file appended or added to the object, in order."""
+        """The values that the file appended or added to the object, in order."""
         try:
             return self._items
         except AttributeError:
@@ -98,7 +97,7 @@ class Inert(metaclass=Sealed):
                     return part[name]
         return default
 
-    # The pickle machine looks these up by name. They store, and do nothing else.
+    # The unpickler looks these methods up by name. They only store their arguments.
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -134,21 +133,21 @@ def class_path(value: object) -> str:
 def new_class(
     module: str, qualname: str, base: type[Inert] = Inert, call: Callable[..., Any] | None = None
 ) -> type[Inert]:
-    """A fresh sealed stand-in class for the given path; calling it gives `call(cls, *args)`, or an `Inert` without."""
-    # The type's own name is fixed: a file's name may hold what Python refuses in one (null bytes, lone surrogates).
+    """A new stand-in class for the given path; calling it returns `call(cls, *args)`, or an `Inert` if that is None."""
+    # The type's own name is fixed, because a name in a file may contain null bytes or lone surrogates.
     body: dict[str, Any] = {"__slots__": (), "module": module, "qualname": qualname}
     if call is not None:
         body["__new__"] = call
-    made: Any = Sealed("Inert", (base,), body)
-    return made  # type: ignore[no-any-return]
+    stand_in: Any = Sealed("Inert", (base,), body)
+    return stand_in  # type: ignore[no-any-return]
 
 
-# What calling an inert *object* gives: the object and the arguments, nothing more.
+# The result of calling an inert *object*: stores the object and the arguments.
 _Call = new_class("ucp.containers.inert", "call")
 
 
 class InertOrderedDict(dict[Any, Any]):
-    """A `collections.OrderedDict` of the file. `attributes` is what was set on the object itself, or None."""
+    """A `collections.OrderedDict` of the file. `attributes` are those set on the object itself, or None."""
 
     __slots__ = ("attributes",)
 
@@ -163,7 +162,7 @@ class InertOrderedDict(dict[Any, Any]):
 
 
 class InertDefaultDict(InertOrderedDict):
-    """A `collections.defaultdict` of the file; `factory` is the class stand-in it names. It makes no defaults."""
+    """A `collections.defaultdict` of the file; `factory` is the class stand-in it names. It creates no defaults."""
 
     __slots__ = ("factory",)
 
@@ -183,7 +182,7 @@ class Size(tuple[int, ...]):
 @unchangeable
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage entry of a torch file. `numel` counts elements of `dtype`, or bytes where `dtype` is None (untyped)."""
+    """A storage entry of a torch file. `numel` counts elements of `dtype`, or bytes if `dtype` is None (untyped)."""
 
     key: str
     dtype: DType | None
@@ -210,8 +209,8 @@ class TensorRef:
     dtype: DType
     requires_grad: bool = False
     parameter: bool = False
-    attributes: Any = field(default=None, compare=False)  # may be a graph that is costly to compare
-    subclass: str | None = None  # path of the file's own tensor class, where it is neither Tensor nor Parameter
+    attributes: Any = field(default=None, compare=False)  # may be an object graph that is slow to compare
+    subclass: str | None = None  # path of the tensor class, if it is neither Tensor nor Parameter
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorRef, (
@@ -239,7 +238,7 @@ class TensorRef:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie row-major without gaps; with fewer than two elements they always do."""
+        """Whether the elements are row-major without gaps; always true for fewer than two elements."""
         expected = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length == 0:
@@ -251,18 +250,18 @@ class TensorRef:
         return True
 
 
-NUMPY_1: Final = "numpy.core"  # where numpy keeps the functions that make arrays of pickles
+NUMPY_1: Final = "numpy.core"  # the package with the functions that numpy's pickles call
 NUMPY_2: Final = "numpy._core"
 _PLAIN_KINDS: Final = frozenset("biufcSU")
 TIME_UNITS: Final = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"])
 
 
-@dataclass(frozen=True)  # without slots: Python 3.10 would put a setter of its own in the place of ours
+@dataclass(frozen=True)  # without slots: the dataclass decorator of Python 3.10 would overwrite our __setstate__
 class NumpyArray:
-    """A numpy array of a file. `descr` as numpy writes it (`<f8`); `data` row-major, or column-major where `fortran`.
+    """A numpy array of a file. `descr` is numpy's type string (`<f8`); `data` is column-major if `fortran` is set.
 
-    `data` is something else than bytes only for arrays of objects, which `to_numpy` refuses. `core` is the package of
-    the numpy that wrote it: loaders that keep a list of what they call know it under the name of their own numpy alone.
+    `data` is not bytes only for arrays of objects, which `to_numpy` refuses. `core` is the package of the numpy version
+    that wrote the array: `torch.load(weights_only=True)` accepts only the name that its own numpy uses.
     """
 
     descr: str
@@ -271,10 +270,10 @@ class NumpyArray:
     fortran: bool = False
     core: str = field(default=NUMPY_2, compare=False)
 
-    __hash__ = None  # type: ignore[assignment]  # like an array, and what a file puts in must not be hashed
+    __hash__ = None  # type: ignore[assignment]  # unhashable like an array; values from a file must not be hashed
 
     def __setstate__(self, state: object) -> None:
-        """Fill the empty array that numpy's `_reconstruct` made with ([version,] shape, dtype, fortran, data); once."""
+        """Fill the empty array that `_reconstruct` created from ([version,] shape, dtype, fortran, data); only once."""
         if self.descr or type(state) is not tuple or len(state) not in (4, 5):
             raise TypeError("a numpy array is built twice or from an unknown state")
         shape, dtype, fortran, data = state[-4:]
@@ -298,7 +297,7 @@ class NumpyArray:
             count *= length
         if not isinstance(self.data, bytes | bytearray) or count * dtype.itemsize != len(self.data):
             raise NotUnderstoodError(
-                f"a numpy array of {self.descr} {self.shape} does not hold as many bytes as it claims"
+                f"a numpy array of {self.descr} {self.shape} does not have the number of bytes of its shape"
             )
         if count == 0:
             return np.empty(self.shape, dtype)
@@ -328,7 +327,7 @@ class NumpyScalar:
 
 
 class NumpyDType:
-    """A numpy dtype of a file. `descr` is its type string; `structured` where it has fields or sub-arrays."""
+    """A numpy dtype of a file. `descr` is its type string; `structured` is set if it has fields or sub-arrays."""
 
     __slots__ = ("_built", "descr", "structured")
 
@@ -338,7 +337,7 @@ class NumpyDType:
         self._built = False
 
     def __setstate__(self, state: object) -> None:
-        """Take byte order and structure from numpy's (version, order, subarray, names, fields, item size, …); once."""
+        """Set byte order and structure from (version, order, subarray, names, fields, item size, …); only once."""
         if self._built or type(state) is not tuple or len(state) < 5 or type(state[1]) is not str:
             raise TypeError("a numpy dtype is built twice or from an unknown state")
         self._built = True
@@ -357,12 +356,12 @@ class NumpyDType:
 
 
 def _time_unit(metadata: object) -> str:
-    """`[25us]` for numpy's (…, (unit, count, …)), without which the bytes of a date or a duration mean nothing."""
+    """The unit of a datetime64 or timedelta64 as numpy spells it, such as `[25us]`, from (…, (unit, count, …))."""
     if type(metadata) is tuple and len(metadata) == 2 and type(metadata[1]) is tuple and len(metadata[1]) == 4:
         unit, count, *rest = metadata[1]
         if type(unit) is bytes and unit.decode("latin-1") in TIME_UNITS and type(count) is int and rest == [1, 1]:
             return f"[{'' if count == 1 else count}{unit.decode()}]"
-    raise TypeError(f"a numpy date or duration in a unit that is not known: {metadata!r:.80}")
+    raise TypeError(f"a numpy date or duration has an unknown unit: {metadata!r:.80}")
 
 
 def _plain_dtype(descr: str) -> np.dtype[Any]:
@@ -370,7 +369,7 @@ def _plain_dtype(descr: str) -> np.dtype[Any]:
 
     code = descr.lstrip("<>|=")
     if code[:1] not in _PLAIN_KINDS or not code[1:].isdecimal():
-        raise NotUnderstoodError(f"numpy type {descr!r} holds objects or structure, which is not read")
+        raise NotUnderstoodError(f"numpy type {descr!r} contains objects or fields, which are not supported")
     try:
         return np.dtype(descr)
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,8 +1,8 @@
-"""Which globals a pickle has no honest reason to call: those that run code, touch files, processes or the network.
+"""Globals that no legitimate checkpoint calls: those that run code or access files, processes or the network.
 
-Nothing of a file is ever called, so none of them could do harm here. But a checkpoint that *tries* is neither damaged
-nor written by a program that we do not know: it is an attack, or was made for one, and the user must hear of it. The
-list need not be complete to be safe; it decides only between an error and a stand-in that does nothing.
+Nothing in a file is ever called, so these are harmless here. But a checkpoint that *tries* to call one is an attack or
+was made for one, and the user must be told. The list does not have to be complete for safety: it only decides between
+an error and a stand-in that does nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-# Packages in which nothing is data.
+# Packages without any data types.
 _PACKAGES: Final = frozenset(
     {
         *(
@@ -47,7 +47,7 @@ _PACKAGES: Final = frozenset(
     }
 )
 
-# Names in modules that also hold data; "*" is every name, also in modules below.
+# Dangerous names in modules that also have data types; "*" is every name, including those of submodules.
 _NAMES: Final[dict[str, frozenset[str]]] = {
     "builtins": frozenset(
         {
@@ -85,7 +85,7 @@ _NAMES: Final[dict[str, frozenset[str]]] = {
 }
 _WHOLE_MODULES: Final = tuple(module for module, names in _NAMES.items() if "*" in names)
 
-# Plain records in the packages above that honest programs do keep.
+# Plain records in the packages above that legitimate programs do save.
 _DATA: Final = frozenset(
     {
         *(("os", "stat_result"), ("posix", "stat_result"), ("os", "terminal_size"), ("posix", "uname_result")),
@@ -94,7 +94,7 @@ _DATA: Final = frozenset(
     }
 )
 
-# Callables that call what they are given: data around a class, an attempt around a dangerous one.
+# Functions that call their arguments: harmless with a class, an attack with a dangerous argument.
 CALLERS: Final = frozenset(
     {
         *("functools.partial", "functools.partialmethod", "functools.reduce", "builtins.map", "builtins.filter"),
@@ -103,8 +103,8 @@ CALLERS: Final = frozenset(
         *("torch._utils._rebuild_wrapper_subclass", "weakref.finalize"),
     }
 )
-# What these make is a call in waiting: data to have, an attempt to call.
-CALLS_IN_WAITING: Final = frozenset(
+# Functions that return a deferred call: harmless to store, an attack if the pickle calls the result.
+DEFERRED_CALLS: Final = frozenset(
     {
         *("functools.partial", "functools.partialmethod", "builtins.getattr", "operator.attrgetter"),
         *("operator.methodcaller", "operator.itemgetter"),
@@ -120,12 +120,12 @@ _PYTHON_2: Final = {
 
 
 def modern_module(module: str) -> str:
-    """The name by which this module knows `module`: Python 3's for those of Python 2, the public one for C's."""
+    """The Python 3 name of a Python 2 module, and the public name of a C module (`_functools`)."""
     return _PYTHON_2.get(module, module)
 
 
 def is_dangerous(module: str, qualname: str) -> bool:
-    """Whether calling `qualname` of `module` would run code, or touch files, processes or the network."""
+    """Whether calling `qualname` of `module` would run code or access files, processes or the network."""
     module = modern_module(module)
     parts = qualname.split(".")
     if (module, qualname) in _DATA:
@@ -134,7 +134,7 @@ def is_dangerous(module: str, qualname: str) -> bool:
         return True
     if any(module == whole or module.startswith(whole + ".") for whole in _WHOLE_MODULES):
         return True
-    # A module that another one imported (`torch.serialization` + `os.system`), or a way around it (`f.__globals__`).
+    # Reached through a module that imports it (`torch.serialization` + `os.system`) or through `f.__globals__`.
     return any(part in _PACKAGES for part in parts[:-1]) or any(_is_dunder(part) for part in parts[len(parts) == 1 :])
 
 
@@ -143,5 +143,5 @@ def _is_dunder(name: str) -> bool:
 
 
 def suspicious(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Of the globals (module, qualname) that a pickle mentions, the paths that would be dangerous to call, sorted."""
+    """The dangerous ones among the globals (module, qualname) that a pickle names, as sorted dotted paths."""
     return sorted(f"{module}.{qualname}" for module, qualname in set(names) if is_dangerous(module, qualname))

@@ -1,17 +1,16 @@
-"""Look over the opcodes of a pickle before Python's C machine runs them, and refuse what that machine does not survive.
+"""Check the opcodes of a pickle before Python's C unpickler runs them, and refuse those that would exhaust it.
 
-The machine is fast and calls nothing but what we hand it, but it believes its input: a five-byte instruction makes it
-allocate 64 GB of memo, and thirty nested tuples that share their halves take longer to hash than the universe is old.
+The C unpickler is fast and calls only what we pass to it, but it trusts its input: a five-byte instruction makes it
+allocate 64 GB of memo, and hashing thirty nested tuples that share their halves would take practically forever.
 
-Almost every pickle that torch writes is shown harmless here by one regular expression that swallows whole phrases of
-opcodes at C speed (some 80 ns an opcode) and hands back only what could share a tuple. Whatever is not plain goes to
-the exact but slow judge in `pickle_weights`.
+Two checks, from fast to exact:
 
-The exact and slower judge of a pickle: replay its stack, not with objects but with how long each takes to hash.
-
-Tuples hash by their contents, every time anew, and a pickle may use one tuple many times. So each stack item carries a
-weight (elements touched when it is hashed) and a depth (frames of C stack that this takes); everything that is no tuple
-or frozenset weighs 1. The sum over all uses bounds what the C machine can be made to do.
+1. `_is_plain` proves almost every pickle that torch writes harmless with one regular expression, which consumes
+   sequences of opcodes at C speed (about 80 ns per opcode) and returns only those that could share a tuple.
+2. `_StackSimulator` handles the rest: it replays the stack with the cost of hashing each item in place of objects.
+   Tuples are hashed by content every time they are used, so each item has a weight (elements visited when it is hashed)
+   and a depth (frames of C stack needed); anything but a tuple or frozenset weighs 1. The sum over all uses bounds the
+   work of the C unpickler.
 """
 
 from __future__ import annotations
@@ -25,39 +24,39 @@ from ucp.errors import IntegrityError, UnsafeError
 _SMALL_SLOT: Final = rb"..[\0-\x0f]\0"
 _PUT: Final = rb"(?:q.|r" + _SMALL_SLOT + rb")"
 _MAYBE_PUT: Final = rb"(?:q.|(?:r" + _SMALL_SLOT + rb")?)"
-_TUPLE: Final = rb"[t\x85-\x87\x91]"  # TUPLE, TUPLE1, TUPLE2, TUPLE3, FROZENSET: what hashes by its contents
+_TUPLE: Final = rb"[t\x85-\x87\x91]"  # TUPLE, TUPLE1, TUPLE2, TUPLE3, FROZENSET: hashed by content
 _EVENT: Final = rb"h.|j" + _SMALL_SLOT + b"|" + _TUPLE + _PUT
 
 
 def _counted(length_bytes: int, below: int) -> bytes:
-    """Bytes that follow their own number, for numbers below a limit: one alternative a number."""
-    # Each alternative costs some 20 µs when this module is imported, so only what is frequent is here.
+    """Length-prefixed bytes, for lengths below a limit: one alternative per length."""
+    # Each alternative costs about 20 µs when this module is imported, so only frequent lengths are included.
     high = rb"\0" * (length_bytes - 1)
     return b"(?:" + b"|".join(re.escape(bytes([n])) + high + b".{%d}" % n for n in range(below)) + b")"
 
 
-# One opcode with its arguments, and with the PUT that picklers write right after a fresh object. A PUT anywhere else
-# could give a tuple a second name, so it matches nothing here.
+# One opcode with its arguments, and with the PUT that picklers write right after a new object. A PUT anywhere else
+# could give a tuple a second memo slot, so it matches nothing here.
 _PLAIN_OPCODES: Final = (
     rb"X" + _counted(4, below=128) + _MAYBE_PUT,
-    rb"[(NabesuQ\x88\x89\x90]+",  # marks, constants, and what fills an object that is already there
-    rb"[R\]})\x81old\x8f\x92\x93]" + _MAYBE_PUT,  # a fresh object that is no tuple
-    rb"K.K.K.K.K.K.K.K.|K.|M..M..M..M..M..M..M..M..|M..",  # whole numbers: every rank lists all parameters of the model
-    rb"(?:h.|j" + _SMALL_SLOT + rb")\)[R\x81]" + _MAYBE_PUT,  # a call of an old object, which is no tuple then
+    rb"[(NabesuQ\x88\x89\x90]+",  # marks, constants, and opcodes that add to an existing object
+    rb"[R\]})\x81old\x8f\x92\x93]" + _MAYBE_PUT,  # a new object that is not a tuple
+    rb"K.K.K.K.K.K.K.K.|K.|M..M..M..M..M..M..M..M..|M..",  # integers: every rank lists all parameters of the model
+    rb"(?:h.|j" + _SMALL_SLOT + rb")\)[R\x81]" + _MAYBE_PUT,  # a call of a memoized object, which cannot be a tuple
     _TUPLE + rb"(?![qr])",
     rb"J....|G.{8}",
     rb"\x8a" + _counted(1, below=9),
     rb"c[^\n]*\n[^\n]*\n" + _MAYBE_PUT,
 )
-# As many plain opcodes as there are, then one event, or everything to the end of the window.
+# As many plain opcodes as possible, then one event, or everything up to the end of the window.
 _PHRASES: Final = re.compile(
     b"(?:" + b"|".join(_PLAIN_OPCODES) + b"){0,1000}(" + _EVENT + rb"|.+|\Z)", re.DOTALL
-)  # the count bounds the memory that the expression machine takes
+)  # the count bounds the memory that the regular expression engine uses
 _ONE_EVENT: Final = re.compile(_EVENT, re.DOTALL)
 _SMALL_PUT: Final = re.compile(_PUT, re.DOTALL)
 
 _WINDOW: Final = 1 << 16
-# Counted bytes that are not in the expression, with the size of their count.
+# Opcodes with length-prefixed bytes that are too long for the expression → size of the length.
 _STRINGS: Final = {
     **dict.fromkeys(b"\x8aUC\x8c", 1),
     **dict.fromkeys(b"XBT", 4),
@@ -72,13 +71,13 @@ _STOP: Final = ord(".")
 
 
 def check_opcodes(data: bytes, where: str) -> None:
-    """Refuse a pickle that is truncated, lies about lengths, or would exhaust memory, stack or patience."""
+    """Raise an error for a pickle that is truncated, has wrong lengths, or would exhaust memory, stack or time."""
     if data[:2] not in (b"\x80\x02", b"\x80\x03") or not _is_plain(data):
-        check_weights(data, where)
+        simulate_stack(data, where)
 
 
 def _is_plain(data: bytes) -> bool:
-    """Whether the protocol-2 pickle `data` is shown to be harmless; False means only that it is not shown."""
+    """Whether the protocol-2 pickle `data` is provably harmless; False means that this check cannot tell."""
     if len(data) > _TUPLES_IN_A_STACK and sum(map(data.count, (b"t", b"\x85", b"\x86", b"\x87"))) > _TUPLES_IN_A_STACK:
         return False
     events: list[bytes] = []
@@ -96,12 +95,12 @@ def _is_plain(data: bytes) -> bool:
         events += found
         proceed_at = _skip_string(data, left_at) if opcode in _STRINGS else left_at
         if proceed_at <= at:
-            return False  # no opcode that is known here, or not a whole one
+            return False  # an opcode that is unknown here, or incomplete
         at, stop = proceed_at, min(proceed_at + _WINDOW, len(data))
 
 
 def _walk(data: bytes, at: int, stop: int) -> tuple[list[bytes], int]:
-    """The events in bytes [at, stop), and where the first opcode starts that is not plain or not whole in there."""
+    """The events in bytes [at, stop), and the position of the first opcode that is not plain or not complete."""
     found = _PHRASES.findall(data, at, stop)
     found.pop()  # the empty match at the end
     if found and not _ONE_EVENT.fullmatch(found[-1]):
@@ -110,7 +109,7 @@ def _walk(data: bytes, at: int, stop: int) -> tuple[list[bytes], int]:
 
 
 def _skip_string(data: bytes, at: int) -> int:
-    """The byte after the counted string at `at` and its PUT, or `at` where the string is not whole."""
+    """The position after the length-prefixed string at `at` and its PUT, or `at` if the string is incomplete."""
     width = _STRINGS[data[at]]
     end = at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
     if end >= len(data):
@@ -120,9 +119,9 @@ def _skip_string(data: bytes, at: int) -> int:
 
 
 def _shares_little(events: list[bytes]) -> bool:
-    """Whether so few of the GETs name a tuple that hashing stays about linear."""
+    """Whether so few of the GETs refer to a tuple that the cost of hashing stays about linear."""
     different = set(events)
-    uses: set[bytes] = set()  # every way to spell a GET of a slot that held a tuple
+    uses: set[bytes] = set()  # every encoding of a GET of a slot that held a tuple
     for event in different:
         if event[0] not in b"hj":
             slot = event[2:]
@@ -137,23 +136,23 @@ def _shares_little(events: list[bytes]) -> bool:
     return len(uses) <= _SHARED_TUPLES and sum(map(events.count, uses)) <= _SHARED_TUPLES
 
 
-# A stack item is one integer: its depth above these bits, its weight in them. So the sum of items adds up weights, and
-# the largest item is (one of) the deepest.
+# A stack item is one integer: the weight in the low bits, the depth above. So a sum of items adds up weights, and the
+# largest item is (one of) the deepest.
 _DEPTH_SHIFT: Final = 48
 _WEIGHT_MASK: Final = (1 << _DEPTH_SHIFT) - 1
 _ATOM: Final = 1
 _MAX_DEPTH: Final = 500
 _TOO_DEEP: Final = (_MAX_DEPTH + 1) << _DEPTH_SHIFT
-_FREE_WEIGHT: Final = 1_000_000  # what any pickle may make us hash
+_FREE_WEIGHT: Final = 1_000_000  # elements that any pickle may make us hash
 _WEIGHT_PER_BYTE: Final = 16
-_FREE_SLOTS: Final = 1 << 20  # memo slots that any pickle may name: they cost 16 MB at most
-_LONGEST_INTEGER: Final = 1024  # bytes or digits
+_FREE_SLOTS: Final = 1 << 20  # memo slots that any pickle may use: at most 16 MB
+_MAX_INTEGER_LENGTH: Final = 1024  # bytes or digits
 
-_HINT_UNSAFE: Final = "no checkpoint needs this; find out who wrote the file"
+_HINT_UNSAFE: Final = "no checkpoint needs this; find out where the file comes from"
 _HINT_DAMAGED: Final = "the file was changed or copied incompletely; restore it and try again"
 
-# What each opcode does: what it does to the stack, and with which argument: so many fixed bytes, so many bytes of
-# length before that many bytes, or so many lines.
+# For each opcode: its effect on the stack, and its argument: a fixed number of bytes, a length of so many bytes
+# followed by the data, or a number of lines.
 _PUSH, _MEMO_PUT, _GET, _MEMOIZE, _PACK, _PACK_MARKED, _CALL, _FILL, _FILL_MARKED, _TAKE_MARKED, _MARK, _OTHER = range(
     12
 )
@@ -202,19 +201,19 @@ _describe(b"\x8b", _OTHER, form=_COUNTED, size=4)
 _describe(b"ILFgp", _OTHER, form=_LINES, size=1)
 
 
-def check_weights(data: bytes, where: str) -> None:
-    """Walk `data` to its STOP; raise IntegrityError or UnsafeError for what the C machine should not be given."""
-    _Judge(data, where).run()
+def simulate_stack(data: bytes, where: str) -> None:
+    """Replay the stack of a pickle up to its STOP; raises IntegrityError or UnsafeError."""
+    _StackSimulator(data, where).run()
 
 
-class _Judge:
+class _StackSimulator:
     def __init__(self, data: bytes, where: str) -> None:
         self.data = data
         self.where = where
         self.stack: list[int] = []
         self.marks: list[int] = []
         self.memo: dict[int, int] = {}
-        self.at = 0  # byte of the opcode in hand
+        self.at = 0  # position of the current opcode
         self.most_slots = max(len(data), _FREE_SLOTS)
         self.budget = _FREE_WEIGHT + _WEIGHT_PER_BYTE * len(data)
 
@@ -286,7 +285,7 @@ class _Judge:
             self._unsafe("it uses extension codes")
         if opcode in b"\x97\x98":
             self._damaged("it needs buffers that are not in the file")
-        self._damaged(f"byte {opcode:#04x} is no opcode")
+        self._damaged(f"byte {opcode:#04x} is not an opcode")
 
     def _end_of_lines(self, start: int, count: int) -> int:
         for _ in range(count):
@@ -296,7 +295,7 @@ class _Judge:
         return start
 
     def _need(self, count: int) -> None:
-        """The C machine takes nothing from below the last mark."""
+        """Require `count` items above the last mark: the C unpickler takes nothing from below it."""
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
             self._damaged("it takes more from its stack than it put there")
 
@@ -307,10 +306,10 @@ class _Judge:
         self._charge(item)
 
     def _charge(self, item: int) -> None:
-        """Pay for hashing a tuple once: whatever is pushed is consumed once at most."""
+        """Charge for hashing a tuple once: every pushed item is consumed at most once."""
         self.budget -= item & _WEIGHT_MASK
         if self.budget < 0 or item >= _TOO_DEEP:
-            self._unsafe("it nests tuples so that looking at them would never end")
+            self._unsafe("it nests tuples so that hashing them would never end")
 
     def _put(self, slot: int) -> None:
         if slot > self.most_slots:
@@ -319,16 +318,16 @@ class _Judge:
         self.memo[slot] = self.stack[-1]
 
     def _other(self, opcode: int, start: int, stop: int) -> None:
-        """The opcodes that are rare in files of torch."""
+        """Handle opcodes that are rare in torch files."""
         stack = self.stack
         if opcode in b"\x8a\x8bILF":
-            if stop - start > _LONGEST_INTEGER:
-                self._unsafe(f"it holds a number of {stop - start} bytes")
+            if stop - start > _MAX_INTEGER_LENGTH:
+                self._unsafe(f"it contains a number of {stop - start} bytes")
             stack.append(_ATOM)
         elif opcode in b"gp":  # slots in digits
             digits = self.data[start : stop - 1]
             if not digits.isdigit() or len(digits) > 20:
-                self._damaged("a memo slot is no number")
+                self._damaged("a memo slot is not a number")
             if opcode == 0x70:
                 self._put(int(digits))
             elif (item := self.memo.get(int(digits))) is None:
@@ -336,7 +335,7 @@ class _Judge:
             else:
                 stack.append(item)
                 self._charge(item)
-        elif opcode == 0x30 and self.marks and self.marks[-1] == len(stack):  # POP takes a mark where one is on top
+        elif opcode == 0x30 and self.marks and self.marks[-1] == len(stack):  # POP removes a mark if one is on top
             self.marks.pop()
         elif opcode == 0x30:
             self._need(1)
@@ -349,11 +348,11 @@ class _Judge:
             self._need(1)
             stack.append(stack[-1])
             self._charge(stack[-1])
-        # PROTO and FRAME do nothing to the stack.
+        # PROTO and FRAME do not affect the stack.
 
     def _stop(self) -> None:
         if not self.stack or self.marks:
-            self._damaged("it stops with nothing to show")
+            self._damaged("it stops with an empty stack or an open mark")
 
     def _damaged(self, what: str) -> NoReturn:
         raise IntegrityError(f"{self.where}: its pickle is damaged at byte {self.at}: {what}", hint=_HINT_DAMAGED)

@@ -1,7 +1,7 @@
-"""Read a pickle as inert data: nothing of the file is imported, nothing of the file is called.
+"""Read a pickle as inert data: nothing in the file is imported or called.
 
-Python's own C machine does the work, for speed, with every door closed: globals resolve to sealed stand-ins of ours,
-persistent ids to references, and a look over the opcodes beforehand refuses what the machine itself does not survive.
+Python's C unpickler does the work, for speed, with all access to the outside closed: globals resolve to sealed
+stand-ins, persistent ids to references, and `pickle_guard` refuses opcodes that would exhaust the unpickler itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ucp.errors import IntegrityError, UcpError, UnsafeError
 __all__ = ["LoadedPickle", "load_pickle", "read_pickle", "suspicious"]
 
 _MAX_GLOBALS: Final = 10_000  # real files name fewer than a hundred
-_COPIES: Final = 4  # bytes that forms may copy a byte of pickle
+_COPIES: Final = 4  # bytes that forms may copy per byte of pickle
 _PersistentId: Final = new_class("pickle", "persistent_id")
 
 
@@ -35,43 +35,42 @@ class LoadedPickle:
 
 
 def read_pickle(data: bytes, where: str) -> Any:
-    """The inert tree of `data`, whatever follows its STOP. `where` names the file in messages.
+    """The inert tree of `data`; bytes after its STOP are ignored. `where` names the file in messages.
 
-    Raises IntegrityError when the bytes are no whole, sane pickle, and UnsafeError when it tries to run something or to
-    exhaust the machine.
+    Raises IntegrityError if the pickle is damaged, and UnsafeError if it tries to run something or to exhaust memory.
     """
     return load_pickle(data, where).tree
 
 
 def load_pickle(data: bytes, where: str) -> LoadedPickle:
-    """As `read_pickle`, with the names of all globals that the pickle mentions."""
+    """Like `read_pickle`, with the names of all globals in the pickle."""
     if len(data) > settings.MAX_PICKLE_BYTES:
         raise UnsafeError(
             f"{where}: its pickle has {len(data)} bytes, the limit is {settings.MAX_PICKLE_BYTES}",
-            hint="tensors belong beside the pickle, not in it; re-save the file with torch.save",
+            hint="tensors must be stored outside the pickle; save the file again with torch.save",
         )
     check_opcodes(data, where)
     copy_budget.left = _COPIES * len(data)
     reader = _InertUnpickler(data)
     try:
         tree = reader.load()
-    except Exception as error:  # noqa: BLE001 - whatever the machine stumbles over, the bytes are at fault
+    except Exception as error:  # noqa: BLE001 - whatever the unpickler raises, the bytes are the cause
         raise _explain(error, where) from (None if isinstance(error, DangerousCall) else error)
     return LoadedPickle(tree, frozenset(reader.met))
 
 
 def _explain(error: Exception, where: str) -> UcpError:
-    # Names in the message come from the file: no escape sequence of theirs may reach a terminal.
+    # The message may contain names from the file, whose escape sequences must not reach a terminal.
     what = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(error)[:500])
     if isinstance(error, DangerousCall):
         return UnsafeError(
             f"{where}: its pickle tries to call {what}, which no checkpoint needs; nothing was run",
-            hint="do not open this file with torch.load or pickle, and find out who wrote it",
+            hint="do not open this file with torch.load or pickle, and find out where it comes from",
         )
     if isinstance(error, RecursionError | MemoryError):
         return UnsafeError(
             f"{where}: its pickle is nested too deeply or asks for too much memory ({type(error).__name__})",
-            hint="no checkpoint needs this; find out who wrote the file",
+            hint="no checkpoint needs this; find out where the file comes from",
         )
     return IntegrityError(
         f"{where}: its pickle is damaged: {what or type(error).__name__}",
@@ -80,10 +79,10 @@ def _explain(error: Exception, where: str) -> UcpError:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """The C machine with both of its doors to the outside closed."""
+    """The C unpickler with both of its hooks to the outside, globals and persistent ids, replaced."""
 
     def __init__(self, data: bytes) -> None:
-        # A source that can peek lets the machine fetch large pieces instead of making one call an opcode.
+        # With a source that supports peek(), the unpickler reads large blocks instead of making one call per opcode.
         source: Any = io.BufferedReader(io.BytesIO(data), 1 << 16)
         super().__init__(source, encoding="utf-8", errors="backslashreplace")
         self._writes_old_names = data[:2] in (b"\x80\x02", b"\x80\x01") or data[:1] != b"\x80"
@@ -107,6 +106,6 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def _new_name(module: str, name: str) -> tuple[str, str]:
-    """What Python 3 calls a global; protocols below 3, torch's among them, write `int` as Python 2's `long`."""
+    """The Python 3 name of a global; protocols below 3, which torch uses, write Python 2 names (`int` as `long`)."""
     renamed: tuple[str, str] | None = _compat_pickle.NAME_MAPPING.get((module, name))
     return renamed or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)

@@ -1,15 +1,10 @@
-"""The stand-in for every global that a pickle may name: a form where we know its meaning, an inert class otherwise.
+"""Stand-ins for the globals that a pickle names: dedicated ones for known types, inert classes for all others.
 
-Stand-ins are sealed classes, never functions or instances: a class is what the pickle machine demands where it makes an
-object, and a sealed one is the only callable of Python on which no pickle instruction can write.
+Stand-ins are sealed classes, never functions or instances: the unpickler requires a class where it creates an object,
+and a sealed class is the only callable in Python that no pickle instruction can modify.
 
-What Python's own data types become: plain Python data where that is safe, inert objects otherwise.
-
-What numpy's objects become: dtypes, arrays and scalars that carry their bytes.
-
-What torch's objects become: references to tensors and storages, sizes, dtypes.
-
-Every global whose meaning we know. To import this module is what makes their stand-ins known.
+The functions decorated with `form` define what calling a known global returns: plain Python data for Python's own data
+types if that is safe, `NumpyArray` and its relatives for numpy, `TensorRef` and `StorageRef` for torch.
 """
 
 from __future__ import annotations
@@ -33,15 +28,15 @@ from ucp.containers.inert import (
     class_path,
     new_class,
 )
-from ucp.containers.pickle_danger import CALLERS, CALLS_IN_WAITING, is_dangerous, modern_module
+from ucp.containers.pickle_danger import CALLERS, DEFERRED_CALLS, is_dangerous, modern_module
 from ucp.core.dtypes import BY_NAME, DType
 
-_SHARED: Final = 4096  # stand-ins kept for the next file; beyond that, each file makes its own
-_LONGEST_NAME: Final = 1000
+_MAX_CACHED: Final = 4096  # stand-ins kept for the next file; beyond that, each file creates its own
+_MAX_NAME_LENGTH: Final = 1000
 
 
 class DangerousCall(Exception):  # noqa: N818 - never leaves the pickle reader, which turns it into an UnsafeError
-    """The pickle calls something that could run code; the argument says what."""
+    """The pickle calls something that could run code; the argument describes it."""
 
 
 class Dangerous(Inert):
@@ -54,7 +49,7 @@ class Dangerous(Inert):
 
 
 class Caller(Inert):
-    """Base of stand-ins for what calls its first arguments, and must not be handed anything dangerous."""
+    """Base of stand-ins for functions that call their arguments, which therefore must not be dangerous."""
 
     __slots__ = ()
 
@@ -63,24 +58,24 @@ class Caller(Inert):
         return Inert.__new__(cls, *args, **kwargs)
 
 
-class CallInWaiting(Caller):
-    """Base of stand-ins whose objects would call something when they are called."""
+class DeferredCall(Caller):
+    """Base of stand-ins whose objects would call something when called, such as `functools.partial`."""
 
     __slots__ = ()
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise DangerousCall(f"what {self.path} gives")
+        raise DangerousCall(f"the result of {self.path}")
 
 
 def refuse_dangerous_arguments(cls: type[Inert], args: tuple[Any, ...]) -> None:
-    """Raise DangerousCall where a callable that calls its arguments is handed a dangerous one."""
+    """Raise DangerousCall if a function that calls its arguments is passed a dangerous one."""
     for argument in args:
         if isinstance(argument, Sealed) and issubclass(argument, Dangerous):
             raise DangerousCall(f"{class_path(argument)} through {class_path(cls)}")
 
 
 def keep(cls: type[Inert], args: tuple[Any, ...]) -> Any:
-    """What a form gives for arguments that it cannot interpret: an inert object that carries them."""
+    """The result of a form for arguments that it cannot interpret: an inert object that stores them."""
     return Inert.__new__(cls, *args)
 
 
@@ -88,12 +83,12 @@ _stand_ins: dict[tuple[str, str], Any] = {}
 
 
 def register(module: str, qualname: str, stand_in: Any) -> None:
-    """Give a global its own stand-in; only at import."""
+    """Set the stand-in of a global; only while this module is imported."""
     _stand_ins[module, qualname] = stand_in
 
 
 def form(*paths: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register `build(cls, *args)` as what calling any of the `module:qualname` paths gives."""
+    """Decorator: calling the stand-in of any of the `module:qualname` paths returns `build(cls, *args)`."""
 
     def decorate(build: Callable[..., Any]) -> Callable[..., Any]:
         for path in paths:
@@ -105,37 +100,37 @@ def form(*paths: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def stand_in(module: str, qualname: str) -> Any:
-    """The stand-in for a global; ValueError for names that no program has."""
+    """The stand-in for a global; ValueError for absurdly long names."""
     known = _stand_ins.get((module, qualname))
     if known is not None:
         return known
-    if len(module) + len(qualname) > _LONGEST_NAME:
+    if len(module) + len(qualname) > _MAX_NAME_LENGTH:
         raise ValueError(f"it names a global of {len(module) + len(qualname)} characters")
     modern = modern_module(module)
-    made = _stand_ins.get((modern, qualname)) or new_class(modern, qualname, _base(modern, qualname))
-    if len(_stand_ins) < _SHARED:
-        _stand_ins[module, qualname] = made
-    return made
+    created = _stand_ins.get((modern, qualname)) or new_class(modern, qualname, _base(modern, qualname))
+    if len(_stand_ins) < _MAX_CACHED:
+        _stand_ins[module, qualname] = created
+    return created
 
 
 def _base(module: str, qualname: str) -> type[Inert]:
     path = f"{module}.{qualname}"
     if is_dangerous(module, qualname):
         return Dangerous
-    if path in CALLS_IN_WAITING:
-        return CallInWaiting
+    if path in DEFERRED_CALLS:
+        return DeferredCall
     return Caller if path in CALLERS else Inert
 
 
 class CopyBudget(threading.local):
-    """Bytes that forms may still copy while this thread reads one pickle, which could copy one large text forever."""
+    """Bytes that forms may still copy while this thread reads one pickle; a hostile one could copy endlessly."""
 
     left = 0
 
     def charge(self, cost: int) -> None:
         self.left -= cost
         if self.left < 0:
-            raise ValueError("it copies its own data without end")
+            raise ValueError("it copies its own data endlessly")
 
 
 copy_budget: Final = CopyBudget()
@@ -166,7 +161,7 @@ def _frozenset(cls: type[Inert], *args: Any) -> Any:
 
 
 def _plain_set(kind: Callable[..., Any], cls: type[Inert], args: tuple[Any, ...]) -> Any:
-    """A set of scalars; any other keeps its elements as the list that they came in, unhashed."""
+    """A set of scalars; a set of anything else keeps its elements as a list, unhashed."""
     if not args:
         return kind()
     if len(args) > 1 or type(args[0]) is not list:
@@ -203,7 +198,7 @@ def _encode(cls: type[Inert], *args: Any) -> Any:
 
 
 def _latin1(args: tuple[Any, ...]) -> bytes | None:
-    """How protocol 2 writes bytes: text in which each character is one byte."""
+    """Bytes as protocol 2 writes them: text in which each character is one byte."""
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
         return None
     copy_budget.charge(len(args[0]))
@@ -222,13 +217,13 @@ def _complex(cls: type[Inert], *args: Any) -> Any:
 
 @form("builtins:type")
 def _type(cls: type[Inert], *args: Any) -> Any:
-    """`type(None)` is how pickles name NoneType; whatever else calls `type` would make a class."""
+    """Pickles refer to NoneType as `type(None)`; any other call of `type` would create a class."""
     return stand_in("builtins", "NoneType") if args == (None,) else keep(cls, args)
 
 
 @form("copyreg:_reconstructor")
 def _reconstructor(cls: type[Inert], *args: Any) -> Any:
-    """(class, base, state): an object of the class before its BUILD; a base that is data keeps it as the argument."""
+    """(class, base, state): an object of the class before its BUILD; the state of a data type is its argument."""
     if len(args) != 3 or not isinstance(args[0], Sealed):
         return keep(cls, args)
     return _bare(args[0]) if args[2] is None else args[0](args[2])
@@ -247,12 +242,12 @@ def _newobj_ex(cls: type[Inert], *args: Any) -> Any:
 
 
 def _bare(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """An object of `cls` that knows its constructor was not called."""
+    """An object of `cls` whose constructor was not called."""
     return cls.__new__(cls, *args, **kwargs)
 
 
-class _Getattr(CallInWaiting):
-    """`getattr(class, name)`, how protocol 2 names a nested class or an enum member; resolved by name only."""
+class _Getattr(DeferredCall):
+    """`getattr(class, name)`: protocol 2 refers to nested classes and enum members so. Resolved by name only."""
 
     __slots__ = ()
 
@@ -275,13 +270,13 @@ register("builtins", "getattr", _Getattr)
 
 @form("numpy:dtype")
 def _dtype(cls: type[Inert], *args: Any) -> Any:
-    """(type code, align, copy), before its BUILD"""
+    """(type code, align, copy), before its BUILD."""
     return NumpyDType(args[0]) if args and type(args[0]) is str else keep(cls, args)
 
 
 @form("numpy.core.multiarray:_reconstruct", "numpy._core.multiarray:_reconstruct")
 def _reconstruct(cls: type[Inert], *args: Any) -> Any:
-    """(class, shape, type code) of an empty array, before its BUILD; matrices and masked arrays keep their class"""
+    """(class, shape, type code) of an empty array, before its BUILD; matrices and masked arrays stay inert."""
     if len(args) != 3 or not isinstance(args[0], Sealed) or class_path(args[0]) != "numpy.ndarray":
         return keep(cls, args)
     return NumpyArray("", (), b"", core=_core(cls))
@@ -289,7 +284,7 @@ def _reconstruct(cls: type[Inert], *args: Any) -> Any:
 
 @form("numpy.core.multiarray:scalar", "numpy._core.multiarray:scalar")
 def _scalar(cls: type[Inert], *args: Any) -> Any:
-    """(dtype, bytes)"""
+    """(dtype, bytes)."""
     if len(args) != 2 or type(args[0]) is not NumpyDType or type(args[1]) is not bytes:
         return keep(cls, args)
     return NumpyScalar(args[0].descr, args[1], _core(cls))
@@ -297,7 +292,7 @@ def _scalar(cls: type[Inert], *args: Any) -> Any:
 
 @form("numpy.core.numeric:_frombuffer", "numpy._core.numeric:_frombuffer")
 def _frombuffer(cls: type[Inert], *args: Any) -> Any:
-    """(bytes, dtype, shape, order): how protocol 5 writes an array"""
+    """(bytes, dtype, shape, order): an array as protocol 5 writes it."""
     if len(args) != 4 or type(args[0]) not in (bytes, bytearray) or type(args[1]) is not NumpyDType:
         return keep(cls, args)
     if args[3] not in ("C", "F"):
@@ -308,7 +303,7 @@ def _frombuffer(cls: type[Inert], *args: Any) -> Any:
 
 
 def _core(cls: type[Inert]) -> str:
-    """`numpy.core` of `numpy.core.multiarray`"""
+    """`numpy.core` for `numpy.core.multiarray`."""
     return cls.module.rpartition(".")[0]
 
 
@@ -342,7 +337,7 @@ _PARAMETER_PATHS: Final = frozenset({"torch.nn.parameter.Parameter", "torch.nn.P
 _WORD: Final = 1 << 63
 
 STORAGE_DTYPES: Final[dict[Any, DType | None]] = {}
-"""Element type by stand-in of a storage class; None for the untyped ones."""
+"""Stand-in of a storage class → element type; None for untyped storages."""
 
 
 def _register_names() -> None:
@@ -361,7 +356,7 @@ _register_names()
 
 
 def storage_of(pid: Any) -> StorageRef | None:
-    """The storage that a persistent id of torch's form names, or None for any other id."""
+    """The storage that one of torch's persistent ids refers to, or None for any other id."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         return None
     _, kind, key, device, numel = pid
@@ -399,7 +394,7 @@ def _rebuild_tensor_v3(cls: type[Inert], *args: Any) -> Any:
 def _tensor(cls: type[Inert], args: tuple[Any, ...], dtype: Any, requires_grad: Any, metadata: Any) -> Any:
     storage, offset, shape, strides = args[:4]
     if type(dtype) is not DType or metadata:
-        return keep(cls, args)  # sub-byte types, conjugate and negative views: their bytes are not their values
+        return keep(cls, args)  # sub-byte types, conjugate and negative views: the bytes are not the values
     if not isinstance(shape, tuple) or not isinstance(strides, tuple):
         return keep(cls, args)
     if len(shape) != len(strides) or len(shape) > settings.MAX_DIMENSIONS:
@@ -428,7 +423,7 @@ def _rebuild_parameter_with_state(cls: type[Inert], *args: Any) -> Any:
 
 @form("torch._tensor:_rebuild_from_type_v2", "torch._tensor:_rebuild_from_type", "torch.tensor:_rebuild_from_type")
 def _rebuild_from_type(cls: type[Inert], *args: Any) -> Any:
-    """(rebuild function, class, its arguments, attributes): a tensor of another class, or one with attributes"""
+    """(rebuild function, class, its arguments, attributes): a tensor subclass, or a tensor with attributes."""
     refuse_dangerous_arguments(cls, args)
     if len(args) != 4 or args[0] not in _REBUILDERS or not isinstance(args[1], Sealed) or type(args[2]) is not tuple:
         return keep(cls, args)

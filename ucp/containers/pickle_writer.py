@@ -1,11 +1,7 @@
-"""Write an inert tree as the pickle that it came from: the real classes come to life again where torch loads it.
+"""Write an inert tree back as a pickle; torch creates the real objects again when it loads the file.
 
-The counterpart of `pickles` and its forms: protocol 2, as `torch.save` writes it. Nothing of the tree is imported or
-called here. Equal trees give equal bytes.
-
-The opcodes of a protocol-2 pickle for plain values, containers and inert objects; `pickle_writer` adds the rest.
-
-What one object is to the reader (the same list twice, a list inside itself) is one object again in the file.
+The counterpart of `pickle_reader`: protocol 2, as `torch.save` writes it. Nothing in the tree is imported or
+called. Equal trees give equal bytes, and object identity is kept: a list that occurs twice is one list in the file.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ _INTS: Final = {int}
 
 
 class UnwritableError(Exception):
-    """Something that a pickle of ours cannot say; `path` are the keys that lead to it."""
+    """A value that cannot be written; `path` are the keys that lead to it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -51,18 +47,18 @@ class UnwritableError(Exception):
 
 
 class Opcodes:
-    """Emits opcodes. Every object with an identity gets a memo slot when it is complete enough to be referred to."""
+    """Emits protocol-2 opcodes. An object gets a memo slot as soon as it is complete enough to be referred to."""
 
     savers: ClassVar[dict[type, Callable[[Any, Any], None]]]
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
         self._slots = 0
-        self._values: dict[tuple[type, Any], int] = {}  # text, bytes, globals and the like: equal ones are one
-        self._objects: dict[int, tuple[int, Any]] = {}  # holds the object, so that its id is not given away
+        self._values: dict[tuple[type, Any], int] = {}  # strings, bytes, globals, …: equal ones are shared
+        self._objects: dict[int, tuple[int, Any]] = {}  # keeps the object alive, so that its id is not reused
 
     def finish(self) -> bytes:
-        """The whole pickle of what was saved."""
+        """The complete pickle of the saved value."""
         return b"".join((b"\x80\x02", *self.out, b"."))
 
     def save(self, value: Any) -> None:
@@ -99,7 +95,7 @@ class Opcodes:
         self._objects[id(value)] = (self._put(), value)
 
     def _complete(self, value: Any) -> None:
-        """`value` is on the stack; if it was met inside its own arguments, drop this copy for that one."""
+        """Memoize the value on the stack; if its own arguments already contained it, replace it by that object."""
         if id(value) in self._objects:
             self.out.append(b"0")
             self._known(value)
@@ -107,7 +103,7 @@ class Opcodes:
             self._remember(value)
 
     def _known_value(self, kind: type, value: Any) -> bool:
-        """Refer to something equal of the same kind if it is in the memo."""
+        """Refer to an equal value of the same type if it is in the memo."""
         slot = self._values.get((kind, value))
         if slot is not None:
             self._get(slot)
@@ -167,7 +163,7 @@ class Opcodes:
             self._complete(value)
 
     def _tuple(self, items: Sequence[Any]) -> None:
-        """A tuple without an identity: arguments."""
+        """A tuple that is not memoized: arguments."""
         if len(items) > 3:
             self.out.append(b"(")
         for number, item in enumerate(items):
@@ -215,7 +211,7 @@ class Opcodes:
 
     def save_set(self, value: set[Any] | frozenset[Any]) -> None:
         if not self._known(value):
-            # A set's own order changes from run to run.
+            # The iteration order of a set changes from run to run.
             items = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
             self._reduce("builtins", type(value).__name__, items)
             self._complete(value)
@@ -238,9 +234,9 @@ class Opcodes:
         if self._known_value(type, path):
             return
         outer, _, name = qualname.rpartition(".")
-        if outer:  # protocol 2 knows top-level names only
+        if outer:  # protocol 2 supports top-level names only
             self._reduce("builtins", "getattr", new_class(module, outer), name)
-        elif path == ("builtins", "NoneType"):  # which no module has under that name
+        elif path == ("builtins", "NoneType"):  # no module has an attribute of that name
             self._reduce("builtins", "type", None)
         else:
             line = f"c{_OLD_MODULES.get(module, module)}\n{qualname}\n"
@@ -297,7 +293,7 @@ def _int(value: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _ints(values: tuple[int, ...]) -> bytes:
-    """Many whole numbers, which have no identity: every rank's file lists all parameters of the model."""
+    """A list of integers, written fast: the file of every rank lists all parameters of the model."""
     return b"".join(map(_int, values))
 
 
@@ -322,9 +318,9 @@ Opcodes.savers = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewTensor:
-    """A tensor to write: a view of `storage` from its element `offset` on, row-major unless `strides` say otherwise.
+    """A tensor to write: a view of `storage` from its element `offset` on, row-major unless `strides` are given.
 
-    `storage` is whatever `write_pickle`'s `storage_ref` understands. One NewTensor at two places of a tree is one
+    `storage` is anything that the `storage_ref` of `write_pickle` accepts. One NewTensor at two places of a tree is one
     tensor under two names; two NewTensors of one storage are two tensors that share memory.
     """
 
@@ -335,18 +331,18 @@ class NewTensor:
     strides: tuple[int, ...] | None = None
     requires_grad: bool = False
     parameter: bool = False
-    attributes: Any = None  # what is set on the tensor itself, as a dict, or None
+    attributes: Any = None  # attributes set on the tensor itself, as a dict, or None
     subclass: str | None = None
 
 
 @lru_cache(maxsize=256)
 def _class(module: str, qualname: str) -> type[Inert]:
-    """The stand-in for a class of which we make objects: a folder's metadata has thousands of each."""
+    """The stand-in for a class whose objects are written; cached, because DCP metadata has thousands of them."""
     return new_class(module, qualname)
 
 
 def called_object(module: str, qualname: str, *args: Any) -> Inert:
-    """The object that `module.qualname(*args)` will give when the file is loaded: enums, functions."""
+    """The object that `module.qualname(*args)` returns when the file is loaded: enum members, results of functions."""
     made: Inert = _class(module, qualname)(*args)
     return made
 
@@ -362,7 +358,7 @@ def bare_object(module: str, qualname: str, state: Any = None) -> Inert:
 def write_pickle(tree: Any, where: str, storage_ref: Callable[[Any], StorageRef] = lambda storage: storage) -> bytes:
     """The bytes of data.pkl for `tree`. `where` names the file in messages.
 
-    `storage_ref` gives the reference that the file shall hold for the storage of a tensor, or for a bare storage; it is
+    `storage_ref` returns the reference to write for the storage of a tensor or for a bare storage; it is
     called in the order in which `torch.save` would number them.
     """
     writer = _InertPickler(storage_ref)
@@ -379,7 +375,7 @@ def write_pickle(tree: Any, where: str, storage_ref: Callable[[Any], StorageRef]
     return writer.finish()
 
 
-# Element types that have a storage class of their own; the rest, being younger, lie in storages of bytes.
+# Element types with their own storage class; newer types are stored in untyped storages.
 _STORAGE_CLASSES: Final = {
     BY_NAME[name]: new_class("torch", f"{cls}Storage")
     for name, cls in (
@@ -400,14 +396,14 @@ _STORAGE_CLASSES: Final = {
 _UNTYPED_STORAGE: Final = new_class("torch.storage", "UntypedStorage")
 _ARRAY: Final = new_class("numpy", "ndarray")
 
-# numpy kind → bytes a character, alignment, flags of the dtype; plain numbers have sizes of their own.
+# numpy kind → bytes per character, alignment, dtype flags.
 _SIZED_NUMPY_KINDS: Final = {"S": (1, 1, 0), "U": (4, 4, 8)}
 _OBJECT_FLAGS: Final = 63
 _TIME: Final = re.compile(rf"([Mm]8)\[([1-9]\d*)?({'|'.join(sorted(TIME_UNITS))})\]")
 
 
 class _InertPickler(Opcodes):
-    """Adds the forms that tensors, storages and numpy values have in a file."""
+    """Adds the opcodes of tensors, storages and numpy values."""
 
     def __init__(self, storage_ref: Callable[[Any], StorageRef]) -> None:
         super().__init__()
@@ -422,7 +418,7 @@ class _InertPickler(Opcodes):
             self._remember(value)
 
     def save_storage(self, storage: Any) -> None:
-        """The persistent id of a storage; a fresh one each time, as torch does."""
+        """The persistent id of a storage; not memoized, as in torch."""
         ref = self._storage_ref(storage)
         if ref.dtype in _STORAGE_CLASSES:
             kind, count = _STORAGE_CLASSES[ref.dtype], ref.numel
@@ -447,7 +443,7 @@ class _InertPickler(Opcodes):
         self._complete(value)
 
     def _save_rebuild(self, value: TensorRef | NewTensor, cls: type[Inert] | None = None) -> None:
-        """The function that rebuilds a tensor, its class where one is given, and the tuple of its arguments."""
+        """The function that rebuilds a tensor, its class if given, and the tuple of its arguments."""
         if not value.parameter:
             self._save_data(value, value.requires_grad, cls)
             return
@@ -484,7 +480,7 @@ class _InertPickler(Opcodes):
         self.out.append(b"t")
 
     # numpy --------------------------------------------------------------------------------------------------------
-    # Under the module's name that it had: both numpys answer to both, but not every loader that lists what it trusts.
+    # Keep the module name of the source: numpy 1 and 2 accept both names, but allow-lists of loaders may not.
 
     def save_array(self, value: NumpyArray) -> None:
         if self._known(value):

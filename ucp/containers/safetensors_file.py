@@ -1,6 +1,6 @@
-"""safetensors files by their header: where each tensor lies, and headers for files that we write.
+"""safetensors files: where each tensor is, from the header alone, and headers for new files.
 
-The validity rule is total: the tensors' byte ranges cover everything after the header exactly once, so no byte of a
+A file is valid only if the tensors' byte ranges cover everything after the header exactly once, so no byte of a
 file is unexplained and none is claimed twice.
 """
 
@@ -36,7 +36,7 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """The checked header of a file. `entries` are in the order of their bytes; `size` is the file's, in bytes."""
+    """The validated header of a file. `entries` are in the order of their bytes; `size` is the file size in bytes."""
 
     path: Path
     entries: dict[str, SafetensorsEntry]
@@ -47,7 +47,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
-    """What to write: `header` at byte 0, each tensor at its absolute offset; the file then has `size` bytes."""
+    """The layout of a new file: `header` at byte 0, each tensor at its absolute offset, `size` bytes in all."""
 
     header: bytes
     offsets: dict[str, int]
@@ -55,7 +55,7 @@ class SafetensorsLayout:
 
 
 def read_safetensors(path: Path) -> SafetensorsFile:
-    """The header of `path`, every claim of it checked against the file."""
+    """Read and validate the header of `path`."""
     raw, size = _read_header(path)
     data_start = _LENGTH.size + len(raw)
     header = _parse_json(raw, path)
@@ -70,7 +70,7 @@ def read_safetensors(path: Path) -> SafetensorsFile:
 def build_header(
     tensors: Sequence[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str], alignment: int = 8
 ) -> SafetensorsLayout:
-    """Lay `tensors` (name, dtype, shape) end to end, in order; the data starts at a multiple of `alignment` bytes."""
+    """Lay out `tensors` (name, dtype, shape) one after another; the data starts at a multiple of `alignment` bytes."""
     claims: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: list[tuple[str, int]] = []
     at = 0
@@ -106,7 +106,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
             if length > settings.MAX_SAFETENSORS_HEADER_BYTES:
                 raise UnsafeError(
                     f"{path}: claims a header of {length} bytes, the limit is {settings.MAX_SAFETENSORS_HEADER_BYTES}",
-                    hint="this is no safetensors file, or it is damaged",
+                    hint="this is not a safetensors file, or it is damaged",
                 )
             if _LENGTH.size + length > size:
                 raise IntegrityError(f"{path}: claims a header of {length} bytes, but has {size} bytes", hint=_HINT)
@@ -131,20 +131,20 @@ def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
         return result
 
     def no_constant(text: str) -> NoReturn:
-        raise ValueError(f"{text} is no JSON")
+        raise ValueError(f"{text} is not valid JSON")
 
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: its header is no valid JSON: {error}", hint=_HINT) from error
+        raise IntegrityError(f"{path}: its header is not valid JSON: {error}", hint=_HINT) from error
     if not isinstance(header, dict):
-        raise IntegrityError(f"{path}: its header is no JSON object", hint=_HINT)
+        raise IntegrityError(f"{path}: its header is not a JSON object", hint=_HINT)
     return header
 
 
 def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
     if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
-        raise IntegrityError(f"{path}: the metadata in its header is no table of texts", hint=_HINT)
+        raise IntegrityError(f"{path}: the metadata in its header is not a map of strings", hint=_HINT)
     return metadata
 
 
@@ -154,7 +154,7 @@ def _entry(name: str, claim: Any, data_start: int, path: Path) -> SafetensorsEnt
     tag, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
     dtype = BY_TAG.get(tag) if isinstance(tag, str) else None
     if dtype is None:
-        raise NotUnderstoodError(f"{path}: {name!r} has the element type {tag!r}, which this version does not know")
+        raise NotUnderstoodError(f"{path}: {name!r} has the element type {tag!r}, which this version does not support")
     if not _are_lengths(shape) or len(shape) > settings.MAX_DIMENSIONS:
         raise IntegrityError(f"{path}: {name!r} claims the shape {shape!r}", hint=_HINT)
     if not _are_lengths(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -1,7 +1,7 @@
-"""A file of `torch.save`: where each tensor's bytes lie, without loading them and without torch.
+"""Files written by `torch.save`: where each tensor's bytes are, without loading them and without torch.
 
 The file is a zip archive of uncompressed entries: `<prefix>/data.pkl` describes the objects, `<prefix>/data/<key>`
-holds one storage each. The prefix is whatever the writer chose.
+holds one storage each. The prefix is chosen by the writer.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _RESAVE: Final = (
     "re-save it with torch 1.6 or newer, on a machine where you trust the file: "
     "torch.save(torch.load(path, weights_only=False), new_path)"
 )
-_TINY: Final = 64  # bytes of a storage with a number or a few
+_TINY: Final = 64  # bytes of a storage with a few numbers
 _TINY_SPAN: Final = 512  # after a header: alignment, a tiny storage, its descriptor
-_GAP: Final = 4096  # to read it is cheaper than to begin anew behind it
+_GAP: Final = 4096  # reading over a gap of this size is cheaper than a second read after it
 # The first pickle of the old format is the number 0x1950a86a20f9469cfc6c.
 _LEGACY_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 class TorchFile:
-    """Index of one torch file. The constructor reads the zip directory only; `tree` reads the pickle when asked.
+    """Index of one torch file. The constructor reads only the zip directory; `tree` reads the pickle.
 
-    `start` and `stop` (bytes, half-open) select an archive that lies inside a larger file; all positions stay absolute.
+    `start` and `stop` (bytes, half-open) select an archive inside a larger file; all positions stay absolute.
     """
 
     def __init__(self, path: Path, start: int = 0, stop: int | None = None) -> None:
@@ -70,7 +70,7 @@ class TorchFile:
 
     @cached_property
     def byteorder(self) -> str:
-        """`little` or `big`; files of older torch versions do not say and are little-endian."""
+        """`little` or `big`; files of older torch versions do not record it and are little-endian."""
         return self._read_start()[1]
 
     @property
@@ -80,7 +80,7 @@ class TorchFile:
 
     @cached_property
     def pickle(self) -> LoadedPickle:
-        """The inert tree with the names of all globals that the file mentions."""
+        """The inert tree, with the names of all globals in the file."""
         data, byteorder = self._read_start()
         if byteorder != "little":
             raise NotUnderstoodError(
@@ -90,7 +90,7 @@ class TorchFile:
         return load_pickle(data, self._where)
 
     def payload(self, entry: ZipEntry) -> int:
-        """Byte of the file where the entry's data starts."""
+        """Byte offset in the file of the entry's data."""
         known = self._payloads.get(entry.name)
         if known is None:
             self._locate_all()
@@ -98,7 +98,7 @@ class TorchFile:
         return known
 
     def position(self, ref: TensorRef) -> int:
-        """Byte of the file where the first element of `ref` lies; checks that all its elements lie in its storage."""
+        """Byte offset in the file of the first element of `ref`; checks that all elements are inside its storage."""
         storage = ref.storage
         entry = self.entries.get(f"{self._prefix}/data/{storage.key}")
         if entry is None:
@@ -116,12 +116,12 @@ class TorchFile:
         if (last + 1) * ref.dtype.itemsize > entry.size:
             raise self._damaged(
                 f"a tensor of {ref.dtype} {ref.shape} at element {ref.offset} with strides {ref.strides} "
-                f"reaches past storage {storage.key!r} of {entry.size} bytes"
+                f"extends beyond storage {storage.key!r} of {entry.size} bytes"
             )
         return start + ref.offset * ref.dtype.itemsize
 
     def number(self, ref: TensorRef) -> bytes | None:
-        """The bytes of a one-element tensor, where they came along with the headers."""
+        """The bytes of a one-element tensor, if they were read together with the headers."""
         at = self.position(ref)
         data = self._tiny.get(f"{self._prefix}/data/{ref.storage.key}")
         if data is None or ref.numel != 1:
@@ -133,7 +133,7 @@ class TorchFile:
         return IntegrityError(f"{self.path}: {what}", hint=COPY_AGAIN)
 
     def _find_prefix(self) -> str:
-        """What stands before `/data.pkl`; as torch does, taken from the first entry."""
+        """The part of entry names before `/data.pkl`, taken from the first entry as torch does."""
         first = next(iter(self.entries), "")
         prefix = first.split("/", 1)[0]
         if f"{prefix}/constants.pkl" in self.entries or any(
@@ -144,7 +144,9 @@ class TorchFile:
                 hint="load it with torch.jit.load and save its state_dict() with torch.save",
             )
         if f"{prefix}/data.pkl" not in self.entries:
-            raise NotUnderstoodError(f"{self.path}: is a zip archive, but not one of torch.save (it has no data.pkl)")
+            raise NotUnderstoodError(
+                f"{self.path}: is a zip archive, but was not written by torch.save (it has no data.pkl)"
+            )
         return prefix
 
     def _read_start(self) -> tuple[bytes, str]:
@@ -162,13 +164,13 @@ class TorchFile:
         if entry.size > limit:
             raise UnsafeError(f"{self.path}: zip entry {entry.name!r} has {entry.size} bytes, the limit is {limit}")
         data = read(locate_payload(read, entry, self._where), entry.size)
-        # What decides how everything else is read is checked at once; torch writes 0 where it was told to compute none.
+        # These entries decide how all others are read, so check their CRC now. torch writes 0 if it computes none.
         if entry.crc and crc32(data, 0) != entry.crc:
-            raise self._damaged(f"zip entry {entry.name!r} does not have the checksum that the directory says")
+            raise self._damaged(f"zip entry {entry.name!r} does not have the checksum recorded in the directory")
         return data
 
     def _locate_all(self) -> None:
-        """Read every local header while the file is open once, and the data of tiny entries that come along."""
+        """Read all local headers while the file is open, and the data of tiny entries next to them."""
         with _open(self.path) as opened:
             spans = list(_spans(self.entries.values()))
             opened.expect((start, stop - start) for start, stop, _ in spans)
@@ -185,7 +187,7 @@ class TorchFile:
 
 
 def _check_is_zip(read: Read, start: int, stop: int, where: str) -> None:
-    """Explain what the file is when it does not start like an archive."""
+    """Raise an error that explains what the file is, if it does not start like a zip archive."""
     if stop == start:
         raise IntegrityError(f"{where}: is empty", hint=COPY_AGAIN)
     head = read(start, min(stop - start, 512))
@@ -196,16 +198,16 @@ def _check_is_zip(read: Read, start: int, stop: int, where: str) -> None:
     if len(head) < 4 and LOCAL_SIGNATURE.startswith(head):
         raise IntegrityError(f"{where}: truncated after {len(head)} bytes", hint=COPY_AGAIN)
     if head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05":
-        raise NotUnderstoodError(f"{where}: is a bare pickle, not a file of torch.save")
+        raise NotUnderstoodError(f"{where}: is a bare pickle, not written by torch.save")
     if not any(head):
         raise IntegrityError(
             f"{where}: starts with {len(head)} zero bytes; its data never reached the disk", hint=COPY_AGAIN
         )
-    raise NotUnderstoodError(f"{where}: is not a file of torch.save (it does not start like a zip archive)")
+    raise NotUnderstoodError(f"{where}: was not written by torch.save (it does not start like a zip archive)")
 
 
 def _spans(entries: Iterable[ZipEntry]) -> Iterator[tuple[int, int, list[ZipEntry]]]:
-    """Ranges `[start, stop)` of the file that hold the local headers of some entries, and all of tiny entries."""
+    """Ranges `[start, stop)` of the file that contain the local headers of some entries and all of tiny entries."""
     start = stop = 0
     held: list[ZipEntry] = []
     for entry in sorted(entries, key=_header_offset):
@@ -239,12 +241,12 @@ def _open(path: Path) -> _OpenTorchFile | RemoteIndexFile:
 
 
 class _OpenTorchFile:
-    """A file open for positional reads for the length of a `with` block: an index of many ranks keeps none open."""
+    """A file open for positional reads inside a `with` block; an index of many ranks keeps no file open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            # Without O_NONBLOCK, a pipe that someone put among the files would be waited for.
+            # Without O_NONBLOCK, opening a named pipe would block.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
@@ -261,7 +263,7 @@ class _OpenTorchFile:
         os.close(self._fd)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Ranges that will be read: nothing to do here, where a read costs no round trip."""
+        """Announce ranges that will be read. Does nothing for local files, whose reads need no round trip."""
 
     def read(self, offset: int, size: int) -> bytes:
         try:

@@ -1,8 +1,8 @@
-"""The skeleton of a file of `torch.save`, without torch and without the tensors: everything but the storages' bytes.
+"""The skeleton of a `torch.save` file: everything but the bytes of its storages. Needs neither torch nor tensors.
 
-The same entries in the same order, with the same alignment and flags as torch 2 writes them, so that whatever torch
-can do with its own files (`mmap`, `weights_only`) it can do with these. As in torch's, the CRC-32 and size of an entry
-follow its data: headers are known in advance, and what is not known lies between the storages and at the end.
+Entries, order, alignment and flags are those of torch 2, so that everything that torch can do with its own files
+(`mmap`, `weights_only`) works with these. As in torch's files, the CRC-32 and size of an entry follow its data: headers
+are known in advance, and the unknown bytes are between the storages and at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RegionContent:
-    """A region of an atom, in order."""
+    """Part of a storage: the elements of a region of an atom."""
 
     atom: Atom
     region: Region
@@ -49,14 +49,14 @@ class RegionContent:
 
 @dataclass(frozen=True, slots=True)
 class ZeroContent:
-    """So many zero elements."""
+    """Part of a storage: `numel` zero elements."""
 
     numel: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage:
-    """A storage to write. `contents` laid end to end are its elements: regions of atoms, zeros, little-endian bytes."""
+    """A storage to write: a concatenation of `contents` (regions of atoms, zeros, little-endian bytes)."""
 
     dtype: DType
     contents: tuple[RegionContent | ZeroContent | bytes, ...]
@@ -69,23 +69,23 @@ class NewStorage:
             if isinstance(content, RegionContent) and content.atom.dtype != self.dtype:
                 raise AssertionError(f"{content.atom}: is {content.atom.dtype}, its new storage {self.dtype}")
             if isinstance(content, bytes) and len(content) % self.dtype.itemsize:
-                raise AssertionError(f"{len(content)} bytes are no whole number of {self.dtype}")
+                raise AssertionError(f"{len(content)} bytes are not a whole number of {self.dtype}")
 
     def sizes(self) -> Iterator[int]:
-        """The bytes of each of the contents."""
+        """Number of bytes of each of the contents."""
         for content in self.contents:
             yield len(content) if isinstance(content, bytes) else content.numel * self.dtype.itemsize
 
 
 def new_tensor(dtype: DType, shape: Shape, *contents: RegionContent | ZeroContent | bytes) -> NewTensor:
-    """A row-major tensor with a storage of its own."""
+    """A row-major tensor with its own storage."""
     return NewTensor(NewStorage(dtype, contents), dtype, shape)
 
 
 class PickledTree:
     """A tree whose tensors are all `NewTensor`s, pickled once for any number of files. `where` names it in messages.
 
-    `storages` are its tensors' memory, in the order in which the pickle mentions them: their keys are their numbers.
+    `storages` are those of its tensors, in the order in which the pickle refers to them; an index is a storage's key.
     """
 
     def __init__(self, tree: Any, where: str) -> None:
@@ -108,12 +108,12 @@ class PickledTree:
 def torch_file(path: str, tree: Any) -> OutputFile:
     """The file at `path` (relative to the target) that torch loads as `tree`, whose tensors are all `NewTensor`s."""
     name = PurePosixPath(path).name
-    # torch names the archive after the file, and gives up where that is not ASCII.
+    # torch names the archive after the file, and fails if that name is not ASCII.
     stem = PurePosixPath(name).stem if name.isascii() else "archive"
     return TorchSkeleton(stem, tree, path).output_file(path)
 
 
-# Offsets and sizes from here on go to the zip64 fields.
+# Offsets and sizes of at least this go to the zip64 fields.
 ZIP64_FROM = 0xFFFFFFFF
 
 _ALIGNMENT: Final = 64
@@ -160,13 +160,13 @@ class _Entry:
         return _LOCAL.pack(b"PK\x03\x04", self.flags, len(self.name), len(extra)) + self.name + extra
 
     def descriptor(self, crc: int) -> bytes:
-        """What follows the data."""
+        """The data descriptor, which follows the data."""
         if not self.size:
             return b""
         return struct.pack("<4sLQQ" if self.is_wide else "<4sLLL", b"PK\x07\x08", crc, self.size, self.size)
 
     def central(self, crc: int) -> bytes:
-        """The entry of the directory."""
+        """The entry's record in the directory."""
         size, start = (0xFFFFFFFF if number >= ZIP64_FROM else number for number in (self.size, self.start))
         wide = self._zip64()
         fixed = _CENTRAL.pack(b"PK\x01\x02", self.flags, crc, size, size, len(self.name), len(wide), start)
@@ -180,7 +180,7 @@ class _Entry:
 
 
 class TorchSkeleton:
-    """Where everything of a torch file lies. `stem` is the archive's name, `where` names the file in messages.
+    """The layout of a torch file. `stem` is the archive's name, `where` names the file in messages.
 
     `payloads` maps the key of each storage that has bytes to their (offset, nbytes); `size` is that of the whole file.
     """
@@ -211,7 +211,7 @@ class TorchSkeleton:
         return entry
 
     def output_file(self, path: str) -> OutputFile:
-        """The file as the engine writes it."""
+        """The file as an `OutputFile`, for the engine to write."""
         literals: list[Literal] = []
         items: list[WriteItem] = []
         zeros: list[ZeroRange] = []
@@ -231,15 +231,15 @@ class TorchSkeleton:
         skeleton = self._skeleton([0] * len(spans))
         if not spans:
             return OutputFile(path, self.size, tuple(skeleton))
-        literals.insert(0, next(skeleton))  # no CRC-32 of a storage comes before the first one
+        literals.insert(0, next(skeleton))  # the bytes before the first storage depend on no CRC-32
         return OutputFile(path, self.size, tuple(literals), tuple(items), tuple(zeros), Trailer(spans, self.seal))
 
     def seal(self, crcs: Sequence[int]) -> list[Literal]:
-        """What lies after the first storage and is no storage, given the CRC-32 of each of `payloads`, in order."""
+        """The literals after the first storage, given the CRC-32 of each of `payloads`, in order."""
         return list(self._skeleton(crcs))[1:]
 
     def _skeleton(self, crcs: Sequence[int]) -> Iterator[Literal]:
-        """Everything but the storages' bytes: what lies before the first, between two, and after the last."""
+        """Yield the bytes before the first storage, between storages, and after the last."""
         given = iter(crcs)
         sums: list[int] = []
         start, run = 0, bytearray()
@@ -259,7 +259,7 @@ class TorchSkeleton:
         yield Literal(start, bytes(run + self._directory(sums)))
 
     def _serialization_id(self, sums: Sequence[int]) -> bytes:
-        """A fingerprint of names and contents, as long as torch's; its second half is torch's own."""
+        """A fingerprint of names and contents, as long as torch's; its second half is computed as torch does."""
         names = hashlib.blake2b(b"\0".join(entry.name for entry in self._entries), digest_size=8).digest()
         combined = 0
         for entry, crc in zip(self._entries, sums, strict=False):  # the last entry is the one being made

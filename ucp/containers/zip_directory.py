@@ -1,7 +1,7 @@
 """The directory of a zip archive, read and checked without opening any entry.
 
-Only what torch writes is accepted: one volume, whole entries one after the other. Zip64 is understood. Python's zipfile
-is correct too, but costs several times the rest of the work on a small checkpoint file, and trusts more.
+Only the form that torch writes is accepted: one volume, entries one after the other, zip64 or not. Python's zipfile
+is correct too, but takes several times as long as everything else for a small file, and checks less.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _Unbounded = tuple[str, int, int, int, bool, bytes, bool]
 
 
 class _End(NamedTuple):
-    """What the end of the archive says: number of entries, and the directory's bytes in the file."""
+    """The end record of the archive: number of entries, and the position of the directory in the file."""
 
     entries: int
     start: int
@@ -104,7 +104,7 @@ def read_directory(read: Read, start: int, stop: int, where: str) -> dict[str, Z
 
 
 def _search_end(tail: bytes) -> int:
-    """Where in `tail` an end record starts whose comment reaches the end of the file exactly; -1 if none does."""
+    """Position in `tail` of an end record whose comment ends exactly at the end of the file; -1 if there is none."""
     at = tail.rfind(_END_SIGNATURE)
     while at >= 0:
         if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[-1] == len(tail):
@@ -114,18 +114,18 @@ def _search_end(tail: bytes) -> int:
 
 
 def _slice(read: Read, tail: _Tail, position: int, size: int) -> bytes:
-    """Bytes [position, position + size) of the file, from the tail where it reaches that far."""
+    """Bytes [position, position + size) of the file, taken from the tail if it contains them."""
     at = position - tail.start
     return tail.data[at : at + size] if at >= 0 else read(position, size)
 
 
 def _read_end(read: Read, tail: _Tail, at: int, start: int, where: str) -> _End:
-    """The end record at byte `at` of the tail, or the zip64 one that a locator before it points at."""
+    """The end record at byte `at` of the tail, or the zip64 record that a locator before it points at."""
     claims = _END.unpack_from(tail.data, at)[1:7]
     position = tail.start + at
     locator_at = at - _LOCATOR.size
     if locator_at >= 0 and tail.data[locator_at : locator_at + 4] == _LOCATOR_SIGNATURE:
-        # torch always writes the zip64 record, also where nothing needs it.
+        # torch always writes the zip64 record, even if nothing needs it.
         position = start + _LOCATOR.unpack_from(tail.data, locator_at)[2]
         if position + _END64.size > tail.start + locator_at:
             raise IntegrityError(f"{where}: its zip64 directory locator points outside the file", hint=COPY_AGAIN)
@@ -142,7 +142,7 @@ def _read_end(read: Read, tail: _Tail, at: int, start: int, where: str) -> _End:
 
 
 def _widen(record: bytes, narrow: tuple[int, ...], where: str) -> tuple[int, ...]:
-    """The claims of the zip64 end record; those of the narrow record must agree where they fit into it."""
+    """The values of the zip64 end record; those of the 32-bit record must agree if they fit into it."""
     signature, _, _, _, *wide = _END64.unpack(record)
     saturated = (_IN_ZIP64_16,) * 4 + (_IN_ZIP64_32,) * 2
     if signature != _END64_SIGNATURE or any(
@@ -153,7 +153,7 @@ def _widen(record: bytes, narrow: tuple[int, ...], where: str) -> tuple[int, ...
 
 
 def _parse(directory: bytes, end: _End, start: int, where: str) -> list[_Unbounded]:
-    """The entries as the directory has them."""
+    """The entries, in the order of the directory."""
     fixed, total, unpack = _ENTRY.size, len(directory), _ENTRY.unpack_from
     if end.entries * fixed > total:
         raise IntegrityError(
@@ -184,7 +184,7 @@ def _parse(directory: bytes, end: _End, start: int, where: str) -> list[_Unbound
         follow = flags & _FLAG_SIZES_FOLLOW != 0
         entries.append((name, start + offset, packed, crc, method == 0, raw_name, follow))
     if at != total:
-        raise IntegrityError(f"{where}: its zip directory holds {total - at} bytes too many", hint=COPY_AGAIN)
+        raise IntegrityError(f"{where}: its zip directory has {total - at} bytes too many", hint=COPY_AGAIN)
     return entries
 
 
@@ -193,7 +193,7 @@ def _damaged(number: int, where: str) -> IntegrityError:
 
 
 def _zip64_values(extra: bytes, size: int, packed: int, offset: int, number: int, where: str) -> tuple[int, int, int]:
-    """Replace the values that do not fit 32 bits by those of the zip64 extra field, which come in this order."""
+    """Replace values that do not fit into 32 bits by those of the zip64 extra field, which are in this order."""
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<HH", extra, at)
@@ -219,7 +219,7 @@ def _by_name(entries: list[_Unbounded], end: _End, where: str) -> dict[str, ZipE
         limit = following[header_offset]
         if header_offset + header_bytes + len(raw_name) + size > limit:
             if limit == end.start or header_offset + size > end.start:
-                raise IntegrityError(f"{where}: zip entry {name!r} reaches past the archive's data", hint=COPY_AGAIN)
+                raise IntegrityError(f"{where}: zip entry {name!r} extends beyond the archive's data", hint=COPY_AGAIN)
             raise UnsafeError(f"{where}: zip entry {name!r} overlaps another", hint=_NOT_TORCH)
         bounded[name] = ZipEntry._make((*entry, limit))
     if len(following) != len(entries):
@@ -231,19 +231,19 @@ def _by_name(entries: list[_Unbounded], end: _End, where: str) -> dict[str, ZipE
 
 
 def locate_payload(read: Read, entry: ZipEntry, where: str) -> int:
-    """Byte of the file where the entry's data starts, after a check of its local header against the directory."""
+    """Byte offset in the file of the entry's data; checks its local header against the directory."""
     length = len(entry.raw_name)
     header = read(entry.header_offset, _LOCAL.size + length)
     signature, flags, method, packed, size, name_length, extra_length = _LOCAL.unpack_from(header)
     if signature != LOCAL_SIGNATURE or name_length != length or header[_LOCAL.size :] != entry.raw_name:
-        raise IntegrityError(f"{where}: zip entry {entry.name!r} is not where the directory says", hint=COPY_AGAIN)
+        raise IntegrityError(
+            f"{where}: zip entry {entry.name!r} is not at the position given in the directory", hint=COPY_AGAIN
+        )
     follow = flags & _FLAG_SIZES_FOLLOW != 0
     claims_size = not follow and _IN_ZIP64_32 not in (packed, size)
     if (method == 0) is not entry.stored or follow is not entry.sizes_follow or (claims_size and packed != entry.size):
         raise IntegrityError(f"{where}: zip entry {entry.name!r} contradicts the directory", hint=COPY_AGAIN)
     payload: int = entry.header_offset + _LOCAL.size + length + extra_length
     if payload + entry.size > entry.end:
-        raise IntegrityError(
-            f"{where}: the data of zip entry {entry.name!r} reaches into what follows", hint=COPY_AGAIN
-        )
+        raise IntegrityError(f"{where}: the data of zip entry {entry.name!r} overlaps the next entry", hint=COPY_AGAIN)
     return payload
