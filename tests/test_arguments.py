@@ -29,11 +29,11 @@ PIPELINE = PROJECT / "fixtures" / "pp2_z1_bf16_tied_dp2"
         ({"to": "safetensors", "max_shard_size": "big"}, "max_shard_size='big' is not a size"),
         ({"to": "deepspeed", "stages": "0,2"}, "stages='0,2' is not a list of numbers"),
         ({"to": "deepspeed", "stages": [0, 2]}, "--stages 0,2 names the first layers of 2 stages, but pp=1"),
-        ({"dp": 3}, "--dp means nothing to --to atoms\n.*--to deepspeed or --to dcp"),
-        ({"zero": 0}, "--zero means nothing to --to atoms"),
-        ({"to": "dcp", "zero": 1}, "--zero means nothing to --to dcp"),
-        ({"to": "dcp", "vocab_size": 64}, "--vocab-size means nothing to --to dcp"),
-        ({"to": "deepspeed", "max_shard_size": 4096}, "--max-shard-size means nothing to --to deepspeed"),
+        ({"dp": 3}, "--dp is not supported with --to atoms\n.*--to deepspeed or --to megatron"),
+        ({"zero": 0}, "--zero is not supported with --to atoms"),
+        ({"to": "dcp", "zero": 1}, "--zero is not supported with --to dcp"),
+        ({"to": "dcp", "vocab_size": 64}, "--vocab-size is not supported with --to dcp"),
+        ({"to": "deepspeed", "max_shard_size": 4096}, "--max-shard-size is not supported with --to deepspeed"),
     ],
 )
 def test_slips_of_the_pen(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ from tests.transcripts import PROJECT, check, needs_corpus, python_blocks, run_p
 from ucp import errors
 from ucp.checks.catalogue import BY_ID
 from ucp.cli.main import COMMANDS, cli
-from ucp.formats.registry import WRITERS
+from ucp.formats.registry import TARGETS
 from ucp.formats.sharded.rule_files import parse_rules, preset_names
 
 DOCS = PROJECT / "docs"
@@ -114,7 +114,7 @@ def test_every_preset_and_target_is_documented() -> None:
     assert (
         re.findall(r"^\| `([\w-]+)` \| ", TEXTS["rules.md"].partition("## Presets")[2], re.MULTILINE) == preset_names()
     )
-    for target in WRITERS:
+    for target in TARGETS:
         assert any(f"--to {target}" in TEXTS[page] for page in ("formats.md", "megatron.md")), target
 
 

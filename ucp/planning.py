@@ -12,7 +12,16 @@ from ucp.core.checkpoint import Checkpoint
 from ucp.core.dtypes import DType, parse_dtype
 from ucp.core.selection import Only, Selection, select
 from ucp.errors import UsageError
-from ucp.formats.registry import ExpertForm, OptimizerKind, OptimizerSharding, ReadOptions, WriteOptions, make_writer
+from ucp.formats.registry import (
+    ExpertForm,
+    Format,
+    OptimizerKind,
+    OptimizerSharding,
+    ReadOptions,
+    WriteOptions,
+    find_format,
+    make_writer,
+)
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.options import as_integers, as_strings, byte_count, check_choices, check_counts
 from ucp.sources import index_state, read_options, renamed
@@ -73,13 +82,14 @@ def plan(
     )
     check_counts(tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=etp, vocab_size=vocab_size)
     wanted = _dtype(dtype)
-    if only is not None and to in ("deepspeed", "deepspeed-universal"):
+    form = find_format(to)
+    if only is not None and form.states == "all":
         raise UsageError(
             f"--only {only} takes a part of the states; --to {to} needs all of them", hint="leave --only out"
         )
-    if only == "weights" and to == "safetensors":
-        only = None  # a Hugging Face folder holds weights and nothing else, made of the masters
-    selection = Selection(only, as_strings(include), as_strings(exclude), wanted if to == "atoms" else None)
+    if only == "weights" and form.states == "weights":
+        only = None  # the writer makes the weights of the masters
+    selection = Selection(only, as_strings(include), as_strings(exclude), wanted if form.selects_dtype else None)
     indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
     example = None if like is None else index_checkpoint(parse_path(like), ReadOptions())
     selected = select(indexed, selection)
@@ -89,7 +99,7 @@ def plan(
             + (", for the source has no optimizer state" if only == "optimizer" and not (include or exclude) else ""),
             hint="take less away with --only, --include and --exclude",
         )
-    source = _translated(renamed(selected, names, model_config), to, model_config, example)
+    source = _translated(renamed(selected, names, model_config), form, model_config, example)
     options = WriteOptions(
         link=link,
         tp=tp,
@@ -109,24 +119,24 @@ def plan(
         optimizer_sharding=optimizer_sharding,
     )
     if link:
-        _check_link(src, dst, to, source)
+        _check_link(src, dst, form, source)
     writer = make_writer(to, source, options)
     return Plan(source, writer, writer.target(), parse_path(dst))
 
 
 def _translated(
-    checkpoint: Checkpoint, to: str, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
+    checkpoint: Checkpoint, form: Format, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
 ) -> Checkpoint:
     """The checkpoint with what the target's framework wants to know, where another framework wrote it."""
     from ucp.formats.translate.extras_translation import translate_extras
 
-    return translate_extras(checkpoint, to, None if model_config is None else Path(model_config), like)
+    return translate_extras(checkpoint, form.framework, None if model_config is None else Path(model_config), like)
 
 
-def _check_link(src: str | os.PathLike[str], dst: str | os.PathLike[str], to: str, source: Checkpoint) -> None:
+def _check_link(src: str | os.PathLike[str], dst: str | os.PathLike[str], form: Format, source: Checkpoint) -> None:
     """Refuse what virtual atoms, which point at bytes of the source's files, cannot be."""
-    if to != "atoms":
-        raise UsageError(f"--link makes virtual atoms, not {to}", hint="leave --to or --link out")
+    if "link" not in form.options:
+        raise UsageError(f"--link makes virtual atoms, not {form.name}", hint="leave --to or --link out")
     if is_url(src) or is_url(dst):
         raise UsageError("--link points at files of this machine, not into object stores", hint="leave --link out")
     if source.computed is not None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from ucp.checks.findings import Finding
 from ucp.checks.tasks import CheckContext
 from ucp.errors import IntegrityError
+from ucp.formats.atoms import MANIFEST
 from ucp.formats.atoms import manifest as manifests
 
 _RESTORE: Final = "restore the file, or convert again"
@@ -44,7 +45,7 @@ def _files(root: Path, content: dict[str, Any]) -> Iterator[Finding]:
             hint=_RESTORE,
             exit_code=IntegrityError.exit_code,
         )
-    for file in sorted(found.keys() - listed.keys() - {manifests.MANIFEST}):
+    for file in sorted(found.keys() - listed.keys() - {MANIFEST}):
         yield Finding(
             "manifest-files",
             "warning",

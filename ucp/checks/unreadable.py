@@ -13,7 +13,7 @@ from ucp.checks.scan import tasks_of
 from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, torch_spans
 from ucp.checks.tasks import CheckTask, failure_finding
 from ucp.errors import UcpError
-from ucp.formats.atoms import reader as atoms
+from ucp.formats import atoms
 from ucp.formats.deepspeed import folder as deepspeed_folder
 from ucp.formats.deepspeed import universal_folder
 from ucp.formats.megatron import folder as megatron_folder

@@ -34,7 +34,7 @@ from ucp.core.checkpoint import Note
 from ucp.core.target import Target
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import UsageError
-from ucp.formats.registry import WRITERS
+from ucp.formats.registry import TARGETS
 from ucp.storage.paths import is_url, list_files
 
 
@@ -61,9 +61,7 @@ def _parse_shard(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.command("convert", short_help="Turn a checkpoint into another one.")
 @source_argument
 @click.argument("dst", type=PATH)
-@click.option(
-    "--to", type=click.Choice(list(WRITERS)), default="atoms", show_default=True, help="Format of the target."
-)
+@click.option("--to", type=click.Choice(TARGETS), default="atoms", show_default=True, help="Format of the target.")
 @click.option("--link", is_flag=True, help="Copy nothing: write a manifest that points at byte ranges of the source.")
 @selection_options("Take")
 @click.option(

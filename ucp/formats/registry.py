@@ -1,12 +1,17 @@
-"""The formats that can be read and written, one line each."""
+"""The formats that can be read and written, one entry each, and how a path or a name finds its entry.
+
+Other packages add formats through the entry-point group `ucp.formats` (docs/extending.md).
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 from ucp.core.checkpoint import Checkpoint, Note
 from ucp.core.dtypes import DType
@@ -16,121 +21,263 @@ from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
 from ucp.storage.paths import RemotePath, is_shadow
 
+_ENTRY_POINTS: Final = "ucp.formats"
+_MAX_SEARCHED: Final = 100  # neighbours of a path that is not a checkpoint, searched for one that is
+_MAX_SUGGESTED: Final = 5
+
+OptimizerKind = Literal["plain", "distributed"]
+OptimizerSharding = Literal["fully_reshardable", "dp_reshardable"]
+ExpertForm = Literal["grouped", "sequential"]
+Hook = str | Callable[..., Any] | None
+
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a user may say about how a source is to be read."""
+    """How to read a source."""
 
-    tag: str | None = None  # step folder below the save folder; default: what `latest` names
+    tag: str | None = None  # step folder below the save folder; default: the one that `latest` names
     rules: RuleBook | None = None  # the user's own rules (--rules, then --preset); they win over the checkpoint's
-    spread: bool = False  # a log will bring parts of different steps to one: without, such a snapshot is refused
-    repair: bool = False  # put right what a known bug of the framework damaged, where the bytes survive
+    spread: bool = False  # accept a snapshot whose parameters are of different steps: a log will complete it
+    repair: bool = False  # undo the damage of known framework bugs if the bytes survive
 
 
-class FormatReader(Protocol):
-    """The reading side of a format: a module with these two functions."""
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to write a target. None keeps the source's value."""
 
-    def recognises(self, path: Path) -> bool:
-        """Cheap look (names and at most one small file): is this path a checkpoint of this format?"""
-
-    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """Index the checkpoint. Reads no tensor bytes beyond what inference of missing rules needs."""
-
-
-# name → module with the reader. Imported only when tried, so that `ucp --help` loads none of them.
-READERS: dict[str, str] = {
-    "atoms": "ucp.formats.atoms.reader",
-    "store": "ucp.formats.store.reader",
-    "deepspeed-universal": "ucp.formats.deepspeed.read.universal_reader",
-    "deepspeed": "ucp.formats.deepspeed.read.reader",
-    "megatron": "ucp.formats.megatron.read.reader",
-    "dcp": "ucp.formats.dcp.reader",
-    "safetensors": "ucp.formats.huggingface.reader",
-}
-# Formats whose recognising function is in a module of its own: readers are large, and most of them are not needed.
-_RECOGNISERS: dict[str, str] = {
-    "store": "ucp.formats.store.file",
-    "deepspeed-universal": "ucp.formats.deepspeed.universal_folder",
-    "deepspeed": "ucp.formats.deepspeed.folder",
-    "megatron": "ucp.formats.megatron.folder",
-}
+    link: bool = False  # point at the source's bytes instead of copying them
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None  # model chunks per pipeline stage
+    dp: int | None = None
+    ep: int | None = None
+    etp: int | None = None  # tensor-parallel degree of experts
+    zero: int | None = None
+    dtype: DType | None = None  # of the module's weights
+    like: Checkpoint | None = None  # copy this checkpoint's layout
+    max_shard_size: int | None = None  # in bytes, for formats that choose how to split files
+    first_layers: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
+    vocab_size: int | None = None  # padded size of vocabulary dimensions
+    experts: ExpertForm | None = None  # form of the experts in Megatron's modules
+    optimizer: OptimizerKind | None = None  # which of Megatron's optimizers will load it
+    optimizer_sharding: OptimizerSharding | None = None  # form of the distributed optimizer's state in torch-dist
 
 
-# Where a path is not a checkpoint, but may be near one.
-_MOST_TO_LOOK_AT = 100
-_MOST_TO_NAME = 5
+class FormatWriter(Protocol):
+    """The writing side of a format: lays out a checkpoint as output files. Called in this order."""
+
+    notes: list[Note]  # how the target differs from the source
+    mesh: Mesh | None  # of the target's ranks; None if the format has no ranks
+
+    def target(self) -> Target:
+        """Every file but the last."""
+
+    def last(self, target: Target, digests: Digests) -> OutputFile | None:
+        """The file to write when everything else is on disk, such as a manifest, if the format has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A checkpoint format. Every hook is a callable, or the text `module:attribute`, which is imported on first use.
+
+    `recognise(path) -> bool` decides by file names and at most one small file. `read(path, options) -> Checkpoint`
+    indexes a checkpoint without reading tensor bytes, except to infer missing rules. `write(checkpoint, options) ->
+    FormatWriter` lays out a target.
+    """
+
+    name: str  # of `Checkpoint.format` and of `--to`
+    recognise: Hook = None
+    read: Hook = None
+    write: Hook = None
+    options: frozenset[str] = frozenset()  # the fields of `WriteOptions` that `write` supports
+    framework: Literal["deepspeed", "megatron", "torch"] | None = None  # loads it; extras are translated for it
+    states: Literal["any", "all", "weights"] = "any"  # which states a target may consist of
+    selects_dtype: bool = False  # weights are cast when states are selected, not by the writer
+
+
+_RANKS: Final = frozenset({"tp", "pp", "dp", "ep", "dtype", "like"})
+_LAYERS: Final = _RANKS | {"zero", "first_layers", "vocab_size"}
+_MEGATRON: Final = _LAYERS | {"vpp", "etp", "experts", "optimizer"}
+
+# In the order in which they are tried on a path: universal folders lie in DeepSpeed's, and
+# torch.distributed.checkpoint writes files with the names of Hugging Face's.
+_BUILT_IN: Final = (
+    Format(
+        "atoms",
+        "ucp.formats.atoms:recognises",
+        "ucp.formats.atoms.reader:read",
+        "ucp.formats.atoms.writer:AtomsWriter",
+        options=frozenset({"link", "dtype"}),
+        selects_dtype=True,
+    ),
+    Format("store", "ucp.formats.store:recognises", "ucp.formats.store.reader:read"),
+    Format(
+        "deepspeed-universal",
+        "ucp.formats.deepspeed.universal_folder:recognises",
+        "ucp.formats.deepspeed.read.universal_reader:read",
+        "ucp.formats.deepspeed.write.universal_writer:UniversalWriter",
+        options=frozenset({"dtype"}),
+        framework="deepspeed",
+        states="all",
+    ),
+    Format(
+        "deepspeed",
+        "ucp.formats.deepspeed.folder:recognises",
+        "ucp.formats.deepspeed.read.reader:read",
+        "ucp.formats.deepspeed.write.writer:DeepSpeedWriter",
+        options=_LAYERS,
+        framework="deepspeed",
+        states="all",
+    ),
+    Format(
+        "megatron",
+        "ucp.formats.megatron.folder:recognises",
+        "ucp.formats.megatron.read.reader:read",
+        "ucp.formats.megatron.write.legacy_writer:MegatronWriter",
+        options=_MEGATRON,
+        framework="megatron",
+    ),
+    Format(  # read by the entry before
+        "torch-dist",
+        write="ucp.formats.megatron.write.torch_dist_writer:TorchDistWriter",
+        options=_MEGATRON | {"optimizer_sharding"},
+        framework="megatron",
+    ),
+    Format(
+        "dcp",
+        "ucp.formats.dcp.folder:recognises",
+        "ucp.formats.dcp.reader:read",
+        "ucp.formats.dcp.writer:DcpWriter",
+        options=_RANKS | {"max_shard_size"},
+        framework="torch",
+    ),
+    Format(
+        "safetensors",
+        "ucp.formats.huggingface.reader:recognises",
+        "ucp.formats.huggingface.reader:read",
+        "ucp.formats.huggingface.writer:HuggingFaceWriter",
+        options=frozenset({"dtype", "max_shard_size"}),
+        states="weights",
+    ),
+)
+
+TARGETS: Final = tuple(entry.name for entry in _BUILT_IN if entry.write is not None)  # of this package
+
+
+def find_format(name: str) -> Format:
+    """The entry of a format; one without hooks for a name that is not known."""
+    for entry in all_formats():
+        if entry.name == name:
+            return entry
+    return Format(name)
+
+
+def all_formats() -> Iterator[Format]:
+    """Every format: those of this package, then those of others. Stop early: looking for others costs time."""
+    yield from _BUILT_IN
+    yield from _third_party()
+
+
+def load_hook(hook: Hook) -> Any:
+    """The object that a hook names."""
+    if not isinstance(hook, str):
+        return hook
+    module, _, attribute = hook.partition(":")
+    return getattr(import_module(module), attribute) if attribute else import_module(module)
+
+
+@cache
+def _third_party() -> tuple[Format, ...]:
+    """The formats of other packages, by their entry points."""
+    from importlib.metadata import entry_points  # slow, and most paths are recognised without it
+
+    found: list[Format] = []
+    for point in entry_points(group=_ENTRY_POINTS):
+        try:
+            entry = point.load()
+        except Exception as error:
+            raise UsageError(
+                f"the format {point.name} of another package cannot be loaded: {type(error).__name__}: {error}",
+                hint=f"upgrade or uninstall the package that provides {point.value}",
+            ) from error
+        if not isinstance(entry, Format):
+            raise UsageError(f"entry point {point.name} of {_ENTRY_POINTS}: {point.value} is not a Format")
+        if any(other.name == entry.name for other in (*_BUILT_IN, *found)):
+            raise UsageError(f"two formats are called {entry.name}: {point.value} is one of them")
+        found.append(entry)
+    return tuple(found)
+
+
+# reading --------------------------------------------------------------------------------------------------------------
 
 
 def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
     try:
-        name = _format_of(path)
+        entry = _format_at(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    found = cast(FormatReader, import_module(READERS[name])).read(path, options)
+    found = cast(Checkpoint, load_hook(entry.read)(path, options))
     if found.steps and not options.spread:
-        found.lease = None  # the error keeps this frame
+        found.lease = None  # the error keeps this frame, and must not keep the lease
         raise _mixed_steps_error(path, found)
     return found
 
 
-def _format_of(path: Path) -> str:
-    """The format of what is at `path`."""
+def _format_at(path: Path) -> Format:
     if not path.exists():
         raise StorageError(f"{path}: no such file or folder", hint=_similar_paths(path))
     if isinstance(path, RemotePath) and path.is_half_done():
         raise InconsistentError(
-            f"{path}: is half-done: ucp has begun to write it, and has not finished",
-            hint="repeat the command that writes it, with --resume; or remove it",
+            f"{path}: is half-done: ucp started writing it and did not finish",
+            hint="repeat the command that writes it with --resume, or remove it",
         )
-    name = _recognizing_format(path)
-    if name is not None:
-        return name
+    entry = _recognizing_format(path)
+    if entry is not None:
+        return entry
     if path.is_dir() and not any(path.iterdir()):
         raise NotUnderstoodError(f"{path}: is an empty folder")
+    readable = ", ".join(entry.name for entry in all_formats() if entry.read is not None)
     raise NotUnderstoodError(
-        f"{path}: not a checkpoint that ucp knows ({', '.join(READERS)})",
+        f"{path}: is not a checkpoint in a known format ({readable})",
         hint=_checkpoints_nearby(path)
         or "give the folder that the job saved to (with `latest` or `latest_checkpointed_iteration.txt`), one step in"
         " it, or a folder with `.metadata`, `model.safetensors` or `ucp.json`",
     )
 
 
-def _recognizing_format(path: Path) -> str | None:
+def _recognizing_format(path: Path) -> Format | None:
     """The first format that recognises what is at `path`."""
-    for name, module in READERS.items():
-        if cast(FormatReader, import_module(_RECOGNISERS.get(name, module))).recognises(path):
-            return name
-    return None
+    return next((e for e in all_formats() if e.recognise is not None and load_hook(e.recognise)(path)), None)
 
 
 def _checkpoints_nearby(path: Path) -> str | None:
-    """A checkpoint one folder lower, or the one that a file belongs to."""
+    """Checkpoints one folder below `path`, or the one that a file belongs to."""
     if isinstance(path, RemotePath):
         return None
     try:
-        others = sorted(path.iterdir())[:_MOST_TO_LOOK_AT] if path.is_dir() else [path.parent]
+        others = sorted(path.iterdir())[:_MAX_SEARCHED] if path.is_dir() else [path.parent]
         found = [str(other) for other in others if other.is_dir() and _recognizing_format(other) is not None]
     except (OSError, UcpError):
-        return None  # it is only advice
-    return f"perhaps one of: {', '.join(found[:_MOST_TO_NAME])}" if found else None
+        return None  # it is only a suggestion
+    return f"perhaps one of: {', '.join(found[:_MAX_SUGGESTED])}" if found else None
 
 
 def _similar_paths(path: Path) -> str | None:
-    """What a person may have meant by a path at which there is nothing."""
+    """What a user may have meant by a path that does not exist."""
     if is_shadow(path):
-        return "convert the shadow (`ucp convert`), and take the copy"
+        return "convert the shadow (`ucp convert`), and use the copy"
     if isinstance(path, RemotePath):
         return None
     try:
-        beside = os.listdir(path.parent)
+        siblings = os.listdir(path.parent)
     except OSError:
-        return None  # it is only advice
-    if f".{path.name}.ucp-partial" in beside:
-        return "ucp has begun to write it, and has not finished: repeat that command with --resume"
-    from difflib import get_close_matches  # only where a path is wrong
+        return None  # it is only a suggestion
+    if f".{path.name}.ucp-partial" in siblings:
+        return "ucp started writing it and did not finish: repeat that command with --resume"
+    from difflib import get_close_matches  # only needed for a wrong path
 
-    close = get_close_matches(path.name, beside, 3)
+    close = get_close_matches(path.name, siblings, 3)
     return f"perhaps one of: {', '.join(str(path.parent / name) for name in close)}" if close else None
 
 
@@ -138,97 +285,26 @@ def _mixed_steps_error(path: Path, found: Checkpoint) -> UsageError:
     steps = sorted({*found.steps.values(), *([] if found.step is None else [found.step])})
     return UsageError(
         f"{path}: this snapshot was spread over steps {steps[0]} to {steps[-1]}: its parameters are of different steps,"
-        " so it is no state of the job",
+        " so it is not one state of the job",
         hint=f"add --log RUN (in Python, log=): the log of the job brings all of it to step {steps[-1]} or later",
     )
 
 
-OptimizerKind = Literal["plain", "distributed"]
-OptimizerSharding = Literal["fully_reshardable", "dp_reshardable"]
-ExpertForm = Literal["grouped", "sequential"]
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """What a user may say about the target. None keeps what the source has."""
-
-    link: bool = False  # point at the source's bytes instead of copying them, where the format can
-    tp: int | None = None
-    pp: int | None = None
-    vpp: int | None = None  # model chunks of every pipeline stage
-    dp: int | None = None
-    ep: int | None = None
-    etp: int | None = None  # tensor-parallel degree of experts
-    zero: int | None = None
-    dtype: DType | None = None  # of the module's weights
-    like: Checkpoint | None = None  # copy this checkpoint's layout
-    max_shard_size: int | None = None  # bytes of one file, for formats that choose their own cuts
-    first_layers: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
-    vocab_size: int | None = None  # padded size of vocabulary dimensions
-    experts: ExpertForm | None = None  # in which form Megatron's modules keep experts
-    optimizer: OptimizerKind | None = None  # which of Megatron's optimizers is to load it
-    optimizer_sharding: OptimizerSharding | None = None  # how a sharded checkpoint keeps the distributed one's state
-
-
-class FormatWriter(Protocol):
-    """The writing side of a format: lays out a checkpoint as files with holes. Module attribute `Writer` makes one."""
-
-    notes: list[Note]  # what a person should know about how the target differs from the source
-    mesh: Mesh | None  # the target's ranks; None where the format knows none
-
-    def target(self) -> Target:
-        """Every file but the last."""
-
-    def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """The file that is written last, once everything else is on disk (a manifest), if the format has one."""
-
-
-# name → module with a class `Writer(source, options)`.
-WRITERS: dict[str, str] = {
-    "atoms": "ucp.formats.atoms.writer",
-    "deepspeed": "ucp.formats.deepspeed.write.writer",
-    "deepspeed-universal": "ucp.formats.deepspeed.write.universal_writer",
-    "safetensors": "ucp.formats.huggingface.writer",
-    "dcp": "ucp.formats.dcp.writer",
-    "megatron": "ucp.formats.megatron.write.legacy_writer",
-    "torch-dist": "ucp.formats.megatron.write.torch_dist_writer",
-}
-# Options that mean something to a few targets only.
-_ONLY_FOR: dict[str, set[str]] = {
-    "vpp": {"megatron", "torch-dist"},
-    "etp": {"megatron", "torch-dist"},
-    "experts": {"megatron", "torch-dist"},
-    "optimizer": {"megatron", "torch-dist"},
-    "optimizer_sharding": {"torch-dist"},
-    "zero": {"deepspeed", "megatron", "torch-dist"},
-    "first_layers": {"deepspeed", "megatron", "torch-dist"},
-    "vocab_size": {"deepspeed", "megatron", "torch-dist"},
-    "max_shard_size": {"safetensors", "dcp"},
-}
-# Formats without ranks of their own → the options that mean something to them. The others look at all of them.
-_WITHOUT_RANKS: dict[str, set[str]] = {
-    "atoms": {"link", "dtype"},
-    "deepspeed-universal": {"dtype"},
-    "safetensors": {"dtype", "max_shard_size"},
-}
+# writing --------------------------------------------------------------------------------------------------------------
 
 
 def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> FormatWriter:
     """The writer of the named format for this source."""
-    if name not in WRITERS:
-        raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {', '.join(WRITERS)}")
-    for option_name in (option.name for option in fields(options)):
-        value = getattr(options, option_name)
-        if value is not None and value is not False and not _applies(option_name, name):  # ZeRO 0 is a value
-            option = "stages" if option_name == "first_layers" else option_name.replace("_", "-")
-            others = " or ".join(f"--to {other}" for other in WRITERS if _applies(option_name, other))
+    entry = find_format(name)
+    if entry.write is None:
+        targets = ", ".join(entry.name for entry in all_formats() if entry.write is not None)
+        raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {targets}")
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is not None and value is not False and field.name not in entry.options:  # ZeRO 0 is a value
+            option = "stages" if field.name == "first_layers" else field.name.replace("_", "-")
+            others = " or ".join(f"--to {e.name}" for e in all_formats() if field.name in e.options)
             raise UsageError(
-                f"--{option} means nothing to --to {name}", hint=f"leave --{option} out, or choose {others}"
+                f"--{option} is not supported with --to {name}", hint=f"leave --{option} out, or choose {others}"
             )
-    return cast(FormatWriter, import_module(WRITERS[name]).Writer(source, options))
-
-
-def _applies(option: str, target: str) -> bool:
-    if target in _WITHOUT_RANKS:
-        return option in _WITHOUT_RANKS[target]
-    return option not in _ONLY_FOR or target in _ONLY_FOR[option]
+    return cast(FormatWriter, load_hook(entry.write)(source, options))

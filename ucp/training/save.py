@@ -17,7 +17,7 @@ from ucp.core.target import Target
 from ucp.engine.staging import Staging, staging_folder
 from ucp.engine.worker import WrittenRange
 from ucp.errors import StorageError
-from ucp.formats.atoms.writer import Writer
+from ucp.formats.atoms.writer import AtomsWriter
 from ucp.formats.registry import WriteOptions
 from ucp.formats.sharded.rule_files import load_rule_book
 from ucp.storage.local import write_all
@@ -115,7 +115,7 @@ class RankSaver:
     sealings: list[DigestRange] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     staging: Staging | None = None  # on rank 0
-    writer: Writer | None = None
+    writer: AtomsWriter | None = None
     target: Target | None = None
     group: Any = None
     durable: bool = False  # wait for the disk before the folder appears
@@ -166,7 +166,7 @@ class RankSaver:
 
     def _lay_out(self, source: Checkpoint, gathered: Sequence[RankSummary], tensors: dict[str, Any]) -> list[Any]:
         """The files of the target, made empty, and every rank's share of them. On rank 0."""
-        self.writer = Writer(source, WriteOptions())
+        self.writer = AtomsWriter(source, WriteOptions())
         self.target = self.writer.target()
         offers = write_candidates(gathered)
         for name, tensor in tensors.items():  # tensors inside the extras: rank 0 has them

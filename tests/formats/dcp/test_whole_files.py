@@ -101,7 +101,7 @@ def test_what_is_no_state_dict(tmp_path: Path) -> None:
     with pytest.raises(NotUnderstoodError, match="holds no state dict"):
         ucp.open(tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("not a zip")
-    with pytest.raises(NotUnderstoodError, match="not a checkpoint that ucp knows"):
+    with pytest.raises(NotUnderstoodError, match="is not a checkpoint in a known format"):
         ucp.open(tmp_path / "text.pt")
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path / "twice.pt")
     with pytest.raises(IntegrityError, match=r"two values have the key a\.b"):

@@ -24,7 +24,7 @@ from tests.formats.deepspeed.made import (
     value,
 )
 from tests.formats.deepspeed.test_writer import likeness
-from ucp.formats.deepspeed.write.writer import Writer
+from ucp.formats.deepspeed.write.writer import DeepSpeedWriter
 from ucp.formats.registry import WriteOptions
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -183,7 +183,7 @@ def elastic(folder: Path, config: dict[str, Any]) -> Path:
 def test_a_job_keeps_its_hyper_parameters_where_the_source_has_none(tmp_path: Path) -> None:
     """In the elastic form DeepSpeed touches no group. It pads by what the file says, and so pads the step: by none."""
     saved = elastic(tmp_path / "c", {})
-    assert any("keeps its own" in note.text for note in Writer(read(saved), WriteOptions(dp=3)).notes)
+    assert any("keeps its own" in note.text for note in DeepSpeedWriter(read(saved), WriteOptions(dp=3)).notes)
     ucp.convert(saved, tmp_path / "new", to="deepspeed", dp=3)
     assert ucp.verify(tmp_path / "new", level="deep").ok
     assert ucp.diff(saved, tmp_path / "new").same
@@ -202,7 +202,7 @@ def test_hyper_parameters_that_are_needed_and_lost_are_told(tmp_path: Path) -> N
     config = {"optimizer": {"type": "Adam", "params": {"lr": 0.25, "betas": [0.8, 0.9], "torch_adam": True}}}
     for given, expected in ((config, {"lr": 0.25, "betas": [0.8, 0.9]}), ({}, {})):
         saved = elastic(tmp_path / f"c{len(expected)}", given)
-        (note,) = [n for n in Writer(read(saved), WriteOptions(zero=3)).notes if n.id == "no-hyper-parameters"]
+        (note,) = [n for n in DeepSpeedWriter(read(saved), WriteOptions(zero=3)).notes if n.id == "no-hyper-parameters"]
         assert ("configuration" in note.text) == bool(expected)
         ucp.convert(saved, tmp_path / f"new{len(expected)}", to="deepspeed", zero=3)
         optim = loaded(tmp_path / f"new{len(expected)}", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
@@ -231,6 +231,6 @@ def test_an_optimizer_that_nobody_can_name_goes_on_where_nothing_but_the_ranks_c
         new = tmp_path / f"new of {source.name}"
         ucp.convert(source, new, to="deepspeed", zero=0, dp=6)
         assert likeness(optimizer, loaded(new, MODEL)["optimizer"]) == []
-    assert not Writer(read(saved), WriteOptions(zero=0)).notes
-    (note,) = Writer(read(saved), WriteOptions(zero=1)).notes
+    assert not DeepSpeedWriter(read(saved), WriteOptions(zero=0)).notes
+    (note,) = DeepSpeedWriter(read(saved), WriteOptions(zero=1)).notes
     assert "nobody can tell" in note.text

@@ -25,7 +25,7 @@ from ucp.core.rules import REPLICATED, Rule, RuleBook, slice_pieces
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
 from ucp.formats.deepspeed import universal_folder
 from ucp.formats.deepspeed.read import reader, universal_reader
-from ucp.formats.deepspeed.write.universal_writer import Writer
+from ucp.formats.deepspeed.write.universal_writer import UniversalWriter
 from ucp.formats.registry import ReadOptions, WriteOptions, open_checkpoint
 
 KINDS = {"fp32": "master"}
@@ -363,17 +363,17 @@ def test_numbers_that_deepspeed_cannot_load_are_told(project: Path, tmp_path: Pa
         state["mu_product"] = torch.tensor(0.5)
     files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"] = optim
     source = open_checkpoint(save_step(tmp_path / "c", files), ReadOptions())
-    (note,) = [note for note in Writer(source, WriteOptions()).notes if note.id == "universal-numbers"]
+    (note,) = [note for note in UniversalWriter(source, WriteOptions()).notes if note.id == "universal-numbers"]
     assert "mu_product" in note.text
     plain = open_checkpoint(project / "fixtures" / "z1_bf16_dp2", ReadOptions())
-    assert all(note.id != "universal-numbers" for note in Writer(plain, WriteOptions()).notes)
+    assert all(note.id != "universal-numbers" for note in UniversalWriter(plain, WriteOptions()).notes)
 
 
 def test_what_round_robin_makes_of_a_universal_folder_is_told(project: Path) -> None:
     noted = {}
     for fixture in ("z2_bf16_roundrobin_dp3", "z1_bf16_dp2"):
         source = open_checkpoint(project / "fixtures" / fixture, ReadOptions())
-        noted[fixture] = "universal-round-robin" in {note.id for note in Writer(source, WriteOptions()).notes}
+        noted[fixture] = "universal-round-robin" in {note.id for note in UniversalWriter(source, WriteOptions()).notes}
     assert noted == {"z2_bf16_roundrobin_dp3": True, "z1_bf16_dp2": False}
 
 
@@ -382,7 +382,7 @@ def test_what_expert_parallelism_makes_of_a_universal_folder_is_told(project: Pa
     noted = {}
     for fixture in ("z1_bf16_moe4_ep2_dp4", "z1_bf16_dp2"):
         source = open_checkpoint(project / "fixtures" / fixture, ReadOptions())
-        noted[fixture] = "universal-experts" in {note.id for note in Writer(source, WriteOptions()).notes}
+        noted[fixture] = "universal-experts" in {note.id for note in UniversalWriter(source, WriteOptions()).notes}
     assert noted == {"z1_bf16_moe4_ep2_dp4": True, "z1_bf16_dp2": False}
 
 

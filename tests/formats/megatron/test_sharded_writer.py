@@ -139,7 +139,7 @@ def test_the_flavour_is_the_one_that_the_job_would_write(corpus: Path, tmp_path:
     "options, said",
     [
         ({"to": "torch-dist"}, "but the target is for the plain one"),
-        ({"to": "megatron", "optimizer": "distributed"}, "--optimizer-sharding means nothing to --to megatron"),
+        ({"to": "megatron", "optimizer": "distributed"}, "--optimizer-sharding is not supported with --to megatron"),
     ],
 )
 def test_a_flavour_is_for_the_distributed_optimizer(

@@ -362,5 +362,5 @@ def test_atoms_of_a_megatron_job_go_back_to_megatron(corpus: Path, tmp_path: Pat
 
 
 def test_other_targets_know_nothing_of_megatrons_optimizers(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--optimizer means nothing to --to deepspeed"):
+    with pytest.raises(UsageError, match="--optimizer is not supported with --to deepspeed"):
         ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="deepspeed", optimizer="plain")

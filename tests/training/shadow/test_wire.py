@@ -89,7 +89,7 @@ def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: li
     del opened
     with pytest.raises(UsageError, match="holds one step"):
         ucp.open(pairs[0].url, log=tmp_path / "run", step=2)
-    with pytest.raises(StorageError, match="take the copy"):
+    with pytest.raises(StorageError, match="use the copy"):
         ucp.load_into(pairs[0].url, job.net, job.optimizer)
     job.recorder.close()
 

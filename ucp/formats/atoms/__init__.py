@@ -1,1 +1,13 @@
-"""Atoms: one safetensors file a parameter, a manifest, extras without pickle. Specified in docs/atom-format.md."""
+"""Atoms: one safetensors file per parameter, a manifest, extras without pickle. Specified in docs/atom-format.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+MANIFEST: Final = "ucp.json"
+
+
+def recognises(path: Path) -> bool:
+    """Whether `path` is a folder with a manifest of ours."""
+    return (path / MANIFEST).is_file()

@@ -25,10 +25,10 @@ from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
+from ucp.formats.atoms import MANIFEST
 from ucp.formats.output_files import copied_file, safetensors_file
 from ucp.storage.paths import RemotePath
 
-MANIFEST: Final = "ucp.json"
 FORMAT: Final = "ucp-atoms"
 VERSION: Final = 2  # the newest that is understood; see docs/atom-format.md for what a reader may rely on
 VERSION_ONE_STEP: Final = 1  # all states are of one step

@@ -12,14 +12,10 @@ from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.core.rules import rule_from_json
 from ucp.errors import IntegrityError
+from ucp.formats.atoms import MANIFEST
 from ucp.formats.atoms import manifest as manifests
 from ucp.formats.atoms.manifest import LinkTableReader, read_extras
 from ucp.formats.registry import ReadOptions
-
-
-def recognises(path: Path) -> bool:
-    """A folder with our manifest in it."""
-    return (path / manifests.MANIFEST).is_file()
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
@@ -30,12 +26,12 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         return _checkpoint(path, content)
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(
-            f"{path / manifests.MANIFEST}: an entry cannot be understood: {error!r}", hint="convert again"
+            f"{path / MANIFEST}: an entry cannot be understood: {error!r}", hint="convert again"
         ) from None
 
 
 def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
-    links = LinkTableReader(content["links"], folder / manifests.MANIFEST) if "links" in content else None
+    links = LinkTableReader(content["links"], folder / MANIFEST) if "links" in content else None
     if links is not None:
         links.check_unchanged()
     parameters = {entry["name"]: _parameter(entry, links) for entry in content["parameters"]}
@@ -52,7 +48,7 @@ def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
         groups=[ParamGroup(decode(group["hyper"], {}), group["names"]) for group in content["groups"]],
         extras=read_extras(folder, content["carried"]),
         notes=[Note(note["id"], note["text"]) for note in content["notes"]],
-        sizes={**sizes, manifests.MANIFEST: (folder / manifests.MANIFEST).stat().st_size},
+        sizes={**sizes, MANIFEST: (folder / MANIFEST).stat().st_size},
         details={**decode(source["details"], {}), "virtual": links is not None, "source_format": source["format"]},
     )
 

@@ -21,7 +21,7 @@ from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
 from ucp.core.rules import rule_to_json
 from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import NotUnderstoodError, UsageError
-from ucp.formats.atoms import manifest
+from ucp.formats.atoms import MANIFEST, manifest
 from ucp.formats.atoms.manifest import LinkTableWriter
 from ucp.formats.output_files import safetensors_file
 from ucp.formats.registry import WriteOptions
@@ -30,7 +30,7 @@ from ucp.version import VERSION
 FOLDER = "atoms"
 
 
-class Writer:
+class AtomsWriter:
     """Lays out a folder of atoms. With `options.link`, atoms stay where they are and the manifest points at them."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
@@ -48,7 +48,7 @@ class Writer:
     def last(self, target: Target, digests: Digests) -> OutputFile:
         """The manifest, sealed over the digests of everything that was written."""
         data = manifest.dump_manifest(self._content(target, digests))
-        return OutputFile(manifest.MANIFEST, len(data), (Literal(0, data),))
+        return OutputFile(MANIFEST, len(data), (Literal(0, data),))
 
     def _atom_file(self, parameter: Parameter) -> OutputFile:
         metadata = {

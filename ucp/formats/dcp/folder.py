@@ -33,6 +33,17 @@ class DcpLocation:
     alone: bool = False
 
 
+def recognises(path: Path) -> bool:
+    """A folder with `.metadata` (or data files without it), Accelerate's pair of such or of whole files, a folder of
+    steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
+    from ucp.formats.dcp import safetensors_shards  # reads headers; most folders are found by names alone
+
+    try:
+        return find_location(path, None) is not None or safetensors_shards.recognises(path)
+    except NotUnderstoodError:
+        return True  # `read` reports what is wrong with it
+
+
 def find_location(path: Path, tag: str | None) -> DcpLocation | None:
     """The checkpoint at `path`, or the step `tag` (else the newest) in a folder of steps; None where there is none."""
     if not path.is_dir():

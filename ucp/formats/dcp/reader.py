@@ -25,7 +25,7 @@ from ucp.core.checkpoint import STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment
 from ucp.core.dtypes import BOOL, FLOAT64, INT64
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
-from ucp.errors import InconsistentError, NotUnderstoodError
+from ucp.errors import InconsistentError
 from ucp.formats.dcp import safetensors_shards
 from ucp.formats.dcp.folder import DcpLocation, find_location, require_location, sidecar_files
 from ucp.formats.dcp.full_state_dict import (
@@ -57,15 +57,6 @@ from ucp.formats.dcp.optimizer_keys import (
 from ucp.formats.dcp.state_dict_layout import STYLE_DETAIL, PrivateKeys, StateDictSection, nest, take_private_keys
 from ucp.formats.registry import ReadOptions
 from ucp.storage.local import SourceFiles
-
-
-def recognises(path: Path) -> bool:
-    """A folder with `.metadata` (or data files without it), Accelerate's pair of such or of whole files, a folder of
-    steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
-    try:
-        return find_location(path, None) is not None or safetensors_shards.recognises(path)
-    except NotUnderstoodError:
-        return True  # `read` says what is wrong with it
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:

@@ -34,7 +34,7 @@ from ucp.formats.registry import WriteOptions
 from ucp.settings import KIB, MIB
 
 
-class Writer:
+class DcpWriter:
     """Lays out model, optimizer and extras with the keys of `get_model_state_dict` and `get_optimizer_state_dict`.
 
     Keys are built as in `options.like`, as in the source where that was such a folder once, and else as

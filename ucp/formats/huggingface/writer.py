@@ -37,7 +37,7 @@ _CARRIED: Final = (
 )
 
 
-class Writer:
+class HuggingFaceWriter:
     """Lays out one copy of every weight, in master precision or the dtype asked for."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:

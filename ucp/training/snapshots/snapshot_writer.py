@@ -24,7 +24,7 @@ from ucp.core.target import Target
 from ucp.engine.staging import Staging, discard_partial_output
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.formats.atoms.manifest import plan_extras
-from ucp.formats.atoms.writer import Writer
+from ucp.formats.atoms.writer import AtomsWriter
 from ucp.formats.registry import WriteOptions
 from ucp.formats.store.reader import EXTRA, generation_notes, schema_of
 from ucp.formats.store.store_layout import StoreEntry, StoreSchema
@@ -48,7 +48,7 @@ class SnapshotSaver(RankSaver):
 
     def lay_out(self, source: Checkpoint, gathered: Sequence[RankSummary]) -> tuple[Any, list[Any]]:
         """What `settle` needs of it, and for each rank (tasks, sealings, files). Parameters only. On rank 0."""
-        files = Writer(source, WriteOptions()).target().files[: len(source.parameters)]
+        files = AtomsWriter(source, WriteOptions()).target().files[: len(source.parameters)]
         offers = write_candidates(gathered)
         shares = WriteAssignment.for_ranks(len(gathered))
         for number, file in enumerate(files):
@@ -61,7 +61,7 @@ class SnapshotSaver(RankSaver):
 
     def settle(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
         """Make the files, with the extras that there are this time. On rank 0."""
-        self.writer = Writer(source, WriteOptions())
+        self.writer = AtomsWriter(source, WriteOptions())
         self.target = Target((*static, *plan_extras(source)))
         offers = self.offer_extras(tensors)
         shares = WriteAssignment.for_ranks(1)

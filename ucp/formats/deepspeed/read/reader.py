@@ -51,11 +51,6 @@ _RESTORE_HINT = "restore the files of one save; nothing was written"
 _RECENT_TREES = 4  # with which what a file carries is compared: of the first rank, the last one, each kind of file
 
 
-def recognises(path: Path) -> bool:
-    """Whether a DeepSpeed checkpoint is at `path` or a few levels below."""
-    return folder.recognises(path)
-
-
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path`: names, shapes and places of all states; no tensor is loaded."""
     place = folder.find(path, options.tag)

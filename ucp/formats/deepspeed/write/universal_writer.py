@@ -27,7 +27,7 @@ from ucp.storage.local import SourceFiles
 _MASTER_FILE = "fp32"
 
 
-class Writer:
+class UniversalWriter:
     """Lays out `DST/latest_universal` and `DST/<tag>_universal/`.
 
     Every state file holds a dict with the whole tensor and how to cut it. Model files come under both names, that of

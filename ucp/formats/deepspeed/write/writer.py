@@ -26,7 +26,7 @@ from ucp.formats.registry import WriteOptions
 from ucp.storage.local import SourceFiles
 
 
-class Writer:
+class DeepSpeedWriter:
     """Lays out the source for the world that the options ask for."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
 from ucp.core.mesh import Mesh
 from ucp.errors import InconsistentError, StorageError
-from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, must_find, recognises
+from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, must_find
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.job_extras import tree_with_atoms, without_states
 from ucp.formats.megatron.mcore_modules import order_key
 from ucp.formats.registry import ReadOptions
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import list_files
-
-__all__ = ["read", "recognises"]
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:

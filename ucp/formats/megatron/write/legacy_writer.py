@@ -39,7 +39,7 @@ from ucp.storage.local import SourceFiles
 SCHEDULER: Final = "opt_param_scheduler"  # goes with the optimizer
 
 
-class Writer:
+class MegatronWriter:
     """Lays out the source as `save_checkpoint` of the target's ranks would have written it."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:

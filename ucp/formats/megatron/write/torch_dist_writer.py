@@ -194,7 +194,7 @@ class _ParamBlock:
     box: Box
 
 
-class Writer:
+class TorchDistWriter:
     """Lays out the source as a folder of megatron-core's `dist_checkpointing`.
 
     Any job loads it. The layout that is asked for decides how tensors are cut into blocks, so that each of its ranks
