@@ -15,7 +15,7 @@ from tests.engine.forking import WORKERS, Happening, count_forks, tell
 from ucp import settings
 from ucp.checks import task_processes
 from ucp.checks.findings import Finding
-from ucp.checks.renderings import FORMATS, render
+from ucp.checks.render import FORMATS, render
 from ucp.checks.runner import verify
 from ucp.checks.tasks import CheckTask, ReadMeter, run_task
 from ucp.checks.verify_report import Report

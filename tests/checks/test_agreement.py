@@ -17,8 +17,7 @@ from ucp import settings
 from ucp.api import convert
 from ucp.checks.agreement import common_intervals, cover_runs
 from ucp.checks.deep_state import ChecksumCoverage, ReadRecorder
-from ucp.checks.raw_values import RoundingComparison, all_valid
-from ucp.checks.read_blocks import ReadBlock
+from ucp.checks.raw_values import ReadBlock, RoundingComparison, all_valid
 from ucp.checks.runner import verify
 from ucp.checks.spans import ChecksumSpan
 from ucp.containers.crc32 import crc32
@@ -36,7 +35,7 @@ BITS = st.one_of(st.sampled_from([edge | sign for edge in EDGES for sign in (0, 
 
 
 @given(st.lists(st.tuples(BITS, st.sampled_from([0, 0, 0, 1, 0x8000])), min_size=1, max_size=40))
-def test_rounding_is_torchs_to_the_last_bit(cases: list[tuple[int, int]]) -> None:
+def test_rounding_is_bit_for_bit_that_of_torch(cases: list[tuple[int, int]]) -> None:
     masters = np.array([bits for bits, _ in cases], np.uint32).view(np.float32)
     right = torch.from_numpy(masters.copy()).bfloat16()
     saved = right.view(torch.int16).numpy().view(np.uint16) ^ np.array([flip for _, flip in cases], np.uint16)
@@ -44,29 +43,29 @@ def test_rounding_is_torchs_to_the_last_bit(cases: list[tuple[int, int]]) -> Non
     differ = ~((kept.view(torch.int16) == right.view(torch.int16)) | (kept.isnan() & right.isnan())).numpy()
     finite = all_valid(masters.view(np.uint32), FLOAT32, False)
     assert finite == bool(np.isfinite(masters).all())
-    found = RoundingComparison(FLOAT32, BFLOAT16, 64).wrong(masters, saved, finite)
+    found = RoundingComparison(FLOAT32, BFLOAT16, 64).mismatches(masters, saved, finite)
     assert list(found) == list(np.flatnonzero(differ))
 
 
 def test_rounding_in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucp.checks.raw_values._IN_CACHE", 7)
+    monkeypatch.setattr("ucp.checks.raw_values._ROUNDED_AT_ONCE", 7)
     masters = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     saved = torch.from_numpy(masters).bfloat16().view(torch.int16).numpy().view(np.uint16).copy()
     saved[[0, 6, 7, 999]] ^= 1
-    assert list(RoundingComparison(FLOAT32, BFLOAT16, 1000).wrong(masters, saved, True)) == [0, 6, 7, 999]
+    assert list(RoundingComparison(FLOAT32, BFLOAT16, 1000).mismatches(masters, saved, True)) == [0, 6, 7, 999]
 
 
 def test_rounding_to_half_precision() -> None:
     masters = np.array([1.0, 65519.9, 65520.0, 1e-8, -0.0], np.float32)
     with np.errstate(over="ignore"):
         saved = masters.astype(np.float16)
-    assert not RoundingComparison(FLOAT32, FLOAT16, 5).wrong(masters, saved, True).size
+    assert not RoundingComparison(FLOAT32, FLOAT16, 5).mismatches(masters, saved, True).size
     saved[3] = 1
-    assert list(RoundingComparison(FLOAT32, FLOAT16, 5).wrong(masters, saved, True)) == [3]
+    assert list(RoundingComparison(FLOAT32, FLOAT16, 5).mismatches(masters, saved, True)) == [3]
 
 
 @pytest.mark.parametrize("slab, part", [(1 << 20, 1 << 26), (16, 64), (4, 4), (1 << 20, 10)])
-def test_the_findings_do_not_depend_on_how_the_work_is_cut(
+def test_findings_do_not_depend_on_how_the_work_is_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab: int, part: int
 ) -> None:
     checkpoint = make(tmp_path)
@@ -84,7 +83,7 @@ def test_the_findings_do_not_depend_on_how_the_work_is_cut(
         assert [str(finding) for finding in verify(checkpoint, level, jobs=3).findings] == findings
 
 
-def test_a_master_that_is_cut_in_another_way_is_compared_all_the_same(tmp_path: Path) -> None:
+def test_a_master_that_is_split_in_another_way_is_compared(tmp_path: Path) -> None:
     """The weight of the norm as one whole, its master in two boxes of their own."""
     checkpoint = make(tmp_path)
     atoms = checkpoint.parameters["norm.weight"].atoms
@@ -123,7 +122,7 @@ def test_every_byte_of_atoms_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         assert verify(tmp_path / "atoms", "deep", jobs=3).bytes_read - total in range(500)
 
 
-def test_steps_go_where_the_first_lane_goes(tmp_path: Path) -> None:
+def test_common_intervals_follow_the_runs_of_the_first_cover(tmp_path: Path) -> None:
     atom = make(tmp_path).parameters["layer.weight"].atoms["exp_avg"]
     file = Fragment(Region.all_of((6, 4)), "f", 0, FLOAT32)
     one = cover_runs(replace(atom, fragments=(file,)), 0)
@@ -132,7 +131,7 @@ def test_steps_go_where_the_first_lane_goes(tmp_path: Path) -> None:
     assert one is not None
     assert other is not None
     boxes = (whole((6, 4)),)
-    found = list(common_intervals([one.spaces[boxes], other.spaces[boxes]], (1, 22), 8))
+    found = list(common_intervals([one.runs[boxes], other.runs[boxes]], (1, 22), 8))
     assert [(start, stop, runs[1] is not None) for start, stop, runs in found] == [
         (1, 3, False),
         (3, 9, True),
@@ -143,29 +142,29 @@ def test_steps_go_where_the_first_lane_goes(tmp_path: Path) -> None:
 
 
 @given(st.binary(min_size=1, max_size=60), st.lists(st.tuples(st.integers(0, 70), st.integers(1, 30)), max_size=6))
-def test_a_ledger_adds_up_whatever_was_read_first(data: bytes, reads: list[tuple[int, int]]) -> None:
+def test_a_checksum_is_right_in_whatever_order_bytes_are_read(data: bytes, reads: list[tuple[int, int]]) -> None:
     start = 5  # of the span in its file
-    ledger = ChecksumCoverage()
-    track = ledger.add(ChecksumSpan("zip-crc", "f", start, start + len(data), "t", "00000001", None))
-    ledger.close()
+    coverage = ChecksumCoverage()
+    checksum = coverage.add(ChecksumSpan("zip-crc", "f", start, start + len(data), "t", "00000001", None))
+    coverage.seal()
     file = bytes(start) + data + bytes(30)
     for at, length in reads:
-        notebook = ReadRecorder(ledger)
-        notebook.take("f", at, memoryview(file[at : at + length]))
-        notebook.take("elsewhere", at, memoryview(file[at : at + length]))
-        notebook.close()
-    notebook = ReadRecorder(ledger)
-    for at, stop in list(track.rest()):
-        notebook.take("f", at, memoryview(file[at:stop]))
-    notebook.close()
-    assert list(track.rest()) == []
-    assert track.found() == f"{crc32(data, 0):08x}"
+        recorder = ReadRecorder(coverage)
+        recorder.record("f", at, memoryview(file[at : at + length]))
+        recorder.record("elsewhere", at, memoryview(file[at : at + length]))
+        recorder.close()
+    recorder = ReadRecorder(coverage)
+    for at, stop in list(checksum.unread()):
+        recorder.record("f", at, memoryview(file[at:stop]))
+    recorder.close()
+    assert list(checksum.unread()) == []
+    assert checksum.value() == f"{crc32(data, 0):08x}"
 
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 64, 4100])
-def test_a_block_lies_as_its_bytes_do_in_the_file(offset: int) -> None:
+def test_a_block_is_aligned_like_its_bytes_in_the_file(offset: int) -> None:
     block = ReadBlock(0, 100)
     for _ in range(2):
-        placed = block.place(offset, 100)
-        assert placed.size == 100
-        assert (placed.ctypes.data - offset) % 64 == 0
+        memory = block.for_range(offset, 100)
+        assert memory.size == 100
+        assert (memory.ctypes.data - offset) % 64 == 0

@@ -16,7 +16,7 @@ import ucp
 from tests.checks.made import flip
 from ucp.api import convert
 from ucp.checks.findings import Finding
-from ucp.checks.renderings import render
+from ucp.checks.render import render
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report
 from ucp.containers.torch_file import TorchFile

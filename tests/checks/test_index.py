@@ -54,7 +54,7 @@ def test_an_overlap_names_both_owners(checkpoint: Checkpoint) -> None:
     wider = second._replace(region=Region(second.region.boxes, second.region.start - 1, second.region.stop))
     atoms["master"] = replace(atoms["master"], fragments=(first, wider))
     finding = only(verify(checkpoint, "quick"), "coverage")
-    assert "[3:4] is held more than once" in finding.message
+    assert "[3:4] is stored more than once" in finding.message
     assert first.file in finding.message
     assert second.file in finding.message
     assert verify(checkpoint, "quick").exit_code == 1
@@ -64,7 +64,7 @@ def test_a_copy_that_overlaps_itself_is_found(checkpoint: Checkpoint) -> None:
     atoms = checkpoint.parameters["norm.weight"].atoms
     (cover,) = atoms["master"].replicas
     atoms["master"] = replace(atoms["master"], replicas=((*cover, cover[0]),))
-    assert "held more than once" in only(verify(checkpoint, "quick"), "coverage").message
+    assert "stored more than once" in only(verify(checkpoint, "quick"), "coverage").message
 
 
 def test_a_copy_of_a_part_is_no_gap(checkpoint: Checkpoint) -> None:

@@ -108,7 +108,7 @@ def test_quick_and_deep_exclude_each_other(tmp_path: Path, capfd: pytest.Capture
 def test_long_lists_are_cut_in_text_and_whole_in_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ucp.checks.renderings.text._SHOWN", 1)
+    monkeypatch.setattr("ucp.checks.render._MAX_LINES", 1)
     atoms = write(tmp_path, link=False)
     for path in (atoms / "atoms").iterdir():
         path.unlink()

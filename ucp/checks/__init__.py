@@ -1,4 +1,4 @@
-"""Shard-consistency checks: what must be true of a checkpoint, found out without trusting what its files say."""
+"""Consistency checks of `ucp verify`. What files claim about themselves is compared with their contents."""
 
 from __future__ import annotations
 

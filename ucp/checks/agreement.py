@@ -1,19 +1,13 @@
-"""Forms of one tensor that must agree: a master and its weight, a state and its copies. Each byte is read once.
+"""Stored forms of one tensor that must agree: a master and its weight, a state and its replicas.
 
-Where the forms are cut alike, which is so wherever one layout wrote them, they are read side by side as they lie in
-their files (see lanes). Where not, slabs of the whole are put together and compared.
+Two checks read them. `replicas`: every copy of a state (tensor-parallel, tied, pipeline) equals the first, bit for bit.
+`master-matches-weight`: the master, rounded to the weight's dtype, is the saved weight. The latter alone exposes
+swapped ranks, files of different steps, and layouts that were read wrong.
 
-Lanes: several stored forms of one tensor, read side by side, each byte once.
-
-A master and its weight, or a state and its copies, are cut by the same boxes wherever one layout wrote them: what one
-rank holds of one is, element by element, what a rank holds of the other. Then no geometry is needed to compare them:
-both are flat, and the same interval of each is contiguous in a file.
-
-The master rounded to the weight's dtype is the saved weight, bit for bit.
-
-This one check exposes swapped ranks, files of different steps and layouts that were read wrong.
-
-Replicas: every copy of a state (tensor-parallel, tied, pipeline) equals the one that is taken, bit for bit.
+If one layout wrote both forms, they are split by the same boxes: each fragment of one has the same elements, in the
+same order, as fragments of the other. Then both are flat, and the same interval of each is contiguous in a file, so
+they are compared as they are stored, without geometry. Otherwise slabs of both are assembled and compared. Either way
+each byte is read once.
 """
 
 from __future__ import annotations
@@ -28,10 +22,19 @@ import numpy as np
 
 from ucp import settings
 from ucp.checks.deep_state import DeepState, ReadRecorder
-from ucp.checks.findings import Finding, Severity, place
-from ucp.checks.raw_values import ElementMismatches, RoundingComparison, all_valid, bits_of, scannable, unequal
-from ucp.checks.read_blocks import ReadBlock, aligned, block_bytes
-from ucp.checks.spans import state_bytes
+from ucp.checks.findings import Finding, Severity, describe_fragment
+from ucp.checks.raw_values import (
+    ElementMismatches,
+    ReadBlock,
+    RoundingComparison,
+    aligned,
+    all_valid,
+    bits_of,
+    block_bytes,
+    can_scan,
+    unequal,
+)
+from ucp.checks.spans import StateBytes
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
 from ucp.core.box import Box, slabs
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, Parameter, Role
@@ -40,247 +43,142 @@ from ucp.read.casting import RawArray, can_cast, cast, raw_dtype
 from ucp.read.verbatim import can_flatten
 from ucp.storage.local import SourceFiles
 
-
-@dataclass(slots=True)
-class AlignedForms:
-    """Lanes that are read side by side. `mains` are one state, or a weight and its master; `copies` say of which."""
-
-    parameter: Parameter
-    mains: list[CoverRuns]
-    copies: list[tuple[int, CoverRuns, ElementMismatches]] = field(default_factory=list)
-    rounding: ElementMismatches | None = None
-
-    @property
-    def lanes(self) -> list[CoverRuns]:
-        return [*self.mains, *(lane for _, lane, _ in self.copies)]
-
-    @property
-    def differences(self) -> list[ElementMismatches]:
-        return [*([] if self.rounding is None else [self.rounding]), *(found for _, _, found in self.copies)]
-
-    @property
-    def check(self) -> str:
-        return "master-matches-weight" if self.rounding is not None else "replicas"
+Boxes = tuple[Box, ...]
 
 
-def look(context: CheckContext) -> Iterator[Finding | CheckTask]:
-    """The tasks that read side by side, those that must put slabs together, and last what it all comes to."""
-    bundles: list[AlignedForms] = []
+def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
+    """Tasks that compare aligned forms, tasks that have to assemble slabs, and a last one that reports mismatches."""
+    aligned_forms: list[AlignedForms] = []
     for parameter in context.checkpoint.parameters.values():
         if all(map(context.is_sound, parameter.atoms.values())):
-            found = list(_bundles(parameter))
-            bundles += [item for item in found if isinstance(item, AlignedForms)]
-            for atoms in (item for item in found if not isinstance(item, AlignedForms)):
-                yield from _slow(context, parameter, atoms)
-    # The digests of atoms and stores go front to back: their files are not read by two threads at once.
+            for item in _comparisons(parameter):
+                if isinstance(item, AlignedForms):
+                    aligned_forms.append(item)
+                else:
+                    yield _slab_task(context, parameter, item)
+    # The digests of atom files and stores are sequential: two threads must not read parts of the same file.
     whole = context.checkpoint.format in ("atoms", "store") and not context.checkpoint.details.get("virtual")
-    for bundle in bundles:
-        context.shared.extend(bundle.differences)
+    for forms in aligned_forms:
+        context.shared.extend(forms.mismatches)
         if context.deep is not None:
-            context.deep.elsewhere.update((lane.atom.name, lane.atom.kind) for lane in bundle.lanes)
-        for nbytes, spaces in _portions(bundle, whole):
-            run = partial(_walk, context.files, context.deep, bundle, spaces)
-            yield CheckTask(bundle.check, nbytes, run, bundle.parameter.name, bundle.mains[-1].atom.kind)
-    if bundles:
-        yield CheckTask("replicas", 0, partial(_conclude, bundles), turn=1)
+            context.deep.already_read.update((cover.atom.name, cover.atom.kind) for cover in forms.covers)
+        for nbytes, intervals in _split_work(forms, whole):
+            run = partial(_compare_aligned, context.files, context.deep, forms, intervals)
+            yield CheckTask(forms.check, nbytes, run, forms.parameter.name, forms.mains[-1].atom.kind)
+    if aligned_forms:
+        yield CheckTask("replicas", 0, partial(_report_mismatches, aligned_forms), phase=1)
 
 
-def _bundles(parameter: Parameter) -> Iterator[AlignedForms | tuple[Atom, ...]]:
-    """What has to be compared of a parameter: as bundles, or as atoms (two: a master with its weight) where it is not
-    cut alike."""
-    pairs = list(master_pairs(parameter))
-    paired: set[str] = set()
-    for weight, master in pairs:
-        lanes = cover_runs(weight, 0), cover_runs(master, 0)
-        if lanes[0] is None or lanes[1] is None or not fits(lanes[0], lanes[1], partly=False):
-            yield weight, master
-            continue
-        bundle = AlignedForms(parameter, [lanes[0], lanes[1]], rounding=ElementMismatches(weight.shape))
-        for number, atom in enumerate((parameter.atoms[weight.kind], parameter.atoms[master.kind])):
-            if _is_copied(atom) and _take_copies(bundle, number, atom):
-                paired.add(atom.kind)
-        yield bundle
-    for atom in parameter.atoms.values():
-        if _is_copied(atom) and atom.kind not in paired:
-            lane = cover_runs(atom, 0)
-            bundle = AlignedForms(parameter, [] if lane is None else [lane])
-            yield bundle if lane is not None and _take_copies(bundle, 0, atom) else (atom,)
-
-
-def _is_copied(atom: Atom) -> bool:
-    """Steps have a check of their own; averaged parameters differ by design."""
-    return bool(atom.replicas) and atom.combine == "copy" and atom.kind != STEP
-
-
-def _take_copies(bundle: AlignedForms, number: int, atom: Atom) -> bool:
-    """Add the copies of a main lane's atom to the bundle, if all of them are cut as it is."""
-    copies = [cover_runs(atom, cover) for cover in range(1, 1 + len(atom.replicas))]
-    taken = [lane for lane in copies if lane is not None and fits(bundle.mains[number], lane, partly=True)]
-    if len(taken) == len(copies):
-        bundle.copies += [(number, lane, ElementMismatches(atom.shape)) for lane in taken]
-    return len(taken) == len(copies)
-
-
-def _slow(context: CheckContext, parameter: Parameter, atoms: tuple[Atom, ...]) -> Iterator[CheckTask]:
-    nbytes = sum(f.nbytes for atom in atoms for cover in (atom.fragments, *atom.replicas) for f in cover)
-    if len(atoms) == 2:
-        run = partial(compare_master, context.files, *atoms)
-        yield CheckTask("master-matches-weight", nbytes, run, parameter.name, MASTER)
-    else:
-        run = partial(compare_replicas, context.files, atoms[0], _severity(parameter.role))
-        yield CheckTask("replicas", nbytes, run, parameter.name, atoms[0].kind)
-
-
-def _severity(role: Role) -> Severity:
-    """Nothing keeps buffers equal over ranks: each may count for itself, and the first one's is taken."""
-    return "warning" if role == "buffer" else "error"
-
-
-def _portions(bundle: AlignedForms, whole: bool) -> Iterator[tuple[int, list[tuple[Boxes, int, int]]]]:
-    """Bytes and intervals of spaces for each task: about a part's worth, or all of it."""
-    portion: list[tuple[Boxes, int, int]] = []
-    nbytes = 0
-    for boxes, runs in bundle.mains[0].spaces.items():
-        counts = [(lane.spaces.get(boxes, ()), lane.atom.dtype.itemsize) for lane in bundle.lanes]
-        first, last = runs[0].start, runs[-1].stop
-        total = sum((run.stop - run.start) * size for held, size in counts for run in held)
-        cuts = 1 if whole else -(-total // settings.COPY_TASK_BYTES)
-        step = -(-(last - first) // cuts)
-        for start in range(first, last, step):
-            portion.append((boxes, start, min(start + step, last)))
-            nbytes += sum(
-                max(0, min(run.stop, start + step) - max(run.start, start)) * size
-                for held, size in counts
-                for run in held
-            )
-            if nbytes >= settings.COPY_TASK_BYTES and not whole:
-                yield nbytes, portion
-                portion, nbytes = [], 0
-    if portion:
-        yield nbytes, portion
-
-
-def _walk(
-    files: SourceFiles,
-    deep: DeepState | None,
-    bundle: AlignedForms,
-    spaces: Sequence[tuple[Boxes, int, int]],
-    meter: ReadMeter,
-) -> Iterator[Finding]:
-    """Read all lanes over these intervals and compare. What is found goes to the bundle's differences."""
-    limit = max(1, block_bytes() // max(lane.atom.dtype.itemsize for lane in bundle.lanes))
-    limit = min(limit, max(stop - start for _, start, stop in spaces))
-    reader = _CoverReader(files, deep, bundle.parameter, meter)
-    sizes = [limit * lane.atom.dtype.itemsize for lane in bundle.mains]
-    blocks = [ReadBlock(number, size) for number, size in enumerate(sizes)]
-    others = [ReadBlock(number, size) for number, size in enumerate(sizes, len(sizes))] if bundle.copies else []
-    rounding = (
-        RoundingComparison(bundle.mains[1].atom.dtype, bundle.mains[0].atom.dtype, limit) if bundle.rounding else None
-    )
-    lanes = bundle.lanes
-    for boxes, first, last in spaces:
-        for start, stop, runs in common_intervals([lane.spaces.get(boxes, ()) for lane in lanes], (first, last), limit):
-            mains: list[RawArray] = []
-            finite = True
-            for lane, run, block in zip(bundle.mains, runs, blocks, strict=False):
-                assert run is not None
-                main, finite = reader.read(lane, run, start, stop, block)
-                mains.append(main)
-            if rounding is not None and bundle.rounding is not None:
-                found = rounding.wrong(mains[1], mains[0], finite and _is_finite(mains[1], bundle.mains[1].atom, deep))
-                if found.size:
-                    bundle.rounding.take(boxes, found + start)
-            for (number, lane, differences), run in zip(bundle.copies, runs[len(mains) :], strict=True):
-                if run is not None:
-                    copy, _ = reader.read(lane, run, start, stop, others[number])
-                    found = unequal(mains[number], copy)
-                    if found.size:
-                        differences.take(boxes, found + start)
-    reader.close()
-    return iter(())
-
-
-def _is_finite(main: RawArray, atom: Atom, deep: DeepState | None) -> bool:
-    """In a deep pass the reader has looked already."""
-    return deep is not None or (scannable(atom.dtype) and all_valid(bits_of(main, atom.dtype), atom.dtype, False))
-
-
-class _CoverReader:
-    """Reads blocks of lanes; in a deep pass each goes to the ledger and is looked at for NaN."""
-
-    def __init__(self, files: SourceFiles, deep: DeepState | None, parameter: Parameter, meter: ReadMeter) -> None:
-        self._files = files
-        self._deep = deep
-        self._parameter = parameter
-        self._meter = meter
-        self._notebook = None if deep is None else ReadRecorder(deep.ledger)
-
-    def read(self, lane: CoverRuns, run: ElementRun, start: int, stop: int, block: ReadBlock) -> tuple[RawArray, bool]:
-        """Raw elements `[start, stop)` of a run's space, and whether all of them are numbers that should be there."""
-        fragment = run.fragment
-        dtype = fragment.dtype
-        at = run.byte(start)
-        data = block.place(at, (stop - start) * dtype.itemsize)
-        self._files.read_into(fragment.file, at, data.data)
-        self._meter.read(data.size)
-        right = True
-        if self._deep is not None and self._notebook is not None:
-            self._notebook.take(fragment.file, at, data.data)
-        raw = aligned(data, dtype.itemsize).view(raw_dtype(dtype))
-        if self._deep is not None:
-            right = self._deep.tallies.look(fragment.file, state_bytes(fragment, lane.atom, self._parameter), raw, at)
-        return raw, right
-
-    def close(self) -> None:
-        if self._notebook is not None:
-            self._notebook.close()
-
-
-def _conclude(bundles: Sequence[AlignedForms], meter: ReadMeter) -> Iterator[Finding]:
-    del meter
-    for bundle in bundles:
-        if bundle.rounding is not None and bundle.rounding.count:
-            weight, master = bundle.mains
-            yield master_finding(weight.atom, master.atom, bundle.rounding)
-        for number, lane, differences in bundle.copies:
-            if differences.count:
-                cover = lane.atom.replicas[lane.cover - 1]
-                yield replica_finding(bundle.mains[number].atom, cover, differences, _severity(bundle.parameter.role))
-
-
-Boxes = tuple[Box, ...]
+# Which atoms are compared, and whether they are aligned.
 
 
 @dataclass(frozen=True, slots=True)
 class ElementRun:
-    """Elements `[start, stop)` of the flat space of some boxes: contiguous in the fragment's file."""
+    """Elements `[start, stop)` of the flat space of some boxes, contiguous in the file of a fragment."""
 
     start: int
     stop: int
     fragment: Fragment
 
     def byte(self, element: int) -> int:
-        """Where an element of the space lies in the file."""
+        """Offset of an element in the file."""
         return self.fragment.offset + (element - self.start) * self.fragment.dtype.itemsize
 
 
 @dataclass(slots=True)
 class CoverRuns:
-    """One cover of an atom (0: its fragments, then its replicas) as runs in the flat spaces of its boxes."""
+    """One cover of an atom (0: its fragments, from 1: its replicas) as sorted runs, by the boxes they are in."""
 
     atom: Atom
     cover: int
-    spaces: dict[Boxes, list[ElementRun]] = field(default_factory=dict)
+    runs: dict[Boxes, list[ElementRun]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class AlignedForms:
+    """Covers that are read together. `mains` is one state, or a weight and its master.
+
+    `replicas` are covers to compare with one of the mains, given by number.
+    """
+
+    parameter: Parameter
+    mains: list[CoverRuns]
+    replicas: list[tuple[int, CoverRuns, ElementMismatches]] = field(default_factory=list)
+    rounding: ElementMismatches | None = None  # of a master and its weight
 
     @property
-    def nbytes(self) -> int:
-        elements = sum(run.stop - run.start for runs in self.spaces.values() for run in runs)
-        return elements * self.atom.dtype.itemsize
+    def covers(self) -> list[CoverRuns]:
+        return [*self.mains, *(cover for _, cover, _ in self.replicas)]
+
+    @property
+    def mismatches(self) -> list[ElementMismatches]:
+        return [*([] if self.rounding is None else [self.rounding]), *(found for _, _, found in self.replicas)]
+
+    @property
+    def check(self) -> str:
+        return "master-matches-weight" if self.rounding is not None else "replicas"
+
+
+def _comparisons(parameter: Parameter) -> Iterator[AlignedForms | tuple[Atom, ...]]:
+    """What to compare of a parameter: aligned forms, or atoms that are not aligned (a weight and its master, or one
+    atom with its replicas)."""
+    compared: set[str] = set()
+    for weight, master in _master_pairs(parameter):
+        one, other = cover_runs(weight, 0), cover_runs(master, 0)
+        if one is None or other is None or not _are_aligned(one, other):
+            yield weight, master
+            continue
+        forms = AlignedForms(parameter, [one, other], rounding=ElementMismatches(weight.shape))
+        for number, atom in enumerate((parameter.atoms[weight.kind], parameter.atoms[master.kind])):
+            if _must_agree(atom) and _add_replicas(forms, number, atom):
+                compared.add(atom.kind)
+        yield forms
+    for atom in parameter.atoms.values():
+        if _must_agree(atom) and atom.kind not in compared:
+            cover = cover_runs(atom, 0)
+            forms = AlignedForms(parameter, [] if cover is None else [cover])
+            yield forms if cover is not None and _add_replicas(forms, 0, atom) else (atom,)
+
+
+def _master_pairs(parameter: Parameter) -> Iterator[tuple[Atom, Atom]]:
+    """Weights with their masters, as stored; if ranks are averaged, the pair of each rank."""
+    weight, master = parameter.atoms.get(WEIGHT), parameter.atoms.get(MASTER)
+    if weight is None or master is None or weight.shape != master.shape or weight.dtype.family != "float":
+        return
+    if weight.dtype.itemsize > master.dtype.itemsize or not can_cast(master.dtype, weight.dtype):
+        return
+    yield _as_stored(weight, 0), _as_stored(master, 0)
+    if weight.combine == "average" and len(weight.replicas) == len(master.replicas):
+        for number in range(1, 1 + len(weight.replicas)):
+            yield _as_stored(weight, number), _as_stored(master, number)
+
+
+def _as_stored(atom: Atom, cover: int) -> Atom:
+    """One cover of an atom without average and scale, which would round a second time."""
+    fragments = atom.fragments if cover == 0 else atom.replicas[cover - 1]
+    if any(fragment.scale != 1.0 for fragment in fragments):
+        fragments = tuple(fragment._replace(scale=1.0) for fragment in fragments)
+    return replace(atom, fragments=fragments, replicas=(), combine="copy")
+
+
+def _must_agree(atom: Atom) -> bool:
+    """Whether replicas must be equal. Steps have a check of their own; averaged parameters differ by design."""
+    return bool(atom.replicas) and atom.combine == "copy" and atom.kind != STEP
+
+
+def _add_replicas(forms: AlignedForms, number: int, atom: Atom) -> bool:
+    """Add the replicas of the atom of main `number`, if all of them are aligned with it."""
+    covers = [cover_runs(atom, cover) for cover in range(1, 1 + len(atom.replicas))]
+    within = [cover for cover in covers if cover is not None and _is_within(cover, forms.mains[number])]
+    if len(within) < len(covers):
+        return False
+    forms.replicas += [(number, cover, ElementMismatches(atom.shape)) for cover in within]
+    return True
 
 
 def cover_runs(atom: Atom, cover: int) -> CoverRuns | None:
-    """A cover as a lane; None where its bytes are not simply elements side by side, in order and once each."""
-    lane = CoverRuns(atom, cover)
+    """A cover as runs; None if its bytes are not just the elements of the atom, in order and once each."""
+    result = CoverRuns(atom, cover)
     for fragment in atom.fragments if cover == 0 else atom.replicas[cover - 1]:
         region = fragment.region
         if fragment.strides is not None or fragment.inline is not None or fragment.scale != 1.0:
@@ -288,37 +186,35 @@ def cover_runs(atom: Atom, cover: int) -> CoverRuns | None:
         if fragment.dtype != atom.dtype:
             return None
         if region.numel:
-            lane.spaces.setdefault(region.boxes, []).append(ElementRun(region.start, region.stop, fragment))
-    for runs in lane.spaces.values():
+            result.runs.setdefault(region.boxes, []).append(ElementRun(region.start, region.stop, fragment))
+    for runs in result.runs.values():
         runs.sort(key=lambda run: run.start)
         if any(one.stop > other.start for one, other in pairwise(runs)):
             return None
-    return lane
+    return result
 
 
-def fits(lane: CoverRuns, other: CoverRuns, *, partly: bool) -> bool:
-    """Does `other` hold the same elements of the same spaces as `lane`, or (with `partly`) none beyond them?"""
-    if other.spaces.keys() - lane.spaces.keys():
+def _are_aligned(one: CoverRuns, other: CoverRuns) -> bool:
+    """Whether both covers have the same elements of the same boxes."""
+    if one.runs.keys() != other.runs.keys():
         return False
-    if partly:
-        return all(_within(runs, lane.spaces[boxes]) for boxes, runs in other.spaces.items())
-    if lane.spaces.keys() - other.spaces.keys():
-        return False
-    return all(_joined(runs) == _joined(other.spaces[boxes]) for boxes, runs in lane.spaces.items())
+    return all(_joined(runs) == _joined(other.runs[boxes]) for boxes, runs in one.runs.items())
 
 
-def _within(runs: Sequence[ElementRun], others: Sequence[ElementRun]) -> bool:
-    """Is every element of `runs` one of `others`?"""
-    joined = _joined(others)
-    starts = [start for start, _ in joined]
-    for start, stop in _joined(runs):
-        number = bisect_right(starts, start) - 1
-        if number < 0 or stop > joined[number][1]:
-            return False
+def _is_within(replica: CoverRuns, main: CoverRuns) -> bool:
+    """Whether every element of a replica, which may be partial, is in the same boxes of the main cover."""
+    for boxes, runs in replica.runs.items():
+        joined = _joined(main.runs.get(boxes, ()))
+        starts = [start for start, _ in joined]
+        for start, stop in _joined(runs):
+            number = bisect_right(starts, start) - 1
+            if number < 0 or stop > joined[number][1]:
+                return False
     return True
 
 
 def _joined(runs: Sequence[ElementRun]) -> list[tuple[int, int]]:
+    """Intervals of sorted runs, adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for run in runs:
         if joined and joined[-1][1] == run.start:
@@ -328,20 +224,91 @@ def _joined(runs: Sequence[ElementRun]) -> list[tuple[int, int]]:
     return joined
 
 
-def common_intervals(
-    lanes: Sequence[Sequence[ElementRun]], within: tuple[int, int], limit: int
-) -> Iterator[tuple[int, int, list[ElementRun | None]]]:
-    """Intervals of at most `limit` elements of a space, in order, with the run of each lane that holds all of it.
+# Aligned forms: compared as they are stored.
 
-    A lane that does not reach there has None. The first lane says where there is something; `within` cuts the space.
+
+def _split_work(forms: AlignedForms, whole: bool) -> Iterator[tuple[int, list[tuple[Boxes, int, int]]]]:
+    """Bytes and intervals of boxes for each task: about `COPY_TASK_BYTES` each, or everything in one task."""
+    intervals: list[tuple[Boxes, int, int]] = []
+    nbytes = 0
+    for boxes, runs in forms.mains[0].runs.items():
+        stored = [(run, cover.atom.dtype.itemsize) for cover in forms.covers for run in cover.runs.get(boxes, ())]
+        first, last = runs[0].start, runs[-1].stop
+        total = sum((run.stop - run.start) * size for run, size in stored)
+        count = 1 if whole else -(-total // settings.COPY_TASK_BYTES)
+        step = -(-(last - first) // count)
+        for start in range(first, last, step):
+            intervals.append((boxes, start, min(start + step, last)))
+            nbytes += sum(max(0, min(run.stop, start + step) - max(run.start, start)) * size for run, size in stored)
+            if nbytes >= settings.COPY_TASK_BYTES and not whole:
+                yield nbytes, intervals
+                intervals, nbytes = [], 0
+    if intervals:
+        yield nbytes, intervals
+
+
+def _compare_aligned(
+    files: SourceFiles,
+    deep: DeepState | None,
+    forms: AlignedForms,
+    intervals: Sequence[tuple[Boxes, int, int]],
+    meter: ReadMeter,
+) -> Iterator[Finding]:
+    """Read all covers over these intervals and compare. The result is in the mismatches of `forms`."""
+    limit = max(1, block_bytes() // max(cover.atom.dtype.itemsize for cover in forms.covers))
+    limit = min(limit, max(stop - start for _, start, stop in intervals))
+    reader = _CoverReader(files, deep, forms.parameter, meter)
+    sizes = [limit * cover.atom.dtype.itemsize for cover in forms.mains]
+    main_blocks = [ReadBlock(number, size) for number, size in enumerate(sizes)]
+    replica_blocks = (
+        [ReadBlock(number, size) for number, size in enumerate(sizes, len(sizes))] if forms.replicas else []
+    )
+    rounding = (
+        RoundingComparison(forms.mains[1].atom.dtype, forms.mains[0].atom.dtype, limit) if forms.rounding else None
+    )
+    for boxes, first, last in intervals:
+        runs_of_covers = [cover.runs.get(boxes, ()) for cover in forms.covers]
+        for start, stop, runs in common_intervals(runs_of_covers, (first, last), limit):
+            mains: list[RawArray] = []
+            finite = True
+            for cover, run, block in zip(forms.mains, runs, main_blocks, strict=False):
+                assert run is not None
+                main, finite = reader.read(cover, run, start, stop, block)
+                mains.append(main)
+            if rounding is not None and forms.rounding is not None:
+                finite = finite and (deep is not None or _is_finite(mains[1], forms.mains[1].atom))
+                positions = rounding.mismatches(mains[1], mains[0], finite)
+                if positions.size:
+                    forms.rounding.add(boxes, positions + start)
+            for (number, cover, mismatches), run in zip(forms.replicas, runs[len(mains) :], strict=True):
+                if run is not None:
+                    replica, _ = reader.read(cover, run, start, stop, replica_blocks[number])
+                    positions = unequal(mains[number], replica)
+                    if positions.size:
+                        mismatches.add(boxes, positions + start)
+    reader.close()
+    return iter(())
+
+
+def _is_finite(main: RawArray, atom: Atom) -> bool:
+    return can_scan(atom.dtype) and all_valid(bits_of(main, atom.dtype), atom.dtype, False)
+
+
+def common_intervals(
+    covers: Sequence[Sequence[ElementRun]], within: tuple[int, int], limit: int
+) -> Iterator[tuple[int, int, list[ElementRun | None]]]:
+    """Split the runs of the first cover into intervals of at most `limit` elements that no run of any cover splits.
+
+    Yields start, stop, and the run of each cover that has the interval; None for covers that do not. `within` limits
+    the elements.
     """
-    at = [0] * len(lanes)
-    for first in lanes[0]:
+    at = [0] * len(covers)
+    for first in covers[0]:
         start, end = max(first.start, within[0]), min(first.stop, within[1])
         while start < end:
             stop = min(end, start + limit)
             found: list[ElementRun | None] = []
-            for number, runs in enumerate(lanes):
+            for number, runs in enumerate(covers):
                 while at[number] < len(runs) and runs[at[number]].stop <= start:
                     at[number] += 1
                 run = runs[at[number]] if at[number] < len(runs) else None
@@ -355,70 +322,84 @@ def common_intervals(
             start = stop
 
 
-def master_pairs(parameter: Parameter) -> Iterator[tuple[Atom, Atom]]:
-    """Weights with their masters, as stored; where the ranks average, each rank's own pair."""
-    weight, master = parameter.atoms.get(WEIGHT), parameter.atoms.get(MASTER)
-    if weight is None or master is None or weight.shape != master.shape or weight.dtype.family != "float":
-        return
-    if weight.dtype.itemsize > master.dtype.itemsize or not can_cast(master.dtype, weight.dtype):
-        return
-    yield _plain(weight, 0), _plain(master, 0)
-    if weight.combine == "average" and len(weight.replicas) == len(master.replicas):
-        for number in range(1, 1 + len(weight.replicas)):
-            yield _plain(weight, number), _plain(master, number)
+class _CoverReader:
+    """Reads blocks of covers. In a deep pass each is recorded for its checksum and scanned for invalid values."""
+
+    def __init__(self, files: SourceFiles, deep: DeepState | None, parameter: Parameter, meter: ReadMeter) -> None:
+        self._files = files
+        self._deep = deep
+        self._parameter = parameter
+        self._meter = meter
+        self._recorder = None if deep is None else ReadRecorder(deep.checksums)
+
+    def read(self, cover: CoverRuns, run: ElementRun, start: int, stop: int, block: ReadBlock) -> tuple[RawArray, bool]:
+        """Raw elements `[start, stop)`, and whether all of them are valid (True if not scanned)."""
+        fragment = run.fragment
+        dtype = fragment.dtype
+        at = run.byte(start)
+        data = block.for_range(at, (stop - start) * dtype.itemsize)
+        self._files.read_into(fragment.file, at, data.data)
+        self._meter.read(data.size)
+        raw = aligned(data, dtype.itemsize).view(raw_dtype(dtype))
+        if self._deep is None or self._recorder is None:
+            return raw, True
+        self._recorder.record(fragment.file, at, data.data)
+        state = StateBytes.of(fragment, cover.atom, self._parameter)
+        return raw, self._deep.values.scan(fragment.file, state, raw, at)
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
 
 
-def _plain(atom: Atom, cover: int) -> Atom:
-    """One cover of an atom as stored: no average and no scale, which would round a second time."""
-    fragments = atom.fragments if cover == 0 else atom.replicas[cover - 1]
-    if any(fragment.scale != 1.0 for fragment in fragments):
-        fragments = tuple(fragment._replace(scale=1.0) for fragment in fragments)
-    return replace(atom, fragments=fragments, replicas=(), combine="copy")
+def _report_mismatches(aligned_forms: Sequence[AlignedForms], meter: ReadMeter) -> Iterator[Finding]:
+    del meter
+    for forms in aligned_forms:
+        if forms.rounding is not None and forms.rounding.count:
+            weight, master = forms.mains
+            yield _master_finding(weight.atom, master.atom, forms.rounding)
+        for number, cover, mismatches in forms.replicas:
+            if mismatches.count:
+                replica = cover.atom.replicas[cover.cover - 1]
+                yield _replica_finding(forms.mains[number].atom, replica, mismatches, _severity(forms.parameter.role))
 
 
-def compare_master(files: SourceFiles, weight: Atom, master: Atom, meter: ReadMeter) -> Iterator[Finding]:
-    """Put slabs of both together and compare them, however each is cut."""
+# Forms that are not aligned: compared by slabs.
+
+
+def _slab_task(context: CheckContext, parameter: Parameter, atoms: tuple[Atom, ...]) -> CheckTask:
+    nbytes = sum(f.nbytes for atom in atoms for cover in (atom.fragments, *atom.replicas) for f in cover)
+    if len(atoms) == 2:
+        run = partial(_compare_master, context.files, *atoms)
+        return CheckTask("master-matches-weight", nbytes, run, parameter.name, MASTER)
+    run = partial(_compare_replicas, context.files, atoms[0], _severity(parameter.role))
+    return CheckTask("replicas", nbytes, run, parameter.name, atoms[0].kind)
+
+
+def _compare_master(files: SourceFiles, weight: Atom, master: Atom, meter: ReadMeter) -> Iterator[Finding]:
     flat = can_flatten(weight) and can_flatten(master)
     weights, masters = AtomReader(files, weight, flat=flat), AtomReader(files, master, flat=flat)
-    found = ElementMismatches(weight.shape)
+    mismatches = ElementMismatches(weight.shape)
     limit = max(1, settings.SLAB_BYTES // master.dtype.itemsize)
-    saved_block = np.empty(min(limit, weight.numel), raw_dtype(weight.dtype))
-    precise_block = np.empty(min(limit, weight.numel), raw_dtype(master.dtype))
+    weight_block = np.empty(min(limit, weight.numel), raw_dtype(weight.dtype))
+    master_block = np.empty(min(limit, weight.numel), raw_dtype(master.dtype))
     for slab in slabs(weights.shape, limit):
-        saved = saved_block[: slab.numel].reshape(slab.shape)
-        precise = precise_block[: slab.numel].reshape(slab.shape)
+        saved = weight_block[: slab.numel].reshape(slab.shape)
+        precise = master_block[: slab.numel].reshape(slab.shape)
         weights.read(slab, saved)
         masters.read(slab, precise)
         meter.read(saved.nbytes + precise.nbytes)
-        found.compare(slab, saved, cast(precise, master.dtype, weight.dtype), weights.shape, weight.dtype)
-    if found.count:
-        yield master_finding(weight, master, found)
+        mismatches.compare(slab, saved, cast(precise, master.dtype, weight.dtype), weights.shape, weight.dtype)
+    if mismatches.count:
+        yield _master_finding(weight, master, mismatches)
 
 
-def master_finding(weight: Atom, master: Atom, found: ElementMismatches) -> Finding:
-    """What is said of a pair that differs."""
-    assert found.first is not None
-    one, other = holder_of(weight, weight.fragments, found.first), holder_of(master, master.fragments, found.first)
-    return Finding(
-        "master-matches-weight",
-        "error",
-        f"parameter {weight.name}: {found.count} of {weight.numel} elements of the {master.dtype} master on"
-        f" {place(other)} do not round to the {weight.dtype} weight on {place(one)}, the first at {found.where}",
-        other.file,
-        other.rank,
-        weight.name,
-        MASTER,
-        hint="files of different steps or swapped ranks are mixed, or the weights were changed after the save",
-    )
-
-
-def compare_replicas(files: SourceFiles, atom: Atom, severity: Severity, meter: ReadMeter) -> Iterator[Finding]:
-    """Put slabs of every copy together and compare them, however each is cut."""
-    copies = [replace(atom, fragments=cover, replicas=()) for cover in atom.replicas]
-    flat = can_flatten(atom) and all(map(can_flatten, copies))
+def _compare_replicas(files: SourceFiles, atom: Atom, severity: Severity, meter: ReadMeter) -> Iterator[Finding]:
+    replicas = [replace(atom, fragments=cover, replicas=()) for cover in atom.replicas]
+    flat = can_flatten(atom) and all(map(can_flatten, replicas))
     reader = AtomReader(files, atom, flat=flat)
-    others = [AtomReader(files, copy, flat=flat) for copy in copies]
-    found = [ElementMismatches(atom.shape) for _ in copies]
+    others = [AtomReader(files, replica, flat=flat) for replica in replicas]
+    found = [ElementMismatches(atom.shape) for _ in replicas]
     limit = max(1, settings.SLAB_BYTES // atom.dtype.itemsize)
     our_block = np.empty(min(limit, atom.numel), raw_dtype(atom.dtype))
     their_block = np.empty_like(our_block)
@@ -427,52 +408,71 @@ def compare_replicas(files: SourceFiles, atom: Atom, severity: Severity, meter: 
         theirs = their_block[: slab.numel].reshape(slab.shape)
         reader.read(slab, ours)
         meter.read(ours.nbytes)
-        for other, differences in zip(others, found, strict=True):
-            np.copyto(theirs, ours)  # what a partial copy does not hold cannot differ
+        for other, mismatches in zip(others, found, strict=True):
+            np.copyto(theirs, ours)  # elements that a partial replica does not have cannot differ
             filled = other.overlay(slab, theirs)
             meter.read(filled * atom.dtype.itemsize)
-            differences.compare(slab, ours, theirs, reader.shape)
-    for cover, differences in zip(atom.replicas, found, strict=True):
-        if differences.count:
-            yield replica_finding(atom, cover, differences, severity)
+            mismatches.compare(slab, ours, theirs, reader.shape)
+    for cover, mismatches in zip(atom.replicas, found, strict=True):
+        if mismatches.count:
+            yield _replica_finding(atom, cover, mismatches, severity)
 
 
-def replica_finding(
-    atom: Atom, cover: Sequence[Fragment], differences: ElementMismatches, severity: Severity
+# Findings
+
+
+def _severity(role: Role) -> Severity:
+    """Buffers of ranks may differ: nothing synchronizes them, and the first one is used."""
+    return "warning" if role == "buffer" else "error"
+
+
+def _master_finding(weight: Atom, master: Atom, mismatches: ElementMismatches) -> Finding:
+    assert mismatches.first is not None
+    in_weight = _fragment_at(weight, weight.fragments, mismatches.first)
+    in_master = _fragment_at(master, master.fragments, mismatches.first)
+    return Finding(
+        "master-matches-weight",
+        "error",
+        f"parameter {weight.name}: {mismatches.count} of {weight.numel} elements of the {master.dtype} master on"
+        f" {describe_fragment(in_master)} do not round to the {weight.dtype} weight on {describe_fragment(in_weight)},"
+        f" the first at {mismatches.first_index}",
+        in_master.file,
+        in_master.rank,
+        weight.name,
+        MASTER,
+        hint="files of different steps or swapped ranks are mixed, or the weights were changed after the save",
+    )
+
+
+def _replica_finding(
+    atom: Atom, cover: Sequence[Fragment], mismatches: ElementMismatches, severity: Severity
 ) -> Finding:
-    """What is said of a copy that differs."""
-    assert differences.first is not None
-    one, other = holder_of(atom, atom.fragments, differences.first), holder_of(atom, cover, differences.first)
+    assert mismatches.first is not None
+    one = _fragment_at(atom, atom.fragments, mismatches.first)
+    other = _fragment_at(atom, cover, mismatches.first)
+    has_range = other.inline is None and other.strides is None
     return Finding(
         "replicas",
         severity,
-        f"parameter {atom.name}, {atom.kind}: {differences.count} of {atom.numel} elements differ between"
-        f" {place(one)} and {place(other)}, the first at {differences.where}",
+        f"parameter {atom.name}, {atom.kind}: {mismatches.count} of {atom.numel} elements differ between"
+        f" {describe_fragment(one)} and {describe_fragment(other)}, the first at {mismatches.first_index}",
         other.file,
         other.rank,
         atom.name,
         atom.kind,
-        _bytes_of(other),
+        (other.offset, other.offset + other.nbytes) if has_range else None,
         hint="copies drifted apart in training, or one file is from another save; `ucp convert` takes the first",
     )
 
 
-def holder_of(atom: Atom, cover: Sequence[Fragment], element: int) -> Fragment:
-    """The fragment of a cover that holds the element at this row-major position."""
+def _fragment_at(atom: Atom, cover: Sequence[Fragment], element: int) -> Fragment:
+    """The fragment of a cover that contains the element at this row-major position."""
     for fragment in cover:
-        boxes = [piece.box for piece in fragment.region.pieces()]
-        for box in boxes:
-            rest, inside = element, True
+        for piece in fragment.region.pieces():
+            box, rest, inside = piece.box, element, True
             for n, start, length in zip(reversed(atom.shape), reversed(box.start), reversed(box.shape), strict=True):
                 rest, index = divmod(rest, n)
                 inside = inside and start <= index < start + length
             if inside:
                 return fragment
-    raise AssertionError(f"{atom}: no fragment holds element {element}")
-
-
-def _bytes_of(fragment: Fragment) -> tuple[int, int] | None:
-    """Where a fragment lies in its file; None where it is a number of the pickle or strided."""
-    if fragment.inline is not None or fragment.strides is not None:
-        return None
-    return fragment.offset, fragment.offset + fragment.nbytes
+    raise AssertionError(f"{atom}: no fragment contains element {element}")

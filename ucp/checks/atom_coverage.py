@@ -1,4 +1,4 @@
-"""Coverage: every element of every atom is stored exactly once, and in one dtype. Defects are named by rank."""
+"""Coverage: every element of every atom is stored exactly once, and in one dtype. Defects are reported by rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 from typing import Final
 
 from ucp import settings
-from ucp.checks.findings import Finding, Level, place
+from ucp.checks.findings import Finding, Level, describe_fragment
 from ucp.checks.tasks import CheckContext, failure_finding
 from ucp.core.box import Box, Shape, flat_index
 from ucp.core.checkpoint import Atom, Fragment
@@ -15,67 +15,72 @@ from ucp.core.coverage import Gap, Overlap, coverage
 from ucp.core.dtypes import DType
 from ucp.errors import UcpError
 
-_SHOWN: Final = 3  # defects of one atom that are spelled out
+_MAX_BOXES: Final = 3  # listed in a message
 
 _HINT_GAP: Final = "a rank's file is missing or from another layout; `ucp inspect SRC --param NAME` shows the ranks"
-_HINT_OVERLAP: Final = "is the rule right that cuts it? `ucp inspect SRC --param NAME` shows it, --rules overrides it"
+_HINT_OVERLAP: Final = "is its sharding rule right? `ucp inspect SRC --param NAME` shows it, --rules overrides it"
 
 
-def look(context: CheckContext) -> Iterator[Finding]:
-    """One finding an atom that has a gap or an overlap, and one a replica that overlaps itself.
+def run_check(context: CheckContext) -> Iterator[Finding]:
+    """One finding per atom that has a gap or an overlap, and one per replica that overlaps itself.
 
-    This is the one check that looks at every fragment at any level, so dtypes are compared here too.
+    This is the only check that visits every fragment at every level, so it compares dtypes too. Atoms that cannot be
+    located are added to `context.broken`.
     """
     located: set[int] = set()
-    many: list[tuple[Atom, Sequence[Fragment], bool]] = []
+    unproven: list[tuple[Atom, Sequence[Fragment], bool]] = []
     for atom in context.checkpoint.atoms():
         try:
             for number, cover in enumerate((atom.fragments, *atom.replicas)):
-                # With an average every cover is a whole of its own; a copy may be of a part.
+                # Covers that are averaged must all be complete; a replica may cover a part of the atom.
                 complete = number == 0 or atom.combine == "average"
                 if context.level is not Level.QUICK:
-                    yield from _cover(atom, cover, complete=complete)
-                elif not _is_right_in_outline(atom, cover, complete, located):
-                    many.append((atom, cover, complete))
+                    yield from _check_cover(atom, cover, complete=complete)
+                elif not _outline_is_covered(atom, cover, complete, located):
+                    unproven.append((atom, cover, complete))
         except UcpError as error:
-            yield _broken(context, atom, error)
-    yield from _sample(context, many)
+            yield _mark_broken(context, atom, error)
+    yield from _check_sample(context, unproven)
 
 
-def _sample(context: CheckContext, many: Sequence[tuple[Atom, Sequence[Fragment], bool]]) -> Iterator[Finding]:
-    """What a quick look can do where every fragment has to be looked at: all of them if they are not too many."""
-    total = sum(len(cover) for _, cover, _ in many)
+def _check_sample(context: CheckContext, covers: Sequence[tuple[Atom, Sequence[Fragment], bool]]) -> Iterator[Finding]:
+    """For `--quick`: check covers fragment by fragment, all of them or, if there are too many fragments, a sample."""
+    total = sum(len(cover) for _, cover, _ in covers)
     step = max(1, -(-total // settings.QUICK_FRAGMENTS))
     if step > 1:
         yield Finding(
             "coverage",
             "note",
-            f"{total:,} fragments of {len(many)} atoms are too many for a quick look: one atom in {step} was checked",
+            f"{total:,} fragments of {len(covers)} atoms are too many for --quick: one atom in {step} was checked",
             hint="verify without --quick to check all of them",
         )
-    for number, (atom, cover, complete) in enumerate(many):
-        if number % step == number // step % step:  # another kind of another parameter each time
+    for number, (atom, cover, complete) in enumerate(covers):
+        # Not simply every step-th: atoms of a parameter follow each other, and the sample would have one kind only.
+        if number % step == number // step % step:
             try:
-                yield from _cover(atom, cover, complete=complete)
+                yield from _check_cover(atom, cover, complete=complete)
             except UcpError as error:
-                yield _broken(context, atom, error)
+                yield _mark_broken(context, atom, error)
 
 
-def _broken(context: CheckContext, atom: Atom, error: UcpError) -> Finding:
+def _mark_broken(context: CheckContext, atom: Atom, error: UcpError) -> Finding:
     context.broken.add((atom.name, atom.kind))
     return failure_finding("readable", error, atom.name, atom.kind)
 
 
-def _is_right_in_outline(atom: Atom, cover: Sequence[Fragment], complete: bool, located: set[int]) -> bool:
-    """Is it certain that a cover is right, before ZeRO cuts it over a thousand ranks? A reader may know its outline."""
+def _outline_is_covered(atom: Atom, cover: Sequence[Fragment], complete: bool, located: set[int]) -> bool:
+    """Whether a cover is known to be right from its outline: the fragments before ZeRO splits them over ranks.
+
+    Some readers provide one, which saves building a thousand fragments per atom.
+    """
     outline = getattr(cover, "outline", None)
-    uncut: Sequence[Fragment] | None = None if outline is None else outline(located)
-    if uncut is None:
+    unsplit: Sequence[Fragment] | None = None if outline is None else outline(located)
+    if unsplit is None:
         return False
-    return not list(_cover(atom, list(uncut), complete=complete))
+    return not list(_check_cover(atom, list(unsplit), complete=complete))
 
 
-def _cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -> Iterator[Finding]:
+def _check_cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -> Iterator[Finding]:
     intervals, dtypes = _intervals(atom, fragments)
     if len(dtypes) > 1:
         yield _mixed_dtypes(atom, fragments)
@@ -86,33 +91,34 @@ def _cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -> Iter
     gaps = [defect.box for defect in defects if isinstance(defect, Gap)]
     overlaps = [defect for defect in defects if isinstance(defect, Overlap)]
     if gaps and complete:
-        yield _missing(atom, gaps, _neighbour(gaps[0], boxes, owners, atom.shape))
+        yield _gap_finding(atom, gaps, _fragment_before(gaps[0], boxes, owners, atom.shape))
     if overlaps:
-        yield _doubled(atom, overlaps, [owners[owner] for owner in overlaps[0].owners])
+        yield _overlap_finding(atom, overlaps, [owners[owner] for owner in overlaps[0].owners])
 
 
-def _missing(atom: Atom, gaps: Sequence[Box], near: Fragment | None) -> Finding:
+def _gap_finding(atom: Atom, gaps: Sequence[Box], before: Fragment | None) -> Finding:
     return Finding(
         "coverage",
         "error",
         f"parameter {atom.name}, {atom.kind}: {sum(box.numel for box in gaps)} of {atom.numel} elements are stored"
-        f" nowhere: {_listed(gaps)}" + (f", after what {place(near)} holds" if near is not None else ""),
-        near.file if near is not None else None,
-        near.rank if near is not None else None,
+        f" nowhere: {_list_boxes(gaps)}" + (f", after the part of {describe_fragment(before)}" if before else ""),
+        before.file if before is not None else None,
+        before.rank if before is not None else None,
         atom.name,
         atom.kind,
         hint=_HINT_GAP,
     )
 
 
-def _doubled(atom: Atom, overlaps: Sequence[Overlap], holders: Sequence[Fragment]) -> Finding:
+def _overlap_finding(atom: Atom, overlaps: Sequence[Overlap], fragments: Sequence[Fragment]) -> Finding:
+    owners = " and ".join(dict.fromkeys(map(describe_fragment, fragments)))
     return Finding(
         "coverage",
         "error",
-        f"parameter {atom.name}, {atom.kind}: {_listed([overlap.box for overlap in overlaps])} is held more than once,"
-        " by " + " and ".join(dict.fromkeys(map(place, holders))),
-        holders[0].file,
-        holders[0].rank,
+        f"parameter {atom.name}, {atom.kind}: {_list_boxes([overlap.box for overlap in overlaps])} is stored more than"
+        f" once, by {owners}",
+        fragments[0].file,
+        fragments[0].rank,
         atom.name,
         atom.kind,
         hint=_HINT_OVERLAP,
@@ -125,7 +131,8 @@ def _mixed_dtypes(atom: Atom, fragments: Sequence[Fragment]) -> Finding:
     return Finding(
         "dtypes",
         "error",
-        f"parameter {atom.name}, {atom.kind}: {other.dtype} on {place(other)}, but {first.dtype} on {place(first)}",
+        f"parameter {atom.name}, {atom.kind}: {other.dtype} on {describe_fragment(other)},"
+        f" but {first.dtype} on {describe_fragment(first)}",
         other.file,
         other.rank,
         atom.name,
@@ -146,7 +153,7 @@ def _intervals(atom: Atom, fragments: Sequence[Fragment]) -> tuple[list[tuple[in
         if intervals is None:
             continue
         box = region.boxes[0] if len(region.boxes) == 1 else None
-        # Whole below the first dimension, and inside the shape: an interval of the box is one of the atom.
+        # If the box is complete in all dimensions but the first, an interval of the box is one of the atom.
         if box is None or box.shape[1:] != shape[1:] or (shape and box.start[0] + box.shape[0] > shape[0]):
             intervals = None
             continue
@@ -156,7 +163,7 @@ def _intervals(atom: Atom, fragments: Sequence[Fragment]) -> tuple[list[tuple[in
 
 
 def _tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
-    """Do intervals, laid end to end, make `[0, numel)`?"""
+    """Whether intervals, sorted, are `[0, numel)` without gap or overlap."""
     intervals.sort()
     at = 0
     for start, stop in intervals:
@@ -167,7 +174,7 @@ def _tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
 
 
 def _boxes(fragments: Sequence[Fragment]) -> tuple[list[Box], list[Fragment]]:
-    """The boxes that fragments hold, and for each the fragment."""
+    """The boxes that fragments contain, and the fragment of each box."""
     boxes: list[Box] = []
     owners: list[Fragment] = []
     for fragment in fragments:
@@ -177,15 +184,14 @@ def _boxes(fragments: Sequence[Fragment]) -> tuple[list[Box], list[Fragment]]:
     return boxes, owners
 
 
-def _neighbour(gap: Box, boxes: Sequence[Box], owners: Sequence[Fragment], shape: Shape) -> Fragment | None:
-    """Who holds what comes last before the gap, in row-major order."""
+def _fragment_before(gap: Box, boxes: Sequence[Box], owners: Sequence[Fragment], shape: Shape) -> Fragment | None:
+    """The fragment with the last box before the gap, in row-major order."""
     at = flat_index(gap.start, shape)
-    before = [
-        (flat_index(box.start, shape), number) for number, box in enumerate(boxes) if flat_index(box.start, shape) < at
-    ]
+    starts = [flat_index(box.start, shape) for box in boxes]
+    before = [(start, number) for number, start in enumerate(starts) if start < at]
     return owners[max(before)[1]] if before else None
 
 
-def _listed(boxes: Sequence[Box]) -> str:
-    text = ", ".join(map(str, boxes[:_SHOWN]))
-    return text if len(boxes) <= _SHOWN else f"{text} and {len(boxes) - _SHOWN} more blocks"
+def _list_boxes(boxes: Sequence[Box]) -> str:
+    text = ", ".join(map(str, boxes[:_MAX_BOXES]))
+    return text if len(boxes) <= _MAX_BOXES else f"{text} and {len(boxes) - _MAX_BOXES} more blocks"

@@ -1,11 +1,8 @@
-"""What the checks of a deep pass share, so that every byte is read once.
+"""State that the checks of `verify --deep` share, so that every byte is read once.
 
-The ledger of a deep pass: which bytes were read by whom, and what their checksums come to.
-
-Checks read in the order that suits them (a master beside its weight, a copy beside the other), each byte once. Whoever
-reads tells the ledger; what nobody needed is read at the end, and by then every recorded checksum can be compared.
-
-Numbers that should not be there, counted over all blocks and threads, and what is said about them.
+Checks read in the order that suits them: a master together with its weight, a replica together with the original. They
+record every block in `ChecksumCoverage` and `ValueCounts`. Bytes that no check needed are read at the end; then every
+recorded checksum can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ucp.checks.findings import Finding
-from ucp.checks.raw_values import all_valid, bits_of, is_mask, negative, not_finite, scannable
+from ucp.checks.raw_values import all_valid, bits_of, can_scan, is_mask, negative, not_finite
 from ucp.checks.spans import ChecksumSpan, RunningDigest, StateBytes
 from ucp.containers.crc32 import crc32, crc32_combine
 from ucp.core.dtypes import BY_NAME
@@ -25,27 +22,35 @@ from ucp.core.mesh import Rank
 from ucp.core.optimizers import NON_NEGATIVE
 from ucp.read.casting import RawArray
 
+_BAD_VALUES: Final = {
+    "finite": ("NaN or infinite", "training that resumes from here will not recover"),
+    "second-moments": ("below zero", "a sum of squares cannot be negative: the bytes are damaged"),
+}
+
 
 class SpanChecksum:
-    """How much of one span was read. CRCs of pieces are put together at the end; other digests go front to back."""
+    """The checksum of one span, from blocks that are read in any order and by several threads.
 
-    __slots__ = ("_at", "_digest", "_found", "_known", "_lock", "_pieces", "span")
+    CRCs of blocks are combined at the end. Other digests cannot be combined: they are fed from front to back.
+    """
+
+    __slots__ = ("_at", "_digest", "_known", "_lock", "_pieces", "_received", "span")
 
     def __init__(self, span: ChecksumSpan) -> None:
         self.span = span
         self._lock = threading.Lock()
         self._digest: RunningDigest | None = span.digest() if span.digest is not None else None
         self._at = span.start
-        self._found: str | None = None  # a digest that was computed elsewhere
-        self._pieces: list[tuple[int, int, int]] = []
-        self._known = 0  # pieces that the parent has
+        self._received: str | None = None  # digest that a forked process computed
+        self._pieces: list[tuple[int, int, int]] = []  # start, stop, CRC
+        self._known = 0  # position or number of pieces that the parent process has
 
     @property
     def is_sequential(self) -> bool:
         return self._digest is not None
 
-    def follow(self, start: int, data: memoryview) -> None:
-        """Take in bytes of a span whose digest goes front to back; those that come out of turn are read again."""
+    def feed(self, start: int, data: memoryview) -> None:
+        """Add bytes to a sequential digest. Bytes out of order are ignored, and read again at the end."""
         assert self._digest is not None
         with self._lock:
             if start <= self._at < start + len(data):
@@ -53,274 +58,261 @@ class SpanChecksum:
                 self._at = start + len(data)
 
     def add(self, start: int, stop: int, crc: int) -> None:
-        """Bytes `[start, stop)` have this CRC."""
+        """Record the CRC of bytes `[start, stop)`."""
         with self._lock:
             self._pieces.append((start, stop, crc))
 
-    def begin(self) -> None:
-        """In a fork: what was read up to now is known."""
-        self._known = self._at if self._digest is not None else len(self._pieces)
-
-    def told(self) -> Any:
-        """In a fork: pieces that were read since, or a digest; None for nothing.
-
-        A digest that goes front to back stays in its process. If it came to an end it is told; if not, and that is only
-        where reading failed, the parent knows nothing of it and reads from the front.
-        """
-        if self._digest is None:
-            return self._pieces[self._known :] or None
-        if self._at < self.span.stop or self._known == self._at:
-            return None
-        return self._digest.hexdigest()
-
-    def hear(self, told: Any) -> None:
-        """In the parent: what a fork has told."""
-        if isinstance(told, str):
-            self._found, self._at = told, self.span.stop
-        else:
-            self._pieces += [(start, stop, crc) for start, stop, crc in told]
-
-    def rest(self) -> Iterator[tuple[int, int]]:
-        """Ranges that nobody has read."""
+    def unread(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the span that were not read."""
         if self._digest is not None:
             if self._at < self.span.stop:
                 yield self._at, self.span.stop
             return
         at = self.span.start
-        for start, stop, _ in self._settled():
+        for start, stop, _ in self._ordered_pieces():
             if start > at:
                 yield at, start
             at = stop
         if at < self.span.stop:
             yield at, self.span.stop
 
-    def found(self) -> str:
+    def value(self) -> str:
         """The checksum of the whole span, once all of it was read."""
-        if self._found is not None:
-            return self._found
+        if self._received is not None:
+            return self._received
         if self._digest is not None:
             return self._digest.hexdigest()
         crc = 0
         at = self.span.start
-        for start, stop, piece in self._settled():
+        for start, stop, piece in self._ordered_pieces():
             assert start == at
             crc = crc32_combine(crc, piece, stop - start) if crc or at > self.span.start else piece
             at = stop
         assert at == self.span.stop
         return f"{crc:08x}"
 
-    def _settled(self) -> Iterator[tuple[int, int, int]]:
-        """Pieces in order; one that overlaps what came before it counts as not read."""
+    def _ordered_pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Pieces in order; one that overlaps an earlier one counts as not read."""
         at = self.span.start
         for piece in sorted(self._pieces):
             if piece[0] >= at:
                 yield piece
                 at = piece[1]
 
+    def mark_known(self) -> None:
+        self._known = self._at if self._digest is not None else len(self._pieces)
+
+    def changes(self) -> Any:
+        """New pieces, or a finished digest. A digest that was not finished (because a read failed) stays in its
+        process: the parent reads that span from the front."""
+        if self._digest is None:
+            return self._pieces[self._known :] or None
+        if self._at < self.span.stop or self._known == self._at:
+            return None
+        return self._digest.hexdigest()
+
+    def merge_changes(self, changes: Any) -> None:
+        if isinstance(changes, str):
+            self._received, self._at = changes, self.span.stop
+        else:
+            self._pieces += [(start, stop, crc) for start, stop, crc in changes]
+
 
 class ChecksumCoverage:
-    """The tracks of all spans, by file. Spans of one file do not overlap and are added before anything is read."""
+    """The checksums of all spans, by file. Spans of a file do not overlap, and are added before anything is read.
+
+    Merged over processes (see `ForkMergeable`).
+    """
 
     def __init__(self) -> None:
         self._all: list[SpanChecksum] = []
-        self._tracks: dict[str, list[SpanChecksum]] = {}
+        self._by_file: dict[str, list[SpanChecksum]] = {}
         self._starts: dict[str, list[int]] = {}
 
     def add(self, span: ChecksumSpan) -> SpanChecksum:
-        track = SpanChecksum(span)
-        self._all.append(track)
-        self._tracks.setdefault(span.file, []).append(track)
-        return track
+        checksum = SpanChecksum(span)
+        self._all.append(checksum)
+        self._by_file.setdefault(span.file, []).append(checksum)
+        return checksum
 
-    def close(self) -> None:
-        """All spans are known."""
-        for file, tracks in self._tracks.items():
-            tracks.sort(key=lambda track: track.span.start)
-            self._starts[file] = [track.span.start for track in tracks]
+    def seal(self) -> None:
+        """Call when all spans were added."""
+        for file, checksums in self._by_file.items():
+            checksums.sort(key=lambda checksum: checksum.span.start)
+            self._starts[file] = [checksum.span.start for checksum in checksums]
 
-    def begin(self) -> None:
-        """As `Shared.begin`."""
-        for track in self._all:
-            track.begin()
-
-    def told(self) -> Any:
-        """As `Shared.told`: tracks by number, and what became of each."""
-        return [(number, told) for number, track in enumerate(self._all) if (told := track.told()) is not None] or None
-
-    def hear(self, told: Any) -> None:
-        """As `Shared.hear`."""
-        for number, news in told:
-            self._all[number].hear(news)
-
-    def within(self, file: str, start: int, stop: int) -> Iterator[SpanChecksum]:
-        """The tracks that share bytes with `[start, stop)`."""
+    def overlapping(self, file: str, start: int, stop: int) -> Iterator[SpanChecksum]:
+        """Checksums of the spans that overlap bytes `[start, stop)`."""
         starts = self._starts.get(file)
         if starts is None:
             return
-        tracks = self._tracks[file]
-        for number in range(max(0, bisect_right(starts, start) - 1), len(tracks)):
-            span = tracks[number].span
+        checksums = self._by_file[file]
+        for number in range(max(0, bisect_right(starts, start) - 1), len(checksums)):
+            span = checksums[number].span
             if span.start >= stop:
                 return
             if span.stop > start:
-                yield tracks[number]
+                yield checksums[number]
+
+    def mark_known(self) -> None:
+        for checksum in self._all:
+            checksum.mark_known()
+
+    def changes(self) -> Any:
+        return [(number, new) for number, one in enumerate(self._all) if (new := one.changes()) is not None] or None
+
+    def merge_changes(self, changes: Any) -> None:
+        for number, new in changes:
+            self._all[number].merge_changes(new)
 
 
 class ReadRecorder:
-    """What one task has read, until it hands it to the ledger: neighbouring blocks make one piece. One thread's own."""
+    """Records what one task reads: joins adjacent blocks before they are added to the coverage. For one thread."""
 
-    __slots__ = ("_last", "_ledger", "_open")
+    __slots__ = ("_coverage", "_last", "_open")
 
-    def __init__(self, ledger: ChecksumCoverage) -> None:
-        self._ledger = ledger
+    def __init__(self, coverage: ChecksumCoverage) -> None:
+        self._coverage = coverage
         self._last: dict[str, SpanChecksum] = {}
         self._open: dict[SpanChecksum, tuple[int, int, int]] = {}
 
-    def take(self, file: str, start: int, data: memoryview) -> None:
-        """Bytes of a file from `start` on were read, for the first time."""
+    def record(self, file: str, start: int, data: memoryview) -> None:
+        """Record bytes of a file, read from byte `start` for the first time."""
         stop = start + len(data)
         last = self._last.get(file)
         if last is not None and last.span.start <= start and stop <= last.span.stop:
             self._add(last, start, data)
             return
-        for track in self._ledger.within(file, start, stop):
-            self._last[file] = track
-            lo, hi = max(start, track.span.start), min(stop, track.span.stop)
-            self._add(track, lo, data if hi - lo == len(data) else data[lo - start : hi - start])
+        for checksum in self._coverage.overlapping(file, start, stop):
+            self._last[file] = checksum
+            lo, hi = max(start, checksum.span.start), min(stop, checksum.span.stop)
+            self._add(checksum, lo, data if hi - lo == len(data) else data[lo - start : hi - start])
 
-    def _add(self, track: SpanChecksum, start: int, data: memoryview) -> None:
-        if track.is_sequential:
-            track.follow(start, data)
+    def _add(self, checksum: SpanChecksum, start: int, data: memoryview) -> None:
+        if checksum.is_sequential:
+            checksum.feed(start, data)
             return
-        known = self._open.get(track)
-        if known is not None and known[1] != start:
-            track.add(*known)
-            known = None
-        first, crc = (start, 0) if known is None else (known[0], known[2])
-        self._open[track] = (first, start + len(data), crc32(data, crc) if track.span.expected else 0)
+        piece = self._open.get(checksum)
+        if piece is not None and piece[1] != start:
+            checksum.add(*piece)
+            piece = None
+        first, crc = (start, 0) if piece is None else (piece[0], piece[2])
+        self._open[checksum] = (first, start + len(data), crc32(data, crc) if checksum.span.expected else 0)
 
     def close(self) -> None:
-        """Hand over what is left."""
-        for track, piece in self._open.items():
-            track.add(*piece)
+        """Add the pieces that are still open."""
+        for checksum, piece in self._open.items():
+            checksum.add(*piece)
         self._open.clear()
-
-
-_WHAT: Final = {
-    "finite": ("NaN or infinite", "training that goes on from here will not recover"),
-    "second-moments": ("below zero", "a sum of squares cannot be: the bytes are damaged"),
-}
 
 
 @dataclass(slots=True)
 class _ValueCount:
     count: int = 0
     first: int = 0  # byte of the file
-    known: int = 0  # of the count, to the parent
+    known: int = 0  # part of `count` that the parent process has
+
+    def add(self, count: int, first: int) -> None:
+        self.first = first if not self.count else min(first, self.first)
+        self.count += count
 
     @property
-    def news(self) -> tuple[int, int]:
+    def new(self) -> tuple[int, int]:
         return self.count - self.known, self.first
 
 
 class ValueCounts:
-    """What was found in every held range and in the padding of every span. Threads share it."""
+    """Counts invalid values of every stored state, and nonzero padding of every span. Shared by threads.
+
+    Merged over processes (see `ForkMergeable`).
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str, StateBytes], _ValueCount] = {}
         self._padding: dict[tuple[str, str], _ValueCount] = {}
 
-    def look(self, file: str, held: StateBytes, data: RawArray, at: int) -> bool:
-        """Look at bytes of one held range that start at byte `at` of the file: whole elements. Is all right?"""
-        # Buffers hold what they like: masks are made of infinities.
-        if held.role == "buffer" or not scannable(held.dtype) or not data.size:
+    def scan(self, file: str, state: StateBytes, data: RawArray, at: int) -> bool:
+        """Count invalid values in complete elements of a state, read from byte `at` of the file. True if none."""
+        # Buffers may contain anything: attention masks contain infinities.
+        if state.role == "buffer" or not can_scan(state.dtype) or not data.size:
             return True
-        squares = held.kind in NON_NEGATIVE
-        bits = bits_of(data, held.dtype)
-        if all_valid(bits, held.dtype, squares):
+        squares = state.kind in NON_NEGATIVE
+        bits = bits_of(data, state.dtype)
+        if all_valid(bits, state.dtype, squares) or (state.maybe_buffer and is_mask(bits, state.dtype)):
             return True
-        if held.stateless and is_mask(bits, held.dtype):
-            return True
-        size = held.dtype.itemsize
-        count, first = not_finite(bits, held.dtype)
-        self._take(("finite", file, held), count, at + first * size)
+        size = state.dtype.itemsize
+        count, first = not_finite(bits, state.dtype)
+        self._add(("finite", file, state), count, at + first * size)
         if squares:
-            count, first = negative(bits, held.dtype)
-            self._take(("second-moments", file, held), count, at + first * size)
+            count, first = negative(bits, state.dtype)
+            self._add(("second-moments", file, state), count, at + first * size)
         return False
 
-    def pad(self, file: str, title: str, count: int, first: int) -> None:
+    def add_padding(self, file: str, title: str, count: int, first: int) -> None:
         """`count` bytes of a span's padding are not zero, the first of them at byte `first` of the file."""
         with self._lock:
-            _take(self._padding.setdefault((file, title), _ValueCount()), count, first)
+            self._padding.setdefault((file, title), _ValueCount()).add(count, first)
 
-    def _take(self, key: tuple[str, str, StateBytes], count: int, first: int) -> None:
+    def _add(self, key: tuple[str, str, StateBytes], count: int, first: int) -> None:
         if count:
             with self._lock:
-                _take(self._values.setdefault(key, _ValueCount()), count, first)
-
-    def begin(self) -> None:
-        """As `Shared.begin`."""
-        for tally in (*self._values.values(), *self._padding.values()):
-            tally.known = tally.count
-
-    def told(self) -> Any:
-        """As `Shared.told`: what was counted, by kind, and where the first of it is."""
-        values = [
-            (check, file, {**asdict(held), "dtype": held.dtype.name}, *tally.news)
-            for (check, file, held), tally in self._values.items()
-        ]
-        padding = [(*key, *tally.news) for key, tally in self._padding.items()]
-        return {"values": values, "padding": padding} if values or padding else None
-
-    def hear(self, told: Any) -> None:
-        """As `Shared.hear`."""
-        for check, file, fields, count, first in told["values"]:
-            held = StateBytes(**{**fields, "dtype": BY_NAME[fields["dtype"]], "rank": Rank(*fields["rank"])})
-            self._take((check, file, held), count, first)
-        for file, title, count, first in told["padding"]:
-            if count:
-                self.pad(file, title, count, first)
+                self._values.setdefault(key, _ValueCount()).add(count, first)
 
     def findings(self) -> Iterator[Finding]:
-        """What is to be said when everything was looked at."""
-        for (check, file, held), tally in self._values.items():
-            what, hint = _WHAT[check]
-            size = held.dtype.itemsize
+        """Findings for everything that was counted."""
+        for (check, file, state), counted in self._values.items():
+            what, hint = _BAD_VALUES[check]
+            size = state.dtype.itemsize
             yield Finding(
                 check,
                 "warning",
-                f"parameter {held.parameter}, {held.kind}: {tally.count} of {(held.stop - held.start) // size} elements"
-                f" on {held.rank} ({file}) are {what}, the first at byte {tally.first}",
+                f"parameter {state.parameter}, {state.kind}: {counted.count} of {(state.stop - state.start) // size}"
+                f" elements on {state.rank} ({file}) are {what}, the first at byte {counted.first}",
                 file,
-                held.rank,
-                held.parameter,
-                held.kind,
-                (tally.first, tally.first + size),
+                state.rank,
+                state.parameter,
+                state.kind,
+                (counted.first, counted.first + size),
                 hint=hint,
             )
-        for (file, title), tally in self._padding.items():
+        for (file, title), counted in self._padding.items():
             yield Finding(
                 "padding",
                 "warning",
-                f"{file}, {title}: {tally.count} bytes of padding are not zero, the first at {tally.first}",
+                f"{file}, {title}: {counted.count} bytes of padding are not zero, the first at {counted.first}",
                 file,
-                byte_range=(tally.first, tally.first + 1),
+                byte_range=(counted.first, counted.first + 1),
                 subject=title,
-                hint="padding never gets a gradient: the file was damaged or the layout is not what ucp takes it for",
+                hint="padding never gets a gradient: the file is damaged, or ucp misunderstands its layout",
             )
 
+    def mark_known(self) -> None:
+        for counted in (*self._values.values(), *self._padding.values()):
+            counted.known = counted.count
 
-def _take(tally: _ValueCount, count: int, first: int) -> None:
-    tally.first = first if not tally.count else min(first, tally.first)
-    tally.count += count
+    def changes(self) -> Any:
+        values = [
+            (check, file, {**asdict(state), "dtype": state.dtype.name}, *counted.new)
+            for (check, file, state), counted in self._values.items()
+        ]
+        padding = [(*key, *counted.new) for key, counted in self._padding.items()]
+        return {"values": values, "padding": padding} if values or padding else None
+
+    def merge_changes(self, changes: Any) -> None:
+        for check, file, fields, count, first in changes["values"]:
+            state = StateBytes(**{**fields, "dtype": BY_NAME[fields["dtype"]], "rank": Rank(*fields["rank"])})
+            self._add((check, file, state), count, first)
+        for file, title, count, first in changes["padding"]:
+            if count:
+                self.add_padding(file, title, count, first)
 
 
 @dataclass(slots=True)
 class DeepState:
-    """`elsewhere` has (parameter, kind) of the atoms that are read by a check of its own and need no scan."""
+    """Shared by all checks of a deep pass."""
 
-    ledger: ChecksumCoverage = field(default_factory=ChecksumCoverage)
-    tallies: ValueCounts = field(default_factory=ValueCounts)
-    elsewhere: set[tuple[str, str]] = field(default_factory=set)
+    checksums: ChecksumCoverage = field(default_factory=ChecksumCoverage)
+    values: ValueCounts = field(default_factory=ValueCounts)
+    # (parameter, kind) of the atoms that another check reads, so that the scan need not.
+    already_read: set[tuple[str, str]] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Findings: what a check has to say."""
+"""Findings: the problems and remarks that checks report."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ucp.errors import InconsistentError
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
 
-# A baseline of one step must hold for the next: the number in a step folder's name is no part of a finding's identity.
+# A baseline of one step must apply to the next, so fingerprints leave out the number in the name of a step folder.
 _STEP_FOLDER: Final = re.compile(r"(?<![^/])(global_step|iter_|step[-_]?|checkpoint-|epoch=)[0-9][^/]*(?=/)")
 
 
 class Level(IntEnum):
-    """How much is read: the index alone, what copies and masters need, or every byte once."""
+    """How much `verify` reads: the index only, also what comparing replicas and masters takes, or every byte once."""
 
     QUICK = 0
     DEFAULT = 1
@@ -33,9 +33,9 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong or worth knowing, and where. `byte_range` is half-open, in bytes of `file`.
+    """One problem or remark, and its location. `byte_range` is half-open, in bytes of `file`.
 
-    `subject` tells findings apart that agree in everything else but their words: the member of an archive, a key.
+    `subject` distinguishes findings whose other fields are equal apart from the message: an archive member, a key.
     """
 
     check: str
@@ -52,14 +52,14 @@ class Finding:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same trouble in the same place, at another step and with other numbers in the message."""
+        """Identity of a problem: unchanged at other steps and when only the numbers in the message change."""
         file = _STEP_FOLDER.sub(r"\1*", self.file) if self.file else None
-        where = [file, None if self.rank is None else str(self.rank), self.parameter, self.kind, self.subject]
-        identity = [self.check, self.severity, *where] if any(where) else [self.check, self.severity, self.message]
+        location = [file, None if self.rank is None else str(self.rank), self.parameter, self.kind, self.subject]
+        identity = [self.check, self.severity, *(location if any(location) else [self.message])]
         return hashlib.sha256("\0".join(part or "" for part in identity).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, those that do not apply as null."""
+        """All fields; those that do not apply are null."""
         rank = self.rank
         return {
             "check": self.check,
@@ -79,6 +79,6 @@ class Finding:
         return f"{self.severity}: {self.check}: {self.message}"
 
 
-def place(fragment: Fragment) -> str:
+def describe_fragment(fragment: Fragment) -> str:
     """Rank and file of a fragment, for messages."""
     return f"{fragment.rank} ({fragment.file or 'manifest'})"

@@ -13,7 +13,7 @@ from ucp.core.checkpoint import Parameter
 from ucp.errors import IntegrityError
 
 
-def look(context: CheckContext) -> Iterator[CheckTask]:
+def run_check(context: CheckContext) -> Iterator[CheckTask]:
     """One task a file of real atoms. A file that is not there is another check's finding."""
     checkpoint = context.checkpoint
     if checkpoint.format != "atoms" or checkpoint.details.get("virtual"):

@@ -16,7 +16,7 @@ from ucp.formats.atoms import manifest as manifests
 _RESTORE: Final = "restore the file, or convert again"
 
 
-def look(context: CheckContext) -> Iterator[Finding]:
+def run_check(context: CheckContext) -> Iterator[Finding]:
     """What the folder holds against what its manifest lists."""
     checkpoint = context.checkpoint
     if checkpoint.format == "atoms":

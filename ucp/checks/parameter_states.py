@@ -1,32 +1,45 @@
-"""States, shapes and dtypes: what the index alone says about parameters that belong together."""
+"""States of parameters that belong together: which exist, in which shapes and dtypes, after how many steps."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Final
 
-from ucp.checks.findings import Finding, Severity, place
-from ucp.checks.tasks import CheckContext
+from ucp.checks.findings import Finding, Level, Severity, describe_fragment
+from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
+from ucp.core.dtypes import scalar_value
 from ucp.core.optimizers import missing_moment
+from ucp.storage.local import SourceFiles
+
+_MISSING_HINT: Final = "training would resume without them; was a file of another save mixed in?"
+_MIXED_HINT: Final = "files of different saves are mixed: keep those of one step, and restore the others"
 
 
-def look(context: CheckContext) -> Iterator[Finding]:
-    """Compare the parameters of each group with each other, and each parameter with itself."""
+def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
+    """Compare the states of each parameter, and of the parameters of each optimizer group."""
     checkpoint = context.checkpoint
+    # Without ZeRO an optimizer has no state for parameters that never got a gradient, and counts steps per parameter.
     severity: Severity = "error" if checkpoint.mesh.zero else "warning"
     for parameter in checkpoint.parameters.values():
-        yield from _own_shapes(parameter)
-        yield from _copies(parameter, severity)
-    yield from _needed(checkpoint, severity)
-    for siblings in _groups(checkpoint):
-        yield from _states(siblings, severity)
-        yield from _state_shapes(siblings)
-        yield from _state_dtypes(siblings)
+        yield from _check_own_shapes(parameter)
+        yield from _check_replica_counts(parameter, severity)
+    yield from _check_group_states(checkpoint, severity)
+    for siblings in _trained_groups(checkpoint):
+        yield from _check_sibling_states(siblings, severity)
+        yield from _check_sibling_shapes(siblings)
+        yield from _check_sibling_dtypes(siblings)
+    # The steps of a snapshot that is spread over several iterations differ as its manifest says.
+    if context.level is not Level.QUICK and not checkpoint.steps:
+        atoms = [atom for atom in context.atoms() if atom.kind == STEP and atom.numel == 1]
+        if atoms:
+            yield CheckTask("steps", 0, partial(_check_steps, context.files, checkpoint, atoms, severity))
 
 
-def _groups(checkpoint: Checkpoint) -> list[list[Parameter]]:
-    """Trained parameters by optimizer group; those that say no group are one of their own."""
+def _trained_groups(checkpoint: Checkpoint) -> list[list[Parameter]]:
+    """Trained parameters by optimizer group; those without a group form one of their own."""
     groups: dict[int | None, list[Parameter]] = {}
     for parameter in checkpoint.parameters.values():
         if parameter.role == "trained":
@@ -38,95 +51,99 @@ def _optimizer_kinds(parameter: Parameter) -> list[str]:
     return [kind for kind in parameter.atoms if kind != WEIGHT]
 
 
-def _states(siblings: Sequence[Parameter], severity: Severity) -> Iterator[Finding]:
-    """Without ZeRO an optimizer keeps no state of a parameter that never got a gradient: then it is only a warning.
+def _check_sibling_states(siblings: Sequence[Parameter], severity: Severity) -> Iterator[Finding]:
+    """Report parameters that lack states of their siblings.
 
-    Optimizers that treat vectors and matrices differently (Adafactor) have states for each that the other has not.
+    A parameter is compared only with siblings that have all its states and more: optimizers that treat vectors and
+    matrices differently (Adafactor) keep states for each that the other does not have.
     """
     common = Counter(kind for parameter in siblings for kind in parameter.atoms)
-    held = Counter(frozenset(parameter.atoms) for parameter in siblings)
+    state_sets = Counter(frozenset(parameter.atoms) for parameter in siblings)
     for parameter in siblings:
-        fuller = max((kinds for kinds in held if kinds > parameter.atoms.keys()), key=held.__getitem__, default=None)
-        if fuller is None:
+        supersets = (kinds for kinds in state_sets if kinds > parameter.atoms.keys())
+        expected = max(supersets, key=state_sets.__getitem__, default=None)
+        if expected is None:
             continue
-        missing = [kind for kind in common if kind in fuller and kind not in parameter.atoms]
-        owner = next(p for p in siblings if missing[0] in p.atoms)
+        missing = [kind for kind in common if kind in expected and kind not in parameter.atoms]
+        example = next(p for p in siblings if missing[0] in p.atoms)
         yield Finding(
             "states",
             severity,
             f"parameter {parameter.name} has no {', '.join(missing)}, which {common[missing[0]]} of {len(siblings)}"
-            f" parameters of its group have ({owner.name}, …)",
+            f" parameters of its group have ({example.name}, …)",
             parameter=parameter.name,
             kind=missing[0],
-            hint="its optimizer starts without them when training goes on; was a file of another save mixed in?",
+            hint=_MISSING_HINT,
         )
 
 
-def _needed(checkpoint: Checkpoint, severity: Severity) -> Iterator[Finding]:
-    """States that all parameters of a group lack: another group has them, or the optimizer cannot do without."""
+def _check_group_states(checkpoint: Checkpoint, severity: Severity) -> Iterator[Finding]:
+    """Report states that a whole group lacks: another group has them, or the optimizer always keeps them."""
     kinds: dict[int, set[str]] = {}
     for parameter in checkpoint.parameters.values():
         if parameter.role == "trained" and parameter.group is not None:
             kinds.setdefault(parameter.group, set()).update(set(parameter.atoms) - {WEIGHT, MASTER, STEP})
-    for group, held in sorted(kinds.items()):
-        # Optimizers that treat groups differently have states of their own for each: none has less than another.
-        fuller = next((other for other, more in sorted(kinds.items()) if held < more), None)
-        hyper = checkpoint.groups[group].hyper if group < len(checkpoint.groups) else {}
-        moment = missing_moment(held, hyper)
-        missing = sorted(kinds[fuller] - held) if fuller is not None else [moment] if moment is not None else []
+    for group, present in sorted(kinds.items()):
+        # Only a group with strictly more states counts: some optimizers keep different states for different groups.
+        fuller = next((other for other, more in sorted(kinds.items()) if present < more), None)
+        if fuller is not None:
+            missing, reason = sorted(kinds[fuller] - present), f"which those of group {fuller} have"
+        else:
+            hyper = checkpoint.groups[group].hyper if group < len(checkpoint.groups) else {}
+            moment = missing_moment(present, hyper)
+            missing, reason = [] if moment is None else [moment], "which its optimizer keeps"
         if missing:
-            which = f", which those of group {fuller} have" if fuller is not None else ", which its optimizer keeps"
             yield Finding(
                 "states",
                 severity,
-                f"no parameter of group {group} has {', '.join(missing)}{which}",
+                f"no parameter of group {group} has {', '.join(missing)}, {reason}",
                 kind=missing[0],
-                hint="its optimizer starts without them when training goes on; was a file of another save mixed in?",
+                hint=_MISSING_HINT,
                 subject=f"group {group}",
             )
 
 
-def _copies(parameter: Parameter, severity: Severity) -> Iterator[Finding]:
-    """Ranks that have a copy of one state have one of every state."""
+def _check_replica_counts(parameter: Parameter, severity: Severity) -> Iterator[Finding]:
+    """A rank that has a copy of one state must have a copy of every state."""
+    if parameter.role != "trained":
+        return
     counts = {kind: len(parameter.atoms[kind].replicas) for kind in _optimizer_kinds(parameter) if kind != STEP}
     most = max(counts, key=counts.__getitem__, default="")
     for kind, count in counts.items():
-        if count < counts[most] and parameter.role == "trained":
-            fuller, held = parameter.atoms[most], parameter.atoms[kind]
-            lacking = _lacking(fuller, held)
-            if not lacking:  # ranks that have a part of one state, and all of another (Muon's momentum)
+        if count < counts[most]:
+            lacking = _missing_fragments(parameter.atoms[most], parameter.atoms[kind])
+            if not lacking:  # these ranks have one part of the first state and all of the other (momentum of Muon)
                 continue
-            where = f", but not on {place(lacking[0])}"
             yield Finding(
                 "states",
                 severity,
                 f"parameter {parameter.name}: {1 + counts[most]} copies of its {most}, {1 + count} of its {kind}"
-                + where,
-                lacking[0].file if lacking else None,
-                lacking[0].rank if lacking else None,
+                f", but not on {describe_fragment(lacking[0])}",
+                lacking[0].file,
+                lacking[0].rank,
                 parameter.name,
                 kind,
-                hint="the copy that is there is taken; is that rank's file from another save?",
+                hint="the existing copy is used; is that rank's file from another save?",
             )
 
 
-def _lacking(fuller: Atom, held: Atom) -> list[Fragment]:
-    """Fragments of one state on ranks that have fewer of the other.
+def _missing_fragments(fuller: Atom, atom: Atom) -> list[Fragment]:
+    """Fragments of one state on ranks that have fewer fragments of the other.
 
-    Several ranks may count as one (expert-parallel ones, of parameters that are no experts'): files tell them apart.
+    Expert-parallel ranks count as one rank for parameters that are not experts: their files distinguish them.
     """
-    wanted, having = list(_fragments(fuller)), list(_fragments(held))
-    more = Counter(fragment.rank for fragment in wanted) - Counter(fragment.rank for fragment in having)
-    on_those = [fragment for fragment in wanted if fragment.rank in more]
-    places = {(fragment.rank, fragment.file) for fragment in having}
-    return [fragment for fragment in on_those if (fragment.rank, fragment.file) not in places] or on_those
+    expected, present = list(_all_fragments(fuller)), list(_all_fragments(atom))
+    ranks = Counter(fragment.rank for fragment in expected) - Counter(fragment.rank for fragment in present)
+    candidates = [fragment for fragment in expected if fragment.rank in ranks]
+    known = {(fragment.rank, fragment.file) for fragment in present}
+    return [fragment for fragment in candidates if (fragment.rank, fragment.file) not in known] or candidates
 
 
-def _fragments(atom: Atom) -> Iterator[Fragment]:
+def _all_fragments(atom: Atom) -> Iterator[Fragment]:
     return (fragment for cover in (atom.fragments, *atom.replicas) for fragment in cover)
 
 
-def _own_shapes(parameter: Parameter) -> Iterator[Finding]:
+def _check_own_shapes(parameter: Parameter) -> Iterator[Finding]:
     for kind in (WEIGHT, MASTER):
         atom = parameter.atoms.get(kind)
         if atom is not None and atom.shape != parameter.shape:
@@ -136,43 +153,110 @@ def _own_shapes(parameter: Parameter) -> Iterator[Finding]:
                 f"parameter {parameter.name} has shape {list(parameter.shape)}, but its {kind} {list(atom.shape)}",
                 parameter=parameter.name,
                 kind=kind,
-                hint="the file that holds it is from another model or another layout",
+                hint="the file that contains it is from another model or another layout",
             )
 
 
-def _state_shapes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
-    """A kind that most siblings keep in the parameter's shape is kept so by all (factored states are in no one's)."""
+def _check_sibling_shapes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
+    """If most siblings keep a state in the shape of the parameter, all must. (Factored states never have it.)"""
     for kind in dict.fromkeys(kind for parameter in siblings for kind in _optimizer_kinds(parameter)):
-        holders = [parameter for parameter in siblings if kind in parameter.atoms and parameter.shape]
-        odd = [parameter for parameter in holders if parameter.atoms[kind].shape != parameter.shape]
-        if not odd or kind == MASTER or 2 * len(odd) >= len(holders):
+        having = [parameter for parameter in siblings if kind in parameter.atoms and parameter.shape]
+        odd = [parameter for parameter in having if parameter.atoms[kind].shape != parameter.shape]
+        if not odd or kind == MASTER or 2 * len(odd) >= len(having):
             continue
         for parameter in odd:
             yield Finding(
                 "shapes",
                 "warning",
                 f"parameter {parameter.name} has shape {list(parameter.shape)}, but its {kind}"
-                f" {list(parameter.atoms[kind].shape)}; {len(holders) - len(odd)} siblings keep it in their own shape",
+                f" {list(parameter.atoms[kind].shape)}; {len(having) - len(odd)} siblings keep it in their own shape",
                 parameter=parameter.name,
                 kind=kind,
             )
 
 
-def _state_dtypes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
-    """Masters and optimizer states of one kind have one dtype over a group; weights may differ (norms in fp32)."""
+def _check_sibling_dtypes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
+    """A state has one dtype in a group. Weights may differ (norms in float32)."""
     for kind in dict.fromkeys(kind for parameter in siblings for kind in _optimizer_kinds(parameter)):
         counted = Counter(parameter.atoms[kind].dtype for parameter in siblings if kind in parameter.atoms)
-        if len(counted) < 2:
-            continue
-        usual = counted.most_common(1)[0][0]
-        for parameter in siblings:
+        usual, count = counted.most_common(1)[0]
+        for parameter in siblings if len(counted) > 1 else ():
             atom = parameter.atoms.get(kind)
             if atom is not None and atom.dtype != usual:
                 yield Finding(
                     "dtypes",
                     "warning",
-                    f"parameter {parameter.name}: {kind} is {atom.dtype}, but {usual} for {counted[usual]} parameters"
+                    f"parameter {parameter.name}: {kind} is {atom.dtype}, but {usual} for {count} parameters"
                     " of its group",
                     parameter=parameter.name,
                     kind=kind,
                 )
+
+
+def _check_steps(
+    files: SourceFiles, checkpoint: Checkpoint, atoms: list[Atom], severity: Severity, meter: ReadMeter
+) -> Iterator[Finding]:
+    """All ranks, and all parameters of a group, must have taken the same number of steps."""
+    groups: dict[int | None, dict[str, float]] = {}
+    for atom in atoms:
+        values = [(fragment, _read_step(files, fragment, meter)) for fragment in _all_fragments(atom)]
+        known = [(fragment, value) for fragment, value in values if value is not None]
+        if known:
+            yield from _compare_ranks(atom, known)
+            groups.setdefault(checkpoint.parameters[atom.name].group, {})[atom.name] = known[0][1]
+    for number, steps in groups.items():
+        yield from _compare_siblings(number, steps, severity)
+    taken = Counter(step for steps in groups.values() for step in steps.values())
+    if taken and checkpoint.step is not None and checkpoint.step not in taken:
+        usual = taken.most_common(1)[0][0]
+        # A note, because it can be right: without ZeRO DeepSpeed counts one step more in bf16, and optimizers are
+        # created anew in the middle of runs.
+        yield Finding(
+            "steps",
+            "note",
+            f"the optimizer has taken {usual:g} steps, but the checkpoint is at step {checkpoint.step}",
+            hint="expected if the optimizer was created anew during the run; otherwise files of different saves are"
+            " mixed",
+        )
+
+
+def _compare_ranks(atom: Atom, known: list[tuple[Fragment, float]]) -> Iterator[Finding]:
+    first, step = known[0]
+    for fragment, value in known[1:]:
+        if value != step:
+            yield Finding(
+                "steps",
+                "error",
+                f"parameter {atom.name}: {value:g} steps on {describe_fragment(fragment)},"
+                f" but {step:g} on {describe_fragment(first)}",
+                fragment.file,
+                fragment.rank,
+                atom.name,
+                STEP,
+                hint=_MIXED_HINT,
+            )
+
+
+def _compare_siblings(number: int | None, steps: dict[str, float], severity: Severity) -> Iterator[Finding]:
+    counted = Counter(steps.values())
+    usual, count = counted.most_common(1)[0]
+    for name, step in steps.items():
+        if step != usual:
+            yield Finding(
+                "steps",
+                severity,
+                f"parameter {name} has taken {step:g} steps, but {count} of {len(steps)} parameters of group"
+                f" {0 if number is None else number} {usual:g}",
+                parameter=name,
+                kind=STEP,
+                hint=_MIXED_HINT if severity == "error" else "expected if it got no gradient in some steps",
+            )
+
+
+def _read_step(files: SourceFiles, fragment: Fragment, meter: ReadMeter) -> float | None:
+    """The value of a step counter; None if its dtype cannot be one."""
+    data = fragment.inline
+    if data is None:
+        data = files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
+        meter.read(len(data))
+    return scalar_value(data, fragment.dtype)

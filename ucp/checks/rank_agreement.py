@@ -27,7 +27,7 @@ Facts = dict[str, str]
 """What a file says: the path of a value in its tree, and the value as text."""
 
 
-def look(context: CheckContext) -> Iterator[Finding]:
+def run_check(context: CheckContext) -> Iterator[Finding]:
     """Compare the rank files of a DeepSpeed checkpoint: counters over all, hyper-parameters over those of a stage."""
     checkpoint = context.checkpoint
     if checkpoint.format != "deepspeed":

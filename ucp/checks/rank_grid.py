@@ -37,7 +37,7 @@ _SHORT: Final = 1_000_000  # bytes of a metadata.json that is looked into
 _LIKE: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
-def look(context: CheckContext) -> Iterator[Finding]:
+def run_check(context: CheckContext) -> Iterator[Finding]:
     """Files that belong to no rank or that nothing points at, and optimizer files that are all gone."""
     checkpoint = context.checkpoint
     if checkpoint.format == "megatron":

@@ -1,6 +1,7 @@
-"""Numbers that should not be there: NaN, infinities, negative second moments. Found on raw elements, by their bits.
+"""Raw elements as read from files: blocks to read into, values that should not occur, elements that differ.
 
-Counts where two forms of one atom differ, element by element and bit by bit, over many blocks and threads.
+A raw element is the unsigned integer of its bits, so that NaNs, signed zeros and dtypes without numpy equivalent
+(bfloat16, float8) are handled exactly.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from typing import Any, Final
 
 import numpy as np
 
+from ucp import settings
 from ucp.core.box import Box, Shape, flat_index
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
 from ucp.read.aligned_buffers import scratch_buffer
 from ucp.read.casting import RawArray, cast
 
-# name → bits of infinity (the largest finite magnitude is below it) in the unsigned integer of the element's size.
+# On some machines the kernel copies four times slower if the target is 1 to 31 bytes after the source, modulo the page
+# size, which is where large blocks of malloc are if the source is aligned. Equal offsets within a cache line are fast.
+_CACHE_LINE: Final = 64
+
+_ROUNDED_AT_ONCE: Final = 1 << 16  # elements; fits into the CPU cache
+
+# name → bits of infinity, as an unsigned integer. Larger magnitudes are NaN.
 _INFINITY: Final = {
     "float64": 0x7FF0_0000_0000_0000,
     "float32": 0x7F80_0000,
@@ -27,38 +35,65 @@ _INFINITY: Final = {
 }
 
 
-def scannable(dtype: DType) -> bool:
-    """Is it known how NaN and infinity look in this dtype?"""
+def block_bytes() -> int:
+    """Bytes to read at a time. More than a slab: data that is only looked at gains more from long reads than from the
+    cache."""
+    return 4 * settings.SLAB_BYTES
+
+
+class ReadBlock:
+    """A buffer of `nbytes` bytes for file contents. Blocks of one thread with the same number share their memory."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self._raw = scratch_buffer(f"checks: block {number}", nbytes + _CACHE_LINE)
+
+    def for_range(self, offset: int, nbytes: int) -> RawArray:
+        """Memory for `nbytes` bytes at byte `offset` of a file. Overwritten by the next call."""
+        shift = offset % _CACHE_LINE
+        memory: RawArray = self._raw[shift : shift + nbytes]
+        return memory
+
+
+def aligned(data: RawArray, itemsize: int) -> RawArray:
+    """The complete elements in `data`, aligned for numpy: a copy if their address is not."""
+    data = data[: len(data) // itemsize * itemsize]
+    return data if data.view(f"u{min(itemsize, 8)}").flags.aligned else data.copy()
+
+
+def can_scan(dtype: DType) -> bool:
+    """Whether the bits of NaN and infinity are known for this dtype."""
     return dtype.name in _INFINITY
 
 
 def bits_of(data: RawArray, dtype: DType) -> RawArray:
-    """Bytes or raw elements as unsigned integers of the element's size."""
+    """Bytes or raw elements as unsigned integers of the size of an element."""
     return data.reshape(-1).view(np.dtype(f"uint{8 * dtype.itemsize}"))
 
 
 def all_valid(bits: RawArray, dtype: DType, squares: bool) -> bool:
-    """Is every element finite and, with `squares`, none below zero? At least one element.
+    """Whether every element is finite and, with `squares`, not negative. Takes at least one element.
 
-    As integers, what is wrong is larger than what is right, so the largest one tells: one or two passes in the cache.
+    As integers, invalid elements are larger than valid ones, so the maximum decides: one or two passes in the cache.
     """
     infinity, sign = _INFINITY[dtype.name], 1 << (8 * dtype.itemsize - 1)
-    top = int(bits.max())
-    if top < infinity:
+    largest = int(bits.max())
+    if largest < infinity:
         return True
-    if top >= sign | infinity or (squares and top > sign):
+    if largest >= sign | infinity or (squares and largest > sign):
         return False
     return int(bits.view(f"int{8 * dtype.itemsize}").max()) < infinity
 
 
 def not_finite(bits: RawArray, dtype: DType) -> tuple[int, int]:
-    """How many elements are NaN or infinite, and the position of the first."""
+    """Number of NaN or infinite elements, and the position of the first."""
     bad = _magnitude(bits, dtype) >= _INFINITY[dtype.name]
     return int(np.count_nonzero(bad)), int(np.argmax(bad))
 
 
 def negative(bits: RawArray, dtype: DType) -> tuple[int, int]:
-    """How many elements are below zero (NaN and -0 are not), and the position of the first."""
+    """Number of elements below zero (NaN and -0 are not), and the position of the first."""
     sign = 1 << (8 * dtype.itemsize - 1)
     if int(bits.max()) <= sign:
         return 0, 0
@@ -67,13 +102,13 @@ def negative(bits: RawArray, dtype: DType) -> tuple[int, int]:
 
 
 def is_mask(bits: RawArray, dtype: DType) -> bool:
-    """Are there several elements, all of them zero or negative infinity? So are masks of attention, and no weights."""
+    """Whether there are several elements, all zero or negative infinity: an attention mask, not a weight."""
     hidden = bits == (1 << (8 * dtype.itemsize - 1) | _INFINITY[dtype.name])
     return bits.size > 1 and bool((hidden | (bits == 0)).all()) and dtype.name != "float8_e4m3fn"
 
 
 def is_nan(bits: RawArray, dtype: DType) -> RawArray:
-    """Which elements are NaN."""
+    """Mask of the elements that are NaN."""
     magnitude = _magnitude(bits, dtype)
     infinity = _INFINITY[dtype.name]
     return magnitude >= infinity if dtype.name == "float8_e4m3fn" else magnitude > infinity
@@ -84,33 +119,33 @@ def _magnitude(bits: RawArray, dtype: DType) -> RawArray:
     return magnitude
 
 
-_IN_CACHE: Final = 1 << 16  # elements that are rounded at a time
-
-
 @dataclass(slots=True)
 class ElementMismatches:
-    """How many elements of an atom differ, and the first one: its row-major position, in elements."""
+    """Number of elements of an atom that differ between two stored forms, and the row-major position of the first.
+
+    Shared by threads, and merged over processes (see `ForkMergeable`).
+    """
 
     shape: Shape
     count: int = 0
     first: int | None = None
-    _known: int = field(default=0, init=False, repr=False, compare=False)  # of the count, to the parent
+    _known: int = field(default=0, init=False, repr=False, compare=False)  # part of `count` that the parent has
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def compare(self, slab: Box, ours: RawArray, theirs: RawArray, whole: Shape, rounded: DType | None = None) -> None:
-        """Take in one slab of a tensor of shape `whole` (the atom's own or flattened).
+        """Compare one slab of a tensor of shape `whole` (that of the atom, or flattened). See `unequal`."""
+        positions = unequal(ours, theirs, rounded)
+        if positions.size:
+            self._add(int(positions.size), flat_index(slab.start, whole) + int(positions[0]))
 
-        With `rounded`, the dtype of both, any NaN equals any other: what a cast makes of one is nobody's contract.
+    def add(self, boxes: tuple[Box, ...], positions: RawArray) -> None:
+        """Count differing elements, given by position in the flat space of `boxes`.
+
+        Positions outside the shape are padding and are not counted.
         """
-        found = unequal(ours, theirs, rounded)
-        if found.size:
-            self._take(int(found.size), flat_index(slab.start, whole) + int(found[0]))
-
-    def take(self, boxes: tuple[Box, ...], found: RawArray) -> None:
-        """Elements of the flat space of `boxes` differ, at these positions. Those outside the shape are padding."""
         at = 0
         for box in boxes:
-            inside = found[(found >= at) & (found < at + box.numel)] - at
+            inside = positions[(positions >= at) & (positions < at + box.numel)] - at
             at += box.numel
             if not inside.size:
                 continue
@@ -118,28 +153,16 @@ class ElementMismatches:
             real = np.logical_and.reduce([i < n for i, n in zip(index, self.shape or (1,), strict=True)])
             if real.any():
                 flat = np.ravel_multi_index(tuple(i[real] for i in index), self.shape or (1,))
-                self._take(int(flat.size), int(flat.min()))
+                self._add(int(flat.size), int(flat.min()))
 
-    def begin(self) -> None:
-        """As `Shared.begin`."""
-        self._known = self.count
-
-    def told(self) -> Any:
-        """As `Shared.told`."""
-        return (self.count - self._known, self.first) if self.count > self._known else None
-
-    def hear(self, told: Any) -> None:
-        """As `Shared.hear`."""
-        self._take(*told)
-
-    def _take(self, count: int, first: int) -> None:
+    def _add(self, count: int, first: int) -> None:
         with self._lock:
             self.count += count
             self.first = first if self.first is None else min(first, self.first)
 
     @property
-    def where(self) -> str:
-        """The first differing element as an index."""
+    def first_index(self) -> str:
+        """The first differing element as text, `[3, 0]`."""
         assert self.first is not None
         index: list[int] = []
         rest = self.first
@@ -148,60 +171,72 @@ class ElementMismatches:
             index.append(i)
         return "[" + ", ".join(map(str, reversed(index))) + "]"
 
+    def mark_known(self) -> None:
+        self._known = self.count
+
+    def changes(self) -> Any:
+        return (self.count - self._known, self.first) if self.count > self._known else None
+
+    def merge_changes(self, changes: Any) -> None:
+        self._add(*changes)
+
 
 def unequal(ours: RawArray, theirs: RawArray, rounded: DType | None = None) -> RawArray:
-    """Positions of elements that differ in a bit; with `rounded` (their dtype) any NaN equals any other."""
-    a, b = _bits(ours), _bits(theirs)
+    """Positions of elements that differ in any bit.
+
+    With `rounded`, the dtype of both, all NaNs are equal: the bits of a NaN after a cast are not defined.
+    """
+    a, b = _words(ours), _words(theirs)
     differing = a != b
     if not differing.any():
         return np.empty(0, np.int64)
-    # An element of 16 bytes is compared as two halves.
+    # An element of 16 bytes is compared as two words.
     elements = differing.reshape(ours.size, -1).any(axis=1)
-    if rounded is not None and scannable(rounded):
+    if rounded is not None and can_scan(rounded):
         elements &= ~(is_nan(a, rounded) & is_nan(b, rounded))
     return np.flatnonzero(elements)
 
 
+def _words(raw: RawArray) -> RawArray:
+    return raw.reshape(-1).view(np.dtype(f"uint{8 * min(raw.dtype.itemsize, 8)}"))
+
+
 class RoundingComparison:
-    """Finds where a master does not round to the weight. Keeps scratch blocks: one thread's own."""
+    """Finds masters that do not round to the saved weight. Has scratch memory, so each thread needs its own."""
 
     def __init__(self, master: DType, weight: DType, limit: int) -> None:
-        """`limit` is the most elements of a block."""
+        """`limit` is the largest number of elements per call."""
         self._master, self._weight = master, weight
-        self._screens = (master, weight) == (FLOAT32, BFLOAT16)
-        if self._screens:
-            self._step = min(limit, _IN_CACHE)
-            self._wide = scratch_buffer("rounding: bits", 4 * self._step).view(np.uint32)
-            self._far = scratch_buffer("rounding: far", self._step).view(np.bool_)
+        self._is_bfloat16 = (master, weight) == (FLOAT32, BFLOAT16)
+        if self._is_bfloat16:
+            self._step = min(limit, _ROUNDED_AT_ONCE)
+            self._distance = scratch_buffer("rounding: distance", 4 * self._step).view(np.uint32)
+            self._is_far = scratch_buffer("rounding: far", self._step).view(np.bool_)
 
-    def wrong(self, precise: RawArray, saved: RawArray, finite: bool) -> RawArray:
-        """Positions of raw masters that do not round to the saved raw weights; `finite`: no master is NaN or infinite.
+    def mismatches(self, masters: RawArray, weights: RawArray, finite: bool) -> RawArray:
+        """Positions of raw masters that do not round to the raw weights. `finite`: no master is NaN or infinite.
 
-        A finite float32 rounds to a bfloat16 if their bits, as integers, are less than half a unit apart. This is
-        quicker than rounding. Only what is just half a unit apart, or wrong, has to be rounded.
+        A finite float32 rounds to a bfloat16 if their bits, as integers, are less than half a unit apart. Testing that
+        is faster than rounding; only elements that are exactly half a unit apart, or wrong, have to be rounded.
         """
-        if not self._screens or not finite:
-            return unequal(saved, cast(precise, self._master, self._weight), self._weight)
-        found = [
+        if not self._is_bfloat16 or not finite:
+            return unequal(weights, cast(masters, self._master, self._weight), self._weight)
+        candidates = [
             start + far
-            for start in range(0, precise.size, self._step)
-            if (far := self._screen(precise[start : start + self._step], saved[start : start + self._step])).size
+            for start in range(0, masters.size, self._step)
+            if (far := self._far_apart(masters[start : start + self._step], weights[start : start + self._step])).size
         ]
-        if not found:
+        if not candidates:
             return np.empty(0, np.int64)
-        places: RawArray = np.concatenate(found)
-        rounded = cast(precise[places], self._master, self._weight)
-        return places[unequal(saved[places], rounded, self._weight)]
+        positions: RawArray = np.concatenate(candidates)
+        rounded = cast(masters[positions], self._master, self._weight)
+        return positions[unequal(weights[positions], rounded, self._weight)]
 
-    def _screen(self, precise: RawArray, saved: RawArray) -> RawArray:
-        """Positions where float32 and bfloat16 are half a unit or more apart."""
-        wide = self._wide[: precise.size]
-        np.copyto(wide, saved)
-        np.left_shift(wide, np.uint32(16), out=wide)
-        np.subtract(precise.view(np.uint32), wide, out=wide)
-        np.add(wide, np.uint32(0x7FFF), out=wide)  # what was from -0x7FFF to 0x7FFF is now below 0xFFFF
-        return np.flatnonzero(np.greater_equal(wide, np.uint32(0xFFFF), out=self._far[: precise.size]))
-
-
-def _bits(raw: RawArray) -> RawArray:
-    return raw.reshape(-1).view(np.dtype(f"uint{8 * min(raw.dtype.itemsize, 8)}"))
+    def _far_apart(self, masters: RawArray, weights: RawArray) -> RawArray:
+        """Positions where a float32 and a bfloat16 are half a unit or more apart."""
+        distance = self._distance[: masters.size]
+        np.copyto(distance, weights)
+        np.left_shift(distance, np.uint32(16), out=distance)
+        np.subtract(masters.view(np.uint32), distance, out=distance)
+        np.add(distance, np.uint32(0x7FFF), out=distance)  # maps -0x7FFF … 0x7FFF to 0 … 0xFFFE
+        return np.flatnonzero(np.greater_equal(distance, np.uint32(0xFFFF), out=self._is_far[: masters.size]))

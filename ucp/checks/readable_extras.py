@@ -19,7 +19,7 @@ _LONGEST: Final = 64 * MIB  # of JSON that is looked into
 _RESTORE: Final = "restore it from a copy; the parameters do not depend on it, going on with training may"
 
 
-def look(context: CheckContext) -> Iterator[CheckTask]:
+def run_check(context: CheckContext) -> Iterator[CheckTask]:
     """One task: files that are carried as they are, and the tensors of trees."""
     extras = context.checkpoint.extras
     if extras.files or extras.trees:

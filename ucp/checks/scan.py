@@ -1,4 +1,4 @@
-"""The deep pass: every byte of every file once, and while it is hot: checksum, NaN, negative moments, padding."""
+"""The deep pass: read every byte that no other check has read; compare checksums, and scan values and padding."""
 
 from __future__ import annotations
 
@@ -13,90 +13,98 @@ from ucp import settings
 from ucp.checks.catalogue import BY_ID
 from ucp.checks.deep_state import DeepState, ReadRecorder, SpanChecksum
 from ucp.checks.findings import Finding
-from ucp.checks.read_blocks import ReadBlock, aligned, block_bytes
+from ucp.checks.raw_values import ReadBlock, aligned, block_bytes
 from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, manifest_spans, plain_spans, torch_spans
 from ucp.checks.stores import store_spans
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, failure_finding
-from ucp.checks.zip_structure import frame_bytes, frame_defects
-from ucp.core.checkpoint import MASTER, WEIGHT
+from ucp.checks.zip_structure import structure_bytes, structure_defects
+from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint
 from ucp.core.optimizers import NONZERO_PADDING, fills_padding
-from ucp.errors import IntegrityError, UcpError
+from ucp.errors import IntegrityError, UcpError, first_few
 from ucp.storage.local import SourceFiles
 
-_ALIGN: Final = 16  # blocks are multiples of the largest element, so that none is cut in two
-_NAMED: Final = 3  # parameters that a message names
+_LARGEST_ELEMENT: Final = 16  # bytes; blocks are multiples of it, so that no element is split
 
 
-def look(context: CheckContext) -> Iterator[Finding | CheckTask]:
-    """The tasks that read what no other check reads, and compare all checksums."""
+def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
+    """Tasks that read what no other check reads, and then compare all checksums."""
     checkpoint = context.checkpoint
     assert context.deep is not None
-    held = FileMap(context)
-    # ZeRO rounds a flat buffer up to a multiple of two elements a rank, and may align each parameter to 16 bytes.
-    # Universal folders keep whole tensors; what is left out of those are rows beyond the vocabulary. The padding of
-    # ZeRO-3's masters is whatever was in memory, and weight decay takes it into the states.
-    has_filled_padding = any(fills_padding(group.hyper) for group in checkpoint.groups)
-    unpadded = checkpoint.format == "deepspeed-universal" or checkpoint.mesh.zero == 3 or has_filled_padding
-    padding = 0 if unpadded else max(2 * checkpoint.mesh.dp, 16)
+    file_map = FileMap(context)
+    padding = _largest_padding(checkpoint)
     found: list[Finding | ChecksumSpan | TorchArchive] = []
     if checkpoint.format == "atoms":
-        found.extend(manifest_spans(checkpoint.root, held))
+        found.extend(manifest_spans(checkpoint.root, file_map))
     if checkpoint.format == "store":
-        found.extend(store_spans(checkpoint, held))
-    for file in dict.fromkeys((*checkpoint.sizes, *held.files)):
+        found.extend(store_spans(checkpoint, file_map))
+    for file in dict.fromkeys((*checkpoint.sizes, *file_map.files)):
         try:
-            found.extend(torch_spans(checkpoint.root, file, held, padding))
+            found.extend(torch_spans(checkpoint.root, file, file_map, padding))
         except UcpError as error:
             found.append(failure_finding("zip-crc", error))
-    summed = {item.file for item in found if isinstance(item, ChecksumSpan)}
-    for file in held.files:
-        if file not in summed:
-            found.extend(plain_spans(checkpoint.root, file, held))
-    yield from tasks_of(context.files, context.deep, found)
+    with_checksums = {item.file for item in found if isinstance(item, ChecksumSpan)}
+    for file in file_map.files:
+        if file not in with_checksums:
+            found.extend(plain_spans(checkpoint.root, file, file_map))
+    yield from scan_tasks(context.files, context.deep, found)
 
 
-def tasks_of(
+def _largest_padding(checkpoint: Checkpoint) -> int:
+    """Most elements of padding in one place of a flat buffer; 0 if padding is not checked, because it is not zero."""
+    # Universal folders contain complete tensors: gaps there are rows beyond the vocabulary. ZeRO-3 pads masters with
+    # whatever was in memory, and weight decay carries it into the states.
+    if checkpoint.format == "deepspeed-universal" or checkpoint.mesh.zero == 3:
+        return 0
+    if any(fills_padding(group.hyper) for group in checkpoint.groups):
+        return 0
+    # ZeRO rounds a flat buffer up to two elements per rank, and may align each parameter to 16 bytes.
+    return max(2 * checkpoint.mesh.dp, 16)
+
+
+def scan_tasks(
     files: SourceFiles, deep: DeepState, found: Iterable[Finding | ChecksumSpan | TorchArchive]
 ) -> Iterator[Finding | CheckTask]:
-    """Findings as they are, and the tasks that scan spans and look at the frames of archives."""
-    tracks: list[SpanChecksum] = []
+    """Tasks that scan the spans and check the zip structure of the archives; findings are passed on."""
+    checksums: list[SpanChecksum] = []
     for item in found:
         if isinstance(item, ChecksumSpan):
-            tracks.append(deep.ledger.add(item))
+            checksums.append(deep.checksums.add(item))
         elif isinstance(item, TorchArchive):
-            nbytes = frame_bytes(item.index, item.start, item.stop)
-            yield CheckTask("zip-structure", nbytes, partial(_frame, files, item))
+            nbytes = structure_bytes(item.index, item.start, item.stop)
+            yield CheckTask("zip-structure", nbytes, partial(_check_structure, files, item))
         else:
             yield item
-    deep.ledger.close()
-    for track in tracks:
-        yield from _span_tasks(files, deep, track)
-    yield CheckTask("finite", 0, lambda _: deep.tallies.findings(), turn=2)
+    deep.checksums.seal()
+    for checksum in checksums:
+        yield from _span_tasks(files, deep, checksum)
+    yield CheckTask("finite", 0, lambda _: deep.values.findings(), phase=2)
 
 
-def _span_tasks(files: SourceFiles, deep: DeepState, track: SpanChecksum) -> Iterator[CheckTask]:
-    """One task for a span; parts of a long one for several threads; the rest of one that other checks read from."""
-    span = track.span
-    complete = partial(_complete, files, deep, track)
-    elsewhere = sum(held.stop - held.start for held in span.held if (held.parameter, held.kind) in deep.elsewhere)
+def _span_tasks(files: SourceFiles, deep: DeepState, checksum: SpanChecksum) -> Iterator[CheckTask]:
+    """One task per span; several for a long one; one for the rest of a span that other checks also read."""
+    span = checksum.span
+    finish = partial(_finish_span, files, deep, checksum)
+    elsewhere = sum(
+        state.stop - state.start for state in span.states if (state.parameter, state.kind) in deep.already_read
+    )
     if elsewhere:
-        yield CheckTask(span.check, max(0, span.nbytes - elsewhere), complete, turn=1)
-    elif track.is_sequential or span.nbytes <= settings.COPY_TASK_BYTES:
-        yield CheckTask(span.check, span.nbytes, complete)
+        yield CheckTask(span.check, max(0, span.nbytes - elsewhere), finish, phase=1)
+    elif checksum.is_sequential or span.nbytes <= settings.COPY_TASK_BYTES:
+        yield CheckTask(span.check, span.nbytes, finish)
     else:
-        step = max(_ALIGN, settings.COPY_TASK_BYTES // _ALIGN * _ALIGN)
+        step = max(_LARGEST_ELEMENT, settings.COPY_TASK_BYTES // _LARGEST_ELEMENT * _LARGEST_ELEMENT)
         for start in range(span.start, span.stop, step):
             stop = min(start + step, span.stop)
-            yield CheckTask(span.check, stop - start, partial(_some, files, deep, span, start, stop))
-        yield CheckTask(span.check, 0, complete, turn=1)
+            yield CheckTask(span.check, stop - start, partial(_scan_part, files, deep, span, start, stop))
+        yield CheckTask(span.check, 0, finish, phase=1)
 
 
-def _frame(files: SourceFiles, archive: TorchArchive, meter: ReadMeter) -> Iterator[Finding]:
+def _check_structure(files: SourceFiles, archive: TorchArchive, meter: ReadMeter) -> Iterator[Finding]:
     def read(offset: int, size: int) -> bytes:
         meter.read(size)
         return files.read(archive.file, offset, size)
 
-    for start, stop, what in frame_defects(read, archive.index, archive.start, archive.stop):
+    for start, stop, what in structure_defects(read, archive.index, archive.start, archive.stop):
         yield Finding(
             "zip-structure",
             "error",
@@ -104,99 +112,96 @@ def _frame(files: SourceFiles, archive: TorchArchive, meter: ReadMeter) -> Itera
             archive.file,
             byte_range=(start, stop),
             subject=what,
-            hint="bytes of the file were changed where no loader looks: restore it from a copy",
+            hint="bytes that no loader reads were changed: restore the file from a copy",
             exit_code=IntegrityError.exit_code,
         )
 
 
-def _some(
+def _scan_part(
     files: SourceFiles, deep: DeepState, span: ChecksumSpan, start: int, stop: int, meter: ReadMeter
 ) -> Iterator[Finding]:
-    notebook = ReadRecorder(deep.ledger)
-    _read(files, deep, span, start, stop, notebook, meter)
-    notebook.close()
+    recorder = ReadRecorder(deep.checksums)
+    _scan(files, deep, span, start, stop, recorder, meter)
+    recorder.close()
     return iter(())
 
 
-def _complete(files: SourceFiles, deep: DeepState, track: SpanChecksum, meter: ReadMeter) -> Iterator[Finding]:
-    """Read what nobody has read of a span, and compare its checksum."""
-    span = track.span
-    notebook = ReadRecorder(deep.ledger)
-    for start, stop in list(track.rest()):
-        _read(files, deep, span, start, stop, notebook, meter)
-    notebook.close()
-    if span.expected is not None:
-        found = track.found()
-        if found != span.expected:
-            yield _damaged(span, found)
+def _finish_span(files: SourceFiles, deep: DeepState, checksum: SpanChecksum, meter: ReadMeter) -> Iterator[Finding]:
+    """Read the unread rest of a span, and compare its checksum."""
+    span = checksum.span
+    recorder = ReadRecorder(deep.checksums)
+    for start, stop in list(checksum.unread()):
+        _scan(files, deep, span, start, stop, recorder, meter)
+    recorder.close()
+    if span.expected is not None and checksum.value() != span.expected:
+        yield _checksum_finding(span, checksum.value())
 
 
-def _read(
+def _scan(
     files: SourceFiles,
     deep: DeepState,
     span: ChecksumSpan,
     start: int,
     stop: int,
-    notebook: ReadRecorder,
+    recorder: ReadRecorder,
     meter: ReadMeter,
 ) -> None:
-    """Bytes `[start, stop)` of a span, block by block; nothing in it is cut through by `start`."""
-    size = min(max(block_bytes() // _ALIGN, 1) * _ALIGN, stop - start)
-    block = ReadBlock(1, size)  # where masters are read into, which are as long
-    gaps = _gaps(span)
-    starts = [held.start for held in span.held]
-    longest = max((held.stop - held.start for held in span.held), default=0)
+    """Read bytes `[start, stop)` of a span block by block, and scan values and padding. `start` splits no element."""
+    size = min(max(block_bytes() // _LARGEST_ELEMENT, 1) * _LARGEST_ELEMENT, stop - start)
+    block = ReadBlock(1, size)  # the one that masters are read into, which has the same size
+    padding = _padding_ranges(span)
+    starts = [state.start for state in span.states]
+    longest = max((state.stop - state.start for state in span.states), default=0)
     for at in range(start, stop, size):
-        data = block.place(at, min(size, stop - at))
+        data = block.for_range(at, min(size, stop - at))
         files.read_into(span.file, at, data.data)
         meter.read(len(data))
-        notebook.take(span.file, at, data.data)
+        recorder.record(span.file, at, data.data)
         end = at + len(data)
         for number in range(bisect_right(starts, at - longest - 1), bisect_right(starts, end - 1)):
-            held = span.held[number]
-            lo, hi = max(held.start, at), min(held.stop, end)
+            state = span.states[number]
+            lo, hi = max(state.start, at), min(state.stop, end)
             if lo < hi:
-                deep.tallies.look(span.file, held, aligned(data[lo - at : hi - at], held.dtype.itemsize), lo)
-        for first, last in gaps:
+                deep.values.scan(span.file, state, aligned(data[lo - at : hi - at], state.dtype.itemsize), lo)
+        for first, last in padding:
             lo, hi = max(first, at), min(last, end)
             if lo < hi and data[lo - at : hi - at].any():
                 bad = data[lo - at : hi - at] != 0
-                deep.tallies.pad(span.file, span.title, int(np.count_nonzero(bad)), lo + int(np.argmax(bad)))
+                deep.values.add_padding(span.file, span.title, int(np.count_nonzero(bad)), lo + int(np.argmax(bad)))
 
 
-def _gaps(span: ChecksumSpan) -> list[tuple[int, int]]:
-    """What no parameter holds of a storage of optimizer states, which start at zero and get no gradient there.
+def _padding_ranges(span: ChecksumSpan) -> list[tuple[int, int]]:
+    """Gaps between the states of a flat buffer that must be zero: they start at zero and get no gradient.
 
-    (A longer gap is something that the index left out.)
+    A gap longer than the padding of this checkpoint is something that the index left out.
     """
-    passed = {WEIGHT, MASTER, *NONZERO_PADDING}
-    if not span.padding or not span.held or any(held.kind in passed for held in span.held):
+    unchecked = {WEIGHT, MASTER, *NONZERO_PADDING}
+    if not span.padding or not span.states or any(state.kind in unchecked for state in span.states):
         return []
-    longest = span.padding * span.held[0].dtype.itemsize
+    longest = span.padding * span.states[0].dtype.itemsize
     gaps: list[tuple[int, int]] = []
     at = span.start
-    for held in span.held:
-        if held.start > at:
-            gaps.append((at, held.start))
-        at = max(at, held.stop)
+    for state in span.states:
+        if state.start > at:
+            gaps.append((at, state.start))
+        at = max(at, state.stop)
     if at < span.stop:
         gaps.append((at, span.stop))
     return [(start, stop) for start, stop in gaps if stop - start <= longest]
 
 
-def _damaged(span: ChecksumSpan, found: str) -> Finding:
-    names = list(dict.fromkeys(f"{held.parameter}, {held.kind}" for held in span.held))
-    hit = "; ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    one = span.held[0] if len(names) == 1 else None
+def _checksum_finding(span: ChecksumSpan, actual: str) -> Finding:
+    names = list(dict.fromkeys(f"{state.parameter}, {state.kind}" for state in span.states))
+    only = span.states[0] if len(names) == 1 else None
     return Finding(
         span.check,
         "error",
-        f"{span.file}, {span.title}: checksum {found} where {span.expected} is recorded"
-        + (f" (holds {hit})" if hit else ""),
+        f"{span.file}, {span.title}: checksum {actual}, but {span.expected} is recorded"
+        + (f" (contains {first_few(names, separator='; ')})" if names else ""),
         span.file,
-        span.held[0].rank if span.held else None,
-        one.parameter if one else None,
-        one.kind if one else None,
+        span.states[0].rank if span.states else None,
+        only.parameter if only else None,
+        only.kind if only else None,
         (span.start, span.stop),
         hint="bytes of the file were changed: restore it from a copy",
         exit_code=BY_ID[span.check].exit_code,

@@ -1,7 +1,4 @@
-"""The index turned around: for each file, which parameter's state lies at which bytes.
-
-Spans: what one recorded checksum covers. A member of a torch file, or a part of a file of atoms.
-"""
+"""Byte ranges of files: which state of which parameter is stored there, and which checksum covers them."""
 
 from __future__ import annotations
 
@@ -26,6 +23,12 @@ from ucp.core.mesh import Rank
 from ucp.errors import NotUnderstoodError
 from ucp.formats.atoms import manifest as manifests
 
+# The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
+_TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")
+_END_BYTES: Final = 22
+_END_SIGNATURE: Final = b"PK\5\6"
+_ZIP64_RECORD_BYTES: Final = 56
+
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
@@ -38,16 +41,29 @@ class StateBytes:
     dtype: DType
     rank: Rank
     role: Role = "trained"
-    stateless: bool = False  # nothing but a weight is known of the parameter: it may be a buffer
+    maybe_buffer: bool = False  # the parameter has only a weight, so it may be a buffer
+
+    @staticmethod
+    def of(fragment: Fragment, atom: Atom, parameter: Parameter) -> StateBytes:
+        """The bytes of a fragment. A strided fragment counts from its first element to its last."""
+        nbytes = fragment.nbytes
+        if fragment.strides is not None:
+            shape = fragment.region.boxes[0].shape
+            last = sum((n - 1) * stride for n, stride in zip(shape, fragment.strides, strict=True))
+            nbytes = (last + 1) * fragment.dtype.itemsize
+        start, only_weight = fragment.offset, len(parameter.atoms) == 1
+        rank, role = fragment.rank, parameter.role
+        return StateBytes(start, start + nbytes, atom.name, atom.kind, fragment.dtype, rank, role, only_weight)
 
 
 class FileMap:
-    """Every byte range that an atom takes up, replicas included. A strided view counts as its span."""
+    """The inverted index: for each file, the byte ranges of all states stored in it, replicas included."""
 
     def __init__(self, context: CheckContext | None) -> None:
-        self._held: dict[str, list[StateBytes]] = {}
+        """An empty map if there is no context."""
+        self._states: dict[str, list[StateBytes]] = {}
         self._starts: dict[str, list[int]] = {}
-        self._stops: dict[str, list[int]] = {}  # the furthest so far
+        self._stops: dict[str, list[int]] = {}  # running maximum
         if context is None:
             return
         for atom in context.atoms():
@@ -55,70 +71,43 @@ class FileMap:
             for cover in (atom.fragments, *atom.replicas):
                 for fragment in cover:
                     if fragment.inline is None and fragment.region.numel:
-                        self._held.setdefault(fragment.file, []).append(state_bytes(fragment, atom, parameter))
-        for file, ranges in self._held.items():
-            ranges.sort(key=lambda held: (held.start, held.stop))
-            self._starts[file] = [held.start for held in ranges]
-            self._stops[file] = list(accumulate((held.stop for held in ranges), max))
+                        self._states.setdefault(fragment.file, []).append(StateBytes.of(fragment, atom, parameter))
+        for file, states in self._states.items():
+            states.sort(key=lambda state: (state.start, state.stop))
+            self._starts[file] = [state.start for state in states]
+            self._stops[file] = list(accumulate((state.stop for state in states), max))
 
     @property
     def files(self) -> list[str]:
-        return list(self._held)
+        return list(self._states)
 
-    def of(self, file: str) -> Sequence[StateBytes]:
-        """All that atoms take up of a file, in order of its first byte."""
-        return self._held.get(file, ())
+    def in_file(self, file: str) -> Sequence[StateBytes]:
+        """All states in a file, ordered by their first byte."""
+        return self._states.get(file, ())
 
     def between(self, file: str, start: int, stop: int) -> Sequence[StateBytes]:
-        """What overlaps bytes `[start, stop)` of a file, in order of its first byte."""
-        if file not in self._held:
+        """States that overlap bytes `[start, stop)` of a file, ordered by their first byte."""
+        if file not in self._states:
             return ()
         first = bisect_right(self._stops[file], start)
         last = bisect_left(self._starts[file], stop)
-        return [held for held in self._held[file][first:last] if held.stop > start]
-
-
-def state_bytes(fragment: Fragment, atom: Atom, parameter: Parameter) -> StateBytes:
-    """The bytes that a fragment of an atom of a parameter takes up."""
-    start = fragment.offset
-    stateless = len(parameter.atoms) == 1
-    rank, role = fragment.rank, parameter.role
-    return StateBytes(start, start + _span(fragment), atom.name, atom.kind, fragment.dtype, rank, role, stateless)
-
-
-def _span(fragment: Fragment) -> int:
-    """Bytes from a fragment's first element to the end of its last."""
-    if fragment.strides is None:
-        return fragment.nbytes
-    shape = fragment.region.boxes[0].shape
-    last = sum((n - 1) * stride for n, stride in zip(shape, fragment.strides, strict=True))
-    return (last + 1) * fragment.dtype.itemsize
-
-
-# The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
-_TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")
-_END_BYTES: Final = 22
-_END_SIGNATURE: Final = b"PK\5\6"
+        return [state for state in self._states[file][first:last] if state.stop > start]
 
 
 class RunningDigest(Protocol):
-    """A running checksum that cannot be put together from those of parts."""
+    """A checksum that is fed from front to back."""
 
     def update(self, data: memoryview, /) -> None: ...
 
     def hexdigest(self) -> str: ...
 
 
-def crc_text(crc: int) -> str:
-    """A CRC-32 for messages and comparison."""
-    return f"{crc:08x}"
-
-
 @dataclass(frozen=True, slots=True)
 class ChecksumSpan:
-    """Bytes `[start, stop)` of a file under one checksum; `expected` is None where the writer recorded none.
+    """Bytes `[start, stop)` of a file that one recorded checksum covers: a member of a torch file, a part of an atom
+    file.
 
-    `digest` makes the running checksum; None stands for CRC-32.
+    `expected` is None if the writer recorded no checksum; `digest` creates the running checksum, None for CRC-32.
     """
 
     check: str
@@ -128,8 +117,8 @@ class ChecksumSpan:
     title: str
     expected: str | None
     digest: Callable[[], RunningDigest] | None
-    held: Sequence[StateBytes] = ()  # which parameters lie in it
-    padding: int = 0  # elements: up to so many between what parameters hold of a storage are padding
+    states: Sequence[StateBytes] = ()  # stored in the span
+    padding: int = 0  # gaps of at most this many elements between states are padding of a flat buffer
 
     @property
     def nbytes(self) -> int:
@@ -146,8 +135,8 @@ class TorchArchive:
     index: TorchFile
 
 
-def manifest_spans(root: Path, held: FileMap) -> Iterator[ChecksumSpan]:
-    """What a manifest has checksums of. Files that are missing or too short are another check's finding."""
+def manifest_spans(root: Path, file_map: FileMap) -> Iterator[ChecksumSpan]:
+    """The spans that a manifest has checksums of. Missing and truncated files are reported by another check."""
     for file, entry in manifests.load_manifest(root)["files"].items():
         path = root / file
         size = path.stat().st_size if path.is_file() else -1
@@ -155,18 +144,16 @@ def manifest_spans(root: Path, held: FileMap) -> Iterator[ChecksumSpan]:
             stop = start + nbytes
             if stop <= size:
                 title = f"bytes [{start}, {stop})"
-                inside = held.between(file, start, stop)
-                yield ChecksumSpan("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, inside)
+                states = file_map.between(file, start, stop)
+                yield ChecksumSpan("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, states)
 
 
 def torch_spans(
-    root: Path, file: str, held: FileMap, padding: int = 0
+    root: Path, file: str, file_map: FileMap, padding: int = 0
 ) -> Iterator[Finding | ChecksumSpan | TorchArchive]:
-    """Every archive of a torch file, and every member that holds bytes; nothing where the file is of another kind.
+    """The archives of a torch file and their nonempty members; nothing for any other file.
 
-    `padding` is the most elements that a flat buffer of this checkpoint is padded with in one place.
-    With `torch.serialization.set_crc32_options(False)` torch writes 0 for every CRC of the archive. A single 0 among
-    others is no such file, and has to fit its bytes like any other.
+    `padding` is the largest number of elements that this checkpoint's flat buffers are padded with in one place.
     """
     path = root / file
     if not _is_zip(path):
@@ -176,54 +163,55 @@ def torch_spans(
         try:
             archives.append(TorchArchive(file, start, stop, TorchFile(path, start, stop)))
         except NotUnderstoodError:
-            continue  # a zip archive of someone else's
+            continue  # a zip archive that torch did not write
     yield from archives
     members = [(archive.index, entry) for archive in archives for entry in archive.index.entries.values()]
     filled = [(archive, entry) for archive, entry in members if entry.size and entry.stored]
-    recorded = any(entry.crc for _, entry in filled)
-    if filled and not recorded:
+    # With torch.serialization.set_crc32_options(False) torch writes 0 for every CRC of the archive. A single 0 among
+    # others is a CRC like any other.
+    has_crcs = any(entry.crc for _, entry in filled)
+    if filled and not has_crcs:
         yield Finding(
             "zip-crc",
             "note",
-            f"{file}: was saved without CRCs, so damage to its bytes cannot be seen",
+            f"{file}: was saved without CRCs, so damage to its bytes cannot be detected",
             file,
             hint="torch.serialization.set_crc32_options(True) before torch.save records them",
         )
     for archive, entry in filled:
-        begin = archive.payload(entry)
-        end = begin + entry.size
+        start = archive.payload(entry)
+        stop = start + entry.size
         yield ChecksumSpan(
             "zip-crc",
             file,
-            begin,
-            end,
-            f"member {entry.name}" + (f" at byte {begin}" if len(archives) > 1 else ""),
-            crc_text(entry.crc) if recorded else None,
+            start,
+            stop,
+            f"member {entry.name}" + (f" at byte {start}" if len(archives) > 1 else ""),
+            f"{entry.crc:08x}" if has_crcs else None,
             None,
-            held.between(file, begin, end),
+            file_map.between(file, start, stop),
             padding if "/data/" in entry.name else 0,
         )
 
 
-def plain_spans(root: Path, file: str, held: FileMap) -> Iterator[ChecksumSpan]:
-    """What atoms take up of a file that records no checksums (safetensors of others, chunks of zarr).
+def plain_spans(root: Path, file: str, file_map: FileMap) -> Iterator[ChecksumSpan]:
+    """The stored states of a file without checksums (safetensors files of others, zarr chunks), to scan their values.
 
-    Its numbers are looked at all the same. Neighbours make one span as long as no element is cut in two where a block
-    of the span ends.
+    Adjacent states make one span, unless an element would cross the end of a block of that span.
     """
     if not (root / file).is_file():
-        return  # made when it is read, or another check's finding
+        return  # computed on reading, or reported by another check
     run: list[StateBytes] = []
     stop = 0
-    for item in held.of(file):
-        if not run or item.start > stop or (item.start - run[0].start) % item.dtype.itemsize:
-            if item.start < stop:
-                continue  # bytes that are looked at already, as elements of another size
+    for state in file_map.in_file(file):
+        if not run or state.start > stop or (state.start - run[0].start) % state.dtype.itemsize:
+            if state.start < stop:
+                continue  # these bytes are scanned already, as elements of another size
             if run:
                 yield _plain_span(file, run, stop)
             run = []
-        run.append(item)
-        stop = max(stop, item.stop)
+        run.append(state)
+        stop = max(stop, state.stop)
     if run:
         yield _plain_span(file, run, stop)
 
@@ -234,21 +222,22 @@ def _plain_span(file: str, run: Sequence[StateBytes], stop: int) -> ChecksumSpan
 
 
 def archive_ranges(path: Path) -> list[tuple[int, int]]:
-    """Bytes `[start, stop)` of each archive in a file: torch.save writes one, data files of DCP are many end to end.
+    """Bytes `[start, stop)` of each archive in a file: one from `torch.save`, many end to end in data files of DCP.
 
-    Found from the back: the records at the end of an archive say how long it is. Zeros may stand before an archive, so
-    that its elements begin a page. What this does not explain is left to the reader of archives to complain about.
+    They are found from the back, because the records at the end of an archive contain its length. Zeros may precede an
+    archive, to align its data to a page. If that does not account for the whole file, it counts as one archive, and
+    opening it reports what is wrong.
     """
     ranges: list[tuple[int, int]] = []
     with path.open("rb", buffering=0) as file:
         size = stop = file.seek(0, os.SEEK_END)
         while stop >= _TAIL.size:
             file.seek(stop - _TAIL.size)
-            signature, wide_at, last, length, offset = _TAIL.unpack(file.read(_TAIL.size))
+            signature, zip64_offset, last, length, offset = _TAIL.unpack(file.read(_TAIL.size))
             if last != _END_SIGNATURE:
                 break
-            if signature == b"PK\6\7":  # the zip64 record, 56 bytes before its locator, says where it is in the archive
-                start = stop - _TAIL.size - 56 - wide_at
+            if signature == b"PK\6\7":  # the zip64 record precedes its locator, and has its offset in the archive
+                start = stop - _TAIL.size - _ZIP64_RECORD_BYTES - zip64_offset
             else:
                 start = stop - _END_BYTES - length - offset
             if not 0 <= start < stop:
@@ -259,14 +248,14 @@ def archive_ranges(path: Path) -> list[tuple[int, int]]:
 
 
 def _end_before(file: BinaryIO, start: int) -> int:
-    """Where the archive ends that lies before byte `start`, which zeros may follow; 0 where there is none."""
-    look = min(start, settings.DATA_ALIGNMENT + _END_BYTES)
-    file.seek(start - look)
-    data = file.read(look)
+    """The end of the archive before byte `start`, without the zeros that follow it; 0 if there is none."""
+    length = min(start, settings.DATA_ALIGNMENT + _END_BYTES)
+    file.seek(start - length)
+    data = file.read(length)
     if not data.strip(b"\0"):
-        return start - look
+        return start - length
     end = data.rfind(_END_SIGNATURE) + _END_BYTES
-    return start - look + end if end >= _END_BYTES and not data[end:].strip(b"\0") else start
+    return start - length + end if end >= _END_BYTES and not data[end:].strip(b"\0") else start
 
 
 def _is_zip(path: Path) -> bool:

@@ -14,7 +14,7 @@ from ucp.errors import IntegrityError
 from ucp.formats.store.generations import GenerationLease
 
 
-def look(context: CheckContext) -> Iterator[Finding]:
+def run_check(context: CheckContext) -> Iterator[Finding]:
     """Superblocks that do not parse, and a newest generation that cannot be used."""
     lease = context.checkpoint.lease
     if not isinstance(lease, GenerationLease):
@@ -53,7 +53,7 @@ def store_spans(checkpoint: Checkpoint, held: FileMap) -> Iterator[ChecksumSpan]
         stop = start + entry.nbytes
         if start < stop:
             title = f"bytes [{start}, {stop})"
-            inside = held.between(file, start, stop)
+            states = held.between(file, start, stop)
             yield ChecksumSpan(
-                "manifest-checksums", file, start, stop, title, record.digest.hex(), xxhash.xxh3_128, inside
+                "manifest-checksums", file, start, stop, title, record.digest.hex(), xxhash.xxh3_128, states
             )

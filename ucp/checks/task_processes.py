@@ -65,7 +65,7 @@ class _CheckDispatcher:
         for number, told in message.get("found", ()):
             self.findings[number] = list(map(_finding, told))
         for number, told in message.get("shared", ()):
-            self.shared[number].hear(told)
+            self.shared[number].merge_changes(told)
         if "next" in message:
             fork.answer(self.handed if self.handed < self.batches else _NOTHING)
             self.handed += 1
@@ -95,7 +95,7 @@ def _work(
     told = BatchedProgress(channel)
     meter = ReadMeter(told.progress)
     for item in shared:
-        item.begin()
+        item.mark_known()
     message: dict[str, Any] = {}
     while True:
         channel.send({**message, "next": True, "bytes": told.flush()})
@@ -104,7 +104,7 @@ def _work(
             break
         found = {task: run_task(tasks[task], meter) for task in batches[batch]}
         message = {"found": [(task, list(map(asdict, findings))) for task, findings in found.items() if findings]}
-    channel.send({"shared": [(at, told) for at, item in enumerate(shared) if (told := item.told()) is not None]})
+    channel.send({"shared": [(at, told) for at, item in enumerate(shared) if (told := item.changes()) is not None]})
 
 
 def _finding(told: dict[str, Any]) -> Finding:

@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 
 class ForkMergeable(Protocol):
-    """What tasks fill together. Where they run in forks of this process each fork has a copy, so that they meet."""
+    """A result that several tasks contribute to. Forked processes have copies of it, whose changes are merged."""
 
-    def begin(self) -> None:
-        """In a fork: what is here now is known to the parent."""
+    def mark_known(self) -> None:
+        """In a fork: the parent process has the current content."""
 
-    def told(self) -> Any:
-        """In a fork: what was filled in since, as a JSON value; None for nothing."""
+    def changes(self) -> Any:
+        """In a fork: what was added since `mark_known`, as a JSON value; None if nothing was."""
 
-    def hear(self, told: Any) -> None:
-        """In the parent: fill in what a fork has told."""
+    def merge_changes(self, changes: Any) -> None:
+        """In the parent: add the changes of a fork."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """What a check looks at: the index and the files behind it.
+    """What a check gets: the index, and the files to read from.
 
-    Fragments are made when they are looked at, and some may turn out not to be in their file. Those atoms are `broken`:
-    `coverage`, which sees all fragments first, reports them and puts their ids here; nobody else touches them.
+    Fragments are created when they are accessed, and some may turn out not to be in their file. The check `coverage`,
+    which runs first and visits all of them, reports these atoms and adds them to `broken`: no other check reads them.
     """
 
     checkpoint: Checkpoint
     files: SourceFiles
     level: Level = Level.DEFAULT
     broken: set[tuple[str, str]] = field(default_factory=set)
-    deep: DeepState | None = None  # at that level
-    shared: list[ForkMergeable] = field(default_factory=list)  # all that tasks fill together
+    deep: DeepState | None = None  # at level DEEP only
+    shared: list[ForkMergeable] = field(default_factory=list)  # results that tasks contribute to
 
     def atoms(self) -> Iterator[Atom]:
         """Every atom whose fragments can be located."""
@@ -57,9 +57,9 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class CheckTask:
-    """A piece of reading for one check: costs `nbytes` of reads, and `run` gives what it found.
+    """A unit of reading for one check: `run` reads `nbytes` bytes and returns findings.
 
-    Tasks of a later `turn` are run when all of the turns before are done: they go by what those have read.
+    Tasks of a later `phase` start when all tasks of earlier phases are done, and depend on what those have read.
     """
 
     check: str
@@ -67,7 +67,7 @@ class CheckTask:
     run: Callable[[ReadMeter], Iterable[Finding]]
     parameter: str | None = None
     kind: str | None = None
-    turn: int = 0
+    phase: int = 0
 
 
 class CheckStoppedError(Exception):
@@ -109,8 +109,8 @@ def run_tasks(
     # Those of a part or more are all the same: neighbours in a file stay neighbours.
     ordered = sorted(tasks, key=lambda task: -min(task.nbytes, settings.COPY_TASK_BYTES))
     findings: list[Finding] = []
-    for turn in sorted({task.turn for task in ordered}):
-        findings += _run([task for task in ordered if task.turn == turn], jobs, meter, forking)
+    for phase in sorted({task.phase for task in ordered}):
+        findings += _run([task for task in ordered if task.phase == phase], jobs, meter, forking)
     return findings
 
 

@@ -9,7 +9,7 @@ from ucp.checks.deep_state import DeepState
 from ucp.checks.findings import Finding, Level
 from ucp.checks.manifests import compare_folder
 from ucp.checks.rank_grid import missing
-from ucp.checks.scan import tasks_of
+from ucp.checks.scan import scan_tasks
 from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, torch_spans
 from ucp.checks.tasks import CheckTask, failure_finding
 from ucp.errors import UcpError
@@ -84,4 +84,4 @@ def _damaged_archives(
         except UcpError as error:
             if error.what != known.what:
                 found.append(failure_finding("zip-crc", error))
-    yield from tasks_of(files, DeepState(), found)
+    yield from scan_tasks(files, DeepState(), found)

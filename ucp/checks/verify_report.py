@@ -1,7 +1,4 @@
-"""What a finding leads to: which severities fail, which checks are allowed to fail, what is known from before.
-
-The report: everything that a run of checks found, and what that leads to.
-"""
+"""The report of a verification, and the policy that decides which findings fail it."""
 
 from __future__ import annotations
 
@@ -25,21 +22,23 @@ Excuse = Literal["allowed", "baseline"]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`fail_on` is the least severity that fails a run; a finding of a check in `allow`, or one whose fingerprint is in
-    `baseline`, never does."""
+    """Which findings fail a run: those of severity `fail_on` or higher.
+
+    Findings of a check in `allow`, and those whose fingerprint is in `baseline`, are excused.
+    """
 
     fail_on: FailOn = "error"
     allow: frozenset[str] = frozenset()
     baseline: frozenset[str] = frozenset()
 
     def excuse(self, finding: Finding) -> Excuse | None:
-        """Why a finding does not count, if it does not."""
+        """Why a finding is excused; None if it counts."""
         if finding.check in self.allow:
             return "allowed"
         return "baseline" if self.baseline and finding.fingerprint in self.baseline else None
 
     def fails(self, finding: Finding) -> bool:
-        """Does this finding fail the run?"""
+        """Whether this finding fails the run."""
         if self.fail_on == "never" or self.excuse(finding) is not None:
             return False
         return SEVERITIES.index(finding.severity) <= SEVERITIES.index(self.fail_on)
@@ -51,7 +50,7 @@ class Policy:
 def make_policy(
     fail_on: str = "error", allow: Iterable[str] = (), baseline: str | os.PathLike[str] | None = None
 ) -> Policy:
-    """A policy from what a user says; `baseline` is the path of an earlier report as JSON."""
+    """Build a policy from user input; `baseline` is the path of an earlier report in JSON."""
     known = next((severity for severity in FAIL_ON if severity == fail_on), None)
     if known is None:
         raise UsageError(f"{fail_on!r} is not a severity to fail on", hint=f"choose one of: {', '.join(FAIL_ON)}")
@@ -62,7 +61,7 @@ def make_policy(
 
 
 def read_baseline(path: Path) -> frozenset[str]:
-    """The fingerprints of all findings of a report."""
+    """Fingerprints of all findings of a JSON report."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -79,31 +78,31 @@ def read_baseline(path: Path) -> frozenset[str]:
 
 SCHEMA: Final = 1  # of the JSON report; raised when a field changes its meaning or goes away
 
-# Which failure a report with several of them ends with: damaged bytes explain most of what else is wrong.
-_GRAVEST_FIRST: Final = tuple(
+# A report with several kinds of failure exits with the first of these: damaged bytes explain most other problems.
+_MOST_SEVERE_FIRST: Final = tuple(
     kind.exit_code for kind in (IntegrityError, UnsafeError, StorageError, NotUnderstoodError, InconsistentError)
 )
 
 
 @dataclass(slots=True)
 class Report:
-    """Everything that a run of checks found, most important first."""
+    """The result of one verification; findings are sorted by importance."""
 
     source: str
     level: Level
     checks: Sequence[str]  # ids of the checks that ran, most important first
     format: str | None = None  # None: the checkpoint could not be opened
-    root: str | None = None  # the folder that files of findings are relative to; None: the source
+    root: str | None = None  # folder that the files of findings are relative to; None: the source
     findings: list[Finding] = field(default_factory=list)
     parameters: int = 0
     atoms: int = 0
     files: int = 0
-    bytes_read: int = 0  # of tensors and archives, beyond what the index took
-    seconds: float = 0.0  # what it took
+    bytes_read: int = 0  # of tensors and archives, not counting what indexing read
+    seconds: float = 0.0  # duration
     policy: Policy = field(default_factory=Policy)
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Take findings in; the same one counts once."""
+        """Add findings, without duplicates."""
         known = set(self.findings)
         for finding in findings:
             if finding not in known:
@@ -111,7 +110,7 @@ class Report:
                 self.findings.append(finding)
 
     def sort(self) -> None:
-        """Errors first, then by the importance of the check, then by parameter and file."""
+        """Sort findings: errors first, then by importance of the check, then by parameter and file."""
         order = {check: position for position, check in enumerate(self.checks)}
         self.findings.sort(
             key=lambda f: (
@@ -126,29 +125,29 @@ class Report:
 
     @property
     def counts(self) -> dict[Severity, int]:
-        """Number of findings of each severity that are not excused."""
+        """Number of findings per severity, not counting excused ones."""
         counted = Counter(f.severity for f in self.findings if self.policy.excuse(f) is None)
         return {severity: counted[severity] for severity in SEVERITIES}
 
     @property
     def excused(self) -> dict[Excuse, int]:
-        """Number of findings that do not count, by the reason."""
+        """Number of excused findings, by reason."""
         counted = Counter(self.policy.excuse(finding) for finding in self.findings)
         return {"allowed": counted["allowed"], "baseline": counted["baseline"]}
 
     @property
     def ok(self) -> bool:
-        """Nothing that the policy fails on; there may be lesser findings."""
+        """True if no finding fails the run under the policy."""
         return not any(map(self.policy.fails, self.findings))
 
     @property
     def exit_code(self) -> int:
-        """0 if nothing fails, else that of the gravest failure."""
+        """0 if nothing fails, else the code of the most severe failure."""
         codes = {finding.exit_code for finding in self.findings if self.policy.fails(finding)}
-        return next((code for code in _GRAVEST_FIRST if code in codes), InconsistentError.exit_code) if codes else 0
+        return next((code for code in _MOST_SEVERE_FIRST if code in codes), InconsistentError.exit_code) if codes else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The report for scripts; `schema` says which form it has."""
+        """The report for scripts; `schema` is the version of its fields."""
         found = Counter(finding.check for finding in self.findings)
         return {
             "schema": SCHEMA,

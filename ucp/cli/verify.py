@@ -93,7 +93,7 @@ def command(
     # numpy's algebra has no part in this: its threads would take a while to start, and again to stop before a fork.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ucp.checks.findings import Level
-    from ucp.checks.renderings import render
+    from ucp.checks.render import render
     from ucp.checks.runner import verify
     from ucp.checks.verify_report import make_policy
 
@@ -137,7 +137,7 @@ def _write(path: Path, text: str) -> None:
 
 def _conclude(report: Report) -> None:
     """Findings are data and go to stdout, the verdict is talk."""
-    from ucp.checks.renderings import verdict
+    from ucp.checks.render import verdict
 
     click.echo(
         f"{report.source}: {verdict(report)}; {plural(len(report.checks), 'check')} ({report.level.title}) of"

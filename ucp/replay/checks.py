@@ -11,7 +11,7 @@ import numpy as np
 
 from ucp import settings
 from ucp.checks.findings import Finding, Level
-from ucp.checks.raw_values import bits_of, negative, not_finite, scannable
+from ucp.checks.raw_values import bits_of, can_scan, negative, not_finite
 from ucp.checks.runner import ReadProgress, verify
 from ucp.checks.verify_report import Policy, Report
 from ucp.core.box import slabs
@@ -113,7 +113,7 @@ def _values(derived: ReplayedState) -> Iterator[Finding]:
     checkpoint = derived.checkpoint
     with SourceFiles(checkpoint.root, computed=checkpoint.computed) as files:
         for atom in checkpoint.atoms():
-            if not atom.computed or not scannable(atom.dtype):
+            if not atom.computed or not can_scan(atom.dtype):
                 continue
             reader = AtomReader(files, atom)
             bad = below = 0

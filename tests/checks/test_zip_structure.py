@@ -12,7 +12,7 @@ import torch
 
 from tests.checks.made import flip
 from ucp.checks.spans import archive_ranges
-from ucp.checks.zip_structure import ZipDefect, frame_bytes, frame_defects
+from ucp.checks.zip_structure import ZipDefect, structure_bytes, structure_defects
 from ucp.containers.torch_file import TorchFile
 from ucp.errors import UcpError
 
@@ -27,7 +27,7 @@ def defects(path: Path) -> list[ZipDefect]:
     return [
         defect
         for start, stop in archive_ranges(path)
-        for defect in frame_defects(read, TorchFile(path, start, stop), start, stop)
+        for defect in structure_defects(read, TorchFile(path, start, stop), start, stop)
     ]
 
 
@@ -44,12 +44,12 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_no_bit_of_the_frame_flips_unseen(saved: Path) -> None:
+def test_every_flipped_bit_of_the_structure_is_found(saved: Path) -> None:
     """A bit of every byte that is no member's data: an error to open it, a wrong CRC, or a defect."""
     archive = TorchFile(saved)
     data = {at for e in archive.entries.values() for at in range(archive.payload(e), archive.payload(e) + e.size)}
     frame = [at for at in range(archive.size) if at not in data]
-    assert len(frame) == frame_bytes(archive, 0, archive.size) > 800
+    assert len(frame) == structure_bytes(archive, 0, archive.size) > 800
     unseen = []
     for at in frame:
         flip(saved, at, at % 8)
@@ -67,9 +67,9 @@ def test_a_defect_is_where_the_damage_is(saved: Path) -> None:
     entry = next(e for name, e in archive.entries.items() if name.endswith("/data/0"))
     for at, what in (
         (archive.payload(entry) - 1, "the alignment before"),
-        (archive.payload(entry) + entry.size + 5, "the CRC or sizes behind"),
+        (archive.payload(entry) + entry.size + 5, "the CRC or sizes after"),
         (entry.header_offset + 11, "the header of"),
-        (archive.size - 85, "the records behind the directory"),
+        (archive.size - 85, "the records after the directory"),
     ):
         flip(saved, at)
         (defect,) = defects(saved)
@@ -79,7 +79,7 @@ def test_a_defect_is_where_the_damage_is(saved: Path) -> None:
 
 
 def test_archives_of_other_writers_have_no_defects(tmp_path: Path, saved: Path) -> None:
-    """zipfile writes dates, no alignment, sizes in the headers; to a stream it writes sizes behind the data."""
+    """zipfile writes dates, no alignment, sizes in the headers; to a stream it writes sizes after the data."""
 
     class Stream(io.BytesIO):
         def tell(self) -> int:
