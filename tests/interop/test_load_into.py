@@ -243,7 +243,7 @@ def test_without_a_rule_a_fused_parameter_is_not_cut(worlds: Worlds, saved: Save
         path=source / "saved",
     )
     for result in results:
-        assert "parameter blocks.0.attn.qkv.weight: no rule says how it is cut over tp=2" in result["text"]
+        assert "parameter blocks.0.attn.qkv.weight: there is no rule for splitting it over tp=2" in result["text"]
         assert result["unchanged"]
 
 
@@ -297,7 +297,7 @@ def test_gradients_that_are_half_accumulated_are_not_mixed_in(worlds: Worlds, sa
         path=saved(Spec(zero=1), 2) / "saved",
         halfway=True,
     )
-    assert all("gradients are half accumulated" in result["text"] for result in results)
+    assert all("in the middle of gradient accumulation" in result["text"] for result in results)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -40,7 +40,7 @@ class Witness:
     def places(self) -> list[list[Any]]:
         """For each stepped tensor: (name, first element in it, start and stop of the interval of the parameter)."""
         return [
-            [[self.job.logical_name(s.name), s.start, s.region.start, s.region.stop] for s in stepped.shares]
+            [[self.job.logical_name(s.name), s.start, s.region.start, s.region.stop] for s in stepped.slices]
             for stepped in self.job.stepped
         ]
 

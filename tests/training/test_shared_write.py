@@ -39,18 +39,18 @@ def test_any_cut_over_any_ranks_makes_the_whole(data: st.DataObject) -> None:
     before = settings.SLAB_BYTES, settings.COPY_TASK_BYTES
     settings.SLAB_BYTES, settings.COPY_TASK_BYTES = slab, part_bytes
     try:
-        shares = WriteAssignment.for_ranks(len(offers))
-        shares.deal("p", shape, 8, 0, offset, offers)
+        assignment = WriteAssignment.for_ranks(len(offers))
+        assignment.add("p", shape, 8, 0, offset, offers)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "file"
             path.write_bytes(bytes(offset + values.nbytes))
             written = []
-            for rank, tasks in enumerate(shares.tasks):
+            for rank, writes in enumerate(assignment.writes):
                 region = held[rank // copies]
                 tensor = torch.from_numpy(pick(values, region).copy())
-                for task in tasks:
+                for task in writes:
                     written.extend(write_elements(path, task, region, tensor))
-            written.extend(digest_written_range(path, sealing) for sealings in shares.sealings for sealing in sealings)
+            written.extend(digest_written_range(path, each) for ranges in assignment.digest_ranges for each in ranges)
             assert path.read_bytes()[offset:] == values.tobytes()
             at = offset
             for part in sorted(written, key=lambda part: part.offset):
@@ -63,32 +63,30 @@ def test_any_cut_over_any_ranks_makes_the_whole(data: st.DataObject) -> None:
 
 
 def test_what_many_hold_is_shared_among_them() -> None:
-    shares = WriteAssignment.for_ranks(3)
+    assignment = WriteAssignment.for_ranks(3)
     shape = (3 * settings.SLAB_BYTES,)
-    shares.deal("large", shape, 4, 0, 0, [WriteCandidate(rank, 0, Region.all_of(shape)) for rank in range(3)])
-    assert [[task.stop - task.start for task in tasks] for tasks in shares.tasks] == [[settings.SLAB_BYTES]] * 3
+    assignment.add("large", shape, 4, 0, 0, [WriteCandidate(rank, 0, Region.all_of(shape)) for rank in range(3)])
+    assert [[task.stop - task.start for task in writes] for writes in assignment.writes] == [[settings.SLAB_BYTES]] * 3
     small = WriteAssignment.for_ranks(3)
     for number in range(9):
-        small.deal(
-            "small", (5,), 4, number, 0, [WriteCandidate(rank, number, Region.all_of((5,))) for rank in range(3)]
-        )
-    assert Counter(map(len, small.tasks)) == {3: 3}
+        small.add("small", (5,), 4, number, 0, [WriteCandidate(rank, number, Region.all_of((5,))) for rank in range(3)])
+    assert Counter(map(len, small.writes)) == {3: 3}
 
 
 def test_padding_is_not_written(tmp_path: Path) -> None:
     shape, padded = (5, 2), (6, 2)
     values = np.arange(12).reshape(padded)
-    shares = WriteAssignment.for_ranks(2)
+    assignment = WriteAssignment.for_ranks(2)
     held = [Region.of([Box((0, 0), (3, 2))]), Region.of([Box((3, 0), (3, 2))])]
-    shares.deal("vocabulary", shape, 8, 0, 0, [WriteCandidate(rank, 0, region) for rank, region in enumerate(held)])
+    assignment.add("vocabulary", shape, 8, 0, 0, [WriteCandidate(rank, 0, region) for rank, region in enumerate(held)])
     path = tmp_path / "file"
     path.write_bytes(bytes(80))
-    for rank, tasks in enumerate(shares.tasks):
-        for task in tasks:
+    for rank, writes in enumerate(assignment.writes):
+        for task in writes:
             write_elements(path, task, held[rank], torch.from_numpy(values[3 * rank : 3 * rank + 3].reshape(-1).copy()))
     assert path.read_bytes() == values[:5].tobytes()
 
 
 def test_a_rank_that_is_missing_is_noticed() -> None:
     with pytest.raises(InconsistentError, match="parameter p: the ranks hold 4 of 8 elements"):
-        WriteAssignment.for_ranks(2).deal("p", (8,), 4, 0, 0, [WriteCandidate(0, 0, Region.of([Box((0,), (4,))]))])
+        WriteAssignment.for_ranks(2).add("p", (8,), 4, 0, 0, [WriteCandidate(0, 0, Region.of([Box((0,), (4,))]))])

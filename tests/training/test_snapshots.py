@@ -115,7 +115,7 @@ def test_snapshots_of_random_schedules_are_saves(
     with ucp.snapshot(path, net, optimizer, keep=None, busy="wait", durable=False) as snapshots:
         for step in range(1, steps + 1):
             monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 256, 1000, 1 << 20]))
-            snapshots.taking.throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
+            snapshots.scheduler.throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
             train(net, optimizer, step, chance.choice([0, 0, 0.001, 0.004]))
             if chance.random() < 0.8:
                 snapshots.take()
@@ -195,13 +195,13 @@ def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, every=1) as snapshots:
         train(net, optimizer, 1)
-        assert snapshots.taking.thread is not None
-        original = snapshots.taking.thread.join
+        assert snapshots.scheduler.thread is not None
+        original = snapshots.scheduler.thread.join
         gate = threading.Event()
         slow = threading.Thread(target=gate.wait)
         slow.start()
         original()
-        snapshots.taking.thread = slow  # as if it were still at it
+        snapshots.scheduler.thread = slow  # as if it were still at it
         for step in range(2, 5):
             train(net, optimizer, step)
         assert (snapshots.taken, snapshots.skipped) == (1, 3)
@@ -232,13 +232,13 @@ def test_copies_rest_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: 
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, avoid_backward=True) as snapshots:
         train(net, optimizer, 1)
-        assert len(snapshots.taking.measured.blocked) == 1  # from the end of the forward pass to that of the step
-        gate = snapshots.taking.throttle = Gate()
+        assert len(snapshots.scheduler.timings.blocked) == 1  # from the end of the forward pass to that of the step
+        gate = snapshots.scheduler.throttle = Gate()
         snapshots.take()
         wanted = held(net, optimizer)
         assert gate.reached.wait(120)  # one chunk was copied
         loss = net(torch.randn(8, 12))
-        copier = snapshots.taking.round.parts[-1][1]
+        copier = snapshots.scheduler.run.parts[-1][1]
         before = [item.at for item in copier.items]
         gate.opened.set()
         for _ in range(3):
@@ -259,12 +259,12 @@ def test_training_waits_for_a_late_copy(tmp_path: Path, monkeypatch: pytest.Monk
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     with ucp.snapshot(tmp_path / "run", net, optimizer) as snapshots:
         train(net, optimizer, 1)
-        gate = snapshots.taking.throttle = Gate()
+        gate = snapshots.scheduler.throttle = Gate()
         snapshots.take()
         wanted = held(net, optimizer)
         assert gate.reached.wait(120)
         train(net, optimizer, 2)
-        copier = snapshots.taking.round.parts[-1][1]
+        copier = snapshots.scheduler.run.parts[-1][1]
         frozen = 50 * 4  # is never updated, so nobody waits for it
         late = sum(item.nbytes for item in copier.items) - frozen - 64
         assert copier.trainer_bytes == late
@@ -311,16 +311,16 @@ def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.Monkey
         train(net, optimizer, 1)
         assert taken() == 1
         train(net, optimizer, 2)
-        sight = snapshots.taking.sight
+        view = snapshots.scheduler.view
         assert taken() == 1
-        assert snapshots.taking.sight is sight
+        assert snapshots.scheduler.view is view
         optimizer.load_state_dict(optimizer.state_dict())  # the same states in other memory
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         net.rest.weight.data = net.rest.weight.data.clone()
         train(net, optimizer, 3)
         assert taken() == 1
-        assert snapshots.taking.sight is not sight
+        assert snapshots.scheduler.view is not view
         net.extra = nn.Parameter(torch.zeros(3), requires_grad=False)
         assert taken() == 2
         net.first.weight.data = net.first.weight.data.t().contiguous().t()  # not row-major: collected every time
@@ -337,13 +337,13 @@ def test_failures_are_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every=0"):
         ucp.snapshot(tmp_path / "run", net, optimizer, every=0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UsageError, match="cannot be created"):
         ucp.snapshot(tmp_path / "file" / "run", net, optimizer)
     other = nn.Linear(3, 3)
     with ucp.snapshot(tmp_path / "run.ucpstore", other, torch.optim.SGD(other.parameters(), lr=0.1)) as first:
         first.take()
     snapshots = ucp.snapshot(tmp_path / "run.ucpstore", net, optimizer)
-    with pytest.raises(UsageError, match="was made for other parameters"):
+    with pytest.raises(UsageError, match="was created for other parameters"):
         snapshots.take()
     snapshots.close()
 

@@ -67,9 +67,9 @@ def test_what_topk_cannot_do_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fraction"):
         ucp.TopK(model, fraction=0)
     topk = ucp.TopK(model)
-    with pytest.raises(UsageError, match="comm hook already"):
+    with pytest.raises(UsageError, match="already has a comm hook"):
         ucp.TopK(model)
-    with pytest.raises(UsageError, match="of 0 ranks, and this job has 1"):
+    with pytest.raises(UsageError, match="of 0 ranks, but this job has 1"):
         topk.load(tmp_path)
     with pytest.raises(UsageError, match="no parameter"):
         topk.load_state_dict({"weight": torch.zeros(3)})

@@ -1,4 +1,4 @@
-"""From what a user calls his model to a description of the live job."""
+"""Choose the adapter for a user's model: DeepSpeed engine or torch module."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ucp.training.torch_adapter import describe_module
 
 
 def describe_job(model: Any, optimizer: Any = None) -> LiveJob:
-    """The job of a DeepSpeed engine, or of a torch module with its optimizer."""
+    """Describe a DeepSpeed engine, or a torch module with its optimizer, as a `LiveJob`."""
     import torch
 
     if is_engine(model):
         if optimizer is not None and optimizer is not model.optimizer:
-            raise UsageError("a DeepSpeed engine has its own optimizer", hint="leave the optimizer out")
+            raise UsageError("a DeepSpeed engine has its own optimizer", hint="do not pass an optimizer")
         return describe_engine(model)
     if isinstance(model, torch.nn.Module):
         return describe_module(model, optimizer)

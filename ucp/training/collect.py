@@ -1,4 +1,4 @@
-"""What one rank has to save: pieces of atoms, each a region of the whole and the tensor that holds it."""
+"""Collect what one rank has to save: fragments of atoms, each a region and the live tensor that holds it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LiveFragment:
-    """A region of an atom in this rank's memory, in the region's order: a flat tensor, or one number."""
+    """A region of an atom in this rank's memory: a flat tensor in the order of the region, or a single number."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class LiveFragment:
 
 @dataclass(slots=True)
 class ParameterInfo:
-    """What the manifest says about a parameter besides its states."""
+    """Everything in the manifest about a parameter except its states."""
 
     name: str
     shape: Shape
@@ -53,59 +53,61 @@ class ParameterInfo:
 
 @dataclass(slots=True)
 class RankState:
-    """Everything that one rank holds."""
+    """The fragments and parameters of one rank."""
 
-    pieces: list[LiveFragment] = field(default_factory=list)
-    notes: dict[str, ParameterInfo] = field(default_factory=dict)
+    fragments: list[LiveFragment] = field(default_factory=list)
+    parameters: dict[str, ParameterInfo] = field(default_factory=dict)
 
 
 class StateCollector:
-    """Collects the pieces of one rank."""
+    """Collects the fragments of one rank."""
 
     def __init__(self, job: LiveJob, rules: TensorParallelRules) -> None:
         self.job = job
         self.rules = rules
-        self.found = RankState()
+        self.state = RankState()
         self._regions: dict[str, Region] = {}
 
     def collect(self) -> RankState:
-        """All pieces, parameter by parameter in the module's order as far as the optimizer keeps it."""
+        """All fragments of this rank, in the order of the optimizer's tensors."""
         job = self.job
-        trained = self.note_parameters()
-        copies = {held.share.name: dtype_of(held.tensor) for held in job.weights}
+        trained = self.add_parameters()
+        copies = {live.slice.name: dtype_of(live.tensor) for live in job.weights}
         for stepped in job.stepped:
             own = dtype_of(stepped.key)
-            # A copy in the module's own dtype says nothing new: then the optimizer's tensor is the weight.
+            # If module and optimizer have the same dtype, the module's copy is redundant and is not saved.
             kind = MASTER if any(copies.get(name, own) != own for name in stepped.names) else WEIGHT
             self._add_values(stepped, kind)
             self._add_states(stepped)
             if kind == WEIGHT:
                 for name in stepped.names:
                     copies.pop(name, None)
-        for held in (*job.weights, *job.frozen, *job.buffers):
-            if held.share.name in copies or held.share.name not in trained:
-                self._add(held.share, WEIGHT, held.tensor)
-        return self.found
+        for live in (*job.weights, *job.frozen, *job.buffers):
+            if live.slice.name in copies or live.slice.name not in trained:
+                self._add(live.slice, WEIGHT, live.tensor)
+        return self.state
 
-    def note_parameters(self) -> dict[str, int]:
-        """Note every parameter without looking at its values. Gives name → optimizer group of the trained ones."""
+    def add_parameters(self) -> dict[str, int]:
+        """Add the `ParameterInfo` of every parameter. Returns name → param group of the trained ones."""
         job = self.job
         trained = {name: stepped.group for stepped in job.stepped for name in stepped.names}
-        buffers = {held.share.name for held in job.buffers}
+        buffers = {live.slice.name for live in job.buffers}
         for name in job.shapes:
             role: Role = "trained" if name in trained else ("buffer" if name in buffers else "frozen")
-            self._note(name, role, trained.get(name))
+            self._add_parameter(name, role, trained.get(name))
         return trained
 
     def slice_region(self, name: str) -> Region:
-        """The region of a (noted) whole parameter that this model-parallel rank's slice is."""
+        """The region of a parameter that this model-parallel rank holds. Call `add_parameters` first."""
         return self._regions[name]
 
-    def region_of(self, share: ParamSlice) -> Region:
-        """Which elements of the (noted) whole parameter a share is."""
-        return atom_region(self._regions[share.name], share.region, self.job.shapes[share.name], share.name)
+    def region_of(self, param_slice: ParamSlice) -> Region:
+        """The region of the whole parameter that a slice of an optimizer or module tensor covers."""
+        return atom_region(
+            self._regions[param_slice.name], param_slice.region, self.job.shapes[param_slice.name], param_slice.name
+        )
 
-    def _note(self, name: str, role: Role, group: int | None) -> None:
+    def _add_parameter(self, name: str, role: Role, group: int | None) -> None:
         job, local = self.job, self.job.shapes[name]
         rule, origin = self.rules.find(name, role)
         rule = resolve(rule, [local] * job.mesh.tp, name)
@@ -114,7 +116,7 @@ class StateCollector:
         pieces = slice_pieces(rule, padded, job.mesh.tp, job.rank.tp, name)
         self._regions[name] = Region.of(piece.box for piece in pieces)
         logical = job.logical_name(name)
-        self.found.notes[logical] = ParameterInfo(
+        self.state.parameters[logical] = ParameterInfo(
             logical,
             shape,
             role,
@@ -124,27 +126,27 @@ class StateCollector:
             group,
             job.aliases.get(name, ()),
             job.rank.pp,
-            name in job.logical,
+            name in job.checkpoint_names,
         )
 
     def _add_values(self, stepped: SteppedTensor, kind: str) -> None:
-        for share in stepped.shares:
-            self._add(share, kind, stepped.key)
+        for param_slice in stepped.slices:
+            self._add(param_slice, kind, stepped.key)
 
     def _add_states(self, stepped: SteppedTensor) -> None:
         import torch
 
         for name, value in self.job.optimizer.state.get(stepped.key, {}).items():
             kind = kind_of_state(name)
-            if value is None:  # room for a state that the optimizer has not made
+            if value is None:  # a state that the optimizer has not created yet
                 continue
             if not isinstance(value, torch.Tensor) or _is_number(value, kind, stepped):
                 self._add_number(stepped, kind, value)
             elif value.shape == stepped.key.shape:
-                for share in stepped.shares:
-                    self._add(share, kind, value)
+                for param_slice in stepped.slices:
+                    self._add(param_slice, kind, value)
             else:
-                self._add_own_shaped(stepped, kind, value)
+                self._add_factored(stepped, kind, value)
 
     def _add_number(self, stepped: SteppedTensor, kind: str, value: Any) -> None:
         import torch
@@ -158,50 +160,56 @@ class StateCollector:
         elif isinstance(value, float):
             number = torch.tensor([value], dtype=torch.float64)
         else:
-            raise UsageError(f"optimizer state '{kind}' of {stepped.names[0]} is a {type(value).__name__}: no number")
+            raise UsageError(
+                f"optimizer state '{kind}' of {stepped.names[0]} is a {type(value).__name__}, not a tensor or number"
+            )
         for name in stepped.names:
             logical = self.job.logical_name(name)
-            self.found.pieces.append(LiveFragment(logical, kind, (), dtype_of(number), Region.all_of(()), number))
+            self.state.fragments.append(LiveFragment(logical, kind, (), dtype_of(number), Region.all_of(()), number))
 
-    def _add_own_shaped(self, stepped: SteppedTensor, kind: str, value: Any) -> None:
-        """A state with a shape of its own, whole where the parameter is whole (factored moments)."""
+    def _add_factored(self, stepped: SteppedTensor, kind: str, value: Any) -> None:
+        """Add a state with another shape than the parameter's (factored moments); the parameter must be unsharded."""
         name = stepped.names[0]
-        whole = len(stepped.names) == 1 and [share.region for share in stepped.shares] == [
+        whole = len(stepped.names) == 1 and [param_slice.region for param_slice in stepped.slices] == [
             Region.all_of(self.job.shapes[name])
         ]
         if not whole or self.job.mesh.tp > 1 or not value.is_contiguous():
             raise UsageError(
-                f"optimizer state '{kind}' of {name} has shape {list(value.shape)}, which cannot be cut like the"
+                f"optimizer state '{kind}' of {name} has shape {list(value.shape)}, which cannot be split like the"
                 f" parameter's {list(self.job.shapes[name])}"
             )
         shape = tuple(value.shape)
         flat = local_tensor(value).view(-1)
         logical = self.job.logical_name(name)
-        self.found.pieces.append(LiveFragment(logical, kind, shape, dtype_of(value), Region.all_of(shape), flat))
+        self.state.fragments.append(LiveFragment(logical, kind, shape, dtype_of(value), Region.all_of(shape), flat))
 
-    def _add(self, share: ParamSlice, kind: str, tensor: Any) -> None:
-        name = share.name
+    def _add(self, param_slice: ParamSlice, kind: str, tensor: Any) -> None:
+        name = param_slice.name
         flat = flat_view(tensor)
         if flat is None:
-            flat = local_tensor(tensor).contiguous().view(-1)  # channels last and the like: a copy in row-major order
-        region = self.region_of(share)
+            flat = local_tensor(tensor).contiguous().view(-1)  # channels last: copy in row-major order
+        region = self.region_of(param_slice)
         logical = self.job.logical_name(name)
-        shape = self.found.notes[logical].shape
-        part = flat.narrow(0, share.start, region.numel)
-        self.found.pieces.append(LiveFragment(logical, kind, shape, dtype_of(part), region, part))
+        shape = self.state.parameters[logical].shape
+        part = flat.narrow(0, param_slice.start, region.numel)
+        self.state.fragments.append(LiveFragment(logical, kind, shape, dtype_of(part), region, part))
 
 
 def _is_number(value: torch.Tensor, kind: str, stepped: SteppedTensor) -> bool:
     return value.numel() == 1 and (kind == STEP or (value.dim() == 0 and stepped.key.dim() > 0))
 
 
-def numbers_of(pieces: Iterable[LiveFragment]) -> dict[tuple[str, str], Any]:
-    """The values of what is one number for a whole tensor, the step excepted."""
-    return {(p.name, p.kind): p.tensor.item() for p in pieces if not p.shape and p.kind not in (STEP, WEIGHT, MASTER)}
+def numbers_of(fragments: Iterable[LiveFragment]) -> dict[tuple[str, str], Any]:
+    """The values of states that are one number per tensor, except the step."""
+    numbers = (f for f in fragments if not f.shape and f.kind not in (STEP, WEIGHT, MASTER))
+    return {(f.name, f.kind): f.tensor.item() for f in numbers}
 
 
 class TensorParallelRules:
-    """How this job's tensor-parallel slices combine, by the user, `universal_checkpoint_info` or Megatron's notes."""
+    """The rules by which this job's tensor-parallel slices combine.
+
+    From the user, `universal_checkpoint_info`, or Megatron's attributes on the parameters, in this order.
+    """
 
     def __init__(self, job: LiveJob, book: RuleBook | None, client_state: Mapping[str, Any]) -> None:
         self.job = job
@@ -209,22 +217,21 @@ class TensorParallelRules:
         info = client_state.get("universal_checkpoint_info")
         if info is None and job.engine is not None:
             info = getattr(job.engine.module, "universal_checkpoint_info", None)
-        speaks = isinstance(info, Mapping) and (job.mesh.tp == 1 or has_tp_rules(info))
-        self.info = rules_from_info(info, "client_state") if speaks and info is not None else None
+        usable = isinstance(info, Mapping) and (job.mesh.tp == 1 or has_tp_rules(info))
+        self.info = rules_from_info(info, "client_state") if usable and info is not None else None
         self._equal: dict[str, bool] = {}
 
     def agree_on_defaults(self) -> None:
-        """Which slices that only the default of `universal_checkpoint_info` speaks of are copies. Collective.
+        """Find the slices under the default rule of `universal_checkpoint_info` that are replicas. Collective.
 
-        DeepSpeed stacks what no pattern matches, and Megatron-DeepSpeed forgets a pattern for position embeddings.
+        By default DeepSpeed concatenates slices, and Megatron-DeepSpeed lacks a pattern for position embeddings, which
+        are replicated. Slices that are bit-equal on all tensor-parallel ranks are therefore taken as replicated.
         """
         if self.job.mesh.tp == 1:
             return
         mine = {name: digest for name, digest in self._digests() if self._is_default(name)}
-        place = self.job.rank
-        peers = [
-            digests for where, digests in all_gather(((place.pp, place.dp), mine)) if where == (place.pp, place.dp)
-        ]
+        rank = self.job.rank
+        peers = [digests for where, digests in all_gather(((rank.pp, rank.dp), mine)) if where == (rank.pp, rank.dp)]
         self._equal = {name: all(digests.get(name) == digest for digests in peers) for name, digest in mine.items()}
 
     def find(self, name: str, role: Role) -> tuple[Rule, str]:
@@ -238,7 +245,7 @@ class TensorParallelRules:
             return REPLICATED, "bit-equal on all tensor-parallel ranks"
         if named is not None:
             return named.rule, named.origin
-        live = self.job.attributes.get(name)
+        live = self.job.parameters.get(name)
         if role == "buffer":
             return REPLICATED, "buffer: rank 0's copy counts"
         if live is not None and hasattr(live, "tensor_model_parallel"):
@@ -247,14 +254,14 @@ class TensorParallelRules:
             if getattr(live, "partition_stride", 1) == 1:
                 return Rule("split", int(live.partition_dim)), "parameter attribute: partition_dim"
         raise UsageError(
-            f"parameter {name}: no rule says how its slices over tp={self.job.mesh.tp} combine",
-            hint="give rules= or preset=, or universal_checkpoint_info in client_state",
+            f"parameter {name}: there is no rule for combining its slices over tp={self.job.mesh.tp}",
+            hint="pass rules= or preset=, or universal_checkpoint_info in client_state",
         )
 
     def _named(self, name: str, role: Role) -> NamedRule | None:
-        told = self.book.find(self.job.logical_name(name)) if self.book is not None else None
-        if told is not None or role == "buffer" or self.info is None:
-            return told
+        given = self.book.find(self.job.logical_name(name)) if self.book is not None else None
+        if given is not None or role == "buffer" or self.info is None:
+            return given
         return self.info.find(self.job.logical_name(name))
 
     def _is_default(self, name: str) -> bool:
@@ -262,16 +269,16 @@ class TensorParallelRules:
         return named is not None and named.origin == DEFAULT_ORIGIN
 
     def _digests(self) -> Iterator[tuple[str, str]]:
-        """(name, digest of this rank's values): of the module, or of what the optimizer steps in its place."""
+        """(name, digest) of this rank's values of every parameter: of the module, or else of the optimizer's tensor."""
         seen: set[str] = set()
-        for held in (*self.job.weights, *self.job.frozen):
-            seen.add(held.share.name)
-            yield held.share.name, digest_of(flat_view(held.tensor))
+        for live in (*self.job.weights, *self.job.frozen):
+            seen.add(live.slice.name)
+            yield live.slice.name, digest_of(flat_view(live.tensor))
         for stepped in self.job.stepped:
-            for share in stepped.shares:
+            for param_slice in stepped.slices:
                 flat = flat_view(stepped.key)
-                if share.name not in seen and flat is not None:
-                    yield share.name, digest_of(flat.narrow(0, share.start, share.region.numel))
+                if param_slice.name not in seen and flat is not None:
+                    yield param_slice.name, digest_of(flat.narrow(0, param_slice.start, param_slice.region.numel))
 
 
 def digest_of(flat: torch.Tensor | None) -> str:

@@ -1,18 +1,20 @@
-"""What the ranks of a job say to each other. Without torch.distributed a job is one rank."""
+"""Collectives of Python objects and errors between the ranks of a job. Without torch.distributed there is one rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ucp.errors import UcpError
 
 
 class OtherRankError(UcpError):
-    """Another rank failed; this one stopped with it."""
+    """Another rank failed, so this one stopped too."""
 
 
 def rank_and_size() -> tuple[int, int]:
-    """(rank, number of ranks)."""
+    """(rank, world size)."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -21,7 +23,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_gather(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's value, in order of rank; on every rank. Collective."""
+    """Every rank's value, in order of rank, on every rank. Collective."""
     _, size = rank_and_size()
     if size == 1:
         return [value]
@@ -32,13 +34,27 @@ def all_gather(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def raise_on_all(error: BaseException | None, group: Any = None) -> None:
-    """Raise on every rank if any rank has an error, so that none goes on alone. Collective.
+@contextmanager
+def fail_together(group: Any = None) -> Iterator[None]:
+    """Raise on every rank at the end of the `with` block if the block raised on any of them. Collective.
 
-    A rank with an error of its own raises that; the others name it. The exit code is the same everywhere.
+    So no rank continues alone into a collective that the others never reach.
     """
-    kinds = all_gather(None if error is None else _error_summary(error), group)
-    failed = [(rank, told) for rank, told in enumerate(kinds) if told is not None]
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - raised below, when the other ranks know
+        error = caught
+    raise_on_all(error, group)
+
+
+def raise_on_all(error: BaseException | None, group: Any = None) -> None:
+    """Raise on every rank if any rank passes an error. Collective.
+
+    A rank with an error raises its own; the others raise `OtherRankError` with the same message and exit code.
+    """
+    summaries = all_gather(None if error is None else _error_summary(error), group)
+    failed = [(rank, summary) for rank, summary in enumerate(summaries) if summary is not None]
     if not failed:
         return
     if error is not None:
@@ -57,7 +73,7 @@ def _error_summary(error: BaseException) -> tuple[str, str | None, int]:
 
 
 def gather_to_first(value: Any, group: Any = None) -> list[Any] | None:
-    """Every rank's value in order of rank, on rank 0; None elsewhere. Collective."""
+    """Every rank's value in order of rank on rank 0, None on the others. Collective."""
     rank, size = rank_and_size()
     if size == 1:
         return [value]
@@ -69,7 +85,7 @@ def gather_to_first(value: Any, group: Any = None) -> list[Any] | None:
 
 
 def scatter_from_first(values: list[Any] | None) -> Any:
-    """What rank 0 has for this rank: entry `rank` of its list. Collective."""
+    """This rank's entry of a list that rank 0 passes. Collective."""
     _, size = rank_and_size()
     if size == 1:
         assert values is not None
@@ -85,9 +101,9 @@ _background: list[tuple[Any, Any]] = []  # (default group, the group for backgro
 
 
 def background_group() -> Any:
-    """A group of all ranks that nothing else uses, for a thread beside the training. Collective when it is first made.
+    """A process group of all ranks for collectives in a background thread. Collective on the first call.
 
-    Collectives of two threads in one group would meet each other's on other ranks.
+    If two threads used one group, the collective of one could be matched with that of the other on another rank.
     """
     import torch.distributed as dist
 

@@ -1,8 +1,7 @@
-"""Where a rank of a DeepSpeed engine stands: its place in the mesh, and which experts are its own.
+"""Adapter for DeepSpeed engines: which elements each optimizer class keeps in which tensor.
 
-Live DeepSpeed engines: where each optimizer class keeps which elements, and what follows from the masters.
-
-The maps come from the optimizers' own lists. `p._hp_mapping` is not used: it is wrong under round robin.
+The maps are built from the optimizers' own lists of parameters and offsets. `p._hp_mapping` is not used because it is
+wrong with `round_robin_gradients`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ucp.training.torch_adapter import add_buffers, add_untrained, aliases_of, n
 
 
 def model_parallel_coords(engine: Any) -> tuple[int, int, int, int]:
-    """(tp, tp rank, pp, pp rank)."""
+    """(tp, tp rank, pp, pp rank) from the engine's `mpu`."""
     mpu = engine.mpu
     if mpu is None:
         return 1, 0, 1, 0
@@ -33,12 +32,12 @@ def model_parallel_coords(engine: Any) -> tuple[int, int, int, int]:
 
 
 def _mpu_value(mpu: Any, axis: str, what: str = "world_size") -> int:
-    found = getattr(mpu, f"get_{axis}_{what}", None)
-    return int(found()) if found is not None else (0 if what == "rank" else 1)
+    method = getattr(mpu, f"get_{axis}_{what}", None)
+    return int(method()) if method is not None else (0 if what == "rank" else 1)
 
 
 def data_parallel_coords(engine: Any) -> tuple[int, int]:
-    """(ranks that share one model-parallel slice, this rank's place): ZeRO cuts over sequence parallelism as well."""
+    """(dp, dp rank). ZeRO partitions over sequence-parallel ranks too, so these count as data parallel."""
     import torch.distributed as dist
 
     group = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
@@ -46,27 +45,26 @@ def data_parallel_coords(engine: Any) -> tuple[int, int]:
 
 
 def expert_names(module: Any) -> dict[str, str]:
-    """Names of DeepSpeed's experts as checkpoints have them: with the expert's number over all ranks."""
-    found = {name: p.group_name for name, p in named_parameters(module) if hasattr(p, "group_name")}
-    counts = experts_per_layer(found)
+    """Local name → name in checkpoints, which contain the expert's global number instead of the local one."""
+    group_names = {name: p.group_name for name, p in named_parameters(module) if hasattr(p, "group_name")}
+    counts = experts_per_layer(group_names)
     if not counts:
         return {}
     from deepspeed.utils import groups
 
     return {
         name: global_expert_name(name, groups._get_expert_parallel_rank(group), counts)
-        for name, group in found.items()
+        for name, group in group_names.items()
         if expert_number(name) is not None
     }
 
 
 def is_engine(model: Any) -> bool:
-    """Is this a DeepSpeed engine?"""
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
 
 
 def describe_engine(engine: Any) -> LiveJob:
-    """The job of a DeepSpeed engine."""
+    """Describe a DeepSpeed engine as a `LiveJob`."""
     module, optimizer = engine.module, engine.optimizer
     kind = type(optimizer).__name__
     stage = int(engine.zero_optimization_stage())
@@ -78,8 +76,8 @@ def describe_engine(engine: Any) -> LiveJob:
         Rank(pp_rank, tp_rank, dp_rank),
         shapes=shapes_of(module),
         aliases=aliases_of(module),
-        logical=expert_names(module),
-        attributes=dict(named_parameters(module)),
+        checkpoint_names=expert_names(module),
+        parameters=dict(named_parameters(module)),
         engine=engine,
     )
     if optimizer is None:
@@ -110,7 +108,7 @@ def _innermost(optimizer: Any) -> Any:
 
 
 def _plain(job: LiveJob, optimizer: Any) -> None:
-    """ZeRO off in fp32: the optimizer steps the parameters themselves."""
+    """ZeRO-0, fp32: the optimizer updates the parameters themselves."""
     names = names_of(job.engine.module)
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -120,15 +118,15 @@ def _plain(job: LiveJob, optimizer: Any) -> None:
 
 
 def _unfused(job: LiveJob, optimizer: Any) -> None:
-    """ZeRO off in 16 bit: an fp32 copy of each parameter."""
+    """ZeRO-0, 16 bit: an fp32 master of each parameter."""
     names = names_of(job.engine.module)
     pairs = []
     for number, (low, high) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
         for p, master in zip(low, high, strict=True):
             name = names[id(p)]
-            share = ParamSlice(name, Region.all_of(tuple(p.shape)))
-            job.stepped.append(SteppedTensor(master, [share], [name], number))
-            job.weights.append(LiveTensor(share, p))
+            param_slice = ParamSlice(name, Region.all_of(tuple(p.shape)))
+            job.stepped.append(SteppedTensor(master, [param_slice], [name], number))
+            job.weights.append(LiveTensor(param_slice, p))
             pairs.append((p, master))
 
     def refresh() -> None:
@@ -139,14 +137,14 @@ def _unfused(job: LiveJob, optimizer: Any) -> None:
 
 
 def _fused(job: LiveJob, optimizer: Any) -> None:
-    """ZeRO off in 16 bit with a fused optimizer: one flat fp32 copy of each group, whole on every rank."""
+    """ZeRO-0, 16 bit, fused optimizer: one flat fp32 master per group, complete on every rank."""
     names = names_of(job.engine.module)
     for number, (parameters, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        whole_ones = [ParamSlice(names[id(p)], Region.all_of(tuple(p.shape))) for p in parameters]
+        module_slices = [ParamSlice(names[id(p)], Region.all_of(tuple(p.shape))) for p in parameters]
         starts = _running_offsets(parameters)
-        shares = [ParamSlice(s.name, s.region, start) for s, start in zip(whole_ones, starts, strict=True)]
-        job.stepped.append(SteppedTensor(flat, shares, [share.name for share in shares], number))
-        job.weights.extend(LiveTensor(share, p) for share, p in zip(whole_ones, parameters, strict=True))
+        slices = [ParamSlice(s.name, s.region, start) for s, start in zip(module_slices, starts, strict=True)]
+        job.stepped.append(SteppedTensor(flat, slices, [s.name for s in slices], number))
+        job.weights.extend(LiveTensor(s, p) for s, p in zip(module_slices, parameters, strict=True))
 
     def refresh() -> None:  # the parameters are views of the flat low-precision groups
         for low, high in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
@@ -186,9 +184,9 @@ def _flat_groups(
     groups: Sequence[Any],
     offsets: Sequence[Sequence[int]],
 ) -> None:
-    """Groups that are one flat buffer cut into equal partitions, this rank's being the optimizer's tensor.
+    """Add groups that are one flat buffer split into equal partitions; the optimizer updates this rank's partition.
 
-    `low` are the partitions of each group in the module's precision, by rank.
+    `low` are the low-precision partitions of each group, by rank.
     """
     import torch.distributed as dist
 
@@ -196,13 +194,13 @@ def _flat_groups(
     for number, (partition, parameters, starts) in enumerate(zip(partitions, groups, offsets, strict=True)):
         size = partition.numel()
         first = dist.get_rank(group=optimizer.real_dp_process_group[number]) * size
-        shares = []
+        slices = []
         for p, start in zip(parameters, starts, strict=True):
             lo, hi = max(start, first), min(start + p.numel(), first + size)
             if lo < hi:
                 region = Region((whole(tuple(p.shape)),), lo - start, hi - start)
-                shares.append(ParamSlice(names[id(p)], region, lo - first))
-        job.stepped.append(SteppedTensor(partition, shares, [names[id(p)] for p in parameters], number))
+                slices.append(ParamSlice(names[id(p)], region, lo - first))
+        job.stepped.append(SteppedTensor(partition, slices, [names[id(p)] for p in parameters], number))
         for p in parameters:
             job.weights.append(LiveTensor(ParamSlice(names[id(p)], Region.all_of(tuple(p.shape))), p))
 
@@ -211,8 +209,8 @@ def _flat_groups(
             _gather_in_slices(optimizer.real_dp_process_group, partitions, low)
         else:
             optimizer.update_lp_params()
-        # So that DeepSpeed's accessors see the moments: their links were made before these tensors were. Where there
-        # are none yet, DeepSpeed makes the links after the first step.
+        # Link DeepSpeed's `safe_get_full_optimizer_state` to the new moments; its old links were made before these
+        # tensors existed. If there are no moments yet, DeepSpeed makes the links after the first step.
         optimizer._hp_optimizer_states_linked = False
         if any(job.optimizer.state.get(partition) for partition in partitions):
             optimizer._lazy_init_hp_params_optimizer_state()
@@ -221,22 +219,22 @@ def _flat_groups(
 
 
 def _gather_in_slices(process_groups: Sequence[Any], masters: Sequence[Any], low: Sequence[Sequence[Any]]) -> None:
-    """What DeepSpeed's `update_lp_params` does, a few megabytes at a time: gloo holds all that it gathers twice."""
+    """Like DeepSpeed's `update_lp_params`, but a few megabytes at a time: gloo keeps two copies of what it gathers."""
     import torch.distributed as dist
 
-    for group, master, everyone in zip(process_groups, masters, low, strict=True):
-        own = everyone[dist.get_rank(group=group)]
+    for group, master, partitions in zip(process_groups, masters, low, strict=True):
+        own = partitions[dist.get_rank(group=group)]
         own.data.copy_(master.data)
-        if len(everyone) == 1:
+        if len(partitions) == 1:
             continue
-        step = max(1, settings.GATHER_BYTES // (len(everyone) * own.element_size()))
+        step = max(1, settings.GATHER_BYTES // (len(partitions) * own.element_size()))
         for start in range(0, own.numel(), step):
-            slices = [part.detach()[start : start + step] for part in everyone]
+            slices = [part.detach()[start : start + step] for part in partitions]
             dist.all_gather(slices, own.detach()[start : start + step], group=group)
 
 
 def _order_names(job: LiveJob, groups: Sequence[Any]) -> None:
-    """Groups in the user's order: round robin shuffles the flat buffer, not the group."""
+    """Restore the user's order within groups: `round_robin_gradients` shuffles the flat buffer, not the group."""
     names = names_of(job.engine.module)
     for stepped, parameters in zip(job.stepped, groups, strict=True):
         order = [names[id(p)] for p in parameters]
@@ -253,19 +251,19 @@ def _stage_3(job: LiveJob, optimizer: Any) -> None:
     names = names_of(job.engine.module)
     flats = optimizer.fp32_partitioned_groups_flat
     for number, (flat, parameters) in enumerate(zip(flats, optimizer.fp16_groups, strict=True)):
-        shares, at = [], 0
+        slices, at = [], 0
         for p in parameters:
-            share = _stage_3_slices(names[id(p)], p, optimizer, at)
-            shares.extend(share)
+            found = _stage_3_slices(names[id(p)], p, optimizer, at)
+            slices.extend(found)
             at += int(p.partition_numel())
-            job.weights.extend(_stage_3_tensors(share, p))
+            job.weights.extend(_stage_3_tensors(found, p))
         group = int(optimizer.sub_group_to_group_id[number])
-        job.stepped.append(SteppedTensor(flat, shares, [names[id(p)] for p in parameters], group))
+        job.stepped.append(SteppedTensor(flat, slices, [names[id(p)] for p in parameters], group))
 
     clear = _clear_gradients(optimizer)
 
     def begin() -> None:
-        optimizer.checkpoint_event_prologue()  # partitions every parameter: what is written then is all there is
+        optimizer.checkpoint_event_prologue()  # partitions all parameters, so that no gathered copy becomes stale
         clear()
 
     def refresh() -> None:
@@ -279,9 +277,9 @@ def _stage_3(job: LiveJob, optimizer: Any) -> None:
 
 
 def _stage_3_slices(name: str, p: Any, optimizer: Any, start: int) -> list[ParamSlice]:
-    """What this rank holds of a parameter that ZeRO-3 has cut: one share, or none where only padding is left.
+    """This rank's partition of a ZeRO-3 parameter: a list of one slice, or empty if the partition is all padding.
 
-    Of a parameter without elements every rank holds all.
+    A parameter without elements is complete on every rank.
     """
     import torch.distributed as dist
 
@@ -291,8 +289,8 @@ def _stage_3_slices(name: str, p: Any, optimizer: Any, start: int) -> list[Param
     return [ParamSlice(name, Region((whole(tuple(p.ds_shape)),), lo, hi), start)] if lo < hi or not numel else []
 
 
-def _stage_3_tensors(shares: Sequence[ParamSlice], p: Any) -> list[LiveTensor]:
-    return [LiveTensor(ParamSlice(s.name, s.region), p.ds_tensor.data.narrow(0, 0, s.region.numel)) for s in shares]
+def _stage_3_tensors(slices: Sequence[ParamSlice], p: Any) -> list[LiveTensor]:
+    return [LiveTensor(ParamSlice(s.name, s.region), p.ds_tensor.data.narrow(0, 0, s.region.numel)) for s in slices]
 
 
 def _add_untrained_slices(job: LiveJob, module: Any, optimizer: Any) -> None:

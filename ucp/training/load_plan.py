@@ -1,13 +1,11 @@
-"""A checkpoint matched to a live job: every read that this rank needs, checked before the first write.
+"""Match a checkpoint to a running job: every read that this rank needs, checked before the first write.
 
-Nothing is changed here. What does not fit is collected, so that one run shows all of it.
-
-Hyper-parameters: which group of a checkpoint goes to which group of a live optimizer.
+Nothing is changed here. All problems are collected, so that one run reports all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AtomRead:
-    """A region of an atom that goes to `region.numel` elements of a tensor from element `start` on.
+    """A region of an atom to read into `region.numel` elements of a tensor, starting at element `start`.
 
-    The atom has the tensor's dtype: reading casts.
+    The atom has the tensor's dtype, so that reading casts.
     """
 
     atom: Atom
@@ -47,39 +45,39 @@ class AtomRead:
 
 @dataclass(slots=True)
 class SteppedTensorPlan:
-    """What goes into one tensor that the optimizer steps, and into the states that it keeps for it."""
+    """The reads into one tensor that the optimizer updates, and into its states."""
 
     stepped: SteppedTensor
     values: list[AtomRead] = field(default_factory=list)
-    states: dict[str, list[AtomRead]] = field(default_factory=dict)  # one value an element
+    states: dict[str, list[AtomRead]] = field(default_factory=dict)  # states with one value per element
     dtypes: dict[str, DType] = field(default_factory=dict)  # of those states
-    numbers: dict[str, tuple[float, DType]] = field(default_factory=dict)  # one value a tensor
-    whole: dict[str, Atom] = field(default_factory=dict)  # states with a shape of their own (factored moments)
-    untouched: bool = False  # the checkpoint has no states of it, and none is lost: no gradient, or no step yet
+    numbers: dict[str, tuple[float, DType]] = field(default_factory=dict)  # states with one value per tensor
+    factored: dict[str, Atom] = field(default_factory=dict)  # states with another shape than the parameter's
+    reset: bool = False  # the checkpoint rightly has no states for it (no gradient or no step yet): drop the live ones
 
 
 @dataclass(slots=True)
 class LoadPlan:
-    """All that one rank will do. `problems` stop a strict load; `left` is what a lenient one leaves as it is."""
+    """All reads of one rank. `problems` stop a strict load; `not_restored` is left unchanged by a non-strict one."""
 
     stepped: list[SteppedTensorPlan] = field(default_factory=list)
-    held: list[tuple[torch.Tensor, AtomRead]] = field(default_factory=list)
-    hyper: list[dict[str, Any] | None] = field(default_factory=list)  # one a live group; None leaves it as it is
-    used: set[str] = field(default_factory=set)  # names of the checkpoint
+    untrained: list[tuple[torch.Tensor, AtomRead]] = field(default_factory=list)  # frozen parameters and buffers
+    hyper: list[dict[str, Any] | None] = field(default_factory=list)  # one per live group; None leaves it unchanged
+    used: set[str] = field(default_factory=set)  # parameters of the checkpoint
     problems: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    not_restored: list[str] = field(default_factory=list)
     casts: dict[tuple[str, str], int] = field(default_factory=dict)  # (stored, live) dtype → number of tensors
     loaded: set[str] = field(default_factory=set)  # parameters of this rank
-    padded: set[str] = field(default_factory=set)  # vocabularies whose padding rows the source does not have
+    padded: set[str] = field(default_factory=set)  # vocabularies whose padding rows are not in the source
 
 
 class LoadPlanner:
     """Matches one rank of a job to a checkpoint."""
 
-    def __init__(self, job: LiveJob, source: Checkpoint, cutter: TensorParallelSlicer, files: SourceFiles) -> None:
+    def __init__(self, job: LiveJob, source: Checkpoint, slicer: TensorParallelSlicer, files: SourceFiles) -> None:
         self.job = job
         self.source = source
-        self.cutter = cutter
+        self.slicer = slicer
         self.files = files
         self.plan = LoadPlan()
         self._aliases = source.aliases()
@@ -88,19 +86,19 @@ class LoadPlanner:
         self._numbers: dict[tuple[str, int, bytes | None], tuple[float, DType]] = {}
 
     def match(self) -> LoadPlan:
-        """Everything that this rank needs, in the order in which it will be read."""
+        """All reads of this rank, in the order in which they will be made."""
         for stepped in self.job.stepped:
             self._match_stepped(stepped)
-        for held in (*self.job.frozen, *self.job.buffers):
-            self._match_held(held)
+        for live in (*self.job.frozen, *self.job.buffers):
+            self._match_untrained(live)
         return self.plan
 
     def find(self, name: str) -> Parameter | None:
         """The checkpoint's parameter for a live name: under the same name, or any name of a tied tensor."""
-        known = (self.job.logical_name(name), *self.job.aliases.get(name, ()))
-        owners = [self._aliases.get(each, each) for each in known]
+        names = (self.job.logical_name(name), *self.job.aliases.get(name, ()))
+        owners = [self._aliases.get(each, each) for each in names]
         found = [self.source.parameters[owner] for owner in owners if owner in self.source.parameters]
-        self.plan.used.update(parameter.name for parameter in found)  # a format may hold a tied tensor twice
+        self.plan.used.update(parameter.name for parameter in found)  # a format may store a tied tensor twice
         return max(found, key=lambda parameter: len(parameter.atoms), default=None)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -109,40 +107,40 @@ class LoadPlanner:
         plan = SteppedTensorPlan(stepped)
         self.plan.stepped.append(plan)
         dtype = dtype_of(stepped.key)
-        for share in stepped.shares:
-            parameter = self._parameter(share.name)
+        for param_slice in stepped.slices:
+            parameter = self._parameter(param_slice.name)
             if parameter is not None:
                 atom = self._value(parameter, dtype)
                 if atom is not None:
-                    self._add(plan.values, parameter, atom, share, dtype)
+                    self._add(plan.values, parameter, atom, param_slice, dtype)
         self._match_states(plan, dtype)
 
     def _match_states(self, plan: SteppedTensorPlan, dtype: DType) -> None:
-        """The optimizer's states, where all parameters of the tensor have the same ones."""
+        """Match the optimizer's states, which must be the same for all parameters of the tensor."""
         stepped = plan.stepped
         members = [p for p in (self.find(name) for name in stepped.names) if p is not None]
         if not members:
-            return  # said already
+            return  # already reported
         live = self.job.optimizer.state.get(stepped.key, {})
         expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or _state_kinds(live)
         kinds: dict[str, None] = {}
         for parameter in members:
             kinds.update(dict.fromkeys(_states(parameter)))
-        plan.untouched = not kinds and (self._has_states or self.source.step == 0)
-        for kind in () if plan.untouched else sorted(expected - set(kinds)):
-            told = self.plan.left if _is_lone(live.get(kind)) and kind != STEP else self.plan.problems
-            told.append(
+        plan.reset = not kinds and (self._has_states or self.source.step == 0)
+        for kind in () if plan.reset else sorted(expected - set(kinds)):
+            optional = _is_single_number(live.get(kind)) and kind != STEP
+            (self.plan.not_restored if optional else self.plan.problems).append(
                 f"the checkpoint has no '{kind}' for {first_few([p.name for p in members])}, which this optimizer"
                 f" ({type(self.job.optimizer).__name__}) needs"
             )
-            if told is self.plan.problems and kind not in _state_kinds(live):
-                return  # with a part of its states it would not make the others, and fail in its next step
+            if not optional and kind not in _state_kinds(live):
+                return  # given only some of its states, the optimizer would not create the others and fail at its step
         for kind in kinds:
-            lacking = [parameter.name for parameter in members if kind not in parameter.atoms]
-            if lacking:
+            missing = [parameter.name for parameter in members if kind not in parameter.atoms]
+            if missing:
                 self.plan.problems.append(
                     f"the checkpoint has '{kind}' for {next(p.name for p in members if kind in p.atoms)}, but not for"
-                    f" {first_few(lacking)}, which the job steps in the same tensor"
+                    f" {first_few(missing)}, which the job updates in the same flat tensor"
                 )
                 continue
             self._match_state(plan, kind, members, dtype)
@@ -156,26 +154,26 @@ class LoadPlanner:
         stored = members[0].atoms[kind].dtype
         if hasattr(live, "dtype"):
             wanted = dtype_of(live)
-        else:  # what is no float (states in 8 bits) has no precision that a job could choose
+        else:  # quantized states (8 bit) are not floats: keep their dtype
             wanted = dtype if stored.family == "float" else stored
         if any(parameter.atoms[kind].shape != parameter.shape for parameter in members):
-            if len(members) == 1 and len(stepped.shares) == 1 and self._is_whole(stepped.shares[0]):
-                plan.whole[kind] = members[0].atoms[kind]
+            if len(members) == 1 and len(stepped.slices) == 1 and self._is_whole(stepped.slices[0]):
+                plan.factored[kind] = members[0].atoms[kind]
             else:
                 self.plan.problems.append(
-                    f"parameter {members[0].name}: '{kind}' has shape {list(members[0].atoms[kind].shape)}, which can"
-                    f" not be cut like the parameter's {list(members[0].shape)}"
+                    f"parameter {members[0].name}: '{kind}' has shape {list(members[0].atoms[kind].shape)}, which"
+                    f" cannot be split like the parameter's {list(members[0].shape)}"
                 )
             return
         plan.dtypes[kind] = wanted
         reads = plan.states.setdefault(kind, [])
-        for share in stepped.shares:
-            parameter = self.find(share.name)
+        for param_slice in stepped.slices:
+            parameter = self.find(param_slice.name)
             if parameter is not None:
-                self._add(reads, parameter, parameter.atoms[kind], share, wanted)
+                self._add(reads, parameter, parameter.atoms[kind], param_slice, wanted)
 
-    def _is_whole(self, share: ParamSlice) -> bool:
-        return self.cutter.tp == 1 and share.region == Region.all_of(self.job.shapes[share.name])
+    def _is_whole(self, param_slice: ParamSlice) -> bool:
+        return self.slicer.tp == 1 and param_slice.region == Region.all_of(self.job.shapes[param_slice.name])
 
     def _match_number(self, plan: SteppedTensorPlan, kind: str, members: Sequence[Parameter]) -> None:
         first = self._number(members[0].atoms[kind])
@@ -183,8 +181,8 @@ class LoadPlanner:
             other = self._number(parameter.atoms[kind])
             if other[0] != first[0]:
                 self.plan.problems.append(
-                    f"'{kind}' of {parameter.name} is {other[0]}, that of {members[0].name} is {first[0]}, but the job"
-                    " steps both in one flat tensor, which has one value"
+                    f"'{kind}' is {other[0]} for {parameter.name} and {first[0]} for {members[0].name}, but the job"
+                    " updates both in one flat tensor, which has one value"
                 )
                 return
         plan.numbers[kind] = first
@@ -199,21 +197,21 @@ class LoadPlanner:
             known = self._numbers[key] = (widen(raw, atom.dtype)[0].item(), fragment.dtype)
         return known
 
-    def _match_held(self, held: LiveTensor) -> None:
-        parameter = self._parameter(held.share.name)
+    def _match_untrained(self, live: LiveTensor) -> None:
+        parameter = self._parameter(live.slice.name)
         if parameter is None:
             return
-        dtype = dtype_of(held.tensor)
+        dtype = dtype_of(live.tensor)
         atom = self._value(parameter, dtype)
         if atom is not None:
             reads: list[AtomRead] = []
-            self._add(reads, parameter, atom, held.share, dtype)
-            self.plan.held.extend((held.tensor, read) for read in reads)
+            self._add(reads, parameter, atom, live.slice, dtype)
+            self.plan.untrained.extend((live.tensor, read) for read in reads)
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _parameter(self, name: str) -> Parameter | None:
-        """The checkpoint's parameter, cut for this rank; None (and said once) where it cannot be."""
+        """The checkpoint's parameter, if this rank's region of it is known; otherwise None, and reported once."""
         parameter = self.find(name)
         if name not in self._regions:
             self._regions[name] = None
@@ -222,22 +220,24 @@ class LoadPlanner:
             else:
                 try:
                     shape = self.job.shapes[name]
-                    self._regions[name] = self.cutter.region(parameter, shape, self.job.attributes.get(name))
+                    self._regions[name] = self.slicer.region(parameter, shape, self.job.parameters.get(name))
                     self.plan.loaded.add(parameter.name)
                 except UcpError as error:
                     self.plan.problems.append(str(error))
         return parameter if self._regions[name] is not None else None
 
     def _value(self, parameter: Parameter, dtype: DType) -> Atom | None:
-        """The atom for a tensor of values: stored in its dtype where there is one, else the most precise."""
+        """The atom for a weight or master tensor: the one with the tensor's dtype, or else the most precise."""
         stored = [parameter.atoms[kind] for kind in (MASTER, WEIGHT) if kind in parameter.atoms]
         if not stored:
             self.plan.problems.append(f"parameter {parameter.name} has neither weight nor master in the checkpoint")
             return None
         return next((atom for atom in stored if atom.dtype == dtype), stored[0])
 
-    def _add(self, reads: list[AtomRead], parameter: Parameter, atom: Atom, share: ParamSlice, dtype: DType) -> None:
-        region = self._regions[share.name]
+    def _add(
+        self, reads: list[AtomRead], parameter: Parameter, atom: Atom, param_slice: ParamSlice, dtype: DType
+    ) -> None:
+        region = self._regions[param_slice.name]
         if region is None:
             return
         atom = self._with_padding(parameter, atom, region)
@@ -249,16 +249,16 @@ class LoadPlanner:
             self.plan.casts[pair] = self.plan.casts.get(pair, 0) + 1
             atom = replace(atom, dtype=dtype)
         try:
-            placed = atom_region(region, share.region, self.job.shapes[share.name], share.name)
+            placed = atom_region(region, param_slice.region, self.job.shapes[param_slice.name], param_slice.name)
         except UcpError as error:
             self.plan.problems.append(str(error))
             return
-        reads.append(AtomRead(atom, placed, share.start))
+        reads.append(AtomRead(atom, placed, param_slice.start))
 
     def _with_padding(self, parameter: Parameter, atom: Atom, region: Region) -> Atom:
-        """The atom with the padding rows of its vocabulary, where the source's files still have them.
+        """The atom including the padding rows of a vocabulary, if the source's files still contain them.
 
-        They take part in the softmax, so training goes on bit for bit only with them.
+        Padding rows take part in the softmax, so only with them does training continue bit for bit.
         """
         padded = parameter.padded_shape
         stored = sum(fragment.region.numel for fragment in atom.fragments) if padded is not None else 0
@@ -270,35 +270,28 @@ class LoadPlanner:
 
 
 def _states(parameter: Parameter) -> list[str]:
-    """The optimizer states that a checkpoint has of a parameter."""
+    """The optimizer states of a parameter in the checkpoint."""
     return [kind for kind in parameter.atoms if kind not in (WEIGHT, MASTER)]
 
 
 def is_number(parameter: Parameter, kind: str) -> bool:
-    """Is this state one number, and not one value an element?"""
+    """Whether a state is a single number instead of one value per element."""
     atom = parameter.atoms[kind]
     return atom.numel == 1 and (kind == STEP or (atom.shape == () and parameter.shape != ()))
 
 
-def _is_lone(value: Any) -> bool:
-    """Is it one number, as an optimizer keeps it? What ranks do not agree on (see `saved_index`) no checkpoint has."""
+def _is_single_number(value: Any) -> bool:
+    """Whether a live state is a single number. Such states may be missing: `saved_index` drops those of partitions."""
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
 
 
 def _state_kinds(state: Mapping[Any, Any]) -> set[str]:
-    """Kinds of the states that an optimizer keeps; what it keeps no value in is none."""
+    """The kinds of the states that have a value."""
     return {kind_of_state(name) for name, value in state.items() if value is not None}
 
 
-def unexpected_names(source: Checkpoint, used: set[str]) -> Iterator[Parameter]:
-    """Parameters and buffers of the checkpoint that no rank of the job has."""
-    for name, parameter in source.parameters.items():
-        if name not in used:
-            yield parameter
-
-
 def match_groups(job: LiveJob, matcher: LoadPlanner, source: Checkpoint, plan: LoadPlan) -> None:
-    """Hyper-parameters for every live group: those of the checkpoint's group that its parameters are in, by name."""
+    """Plan the hyper-parameters of every live group: those of the checkpoint's group with the same parameters."""
     for number, names in enumerate(job.names_by_group()):
         found: dict[int, str] = {}
         for name in names:
@@ -309,7 +302,9 @@ def match_groups(job: LiveJob, matcher: LoadPlanner, source: Checkpoint, plan: L
         if not hypers:
             plan.hyper.append(None)
             if names:
-                plan.left.append(f"hyper-parameters of group {number}: the checkpoint has none for its parameters")
+                plan.not_restored.append(
+                    f"hyper-parameters of group {number}: the checkpoint has none for its parameters"
+                )
             continue
         plan.hyper.append(dict(hypers[0]))
         for (group, name), hyper in zip(found.items(), hypers, strict=True):
@@ -317,8 +312,8 @@ def match_groups(job: LiveJob, matcher: LoadPlanner, source: Checkpoint, plan: L
             if differing:
                 first = next(iter(found))
                 plan.problems.append(
-                    f"group {number} of the job holds {found[first]} and {name}, which are in the checkpoint's groups"
-                    f" {first} and {group}: {', '.join(differing)} differ"
+                    f"group {number} of the job contains {found[first]} and {name}, which are in groups {first} and"
+                    f" {group} of the checkpoint: {', '.join(differing)} differ"
                 )
 
 

@@ -1,4 +1,4 @@
-"""`ucp.save`: a folder of atoms straight from a live job, every rank writing what it holds."""
+"""`ucp.save`: write a folder of atoms straight from a running job, every rank writing the elements it holds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ucp.core.checkpoint import Atom, Checkpoint
+from ucp.core.checkpoint import Checkpoint
 from ucp.core.region import Region
-from ucp.core.rules import RuleBook
-from ucp.core.target import Target
+from ucp.core.target import OutputFile, Target
 from ucp.engine.staging import Staging, staging_folder
 from ucp.engine.worker import WrittenRange
 from ucp.errors import StorageError
@@ -23,10 +22,10 @@ from ucp.formats.sharded.rule_files import load_rule_book
 from ucp.storage.local import write_all
 from ucp.storage.paths import local_path
 from ucp.training.adapters import describe_job
-from ucp.training.collect import LiveFragment, RankState, StateCollector, TensorParallelRules, numbers_of
-from ucp.training.collectives import background_group, gather_to_first, raise_on_all, scatter_from_first
+from ucp.training.collect import LiveFragment, StateCollector, TensorParallelRules, numbers_of
+from ucp.training.collectives import background_group, fail_together, gather_to_first, scatter_from_first
 from ucp.training.live_job import dtype_of
-from ucp.training.saved_index import RankSummary, build_index, collect_training_state
+from ucp.training.saved_index import RankSummary, build_index, collect_training_state, summarize_rank
 from ucp.training.write_assignment import (
     DigestRange,
     RankWrite,
@@ -39,7 +38,7 @@ from ucp.training.write_assignment import (
 
 
 class SaveHandle:
-    """A save that is under way. `wait` on every rank; then the folder is there, whole."""
+    """A save in progress. Call `wait` on every rank; after that the folder is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,11 +47,11 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Has this rank finished? (The folder appears when all have.)"""
+        """Whether this rank has finished. (The folder appears when all ranks have.)"""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the folder is published; raise what went wrong, on every rank."""
+        """Wait until the folder is published; a failure is raised on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -71,7 +70,7 @@ class SaveHandle:
         self._thread.start()
 
 
-_running: list[SaveHandle] = []  # at most one: two at once would mix their messages
+_running: list[SaveHandle] = []  # at most one: the collectives of two saves would mix
 
 
 def save(
@@ -84,10 +83,10 @@ def save(
     rules: str | Path | None = None,
     preset: str | None = None,
 ) -> SaveHandle:
-    """Save a live job as a folder of atoms. Every rank must call it, between two steps, with the same new `path`.
+    """Save a running job as a folder of atoms. Every rank must call it, between two steps, with the same new `path`.
 
     `model` is a DeepSpeed engine, or a torch module (plain, DDP, FSDP2) with its `optimizer`. With `asynchronous`, the
-    state is copied to the CPU first and written by a thread while training goes on; `wait` of the handle ends it.
+    state is copied to the CPU and a thread writes it while training continues; call `wait` of the returned handle.
     """
     for earlier in _running:
         earlier.wait()
@@ -97,7 +96,7 @@ def save(
     handle = SaveHandle(saver.path)
     if asynchronous:
         saver.group = background_group()
-        saver.set_aside()
+        saver.copy_to_cpu()
         handle._start(saver.write)
         _running.append(handle)
     else:
@@ -110,89 +109,77 @@ class RankSaver:
     """One rank's part of a save."""
 
     path: Path
-    pieces: list[LiveFragment] = field(default_factory=list)
-    tasks: list[RankWrite] = field(default_factory=list)
-    sealings: list[DigestRange] = field(default_factory=list)
+    fragments: list[LiveFragment] = field(default_factory=list)
+    writes: list[RankWrite] = field(default_factory=list)
+    digest_ranges: list[DigestRange] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     staging: Staging | None = None  # on rank 0
-    writer: AtomsWriter | None = None
-    target: Target | None = None
-    group: Any = None
-    durable: bool = False  # wait for the disk before the folder appears
+    writer: AtomsWriter | None = None  # on rank 0
+    target: Target | None = None  # on rank 0
+    group: Any = None  # process group of the collectives in `write`
+    durable: bool = False  # sync files to disk before the folder appears
 
     @property
     def folder(self) -> Path:
+        """The staging folder that all ranks write into."""
         return staging_folder(self.path)
 
     def prepare(
         self, model: Any, optimizer: Any, client_state: dict[str, Any], rules: str | Path | None, preset: str | None
     ) -> None:
-        """Look at the job, tell rank 0, get this rank's share of the work. The files exist then, empty. Collective."""
-        holdings, state, job = RankState(), {}, None
-        error: BaseException | None = None
-        book: RuleBook | None = None
-        slices: TensorParallelRules | None = None
-        try:
+        """Collect the job's state, report it to rank 0, receive this rank's writes. Collective.
+
+        Afterwards the files exist, without data.
+        """
+        with fail_together():
             book = load_rule_book(rules, preset)
             job = describe_job(model, optimizer)
-            slices = TensorParallelRules(job, book, client_state)
-        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-            error = caught
-        raise_on_all(error)
-        assert job is not None
-        assert slices is not None
-        slices.agree_on_defaults()
-        try:
-            holdings = StateCollector(job, slices).collect()
-            state = collect_training_state(job, client_state)
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        raise_on_all(error)
-        self.pieces = holdings.pieces
-        told = [(p.name, p.kind, p.dtype.name, p.shape, p.region) for p in holdings.pieces]
-        names = [[job.logical_name(name) for name in group] for group in job.names_by_group()]
-        groups = list(zip(group_hyper_parameters(job.groups), names, strict=True))
-        numbers = numbers_of(holdings.pieces)
-        gathered = gather_to_first(RankSummary(told, list(holdings.notes.values()), groups, job.rank, state, numbers))
-        shares: list[Any] | None = None
-        if gathered is not None:
-            try:
-                source, tensors = build_index(job, gathered, self.path)
-                shares = self._lay_out(source, gathered, tensors)
-            except Exception as caught:  # noqa: BLE001
-                error = caught
-        raise_on_all(error)
-        self.tasks, self.sealings, self.files = scatter_from_first(shares)
+            tp_rules = TensorParallelRules(job, book, client_state)
+        tp_rules.agree_on_defaults()
+        with fail_together():
+            state = StateCollector(job, tp_rules).collect()
+            training_state = collect_training_state(job, client_state)
+        self.fragments = state.fragments
+        summary = summarize_rank(job, state, training_state, numbers_of(state.fragments))
+        ranks = gather_to_first(summary)
+        assignments: list[Any] | None = None
+        with fail_together():
+            if ranks is not None:
+                source, tensors = build_index(job, ranks, self.path)
+                assignments = self._assign(source, ranks, tensors)
+        self.writes, self.digest_ranges, self.files = scatter_from_first(assignments)
 
-    def _lay_out(self, source: Checkpoint, gathered: Sequence[RankSummary], tensors: dict[str, Any]) -> list[Any]:
-        """The files of the target, made empty, and every rank's share of them. On rank 0."""
+    def _assign(self, source: Checkpoint, ranks: Sequence[RankSummary], tensors: dict[str, Any]) -> list[Any]:
+        """Create the target's files, and return every rank's writes, digest ranges and file names. On rank 0."""
         self.writer = AtomsWriter(source, WriteOptions())
         self.target = self.writer.target()
-        offers = write_candidates(gathered)
-        for name, tensor in tensors.items():  # tensors inside the extras: rank 0 has them
+        candidates = write_candidates(ranks)
+        for name, candidate in self.add_extra_tensors(tensors).items():
+            candidates[name, "extra"] = [candidate]
+        assignment = WriteAssignment.for_ranks(len(ranks))
+        for number, file in enumerate(self.target.files):
+            add_file(assignment, number, file, candidates)
+        self.staging = Staging(self.path, self.target, uuid.uuid4().hex, resume=False, restart=True)
+        return assignment.by_rank([file.path for file in self.target.files])
+
+    def add_extra_tensors(self, tensors: dict[str, Any]) -> dict[str, WriteCandidate]:
+        """Make fragments of rank 0 from the tensors inside the extras."""
+        candidates = {}
+        for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
             flat = tensor.detach().cpu().contiguous().view(-1)
-            self.pieces.append(LiveFragment(name, "extra", shape, dtype_of(flat), Region.all_of(shape), flat))
-            offers[name, "extra"] = [WriteCandidate(0, len(self.pieces) - 1, Region.all_of(shape))]
-        shares = WriteAssignment.for_ranks(len(gathered))
-        for number, file in enumerate(self.target.files):
-            for item in file.items:
-                atom: Atom = item.atom
-                held = offers.get((atom.name, atom.kind), [])
-                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, held)
-        self.staging = Staging(self.path, self.target, uuid.uuid4().hex, resume=False, restart=True)
-        paths = [file.path for file in self.target.files]
-        return [(tasks, seals, paths) for tasks, seals in zip(shares.tasks, shares.sealings, strict=True)]
+            self.fragments.append(LiveFragment(name, "extra", shape, dtype_of(flat), Region.all_of(shape), flat))
+            candidates[name] = WriteCandidate(0, len(self.fragments) - 1, Region.all_of(shape))
+        return candidates
 
-    def set_aside(self) -> None:
-        """Copy what this rank will write, so that training may go on."""
-        wanted = {task.piece for task in self.tasks}
-        for number, piece in enumerate(self.pieces):
-            if number in wanted:
-                piece.tensor = piece.tensor.detach().cpu().clone()
+    def copy_to_cpu(self) -> None:
+        """Copy everything that this rank will write, so that training may continue."""
+        for number in {write.fragment for write in self.writes}:
+            fragment = self.fragments[number]
+            fragment.tensor = fragment.tensor.detach().cpu().clone()
 
     def write(self) -> None:
-        """Write this rank's share; rank 0 publishes when all are done. Collective, in `group`."""
+        """Write this rank's elements; rank 0 publishes the folder when all ranks are done. Collective, in `group`."""
         try:
             self._write()
         except BaseException:
@@ -202,30 +189,21 @@ class RankSaver:
 
     def _write(self) -> None:
         written: list[WrittenRange] = []
-        error: BaseException | None = None
-        try:
+        with fail_together(self.group):  # the digests below read what all ranks have written
             written.extend(self._write_literals())
-            for task in self.tasks:
-                piece = self.pieces[task.piece]
-                written.extend(write_elements(self.folder / self.files[task.file], task, piece.region, piece.tensor))
-        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-            error = caught
-        raise_on_all(error, self.group)  # sealing reads what all ranks have written
-        try:
-            written.extend(digest_written_range(self.folder / self.files[s.file], s) for s in self.sealings)
-        except Exception as caught:  # noqa: BLE001
-            error = caught
-        raise_on_all(error, self.group)
-        everything = gather_to_first(written, self.group)
-        if everything is not None:
-            try:
-                self._publish([w for rank in everything for w in rank])
-            except Exception as caught:  # noqa: BLE001
-                error = caught
-        raise_on_all(error, self.group)
+            for write in self.writes:
+                fragment = self.fragments[write.fragment]
+                path = self.folder / self.files[write.file]
+                written.extend(write_elements(path, write, fragment.region, fragment.tensor))
+        with fail_together(self.group):
+            written.extend(digest_written_range(self.folder / self.files[r.file], r) for r in self.digest_ranges)
+        by_rank = gather_to_first(written, self.group)
+        with fail_together(self.group):
+            if by_rank is not None:
+                self._publish([each for ranges in by_rank for each in ranges])
 
     def _write_literals(self) -> list[WrittenRange]:
-        """Headers and JSON, which rank 0 knows."""
+        """Write headers and JSON, which only rank 0 has."""
         if self.target is None:
             return []
         written = []
@@ -252,24 +230,24 @@ class RankSaver:
         self.staging.publish(self.writer.last(self.target, self.staging.digests()), durable=self.durable)
 
 
-def group_hyper_parameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hyper-parameters without parameters; one-element tensors as numbers."""
-    return [{str(key): _as_number(value) for key, value in group.items() if key != "params"} for group in groups]
+Candidates = dict[tuple[str, str], list[WriteCandidate]]  # (name, kind) of an atom → fragments that cover it
 
 
-def _as_number(value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and any(hasattr(item, "item") for item in value):  # betas that are tensors
-        return type(value)(map(_as_number, value))
-    return value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: value.size)() == 1 else value
+def write_candidates(ranks: Sequence[RankSummary]) -> Candidates:
+    """The fragments of all ranks by atom. If ranks have different values in a buffer, those of the first rank count."""
+    candidates: Candidates = {}
+    buffers = {parameter.name for rank in ranks for parameter in rank.parameters if parameter.role == "buffer"}
+    for number, rank in enumerate(ranks):
+        for fragment, (name, kind, _, _, region) in enumerate(rank.fragments):
+            known = candidates.setdefault((name, kind), [])
+            if name not in buffers or all(other.region != region for other in known):
+                known.append(WriteCandidate(number, fragment, region))
+    return candidates
 
 
-def write_candidates(gathered: Sequence[RankSummary]) -> dict[tuple[str, str], list[WriteCandidate]]:
-    """Which ranks hold what of each atom. Ranks may have different values in a buffer: the first rank's count."""
-    offers: dict[tuple[str, str], list[WriteCandidate]] = {}
-    buffers = {note.name for told in gathered for note in told.notes if note.role == "buffer"}
-    for rank, told in enumerate(gathered):
-        for number, (name, kind, _, _, region) in enumerate(told.pieces):
-            held = offers.setdefault((name, kind), [])
-            if name not in buffers or all(other.region != region for other in held):
-                held.append(WriteCandidate(rank, number, region))
-    return offers
+def add_file(assignment: WriteAssignment, number: int, file: OutputFile, candidates: Candidates) -> None:
+    """Assign the writes of all atoms of one file, `number` in the target."""
+    for item in file.items:
+        atom = item.atom
+        known = candidates.get((atom.name, atom.kind), [])
+        assignment.add(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, known)

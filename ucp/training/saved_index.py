@@ -1,6 +1,7 @@
-"""Extras of a live job: what `ucp.save` keeps besides parameters, in the places where loaders look for it.
+"""Build the index of a running job on rank 0, from the summaries of all ranks.
 
-The index of what a live job holds, from what its ranks told rank 0.
+The training state (counters, scheduler, loss scaler, client state, random generators) becomes extras under the file
+names and keys of DeepSpeed and the Hugging Face Trainer, where other loaders look for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
 from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.step_files import model_file_name, optimizer_file_name
-from ucp.training.collect import ParameterInfo
+from ucp.training.collect import ParameterInfo, RankState
 from ucp.training.live_job import LiveJob, dtype_of
 from ucp.training.optimizer_states import updates_counted
 from ucp.training.training_state import (
@@ -32,11 +33,11 @@ from ucp.training.training_state import (
     to_inert,
 )
 
-KeepTensor = Callable[[str, Any], Atom]
+TensorKeeper = Callable[[str, Any], Atom]
 
 
 def collect_training_state(job: LiveJob, client_state: dict[str, Any]) -> dict[str, Any]:
-    """Live values of this rank, to be sent to rank 0: random generators, and once a model-parallel rank the rest."""
+    """This rank's random generators; on the first data-parallel rank also counters, scheduler and client state."""
     state: dict[str, Any] = {"rng": current_rng()}
     if job.rank.dp == 0:
         state["mp"] = job.rank.pp * job.mesh.tp + job.rank.tp
@@ -66,9 +67,9 @@ def _scaler_fields(scaler: Any) -> list[str]:
 
 
 def build_trees(
-    job: LiveJob, states: list[dict[str, Any]], keep: KeepTensor, notes: list[Note]
+    job: LiveJob, states: list[dict[str, Any]], keep: TensorKeeper, notes: list[Note]
 ) -> tuple[dict[str, Any], int | None]:
-    """The trees of the extras from the states of all ranks, and the step where the job counts steps. On rank 0."""
+    """The trees of the extras from the training states of all ranks, and the step if the job counts steps."""
     trees: dict[str, Any] = {}
     step: int | None = None
     for state in states:
@@ -83,8 +84,8 @@ def build_trees(
     return trees, step
 
 
-def _engine_trees(job: LiveJob, state: dict[str, Any], keep: KeepTensor, notes: list[Note]) -> dict[str, Any]:
-    """Trees under the names and keys of DeepSpeed's own files, which other loaders and writers understand."""
+def _engine_trees(job: LiveJob, state: dict[str, Any], keep: TensorKeeper, notes: list[Note]) -> dict[str, Any]:
+    """Trees under the names and keys of DeepSpeed's own files."""
     import deepspeed
 
     model = model_file_name(state["mp"])
@@ -109,16 +110,16 @@ def _engine_trees(job: LiveJob, state: dict[str, Any], keep: KeepTensor, notes: 
     return trees
 
 
-def _scheduler(state: Any, where: str, keep: KeepTensor, notes: list[Note]) -> Any:
+def _scheduler(state: Any, where: str, keep: TensorKeeper, notes: list[Note]) -> Any:
     try:
         return to_inert(state, f"{where}/lr_scheduler", keep)
     except UsageError as error:
-        notes.append(Note("scheduler-lost", f"the LR scheduler's state was not saved: {error.what}"))
+        notes.append(Note("scheduler-lost", f"the state of the LR scheduler was not saved: {error.what}"))
         return None
 
 
 def _plain(value: Any) -> Any:
-    """A configuration without what is not plain data (a user may put objects into it)."""
+    """A configuration as plain data; objects in it become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -128,25 +129,46 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class RankSummary:
-    """What one rank tells rank 0: its pieces (name, kind, dtype, shape, region), parameters, groups, place, state."""
+    """What one rank sends to rank 0."""
 
-    pieces: list[tuple[str, str, str, Shape, Region]]
-    notes: list[ParameterInfo]
+    fragments: list[tuple[str, str, str, Shape, Region]]  # name, kind, dtype, shape, region
+    parameters: list[ParameterInfo]
     groups: list[tuple[dict[str, Any], list[str]]]  # hyper-parameters, names
     rank: Rank
-    state: dict[str, Any]
+    state: dict[str, Any]  # see `collect_training_state`
     numbers: dict[tuple[str, str], Any] = field(default_factory=dict)  # (name, kind) → a number other than the step
 
 
-def build_index(
-    job: LiveJob, gathered: Sequence[RankSummary], path: Path, parameters: dict[str, Parameter] | None = None
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """The checkpoint that is to be written (its atoms have no fragments yet), and the tensors inside its extras.
+def summarize_rank(
+    job: LiveJob, held: RankState, training_state: dict[str, Any], numbers: dict[tuple[str, str], Any] | None = None
+) -> RankSummary:
+    """The summary of this rank's state."""
+    fragments = [(f.name, f.kind, f.dtype.name, f.shape, f.region) for f in held.fragments]
+    names = [[job.logical_name(name) for name in group] for group in job.names_by_group()]
+    groups = list(zip(group_hyper_parameters(job.groups), names, strict=True))
+    return RankSummary(fragments, list(held.parameters.values()), groups, job.rank, training_state, numbers or {})
 
-    `parameters` are those of an earlier index, where the ranks say of them what they said then.
+
+def group_hyper_parameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hyper-parameters of param groups, without `params`; one-element tensors as numbers."""
+    return [{str(key): _as_number(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and any(hasattr(item, "item") for item in value):  # betas that are tensors
+        return type(value)(map(_as_number, value))
+    return value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: value.size)() == 1 else value
+
+
+def build_index(
+    job: LiveJob, summaries: Sequence[RankSummary], path: Path, parameters: dict[str, Parameter] | None = None
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """The checkpoint to write (its atoms have no fragments yet), and the tensors inside its extras.
+
+    `parameters` are those of an earlier index, if nothing about them has changed.
     """
-    order = sorted(range(len(gathered)), key=lambda rank: (gathered[rank].rank, rank))
-    ranks = [gathered[rank] for rank in order]
+    order = sorted(range(len(summaries)), key=lambda rank: (summaries[rank].rank, rank))
+    ranks = [summaries[rank] for rank in order]
     notes: list[Note] = []
     if parameters is None:
         parameters = _parameters(ranks)
@@ -159,7 +181,7 @@ def build_index(
         tensors[name] = tensor
         return Atom(name, "extra", tuple(tensor.shape), dtype_of(tensor), ())
 
-    trees, step = build_trees(job, [each.state for each in gathered], keep, notes)
+    trees, step = build_trees(job, [summary.state for summary in summaries], keep, notes)
     return (
         Checkpoint(
             "deepspeed" if job.is_deepspeed else "torch",
@@ -178,36 +200,36 @@ def build_index(
 
 
 def _parameters(ranks: Sequence[RankSummary]) -> dict[str, Parameter]:
-    """Every parameter in the order of the stages, with all that the ranks say about it."""
+    """Every parameter, in the order of the pipeline stages."""
     parameters: dict[str, Parameter] = {}
-    for told in ranks:
-        for note in told.notes:
-            known = parameters.get(note.name)
+    for rank in ranks:
+        for info in rank.parameters:
+            known = parameters.get(info.name)
             if known is None:
-                parameters[note.name] = Parameter(
-                    note.name,
-                    note.shape,
-                    note.role,
-                    rule=note.rule,
-                    rule_origin=note.rule_origin,
-                    padded_shape=note.padded_shape,
-                    group=note.group,
-                    aliases=note.aliases,
-                    stages=(note.stage,),
-                    expert=expert_number(note.name) if note.expert else None,
+                parameters[info.name] = Parameter(
+                    info.name,
+                    info.shape,
+                    info.role,
+                    rule=info.rule,
+                    rule_origin=info.rule_origin,
+                    padded_shape=info.padded_shape,
+                    group=info.group,
+                    aliases=info.aliases,
+                    stages=(info.stage,),
+                    expert=expert_number(info.name) if info.expert else None,
                 )
-            elif known.shape != note.shape:
+            elif known.shape != info.shape:
                 raise InconsistentError(
-                    f"parameter {note.name} has shape {list(known.shape)} on one rank and {list(note.shape)} on another"
+                    f"parameter {info.name} has shape {list(known.shape)} on one rank and {list(info.shape)} on another"
                 )
-            elif note.stage not in known.stages:
-                known.stages = (*known.stages, note.stage)
+            elif info.stage not in known.stages:
+                known.stages = (*known.stages, info.stage)
     return parameters
 
 
 def _atoms(ranks: Sequence[RankSummary], parameters: dict[str, Parameter]) -> None:
-    for told in ranks:
-        for name, kind, dtype, shape, _ in told.pieces:
+    for rank in ranks:
+        for name, kind, dtype, shape, _ in rank.fragments:
             parameter = parameters[name]
             known = parameter.atoms.get(kind)
             if known is None:
@@ -223,27 +245,27 @@ def _atoms(ranks: Sequence[RankSummary], parameters: dict[str, Parameter]) -> No
 
 
 def _drop_rank_local_numbers(ranks: Sequence[RankSummary], parameters: dict[str, Parameter]) -> Iterator[Note]:
-    """Leave numbers out that ranks do not agree on: they are of a rank's share of a flat buffer, not of a parameter."""
-    found: dict[tuple[str, str], Any] = {}
-    apart: dict[str, str] = {}
-    for told in ranks:
-        for (name, kind), number in told.numbers.items():
-            if found.setdefault((name, kind), number) != number:
-                apart.setdefault(kind, name)
+    """Remove numbers that differ between ranks: they describe a rank's partition of a flat buffer, not a parameter."""
+    values: dict[tuple[str, str], Any] = {}
+    different: dict[str, str] = {}
+    for rank in ranks:
+        for (name, kind), number in rank.numbers.items():
+            if values.setdefault((name, kind), number) != number:
+                different.setdefault(kind, name)
                 parameters[name].atoms.pop(kind, None)
-    for kind, name in apart.items():
+    for kind, name in different.items():
         yield Note(
             "state-unplaced",
-            f"optimizer state '{kind}' belongs to no element of a parameter (ranks have numbers of their own, as for"
-            f" {name}); not saved",
+            f"optimizer state '{kind}' is a number that differs between ranks (for example of {name}), so it does not"
+            " belong to a parameter; not saved",
         )
 
 
 def _groups(ranks: Sequence[RankSummary]) -> list[ParamGroup]:
-    """Groups over all stages: those of different stages belong together by position."""
+    """Param groups over all pipeline stages; groups of different stages are matched by position."""
     groups: list[ParamGroup] = []
-    for told in ranks:
-        for number, (hyper, names) in enumerate(told.groups):
+    for rank in ranks:
+        for number, (hyper, names) in enumerate(rank.groups):
             if number == len(groups):
                 groups.append(ParamGroup(to_inert(hyper, f"group {number}", _no_tensor), []))
             known = set(groups[number].names)
@@ -266,7 +288,7 @@ def _model_dtype(parameters: dict[str, Parameter]) -> DType:
 
 
 def steps_counted(job: LiveJob) -> int | None:
-    """Steps that the optimizer counts itself, where it does."""
+    """The number of steps that the optimizer has counted, or None if it does not count."""
     states = job.optimizer.state.values() if job.optimizer is not None else ()
     counted = map(updates_counted, states)
     return max((count for count in counted if count is not None), default=None)

@@ -1,7 +1,4 @@
-"""DTensors: which box of the whole this rank's local tensor is.
-
-Plain torch modules with their optimizer: alone, under DDP, or sharded as DTensors (FSDP2, tensor parallelism).
-"""
+"""Adapter for torch modules with their optimizer: plain, DDP, or sharded as DTensors (FSDP2, tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -12,42 +9,45 @@ from ucp.core.box import Box, Shape
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.errors import UsageError
+from ucp.formats.dcp.optimizer_keys import strip_wrappers
 from ucp.training.collectives import rank_and_size
-from ucp.training.live_job import LiveJob, LiveTensor, ParamSlice, SteppedTensor, strip_wrappers
+from ucp.training.live_job import LiveJob, LiveTensor, ParamSlice, SteppedTensor
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Is this a torch DTensor?"""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "_local_tensor")
 
 
 def local_box(tensor: Any, name: str) -> Box:
-    """The box of the whole that this rank holds; without elements where none is left for it."""
+    """The box of the full tensor that this rank holds; empty if the rank holds no elements."""
     mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    if place is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         raise UsageError(f"parameter {name}: this rank is not part of the device mesh of its DTensor")
-    box = box_of(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), tuple(place), name)
+    box = box_of(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), tuple(coordinate), name)
     found = tuple(tensor._local_tensor.shape)
     if found != box.shape and 0 not in (*found, *box.shape):
+        placements = _format_placements(tensor.placements)
         raise UsageError(
-            f"parameter {name}: its DTensor {_format_placements(tensor.placements)} over a mesh of {list(mesh.shape)} holds a local"  # noqa: E501
-            f" tensor of shape {list(found)} where {list(box.shape)} was expected",
+            f"parameter {name}: the local tensor of its DTensor {placements} on a mesh of {list(mesh.shape)} has an"
+            f" unexpected shape (expected {list(box.shape)}, found {list(found)})",
         )
     return box
 
 
-def box_of(shape: Shape, placements: Sequence[Any], mesh: Sequence[int], place: Sequence[int], name: str = "?") -> Box:
-    """The box at `place` of a mesh of sizes `mesh`, for placements one a mesh dimension.
+def box_of(
+    shape: Shape, placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int], name: str = "?"
+) -> Box:
+    """The box at `coordinate` of a mesh with sizes `mesh`, given one placement per mesh dimension.
 
-    torch cuts as `torch.chunk` does (chunks of `ceil(size / ranks)`, the last ones shorter or empty), mesh dimension by
-    mesh dimension. A strided shard is one that was cut after the later ones, as FSDP does over tensor parallelism.
+    torch splits like `torch.chunk` (chunks of `ceil(size / ranks)`, the last ones shorter or empty), one mesh dimension
+    after the other. A `_StridedShard` is split after the mesh dimensions to its right: FSDP over tensor parallelism.
     """
     start, size = [0] * len(shape), list(shape)
-    plain = [i for i, placement in enumerate(placements) if _placement_kind(placement) == "Shard"]
-    strided = [i for i, placement in enumerate(placements) if _placement_kind(placement) == "_StridedShard"]
+    plain = [i for i, placement in enumerate(placements) if _kind(placement) == "Shard"]
+    strided = [i for i, placement in enumerate(placements) if _kind(placement) == "_StridedShard"]
     for i, placement in enumerate(placements):
-        if i not in plain and i not in strided and _placement_kind(placement) != "Replicate":
+        if i not in plain and i not in strided and _kind(placement) != "Replicate":
             raise UsageError(
                 f"parameter {name}: DTensor placement {placement} is not supported",
                 hint="load into parameters that are sharded or replicated",
@@ -56,7 +56,7 @@ def box_of(shape: Shape, placements: Sequence[Any], mesh: Sequence[int], place: 
     for i in (*plain, *reversed(strided)):
         dim = placements[i].dim % len(shape)
         chunk = -(-size[dim] // mesh[i])
-        first = min(place[i] * chunk, size[dim])
+        first = min(coordinate[i] * chunk, size[dim])
         start[dim] += first
         size[dim] = min(chunk, size[dim] - first)
     return Box(tuple(start), tuple(size))
@@ -65,7 +65,7 @@ def box_of(shape: Shape, placements: Sequence[Any], mesh: Sequence[int], place: 
 def _check_strided(
     placements: Sequence[Any], mesh: Sequence[int], plain: Sequence[int], strided: Sequence[int], name: str
 ) -> None:
-    """A strided shard must be cut after exactly those cuts of its dimension that stand to its right."""
+    """Refuse a `_StridedShard` whose split factor is not the product of the splits of its dim to its right."""
     for i in strided:
         later = 1
         for j in (*plain, *strided):
@@ -73,14 +73,14 @@ def _check_strided(
                 later *= mesh[j]
         if placements[i].split_factor != later:
             raise UsageError(
-                f"parameter {name}: DTensor placements {_format_placements(placements)} over a mesh of {list(mesh)} are cut in an"  # noqa: E501
-                " order that is not supported"
+                f"parameter {name}: DTensor placements {_format_placements(placements)} on a mesh of"
+                f" {list(mesh)} have a split order that is not supported"
             )
         if any(j < i and placements[j].dim == placements[i].dim for j in plain):
             raise UsageError(f"parameter {name}: DTensor placements {_format_placements(placements)} are not supported")
 
 
-def _placement_kind(placement: Any) -> str:
+def _kind(placement: Any) -> str:
     return type(placement).__name__
 
 
@@ -89,7 +89,7 @@ def _format_placements(placements: Sequence[Any]) -> str:
 
 
 def describe_module(model: Any, optimizer: Any) -> LiveJob:
-    """The job of a torch module and its optimizer (or None)."""
+    """Describe a torch module and its optimizer (or None) as a `LiveJob`."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrapper = "torch module"
@@ -111,7 +111,7 @@ def describe_module(model: Any, optimizer: Any) -> LiveJob:
         Rank(dp=rank),
         shapes=shapes_of(module),
         aliases=aliases_of(module),
-        attributes=dict(named_parameters(module)),
+        parameters=dict(named_parameters(module)),
         optimizer=optimizer,
     )
     if optimizer is not None:
@@ -119,9 +119,9 @@ def describe_module(model: Any, optimizer: Any) -> LiveJob:
             for p in group["params"]:
                 if id(p) not in names:
                     raise UsageError(
-                        f"group {number} of the optimizer has a parameter of shape {list(p.shape)} that the module"
-                        " lacks",
-                        hint="give the optimizer of this module, made after it was wrapped or sharded",
+                        f"param group {number} of the optimizer has a parameter of shape {list(p.shape)} that is not in"
+                        " the module",
+                        hint="pass the optimizer of this module, created after the module was wrapped or sharded",
                     )
                 name = names[id(p)]
                 job.stepped.append(SteppedTensor(p, slice_of(name, p), [name], number))
@@ -130,7 +130,7 @@ def describe_module(model: Any, optimizer: Any) -> LiveJob:
 
 
 def slice_of(name: str, tensor: Any) -> list[ParamSlice]:
-    """What of a parameter a whole tensor or DTensor holds: one share, or none."""
+    """The slice of a parameter in a whole tensor or DTensor: a list of one, or empty if there are no elements."""
     if not is_dtensor(tensor):
         return [ParamSlice(name, Region.all_of(tuple(tensor.shape)))]
     box = local_box(tensor, name)
@@ -138,33 +138,32 @@ def slice_of(name: str, tensor: Any) -> list[ParamSlice]:
 
 
 def add_untrained(job: LiveJob, module: Any) -> None:
-    """Add what the optimizer does not step: frozen parameters and persistent buffers."""
+    """Add what the optimizer does not update: frozen parameters and persistent buffers."""
     trained = {name for stepped in job.stepped for name in stepped.names}
     for name, p in named_parameters(module):
         if name not in trained:
-            job.frozen.extend(LiveTensor(share, p) for share in slice_of(name, p))
+            job.frozen.extend(LiveTensor(param_slice, p) for param_slice in slice_of(name, p))
     add_buffers(job, module)
 
 
 def add_buffers(job: LiveJob, module: Any) -> None:
-    """Add persistent buffers."""
     for name, buffer in persistent_buffers(module):
-        job.buffers.extend(LiveTensor(share, buffer) for share in slice_of(name, buffer))
+        job.buffers.extend(LiveTensor(param_slice, buffer) for param_slice in slice_of(name, buffer))
 
 
 def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters under their first name, without what wrappers add to it."""
+    """Parameters under their first name, without the prefixes of module wrappers."""
     for name, p in module.named_parameters():
         yield strip_wrappers(name), p
 
 
 def names_of(module: Any) -> dict[int, str]:
-    """id of a parameter → its name."""
+    """`id(parameter)` → its name."""
     return {id(p): name for name, p in named_parameters(module)}
 
 
 def aliases_of(module: Any) -> dict[str, tuple[str, ...]]:
-    """Name → further names of the same tensor, where a module ties weights."""
+    """Name → further names of the same tensor, for tied weights."""
     first = names_of(module)
     others: dict[str, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -174,7 +173,7 @@ def aliases_of(module: Any) -> dict[str, tuple[str, ...]]:
 
 
 def persistent_buffers(module: Any) -> Iterator[tuple[str, Any]]:
-    """Buffers that a state dict would hold."""
+    """Buffers that a state dict would contain."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
@@ -185,7 +184,7 @@ def persistent_buffers(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def shapes_of(module: Any) -> dict[str, Shape]:
-    """Name → shape of every parameter and persistent buffer; of the whole where ZeRO-3 has cut it."""
+    """Name → shape of every parameter and persistent buffer; for ZeRO-3, of the unpartitioned parameter."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named_parameters(module)}
     shapes.update({name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)})
     return shapes

@@ -1,11 +1,8 @@
-"""Values between a live job and extras: plain data only. Nothing is ever unpickled, imported or called.
+"""Everything in a checkpoint besides parameters: counters, LR scheduler, loss scaler, random generators, client state.
 
-Numbers, text, lists, dictionaries, tensors and numpy arrays come back as they were; an object of any other class stays
-behind, and is named.
-
-What a checkpoint says about the job besides its parameters: counters, scheduler, loss scaler, random generators.
-
-Found in the extras by meaning, whichever framework put it there, and put back into a live job.
+It is found in the extras whichever framework wrote it, and restored in a running job. Only plain data is restored:
+numbers, text, lists, dictionaries, tensors and numpy arrays. Nothing is unpickled, imported or called; objects of other
+classes are reported as not restored.
 """
 
 from __future__ import annotations
@@ -37,27 +34,243 @@ from ucp.formats.translate.torch_extras import DEEPSPEED_RESERVED_KEYS, complete
 from ucp.read.arrays import read_tensor
 from ucp.training.live_job import LiveJob
 
+COUNTERS: Final = ("global_steps", "skipped_steps", "global_samples")
+STATE_TREE: Final = "training_state"  # the tree in which `ucp.save` keeps the client state of a torch module
+RNG_TREE: Final = "rng_state_{}.pth"  # as the Hugging Face Trainer names it, one per rank
+_RNG_NAME: Final = re.compile(r"rng_state_(\d+)\.pth|rng_state\.pth")
+
+# Fields of DeepSpeed's loss scalers. Without ZeRO, `min_scale` is called `min_loss_scale`.
+SCALER_FIELDS: Final = (
+    *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale", "delayed_shift"),
+    *("cur_hysteresis", "consecutive_hysteresis", "raise_error_at_min_scale", "dynamic_loss_scale"),
+)
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """The state found in a checkpoint, as live values; None or empty if there is none."""
+
+    counters: dict[str, int] = field(default_factory=dict)
+    scheduler: dict[str, Any] | None = None
+    scaler: dict[str, Any] = field(default_factory=dict)
+    client_state: dict[str, Any] = field(default_factory=dict)
+    rng: dict[str, Any] | None = None  # of this rank, if the parallel layout is the same
+    not_restored: list[str] = field(default_factory=list)  # values that could not be restored, and why
+
+
+def find_training_state(source: Checkpoint, job: LiveJob, rank: int, world: int) -> TrainingState:
+    """Find the training state for one rank of a job in the extras of a checkpoint."""
+    found = TrainingState()
+    trees = {PurePosixPath(file).name: tree for file, tree in source.extras.trees.items()}
+    names = classify_files(list(trees))
+    mp_rank = job.rank.pp * job.mesh.tp + job.rank.tp
+    same_model = (source.mesh.tp, source.mesh.pp) == (job.mesh.tp, job.mesh.pp)
+    models = {mp: trees[name] for mp, name in names.model.items()}
+    for (_, mp), name in sorted(names.sharded_model.items()):
+        models.setdefault(mp, trees[name])
+    model = models.get(mp_rank if same_model else 0) or next(iter(models.values()), None)
+    optims = [trees[name] for _, name in sorted(names.optim.items())]
+    if isinstance(model, dict):
+        _read_model(found, source, model)
+        _read_scaler(found, model, optims)
+    elif isinstance(trees.get(STATE_TREE), dict):
+        tree = trees[STATE_TREE]
+        if isinstance(tree.get("client_state"), dict):
+            found.client_state = _live_tree(found, source, tree["client_state"], "client_state")
+    else:
+        rest = {name: tree for name, tree in trees.items() if not _RNG_NAME.fullmatch(name)}
+        found.client_state = _live_tree(found, source, rest, "extras")
+        _read_schedule(found, source)
+    _read_rng(found, source, trees, rank, world, job)
+    return found
+
+
+def _read_model(found: TrainingState, source: Checkpoint, model: Mapping[str, Any]) -> None:
+    for key in COUNTERS:
+        if type(model.get(key)) is int:
+            found.counters[key] = model[key]
+    if isinstance(model.get("lr_scheduler"), dict):
+        found.scheduler = _live_tree(found, source, model["lr_scheduler"], "lr_scheduler")
+    client = {key: value for key, value in model.items() if key not in DEEPSPEED_RESERVED_KEYS}
+    found.client_state = _live_tree(found, source, client, "client_state")
+
+
+def _read_schedule(found: TrainingState, source: Checkpoint) -> None:
+    """Find the LR scheduler in the state of a torch job, which may be saved under any key."""
+    schedule = find_scheduler_state(found.client_state)
+    if schedule is not None:
+        found.scheduler = complete_scheduler_state(schedule[1], [group.hyper.get("lr") for group in source.groups])
+
+
+def _live_tree(found: TrainingState, source: Checkpoint, tree: Any, path: str) -> dict[str, Any]:
+    live = to_live(tree, source.root, path, found.not_restored)
+    return live if live is not NOT_RESTORED and isinstance(live, dict) else {}
+
+
+def _read_scaler(found: TrainingState, model: Mapping[str, Any], optims: list[Any]) -> None:
+    """Read the loss scaler's fields: an object in ZeRO's files, plain entries of the optimizer without ZeRO."""
+    for optim in optims[:1]:
+        inner = optim.get("optimizer_state_dict") if isinstance(optim, dict) else None
+        scaler = inner.get("loss_scaler") if isinstance(inner, dict) else None
+        if isinstance(scaler, Inert):
+            found.scaler = _numbers({name: scaler.get(name) for name in SCALER_FIELDS})
+            found.scaler["dynamic_loss_scale"] = bool(scaler.get("dynamic"))
+            return
+    fields = model.get("optimizer")
+    if isinstance(fields, dict):
+        found.scaler = _numbers(
+            {**{n: fields.get(n) for n in SCALER_FIELDS}, "min_scale": fields.get("min_loss_scale")}
+        )
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if isinstance(value, (bool, int, float))}
+
+
+def _read_rng(
+    found: TrainingState, source: Checkpoint, trees: Mapping[str, Any], rank: int, world: int, job: LiveJob
+) -> None:
+    numbered = {int(m[1] or 0): tree for name, tree in trees.items() if (m := _RNG_NAME.fullmatch(name))}
+    if not numbered:
+        return
+    old, new = (source.mesh.tp, source.mesh.pp, source.mesh.dp), (job.mesh.tp, job.mesh.pp, job.mesh.dp)
+    if len(numbered) != world or old != new:
+        found.not_restored.append(
+            f"random generators: saved for {len(numbered)} ranks ({source.mesh}), this job has {world} ({job.mesh})"
+        )
+        return
+    found.rng = _live_tree(found, source, numbered[rank], "random generators")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def apply_training_state(state: TrainingState, source: Checkpoint, job: LiveJob) -> list[str]:
+    """Restore the state in the job; returns what was not restored, and why."""
+    not_restored = list(state.not_restored)
+    if job.engine is not None:
+        _apply_engine(state, source, job, not_restored)
+    if state.rng:
+        _apply_rng(state.rng, not_restored)
+    return not_restored
+
+
+def _apply_engine(state: TrainingState, source: Checkpoint, job: LiveJob, not_restored: list[str]) -> None:
+    engine = job.engine
+    counters = dict(state.counters)
+    if "global_steps" not in counters and source.step is not None:
+        counters["global_steps"] = source.step
+    for name in COUNTERS:
+        if name in counters:
+            setattr(engine, name, counters[name])
+        elif name == "global_samples" and "global_steps" in counters:
+            engine.global_samples = counters["global_steps"] * engine.train_batch_size()
+        else:
+            not_restored.append(f"{name}: not in the checkpoint")
+    if engine.lr_scheduler is not None:
+        _apply_scheduler(engine.lr_scheduler, state.scheduler, not_restored)
+    _apply_scaler(engine.optimizer, state.scaler, not_restored)
+
+
+def _apply_scheduler(scheduler: Any, state: dict[str, Any] | None, not_restored: list[str]) -> None:
+    if not state:
+        not_restored.append("LR scheduler: not in the checkpoint")
+        return
+    try:
+        scheduler.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        not_restored.append(f"LR scheduler: {type(scheduler).__name__} does not accept the stored state: {error!r}")
+
+
+def _apply_scaler(optimizer: Any, fields: Mapping[str, Any], not_restored: list[str]) -> None:
+    scaler = live_scaler(optimizer)
+    if scaler is None:
+        return
+    dynamic = scaler_is_dynamic(scaler)
+    if not fields:
+        if dynamic:
+            not_restored.append("loss scaler: not in the checkpoint")
+        return
+    if bool(fields.get("dynamic_loss_scale", dynamic)) != dynamic:
+        kinds = ("static", "dynamic")
+        not_restored.append(f"loss scaler: {kinds[not dynamic]} in the checkpoint, but {kinds[dynamic]} in the job")
+        return
+    for name, value in fields.items():
+        name = "min_loss_scale" if name == "min_scale" and hasattr(scaler, "min_loss_scale") else name
+        if hasattr(scaler, name) and name != "dynamic_loss_scale":
+            setattr(scaler, name, value)
+
+
+def live_scaler(optimizer: Any) -> Any:
+    """The object with the loss scale of a DeepSpeed optimizer; None if it does not scale the loss."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is not None and hasattr(scaler, "cur_scale"):
+        return scaler
+    return getattr(optimizer, "loss_scale_config", None)
+
+
+def scaler_is_dynamic(scaler: Any) -> bool:
+    return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
+
+
+def current_rng() -> dict[str, Any]:
+    """The states of this process's random generators, in the layout of the Hugging Face Trainer."""
+    import numpy as np
+    import torch
+
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(kind), keys, int(position), int(has_gauss), float(gauss)),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _apply_rng(rng: Mapping[str, Any], not_restored: list[str]) -> None:
+    import numpy as np
+    import torch
+
+    try:
+        if isinstance(rng.get("python"), tuple):
+            random.setstate(rng["python"])
+        if isinstance(rng.get("numpy"), tuple):
+            np.random.set_state(rng["numpy"])
+        if isinstance(rng.get("cpu"), torch.Tensor):
+            torch.set_rng_state(rng["cpu"])
+        if isinstance(rng.get("cuda"), torch.Tensor) and torch.cuda.is_available():
+            torch.cuda.set_rng_state(rng["cuda"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        not_restored.append(f"random generators: {error}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inert and live values
+
 _ATOMIC: Final = (bool, int, float, complex, str, bytes)
 
 
 class NotRestored:
-    """Stands for what could not be brought back."""
+    """Placeholder for a value that cannot be restored."""
 
 
 NOT_RESTORED: Final = NotRestored()
 
 
-def to_live(value: Any, root: Path, path: str, left: list[str]) -> Any:
-    """A live value from an inert one. What is not plain data is `GONE`; `left` says where it was and what.
+def to_live(value: Any, root: Path, path: str, not_restored: list[str]) -> Any:
+    """Convert an inert value to a live one.
 
-    A dictionary loses the entries that are gone; a list or tuple with one is gone itself.
+    Whatever is not plain data becomes `NOT_RESTORED` and is described in the list `not_restored`. A dictionary loses
+    such entries; a list or tuple that contains one becomes `NOT_RESTORED` itself.
     """
     if value is None or isinstance(value, _ATOMIC):
         return value
     if isinstance(value, Atom):
         return read_tensor(root, value)
     if isinstance(value, dict):
-        entries = ((key, to_live(item, root, f"{path}.{key}", left)) for key, item in value.items())
+        entries = ((key, to_live(item, root, f"{path}.{key}", not_restored)) for key, item in value.items())
         kept = [(key, item) for key, item in entries if item is not NOT_RESTORED]
         ordered = isinstance(value, InertOrderedDict) and not isinstance(value, InertDefaultDict)
         return OrderedDict(kept) if ordered else dict(kept)
@@ -66,7 +279,7 @@ def to_live(value: Any, root: Path, path: str, left: list[str]) -> Any:
 
         return torch.Size(value)
     if isinstance(value, (list, tuple)):
-        items = [to_live(item, root, f"{path}[{i}]", left) for i, item in enumerate(value)]
+        items = [to_live(item, root, f"{path}[{i}]", not_restored) for i, item in enumerate(value)]
         if any(item is NOT_RESTORED for item in items):
             return NOT_RESTORED
         return items if isinstance(value, list) else tuple(items)
@@ -82,9 +295,9 @@ def to_live(value: Any, root: Path, path: str, left: list[str]) -> Any:
         if isinstance(value, NumpyScalar):
             return value.to_python()
     except UcpError as error:
-        left.append(f"{path}: {error.what}")
+        not_restored.append(f"{path}: {error.what}")
         return NOT_RESTORED
-    left.append(f"{path}: {_describe_value(value)} is not plain data")
+    not_restored.append(f"{path}: {_describe_value(value)} is not plain data")
     return NOT_RESTORED
 
 
@@ -95,7 +308,7 @@ def _describe_value(value: Any) -> str:
 
 
 def to_inert(value: Any, path: str, keep_tensor: Callable[[str, Any], Atom]) -> Any:
-    """An inert value from a live one; `keep_tensor` gives the atom that stands for a tensor. Refuses other classes."""
+    """Convert a live value to an inert one. `keep_tensor` returns the atom for a tensor; other classes are refused."""
     import argparse
 
     import numpy as np
@@ -128,220 +341,5 @@ def to_inert(value: Any, path: str, keep_tensor: Callable[[str, Any], Atom]) -> 
         return bare_object("argparse", "Namespace", to_inert(vars(value), path, keep_tensor))
     raise UsageError(
         f"client_state: {path} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data",
-        hint="give numbers, text, lists, dictionaries, tensors and numpy arrays",
+        hint="use numbers, text, lists, dictionaries, tensors and numpy arrays",
     )
-
-
-COUNTERS: Final = ("global_steps", "skipped_steps", "global_samples")
-STATE_TREE: Final = "training_state"  # where `ucp.save` keeps what a plain module's user gave
-RNG_TREE: Final = "rng_state_{}.pth"  # the Hugging Face Trainer's name, one a rank
-_RNG_NAME: Final = re.compile(r"rng_state_(\d+)\.pth|rng_state\.pth")
-
-# Fields of DeepSpeed's loss scalers. ZeRO off calls one of them otherwise.
-SCALER_FIELDS: Final = (
-    *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale", "delayed_shift"),
-    *("cur_hysteresis", "consecutive_hysteresis", "raise_error_at_min_scale", "dynamic_loss_scale"),
-)
-
-
-@dataclass(slots=True)
-class TrainingState:
-    """What was found, as live values. None or empty where the checkpoint has none."""
-
-    counters: dict[str, int] = field(default_factory=dict)
-    scheduler: dict[str, Any] | None = None
-    scaler: dict[str, Any] = field(default_factory=dict)
-    client_state: dict[str, Any] = field(default_factory=dict)
-    rng: dict[str, Any] | None = None  # of this rank, where the world is the same
-    left: list[str] = field(default_factory=list)  # what could not be brought back, and why
-
-
-def find_training_state(source: Checkpoint, job: LiveJob, rank: int, world: int) -> TrainingState:
-    """The training state for one rank of a job."""
-    found = TrainingState()
-    trees = {PurePosixPath(file).name: tree for file, tree in source.extras.trees.items()}
-    names = classify_files(list(trees))
-    mine = job.rank.pp * job.mesh.tp + job.rank.tp
-    same_model = (source.mesh.tp, source.mesh.pp) == (job.mesh.tp, job.mesh.pp)
-    models = {mp: trees[name] for mp, name in names.model.items()}
-    for (_, mp), name in sorted(names.sharded_model.items()):
-        models.setdefault(mp, trees[name])
-    model = models.get(mine if same_model else 0) or next(iter(models.values()), None)
-    optims = [trees[name] for _, name in sorted(names.optim.items())]
-    if isinstance(model, dict):
-        _read_model(found, source, model)
-        _read_scaler(found, model, optims)
-    elif isinstance(trees.get(STATE_TREE), dict):
-        _read_own(found, source, trees[STATE_TREE])
-    else:
-        rest = {name: tree for name, tree in trees.items() if not _RNG_NAME.fullmatch(name)}
-        found.client_state = _live_tree(found, source, rest, "extras")
-        _read_schedule(found, source)
-    _read_rng(found, source, trees, rank, world, job)
-    return found
-
-
-def _read_model(found: TrainingState, source: Checkpoint, model: Mapping[str, Any]) -> None:
-    for key in COUNTERS:
-        if type(model.get(key)) is int:
-            found.counters[key] = model[key]
-    if isinstance(model.get("lr_scheduler"), dict):
-        found.scheduler = _live_tree(found, source, model["lr_scheduler"], "lr_scheduler")
-    theirs = {key: value for key, value in model.items() if key not in DEEPSPEED_RESERVED_KEYS}
-    found.client_state = _live_tree(found, source, theirs, "client_state")
-
-
-def _read_schedule(found: TrainingState, source: Checkpoint) -> None:
-    """The scheduler among what a torch job saved under keys of its own choice."""
-    schedule = find_scheduler_state(found.client_state)
-    if schedule is not None:
-        found.scheduler = complete_scheduler_state(schedule[1], [group.hyper.get("lr") for group in source.groups])
-
-
-def _read_own(found: TrainingState, source: Checkpoint, tree: Mapping[str, Any]) -> None:
-    if isinstance(tree.get("client_state"), dict):
-        found.client_state = _live_tree(found, source, tree["client_state"], "client_state")
-
-
-def _live_tree(found: TrainingState, source: Checkpoint, tree: Any, path: str) -> dict[str, Any]:
-    live = to_live(tree, source.root, path, found.left)
-    return live if live is not NOT_RESTORED and isinstance(live, dict) else {}
-
-
-def _read_scaler(found: TrainingState, model: Mapping[str, Any], optims: list[Any]) -> None:
-    """Fields of the loss scaler: an object in ZeRO's files, plain entries of the optimizer without ZeRO."""
-    for optim in optims[:1]:
-        inner = optim.get("optimizer_state_dict") if isinstance(optim, dict) else None
-        scaler = inner.get("loss_scaler") if isinstance(inner, dict) else None
-        if isinstance(scaler, Inert):
-            found.scaler = _numbers({name: scaler.get(name) for name in SCALER_FIELDS})
-            found.scaler["dynamic_loss_scale"] = bool(scaler.get("dynamic"))
-            return
-    fields = model.get("optimizer")
-    if isinstance(fields, dict):
-        found.scaler = _numbers(
-            {**{n: fields.get(n) for n in SCALER_FIELDS}, "min_scale": fields.get("min_loss_scale")}
-        )
-
-
-def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if isinstance(value, (bool, int, float))}
-
-
-def _read_rng(
-    found: TrainingState, source: Checkpoint, trees: Mapping[str, Any], rank: int, world: int, job: LiveJob
-) -> None:
-    numbered = {int(m[1] or 0): tree for name, tree in trees.items() if (m := _RNG_NAME.fullmatch(name))}
-    if not numbered:
-        return
-    old, new = (source.mesh.tp, source.mesh.pp, source.mesh.dp), (job.mesh.tp, job.mesh.pp, job.mesh.dp)
-    if len(numbered) != world or old != new:
-        found.left.append(
-            f"random generators: saved for {len(numbered)} ranks ({source.mesh}), this job has {world} ({job.mesh})"
-        )
-        return
-    found.rng = _live_tree(found, source, numbered[rank], "random generators")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def apply_training_state(state: TrainingState, source: Checkpoint, job: LiveJob) -> list[str]:
-    """Put the state back into the job; gives what was not restored, and why."""
-    left = list(state.left)
-    if job.engine is not None:
-        _apply_engine(state, source, job, left)
-    if state.rng:
-        _apply_rng(state.rng, left)
-    return left
-
-
-def _apply_engine(state: TrainingState, source: Checkpoint, job: LiveJob, left: list[str]) -> None:
-    engine = job.engine
-    counters = dict(state.counters)
-    if "global_steps" not in counters and source.step is not None:
-        counters["global_steps"] = source.step
-    for name in COUNTERS:
-        if name in counters:
-            setattr(engine, name, counters[name])
-        elif name == "global_samples" and "global_steps" in counters:
-            engine.global_samples = counters["global_steps"] * engine.train_batch_size()
-        else:
-            left.append(f"{name}: the checkpoint does not say")
-    if engine.lr_scheduler is not None:
-        _apply_scheduler(engine.lr_scheduler, state.scheduler, left)
-    _apply_scaler(engine.optimizer, state.scaler, left)
-
-
-def _apply_scheduler(scheduler: Any, state: dict[str, Any] | None, left: list[str]) -> None:
-    if not state:
-        left.append("LR scheduler: the checkpoint holds none")
-        return
-    try:
-        scheduler.load_state_dict(state)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        left.append(f"LR scheduler: {type(scheduler).__name__} does not take the stored state: {error!r}")
-
-
-def _apply_scaler(optimizer: Any, fields: Mapping[str, Any], left: list[str]) -> None:
-    scaler = live_scaler(optimizer)
-    if scaler is None:
-        return
-    dynamic = scaler_is_dynamic(scaler)
-    if not fields:
-        if dynamic:
-            left.append("loss scaler: the checkpoint holds none")
-        return
-    if bool(fields.get("dynamic_loss_scale", dynamic)) != dynamic:
-        kinds = ("static", "dynamic")
-        left.append(f"loss scaler: the checkpoint's is {kinds[not dynamic]}, the job's {kinds[dynamic]}")
-        return
-    for name, value in fields.items():
-        name = "min_loss_scale" if name == "min_scale" and hasattr(scaler, "min_loss_scale") else name
-        if hasattr(scaler, name) and name != "dynamic_loss_scale":
-            setattr(scaler, name, value)
-
-
-def live_scaler(optimizer: Any) -> Any:
-    """The object that keeps the loss scale: of ZeRO, or of the optimizers without it; None for others."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if scaler is not None and hasattr(scaler, "cur_scale"):
-        return scaler
-    return getattr(optimizer, "loss_scale_config", None)
-
-
-def scaler_is_dynamic(scaler: Any) -> bool:
-    return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
-
-
-def current_rng() -> dict[str, Any]:
-    """The states of this process's random generators, in the form of the Hugging Face Trainer."""
-    import numpy as np
-    import torch
-
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (str(kind), keys, int(position), int(has_gauss), float(gauss)),
-        "cpu": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _apply_rng(rng: Mapping[str, Any], left: list[str]) -> None:
-    import numpy as np
-    import torch
-
-    try:
-        if isinstance(rng.get("python"), tuple):
-            random.setstate(rng["python"])
-        if isinstance(rng.get("numpy"), tuple):
-            np.random.set_state(rng["numpy"])
-        if isinstance(rng.get("cpu"), torch.Tensor):
-            torch.set_rng_state(rng["cpu"])
-        if isinstance(rng.get("cuda"), torch.Tensor) and torch.cuda.is_available():
-            torch.cuda.set_rng_state(rng["cuda"])
-    except (TypeError, ValueError, RuntimeError) as error:
-        left.append(f"random generators: {error}")

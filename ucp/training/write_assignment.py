@@ -1,6 +1,6 @@
-"""Many ranks writing one folder: who writes which bytes of which file, and the digests that tile every file.
+"""Divide the writing of one folder among all ranks of a job: which rank writes and digests which bytes of which file.
 
-The plan is made on rank 0 from what all ranks say they hold; what several hold alike is dealt out among them.
+Rank 0 makes the assignment from the summaries of all ranks; regions that several ranks hold are divided among them.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WriteCandidate:
-    """A piece that a rank holds: number `piece` of that rank's own list."""
+    """A fragment that could be written by its rank: number `fragment` in that rank's own list."""
 
     rank: int
-    piece: int
+    fragment: int
     region: Region
 
 
 @dataclass(frozen=True, slots=True)
 class RankWrite:
-    """Elements `[start, stop)` of one of the rank's pieces go to the atom that starts at byte `offset` of a file."""
+    """Write elements `[start, stop)` of one of the rank's fragments to the atom at byte `offset` of a file."""
 
-    piece: int
+    fragment: int
     start: int
     stop: int
     file: int
     offset: int
     shape: Shape
-    digested: bool  # what is written is contiguous in the file: its digest is taken on the way
+    digested: bool  # the elements are contiguous in the file, so their digest is computed while writing
 
 
 @dataclass(frozen=True, slots=True)
 class DigestRange:
-    """A byte range whose digest is taken from the file when all ranks have written: it is made of their rows."""
+    """A byte range with rows of several ranks; its digest is computed from the file when all ranks have written."""
 
     file: int
     offset: int
@@ -60,76 +60,81 @@ class DigestRange:
 
 @dataclass(slots=True)
 class WriteAssignment:
-    """What every rank does."""
+    """The writes and digest ranges of every rank, by rank."""
 
-    tasks: list[list[RankWrite]]
-    sealings: list[list[DigestRange]]
+    writes: list[list[RankWrite]]
+    digest_ranges: list[list[DigestRange]]
     _next: int = field(default=0)
 
     @staticmethod
     def for_ranks(count: int) -> WriteAssignment:
         return WriteAssignment([[] for _ in range(count)], [[] for _ in range(count)])
 
-    def deal(
-        self, name: str, shape: Shape, itemsize: int, file: int, offset: int, offers: Sequence[WriteCandidate]
+    def by_rank(self, files: list[str]) -> list[tuple[list[RankWrite], list[DigestRange], list[str]]]:
+        """(writes, digest ranges, names of all files) of every rank."""
+        return [(writes, ranges, files) for writes, ranges in zip(self.writes, self.digest_ranges, strict=True)]
+
+    def add(
+        self, name: str, shape: Shape, itemsize: int, file: int, offset: int, candidates: Sequence[WriteCandidate]
     ) -> None:
-        """Deal one atom out: equal regions are shared among their owners, everything is written once."""
+        """Assign the writes of one atom: owners of equal regions divide them, so that every byte is written once."""
         owners: dict[Region, list[WriteCandidate]] = {}
-        for offer in offers:
-            owners.setdefault(offer.region, []).append(offer)
-        covered = sum(_real(region, shape) for region in owners)
+        for candidate in candidates:
+            owners.setdefault(candidate.region, []).append(candidate)
+        covered = sum(_numel_inside(region, shape) for region in owners)
         if covered != prod(shape):
             raise InconsistentError(
                 f"parameter {name}: the ranks hold {covered} of {prod(shape)} elements",
-                hint="save on all ranks of the job at once",
+                hint="call save on all ranks of the job",
             )
         flat = all(pieces_are_intervals(region.pieces(), shape) for region in owners)
-        for region, alike in owners.items():
-            for offer, start, stop in self._cut(region, alike, itemsize):
-                self.tasks[offer.rank].append(RankWrite(offer.piece, start, stop, file, offset, shape, flat))
+        for region, equal in owners.items():
+            for candidate, start, stop in self._divide(region, equal, itemsize):
+                write = RankWrite(candidate.fragment, start, stop, file, offset, shape, flat)
+                self.writes[candidate.rank].append(write)
         if not flat:
             nbytes = prod(shape) * itemsize
             for at in range(0, nbytes, settings.COPY_TASK_BYTES):
-                self._next = (self._next + 1) % len(self.sealings)
+                self._next = (self._next + 1) % len(self.digest_ranges)
                 length = min(settings.COPY_TASK_BYTES, nbytes - at)
-                self.sealings[self._next].append(DigestRange(file, offset + at, length))
+                self.digest_ranges[self._next].append(DigestRange(file, offset + at, length))
 
-    def _cut(
-        self, region: Region, alike: Sequence[WriteCandidate], itemsize: int
+    def _divide(
+        self, region: Region, equal: Sequence[WriteCandidate], itemsize: int
     ) -> Iterator[tuple[WriteCandidate, int, int]]:
-        """Equal intervals for all owners, or everything for one of them in turn where it is little."""
+        """Equal intervals for all owners, or everything for one of them, in turn, if the region is small."""
         if region.numel * itemsize < settings.SLAB_BYTES:
             self._next += 1
-            yield alike[self._next % len(alike)], 0, region.numel
+            yield equal[self._next % len(equal)], 0, region.numel
             return
-        for i, offer in enumerate(alike):
-            start, stop = (region.numel * edge // len(alike) for edge in (i, i + 1))
+        for i, candidate in enumerate(equal):
+            start, stop = (region.numel * edge // len(equal) for edge in (i, i + 1))
             if start < stop:
-                yield offer, start, stop
+                yield candidate, start, stop
 
 
-def _real(region: Region, shape: Shape) -> int:
-    """Elements of a region inside the atom's shape; the rest is padding and is not written."""
+def _numel_inside(region: Region, shape: Shape) -> int:
+    """The number of elements of a region inside the atom's shape; the rest is padding and is not written."""
     found = (intersect(piece.box, whole(shape)) for piece in region.pieces())
     return sum(box.numel for box in found if box is not None)
 
 
-def write_elements(path: Path, task: RankWrite, region: Region, tensor: torch.Tensor) -> list[WrittenRange]:
-    """Write a task's elements of `tensor` (flat, `region` in order); gives the digests that were taken on the way."""
+def write_elements(path: Path, write: RankWrite, region: Region, tensor: torch.Tensor) -> list[WrittenRange]:
+    """Write elements of `tensor` (flat, in the order of `region`); returns the ranges digested while writing."""
     written: list[WrittenRange] = []
     itemsize = tensor.element_size()
-    part = region.cut(task.start, task.stop)
-    data = tensor.narrow(0, task.start, part.numel)
+    part = region.cut(write.start, write.stop)
+    data = tensor.narrow(0, write.start, part.numel)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
     try:
-        for first, start, length in _runs(part, task.shape):
-            at = task.offset + first * itemsize
-            digest = _write(fd, at, data.narrow(0, start, length), digested=task.digested)
-            if task.digested:
-                written.append(WrittenRange(task.file, at, length * itemsize, digest))
+        for first, start, length in _runs(part, write.shape):
+            at = write.offset + first * itemsize
+            digest = _write(fd, at, data.narrow(0, start, length), digested=write.digested)
+            if write.digested:
+                written.append(WrittenRange(write.file, at, length * itemsize, digest))
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
@@ -138,7 +143,7 @@ def write_elements(path: Path, task: RankWrite, region: Region, tensor: torch.Te
 
 
 def _runs(region: Region, shape: Shape) -> Iterator[tuple[int, int, int]]:
-    """(position in the atom, position in the region, length) of every stretch that is contiguous in both, joined."""
+    """(position in the atom, position in the region, length) of every run that is contiguous in both."""
     last: tuple[int, int, int] | None = None
     for piece in region.pieces():
         real = intersect(piece.box, whole(shape))
@@ -158,7 +163,7 @@ def _runs(region: Region, shape: Shape) -> Iterator[tuple[int, int, int]]:
 
 
 def _contiguous(box: Box, shape: Shape) -> Iterator[Box]:
-    """`box` cut along leading dimensions into blocks that are contiguous in a tensor of `shape`."""
+    """Split `box` along leading dimensions into blocks that are contiguous in a tensor of `shape`."""
     lead = 0
     for dim in reversed(range(box.ndim)):
         if box.shape[dim] != shape[dim]:
@@ -177,7 +182,7 @@ def _rows(box: Box, lead: int) -> Iterator[Box]:
 
 
 def _write(fd: int, offset: int, flat: torch.Tensor, *, digested: bool) -> str:
-    """Write a flat tensor at a byte offset through a bounded buffer; gives its digest, or nothing where not wanted."""
+    """Write a flat tensor at a byte offset through a bounded buffer; returns its digest if `digested`."""
     import torch
 
     digest = xxhash.xxh3_128()
@@ -191,14 +196,14 @@ def _write(fd: int, offset: int, flat: torch.Tensor, *, digested: bool) -> str:
     return digest.hexdigest()
 
 
-def digest_written_range(path: Path, sealing: DigestRange) -> WrittenRange:
-    """The digest of a range that several ranks have written."""
-    digest = digest_range(path, sealing.offset, sealing.nbytes, xxhash.xxh3_128())
+def digest_written_range(path: Path, wanted: DigestRange) -> WrittenRange:
+    """Compute the digest of a range that several ranks have written."""
+    digest = digest_range(path, wanted.offset, wanted.nbytes, xxhash.xxh3_128())
     if digest is None:
-        raise StorageError(f"{path}: ends before byte {sealing.offset + sealing.nbytes}")
-    return WrittenRange(sealing.file, sealing.offset, sealing.nbytes, digest)
+        raise StorageError(f"{path}: ends before byte {wanted.offset + wanted.nbytes}")
+    return WrittenRange(wanted.file, wanted.offset, wanted.nbytes, digest)
 
 
 def digest_literal(data: bytes) -> str:
-    """XXH3-128 of bytes that are known in advance."""
+    """XXH3-128 in hex."""
     return xxhash.xxh3_128_hexdigest(data)

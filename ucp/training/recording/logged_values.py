@@ -44,7 +44,7 @@ class BufferCapture:
     def __init__(self, job: LiveJob, model: Any, schema: StreamSchema, held: list[int]) -> None:
         """`held` says which of the job's buffers each of the stream's is."""
         wanted = {id(job.buffers[number].tensor): (place, number) for place, number in enumerate(held)}
-        self._names = [job.buffers[number].share.name for number in held]
+        self._names = [job.buffers[number].slice.name for number in held]
         self._owners: list[tuple[Any, str]] = [(None, "")] * len(held)
         for part in model.modules():
             for name, buffer in part._buffers.items():

@@ -334,11 +334,11 @@ class _ZeroPartitions:
         self._outer = job.engine.optimizer
         self._early = early
         self._taker = taker
-        names = {name: id(p) for name, p in job.attributes.items()}
+        names = {name: id(p) for name, p in job.parameters.items()}
         self._shares: dict[int, list[tuple[int, Any]]] = {}  # id of a parameter → (tensor of the stream, share)
         for stepped in job.stepped:
             number = taker.number.get(id(stepped.key))
-            for share in stepped.shares:
+            for share in stepped.slices:
                 if number is not None and share.name in names:
                     self._shares.setdefault(names[share.name], []).append((number, share))
 

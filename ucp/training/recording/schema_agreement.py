@@ -90,8 +90,8 @@ def is_trained(stepped: SteppedTensor) -> bool:
 def _rank_regions(job: LiveJob, slices: TensorParallelRules) -> RankRegions:
     collector = StateCollector(job, slices)
     steppable = {name for stepped in job.stepped if is_trained(stepped) for name in stepped.names}
-    trained = {name: group for name, group in collector.note_parameters().items() if name in steppable}
-    notes = collector.found.notes
+    trained = {name: group for name, group in collector.add_parameters().items() if name in steppable}
+    notes = collector.state.parameters
     for stepped in job.stepped:
         if is_trained(stepped) and dtype_of(stepped.key).name not in DTYPE_CODES:
             raise UsageError(
@@ -99,7 +99,7 @@ def _rank_regions(job: LiveJob, slices: TensorParallelRules) -> RankRegions:
                 hint="save this job with ucp.save or ucp.snapshot, or keep real and imaginary parts as two parameters",
             )
     parameters = []
-    held = {share.name: dtype_of(tensor) for share, tensor in ((h.share, h.tensor) for h in job.weights)}
+    held = {share.name: dtype_of(tensor) for share, tensor in ((h.slice, h.tensor) for h in job.weights)}
     dtypes = {name: dtype_of(stepped.key) for stepped in job.stepped for name in stepped.names}
     for name, group in trained.items():
         note = notes[job.logical_name(name)]
@@ -109,7 +109,7 @@ def _rank_regions(job: LiveJob, slices: TensorParallelRules) -> RankRegions:
         LoggableRegion(job.logical_name(share.name), collector.region_of(share), number, share.start)
         for number, stepped in enumerate(job.stepped)
         if is_trained(stepped)
-        for share in stepped.shares
+        for share in stepped.slices
     ]
     groups = [
         (plain_hyper_parameters(group), [job.logical_name(name) for name in names])
@@ -124,8 +124,8 @@ def _rank_regions(job: LiveJob, slices: TensorParallelRules) -> RankRegions:
     )
     cut = []
     for number, buffer in enumerate(job.buffers):
-        note = notes[job.logical_name(buffer.share.name)]
-        whole = buffer.share.region.numel == prod(note.shape) and note.rule.cut != "average"
+        note = notes[job.logical_name(buffer.slice.name)]
+        whole = buffer.slice.region.numel == prod(note.shape) and note.rule.cut != "average"
         if whole and dtype_of(buffer.tensor).name in DTYPE_CODES:
             told.buffers.append((LoggedParameter(note.name, note.shape, str(dtype_of(buffer.tensor)), -1), number))
         else:

@@ -115,7 +115,7 @@ class UntrainedCheck:
 
     def __init__(self, job: LiveJob) -> None:
         """An engine may hold them elsewhere between steps: values alone are looked at, and in stage 3 nothing is."""
-        held = [(held.share.name, held.tensor) for held in job.frozen]
+        held = [(held.slice.name, held.tensor) for held in job.frozen]
         held += [(stepped.names[0], stepped.key) for stepped in job.stepped if not is_trained(stepped)]
         if job.engine is not None and job.mesh.zero == 3:
             held = []

@@ -1,8 +1,7 @@
-"""Copying a rank's tensors aside while training goes on: a background copier, and a guard before every update.
+"""Copy a rank's tensors while training continues: a background copier, and a guard before every update.
 
-What was measured of a job's snapshots: when tensors are updated, when the link is busy, rates, and waiting.
-
-From it follows the plan of the next snapshot, and what `ucp snapshot plan` shows of the last one.
+`SnapshotTimings` measures updates, rates and waiting times. The schedule of the next snapshot is computed from them,
+and `ucp snapshot plan` shows them.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ if TYPE_CHECKING:
     import torch
 
 
-ANY_UPDATE = None  # keys of what any update may overwrite
+ANY_UPDATE = None  # `keys` of a tensor that any optimizer update may overwrite
 
 
 @dataclass(slots=True)
 class TensorCopy:
-    """A flat tensor on its way: elements before `at` are in `copy`. Times are seconds of `time.perf_counter`."""
+    """A copy of a flat tensor in progress: elements before `at` are in `copy`. Times are of `time.perf_counter`."""
 
-    piece: LiveFragment
+    fragment: LiveFragment
     live: torch.Tensor
     copy: torch.Tensor
-    keys: frozenset[int] | None  # ids of the optimizer tensors whose update ends its time
+    keys: frozenset[int] | None  # ids of the optimizer tensors whose update overwrites it
     at: int = 0
     started: float = 0.0
     finished: float = 0.0
-    by_trainer: int = 0  # elements that the trainer had to copy
+    by_trainer: int = 0  # elements copied by the trainer because they were late
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -50,28 +49,28 @@ class TensorCopy:
 
     @property
     def name(self) -> str:
-        return f"{self.piece.name}|{self.piece.kind}"
+        return f"{self.fragment.name}|{self.fragment.kind}"
 
-    def copy_some(self, count: int) -> int:
-        """Copy up to `count` elements; the number copied. Hold the lock."""
+    def copy_next(self, count: int) -> int:
+        """Copy up to `count` elements and return their number. The caller holds the lock."""
         stop = min(self.at + count, int(self.live.numel()))
         now = time.perf_counter()
         self.started = self.started or now
         self.copy[self.at : stop].copy_(self.live[self.at : stop])
-        some, self.at = stop - self.at, stop
+        copied, self.at = stop - self.at, stop
         self.finished = time.perf_counter()
-        return some
+        return copied
 
 
 class Throttle:
-    """A bucket of bytes that fills at a rate: how a slow link is imitated, or a share of a fast one kept free."""
+    """A token bucket that limits a rate in bytes per second (None: no limit)."""
 
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
         self._free_at = 0.0
 
     def wait(self, nbytes: int) -> None:
-        """Return when so many bytes more may be sent."""
+        """Wait until `nbytes` more may be sent."""
         if self.rate is None:
             return
         now = time.perf_counter()
@@ -80,53 +79,53 @@ class Throttle:
 
 
 class BackgroundCopier:
-    """Copies items of one snapshot in order. The trainer's guard takes over what it is about to overwrite."""
+    """Copies the tensors of one snapshot in order; `guard` copies those that the trainer is about to overwrite."""
 
     def __init__(self, items: Sequence[TensorCopy], throttle: Throttle, may_run: threading.Event) -> None:
         self.items = items
-        self.stall_seconds = 0.0  # that the guard took
-        self.seconds = 0.0  # that the copier was at it
+        self.stall_seconds = 0.0  # spent in `guard`
+        self.seconds = 0.0  # spent copying in the background
         self.nbytes = 0
         self.finished = False
-        self.error: BaseException | None = None  # why `run_quietly` has stopped
+        self.error: BaseException | None = None  # why `run_in_thread` has stopped
         self._throttle = throttle
         self._may_run = may_run
 
     def run(self) -> None:
-        """Copy everything; in the background."""
+        """Copy everything."""
         for item in self.items:
             step = max(1, settings.SNAPSHOT_CHUNK_BYTES // item.live.element_size())
             while not item.done:
                 self._may_run.wait()
-                began = time.perf_counter()
+                start = time.perf_counter()
                 with item.lock:
-                    some = item.copy_some(step) * item.live.element_size()
-                self._throttle.wait(some)
-                self.seconds += time.perf_counter() - began
-                self.nbytes += some
+                    copied = item.copy_next(step) * item.live.element_size()
+                self._throttle.wait(copied)
+                self.seconds += time.perf_counter() - start
+                self.nbytes += copied
         self.finished = True
 
-    def run_quietly(self) -> None:
-        """`run` in a thread of its own; what goes wrong is in `error`."""
+    def run_in_thread(self) -> None:
+        """Like `run`, but keep an exception in `error`."""
         try:
             self.run()
-        except Exception as error:  # noqa: BLE001 - looked at when the snapshot is written
+        except Exception as error:  # noqa: BLE001 - raised when the snapshot is written
             self.error = error
 
     def guard(self, keys: frozenset[int]) -> None:
-        """Call before these tensors are updated: copies now what of them was not copied aside yet."""
+        """Copy now whatever is still missing of these optimizer tensors. Call before they are updated."""
         if self.finished:
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         waited = False
         for item in self.items:
             if item.done or (item.keys is not ANY_UPDATE and not item.keys & keys):
                 continue
             with item.lock:
-                item.by_trainer += item.copy_some(item.live.numel())
+                item.by_trainer += item.copy_next(item.live.numel())
             waited = True
         if waited:
-            self.stall_seconds += time.perf_counter() - began
+            self.stall_seconds += time.perf_counter() - start
 
     @property
     def trainer_bytes(self) -> int:
@@ -134,7 +133,7 @@ class BackgroundCopier:
 
 
 class UpdateOwners:
-    """Which update overwrites which memory, by the storage that a tensor lies in."""
+    """Which optimizer update overwrites which memory, by the storage of a tensor."""
 
     def __init__(self, job: LiveJob) -> None:
         self._keys: dict[int, set[int]] = {}
@@ -149,7 +148,7 @@ class UpdateOwners:
         self._never = {_storage(held.tensor) for held in job.frozen}
 
     def of(self, tensor: torch.Tensor) -> tuple[bool, frozenset[int] | None]:
-        """(may it be copied later?, keys). What nothing is known of (buffers, which forward passes write) may not."""
+        """(whether it may be copied later, keys). Unknown tensors may not: forward passes write into buffers."""
         storage = _storage(tensor)
         if storage in self._any:
             return True, ANY_UPDATE
@@ -168,47 +167,47 @@ def by_deadline(items: list[TensorCopy], deadline: Callable[[TensorCopy], float]
 
 
 class SnapshotTimings:
-    """Times are seconds since the end of the last optimizer step, rates bytes a second."""
+    """Measurements of a job's snapshots. Times are seconds since the end of the last step, rates bytes per second."""
 
     def __init__(self) -> None:
-        self.released = time.perf_counter()  # when the last step ended
-        self.deadlines: dict[int, float] = {}  # optimizer tensor → when its update began
-        self.blocked: list[tuple[float, float]] = []  # when the link was left to others, in the last iteration
+        self.released = time.perf_counter()  # end of the last step
+        self.deadlines: dict[int, float] = {}  # id of optimizer tensor → start of its update
+        self.blocked: list[tuple[float, float]] = []  # intervals of the last iteration in which copies were paused
         self.link: float | None = None
         self.local: float | None = None
         self.prepare_seconds = 0.0
         self.stall_seconds = 0.0
         self.hook_cpu_seconds = 0.0  # of the trainer's thread
         self.late_bytes = 0
-        self._holding: float | None = None  # since when the link is left to others
-        self._held: list[tuple[float, float]] = []
+        self._paused_at: float | None = None
+        self._pauses: list[tuple[float, float]] = []
 
     def since(self) -> float:
         return time.perf_counter() - self.released
 
-    def updating(self, keys: Iterable[int]) -> None:
-        """These tensors are about to be updated."""
+    def before_update(self, keys: Iterable[int]) -> None:
+        """Note that these tensors are about to be updated."""
         now = self.since()
         for key in keys:
             self.deadlines[key] = smoothed(self.deadlines.get(key), now)
 
-    def hold(self, busy: bool) -> None:
-        """The link is left to others from now on, or is free again."""
+    def pause(self, pause: bool) -> None:
+        """Note that copies are paused, or resumed."""
         now = self.since()
-        if busy and self._holding is None:
-            self._holding = now
-        elif not busy and self._holding is not None:
-            self._held.append((self._holding, now))
-            self._holding = None
+        if pause and self._paused_at is None:
+            self._paused_at = now
+        elif not pause and self._paused_at is not None:
+            self._pauses.append((self._paused_at, now))
+            self._paused_at = None
 
     def end_step(self) -> None:
-        """A step has ended: time begins anew."""
-        self.hold(False)
-        self.blocked, self._held = self._held, []
+        """Note the end of a step, from which times are counted."""
+        self.pause(False)
+        self.blocked, self._pauses = self._pauses, []
         self.released = time.perf_counter()
 
-    def copied(self, copiers: Sequence[BackgroundCopier]) -> None:
-        """All of a snapshot is aside."""
+    def add_copies(self, copiers: Sequence[BackgroundCopier]) -> None:
+        """Add the measurements of a snapshot that is completely copied."""
         for copier in copiers:
             if copier.nbytes and copier.seconds:
                 self.link = smoothed(self.link, copier.nbytes / copier.seconds)
@@ -225,11 +224,11 @@ class SnapshotTimings:
         return min((self.deadlines.get(key, 0.0) for key in item.keys), default=inf)
 
     def costs(self) -> CopyRates | None:
-        """Rates, where enough was measured for a plan."""
+        """The rates, or None if too little was measured for a schedule."""
         return CopyRates(self.link, self.local or self.link) if self.link is not None and self.deadlines else None
 
     def iterations(self, nbytes: int) -> int:
-        """Over how many iterations a snapshot of so many bytes should be spread, as far as is known."""
+        """The number of iterations over which a snapshot of `nbytes` should be spread, by the measurements so far."""
         costs = self.costs()
         if costs is None:
             return 1
@@ -237,7 +236,7 @@ class SnapshotTimings:
 
 
 class ExpectedTimings:
-    """What was known when a part of a snapshot began: a plan follows from it, for who asks (`ucp snapshot plan`)."""
+    """Measurements before a part of a snapshot was copied; `ucp snapshot plan` computes the schedule from them."""
 
     def __init__(self, measured: SnapshotTimings, items: Sequence[TensorCopy]) -> None:
         self.costs = measured.costs()
@@ -252,7 +251,7 @@ def schedule_json(
     prepared: float,
     written: float,
 ) -> dict[str, Any]:
-    """What `ucp snapshot plan` reads: when the tensors of each part (step, copier, what was known) were copied."""
+    """The contents of `schedule.json`, which `ucp snapshot plan` reads: when the tensors of each part were copied."""
     tensors: list[dict[str, Any]] = []
     for of_step, copier, expected in parts:
         start = min((item.started for item in copier.items if item.started), default=0.0)
@@ -273,7 +272,7 @@ def schedule_json(
         "step": step,
         "parts": [of_step for of_step, _, _ in parts],
         "costs": None if costs is None else {"link": costs.link, "local": costs.local, "share": costs.share},
-        "blocked": [list(stretch) for stretch in blocked],
+        "blocked": [list(interval) for interval in blocked],
         "tensors": tensors,
         "measured": {
             "stall": sum(copier.stall_seconds for _, copier, _ in parts),

@@ -1,12 +1,10 @@
-"""When each tensor of a snapshot is copied aside: a cost model and a schedule. Pure arithmetic; seconds and bytes.
+"""When each tensor of a snapshot is copied: a cost model, a schedule, and a chart of it. Seconds and bytes.
 
-Time runs from the end of an optimizer step. A tensor may be copied from its *release* (its update is done) to its
-*deadline* (its next update begins). A background copier has a link of so many bytes a second; what it has not copied at
-its deadline, the trainer copies itself, at the local rate, and waits for that: this is the stall.
+Times count from the end of an optimizer step. A tensor may be copied from its *release* (its update is done) to its
+*deadline* (its next update starts). A background copier copies at the rate of its link; whatever it has not copied at
+the deadline is copied by the trainer, at the local rate, and training waits for that: the stall.
 
-The copier takes the earliest deadline first, which misses none if any order misses none.
-
-The schedule of a snapshot as a picture: planned and measured copies along time, an SVG or a PNG.
+The copier works by earliest deadline first, which misses no deadline if any order misses none.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _ROUNDING: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class TensorDeadline:
-    """What is to be copied, and when it can be."""
+    """A tensor to copy, and the interval in which it can be copied."""
 
     name: str
     nbytes: int
@@ -35,7 +33,7 @@ class TensorDeadline:
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Rates in bytes a second: of the copier's link, of which it takes a `share`, and of the trainer's own copies."""
+    """Rates in bytes per second: of the copier's link, of which it uses the fraction `share`, and of the trainer."""
 
     link: float
     local: float
@@ -48,7 +46,7 @@ class CopyRates:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledCopy:
-    """The copier is at this tensor from `start` to `stop`."""
+    """The copier works on a tensor from `start` to `stop`."""
 
     name: str
     start: float
@@ -58,7 +56,7 @@ class ScheduledCopy:
 
 @dataclass(frozen=True, slots=True)
 class LateCopy:
-    """Bytes of a tensor that the trainer has to copy itself when it wants to update it, `at` its deadline."""
+    """Bytes of a tensor that the trainer must copy itself, `at` the tensor's deadline."""
 
     name: str
     at: float
@@ -67,7 +65,7 @@ class LateCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopySchedule:
-    """What happens when. `end` is when the last byte is aside."""
+    """All copies of a snapshot. `end` is the time at which the last byte is copied."""
 
     copies: tuple[ScheduledCopy, ...]
     late: tuple[LateCopy, ...]
@@ -87,9 +85,8 @@ class CopySchedule:
         }
 
 
-BlockedTimes = Sequence[
-    tuple[float, float]
-]  # stretches of time, sorted and apart, in which the copier must not use the link
+# Intervals, sorted and disjoint, in which the copier must not use the link.
+BlockedTimes = Sequence[tuple[float, float]]
 
 
 def open_time(start: float, stop: float, blocked: BlockedTimes = ()) -> float:
@@ -98,7 +95,7 @@ def open_time(start: float, stop: float, blocked: BlockedTimes = ()) -> float:
 
 
 def is_feasible(tensors: Sequence[TensorDeadline], rate: float, blocked: BlockedTimes = ()) -> bool:
-    """Can everything be copied in time? For every stretch: what must be copied within it must fit into it."""
+    """Whether all deadlines can be met: for every interval, the bytes that must be copied within it must fit."""
     deadlines = sorted({tensor.deadline for tensor in tensors if tensor.deadline < inf})
     for begin in {tensor.release for tensor in tensors}:
         due = sorted((t for t in tensors if t.release >= begin), key=lambda tensor: tensor.deadline)
@@ -113,7 +110,7 @@ def is_feasible(tensors: Sequence[TensorDeadline], rate: float, blocked: Blocked
 
 
 def make_schedule(tensors: Sequence[TensorDeadline], costs: CopyRates, blocked: BlockedTimes = ()) -> CopySchedule:
-    """Earliest deadline first. While training waits for a late copy, everything that training does comes later."""
+    """Schedule by earliest deadline first. While training waits for a late copy, all later deadlines shift."""
     rate = costs.rate
     left = {number: float(tensor.nbytes) for number, tensor in enumerate(tensors) if tensor.nbytes > 0}
     copies: list[ScheduledCopy] = []
@@ -157,24 +154,24 @@ def make_schedule(tensors: Sequence[TensorDeadline], costs: CopyRates, blocked: 
 
 
 def iterations_needed(total: int, costs: CopyRates, window: float) -> int:
-    """Over how many iterations a snapshot of `total` bytes must be spread so that none of them waits.
+    """The number of iterations over which `total` bytes must be spread so that training never waits.
 
-    `window` is the time of an iteration in which the link may be used.
+    `window` is the time per iteration in which the link may be used.
     """
     return max(1, ceil(total / (costs.rate * window) - _ROUNDING)) if window > 0 else 1
 
 
 def assign_parts(loads: Sequence[Mapping[str, int]], count: int) -> dict[str, int]:
-    """Parameters over `count` parts, each taken in an iteration of its own: name → part.
+    """Assign parameters to `count` parts, which are copied in different iterations: name → part.
 
-    `loads` has for every rank the bytes of each parameter that it copies. What the busiest rank copies in one part is
-    kept small: the largest first, each to the part that it makes least full.
+    `loads` are the bytes of each parameter, for every rank. To keep the busiest rank's bytes per part small, parameters
+    are assigned largest first, each to the part that is then least full.
     """
     import numpy as np
 
     names = sorted({name for load in loads for name in load})
     sizes = np.array([[load.get(name, 0) for load in loads] for name in names], np.int64)
-    sizes = sizes.reshape(len(names), len(loads))  # also where there is nothing
+    sizes = sizes.reshape(len(names), len(loads))  # a 2-D array even if there are no parameters
     full = np.zeros((count, sizes.shape[1]), np.int64)
     parts: dict[str, int] = {}
     for number in sorted(range(len(names)), key=lambda n: (-int(sizes[n].max(initial=0)), n)):
@@ -185,11 +182,11 @@ def assign_parts(loads: Sequence[Mapping[str, int]], count: int) -> dict[str, in
 
 
 def smoothed(before: float | None, measured: float, weight: float = 0.3) -> float:
-    """An estimate that follows what is measured."""
+    """Exponential moving average of a measurement."""
     return measured if before is None else before + weight * (measured - before)
 
 
-_ROWS: Final = 60  # tensors that get a line of their own
+_ROWS: Final = 60  # at most this many tensors are drawn
 _ROW: Final = 18
 _LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH = 300, 24, 64, 40, 760
 _LEGEND: Final = "light: planned, dark: measured, red: by the trainer; red line: next update; grey: left to gradients"
@@ -201,7 +198,7 @@ text{font:12px system-ui,sans-serif;fill:#1f2430}.title{font-size:16px;font-weig
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRow:
-    """One tensor: when it is to be copied, when it was, and when its next update begins. Seconds."""
+    """One tensor of the chart: planned and measured times of its copy, and the start of its next update. Seconds."""
 
     name: str
     nbytes: int
@@ -209,14 +206,11 @@ class ScheduleRow:
     measured: tuple[float, float] | None
     deadline: float | None
     late: bool = False
-    step: int | None = None  # after which it is copied; times count from there
+    step: int | None = None  # after which it is copied; times count from the end of this step
 
 
-_Blocked = Sequence[tuple[float, float]]
-
-
-def draw_schedule(rows: Sequence[ScheduleRow], path: Path, title: str, blocked: _Blocked = ()) -> None:
-    """Draw to `path`, an SVG or PNG by its suffix. `blocked` is when nothing is copied."""
+def draw_schedule(rows: Sequence[ScheduleRow], path: Path, title: str, blocked: BlockedTimes = ()) -> None:
+    """Draw a chart to `path`, SVG or PNG by its suffix. `blocked` are the intervals without copies."""
     shown = list(rows[:_ROWS])
     write_picture(
         path,
@@ -234,13 +228,13 @@ def _end(rows: Sequence[ScheduleRow]) -> float:
 
 
 def row_label(row: ScheduleRow, rows: Sequence[ScheduleRow]) -> str:
-    """The name of a row, with its step where there are several."""
+    """The name of a row, with its step if rows have different steps."""
     steps = {other.step for other in rows}
     return row.name if len(steps) < 2 else f"{row.step}: {row.name}"
 
 
-def schedule_svg(rows: Sequence[ScheduleRow], title: str, more: int = 0, blocked: _Blocked = ()) -> str:
-    """The picture as text: a line a tensor, light what is planned, dark what was measured, red what was late."""
+def schedule_svg(rows: Sequence[ScheduleRow], title: str, more: int = 0, blocked: BlockedTimes = ()) -> str:
+    """The chart as SVG: one line per tensor; light is planned, dark measured, red late."""
     end = _end(rows)
     height = _TOP + _ROW * len(rows) + _BOTTOM
 
@@ -282,7 +276,7 @@ def _bar(style: str, start: float, stop: float, y: float, height: float) -> str:
     return f'<rect class="{style}" x="{start:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"/>'
 
 
-def _draw_axes(axes: Any, rows: Sequence[ScheduleRow], title: str, blocked: _Blocked) -> None:
+def _draw_axes(axes: Any, rows: Sequence[ScheduleRow], title: str, blocked: BlockedTimes) -> None:
     for start, stop in blocked:
         axes.axvspan(start * 1e3, stop * 1e3, color="#e5e7eb")
     for number, row in enumerate(rows):

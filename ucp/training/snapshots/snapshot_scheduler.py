@@ -1,6 +1,6 @@
-"""One snapshot on its way: parts that are copied aside after one step or several, then written.
+"""Take snapshots one after the other: what is copied when, and the thread that writes the copies.
 
-Taking snapshots one after the other: what of the job is copied when, and the thread that writes it.
+A `SnapshotRun` is one snapshot in progress: its parts are copied after one step or several, then written.
 """
 
 from __future__ import annotations
@@ -36,88 +36,90 @@ if TYPE_CHECKING:
     import torch
 
 
-Buffers = dict[tuple[int, Any, int], "torch.Tensor"]
+CopyBuffers = dict[tuple[int, Any, int], "torch.Tensor"]
 
 
 class SnapshotRun:
-    """A snapshot of `count` parts, each of another step. Parts are sets of parameters: all states of one belong to one
-    step, on all ranks."""
+    """One snapshot, copied in `count` parts, each after another step.
+
+    A part is a set of parameters, with all their states on all ranks, so that a parameter is always of one step.
+    """
 
     def __init__(self, saver: SnapshotSaver, layout: SnapshotLayout, count: int) -> None:
         self.saver = saver
         self.layout = layout
         self.count = count
         self.parts: list[tuple[int, BackgroundCopier, ExpectedTimings]] = []  # taken so far
-        self.prepared = 0.0  # seconds of the trainer
+        self.prepared = 0.0  # seconds that the trainer spent preparing it
         self.failure: BaseException | None = None
         self._copies: dict[int, LiveFragment] = {}
         self._threads: list[threading.Thread] = []
-        self._of: dict[str, int] = {}  # parameter → part; what it does not name (buffers) comes last
+        self._part_of: dict[str, int] = {}  # parameter → part; buffers are not listed and belong to the last part
         if count > 1:
             if count not in layout.parts:
                 layout.parts[count] = assign_parts(layout.loads, count)
-            self._of = layout.parts[count]
+            self._part_of = layout.parts[count]
 
     @property
     def target(self) -> Path:
         return self.saver.path
 
-    def numbers(self, sight: JobView, *, rest: bool) -> list[int]:
-        """Which pieces are to be taken now: the next part, or all that is left."""
+    def numbers(self, view: JobView, *, rest: bool) -> list[int]:
+        """The fragments to copy now: the next part, or with `rest` all remaining ones."""
         if self.count == 1:
             return self.layout.wanted
         last, now = self.count - 1, len(self.parts)
-        of = ((number, self._of.get(sight.pieces[number].name, last)) for number in self.layout.wanted)
-        return [number for number, part in of if part == now or (rest and part > now)]
+        parts = ((number, self._part_of.get(view.fragments[number].name, last)) for number in self.layout.wanted)
+        return [number for number, part in parts if part == now or (rest and part > now)]
 
-    def set_aside(self, sight: JobView, numbers: Iterable[int], buffers: Buffers) -> tuple[list[TensorCopy], int]:
-        """Copy what cannot wait; items for what can. Gives the bytes that were copied, too.
+    def start_copies(self, view: JobView, numbers: Iterable[int], buffers: CopyBuffers) -> tuple[list[TensorCopy], int]:
+        """Copy at once what cannot be copied later; return a `TensorCopy` for the rest, and the bytes copied at once.
 
         `buffers` are reused from snapshot to snapshot.
         """
         import torch
 
         items: list[TensorCopy] = []
-        at_once = 0
-        owners: list[UpdateOwners] = []
+        copied_now = 0
+        finder: list[UpdateOwners] = []
         small = settings.SNAPSHOT_SMALL_BYTES
         for number in numbers:
-            piece = sight.pieces[number]
-            live = piece.tensor
-            later, keys = sight.owned(number, owners)
+            fragment = view.fragments[number]
+            live = fragment.tensor
+            can_wait, keys = view.owner_of(number, finder)
             nbytes = live.numel() * live.element_size()
             on_cpu = live.device.type == "cpu"
-            if later and nbytes >= small and on_cpu:
-                place = (number, live.dtype, live.numel())
-                if place not in buffers:
-                    buffers[place] = torch.empty_like(live)
-                aside = buffers[place]
-                items.append(TensorCopy(piece, live, aside, keys))
+            if can_wait and nbytes >= small and on_cpu:
+                key = (number, live.dtype, live.numel())
+                if key not in buffers:
+                    buffers[key] = torch.empty_like(live)
+                copied = buffers[key]
+                items.append(TensorCopy(fragment, live, copied, keys))
             else:
-                aside = live.clone() if on_cpu else live.cpu()
-                at_once += nbytes
-            self._copies[number] = LiveFragment(piece.name, piece.kind, piece.shape, piece.dtype, piece.region, aside)
-        return items, at_once
+                copied = live.clone() if on_cpu else live.cpu()
+                copied_now += nbytes
+            self._copies[number] = replace(fragment, tensor=copied)
+        return items, copied_now
 
     def add(self, step: int, copier: BackgroundCopier, expected: ExpectedTimings, *, in_background: bool) -> None:
-        """A part was begun after this step."""
+        """Add a part that is copied after `step`; start its copier unless `write` will run it."""
         self.parts.append((step, copier, expected))
         if in_background:
-            thread = threading.Thread(target=copier.run_quietly, name="ucp-snapshot-part")
+            thread = threading.Thread(target=copier.run_in_thread, name="ucp-snapshot-part")
             self._threads.append(thread)
             thread.start()
 
     def guard(self, keys: frozenset[int]) -> None:
-        """Call before these tensors are updated: copies now what of them was not copied aside yet."""
+        """Copy now whatever is still missing of these optimizer tensors. Call before they are updated."""
         for _, copier, _ in self.parts:
             copier.guard(keys)
 
-    def write(self, sight: JobView, told: tuple[Any, dict[str, Any]], counted: int | None) -> None:
-        """Copy what is left, then write all of it. Collective, in the saver's group; in the background.
+    def write(self, view: JobView, state: tuple[Any, dict[str, Any]], counted: int | None) -> None:
+        """Finish copying, then write. Runs in a background thread. Collective, in the saver's group.
 
-        `counted` is what the optimizer says that it has taken of steps.
+        `counted` is the number of steps that the optimizer has counted.
         """
-        self.parts[-1][1].run_quietly()
+        self.parts[-1][1].run_in_thread()
         for thread in self._threads:
             thread.join()
         failures = [copier.error for _, copier, _ in self.parts if copier.error is not None]
@@ -129,133 +131,135 @@ class SnapshotRun:
                 hint="call wait(), take() and close() on all ranks after the same step",
             )
         last = taken[-1]
-        spread_over = {name: min(part, len(taken) - 1) for name, part in self._of.items()}
-        steps = {name: taken[part] for name, part in spread_over.items() if taken[part] != last}
-        pieces = list(sight.pieces)
-        for number, piece in self._copies.items():
-            pieces[number] = piece
-        prepare_write(self.saver, self.layout, sight.job, pieces, told, last if steps else counted, steps)
+        part_of = {name: min(part, len(taken) - 1) for name, part in self._part_of.items()}
+        steps = {name: taken[part] for name, part in part_of.items() if taken[part] != last}
+        fragments = list(view.fragments)
+        for number, fragment in self._copies.items():
+            fragments[number] = fragment
+        prepare_write(self.saver, self.layout, view.job, fragments, state, last if steps else counted, steps)
         self.saver.write()
 
 
 class SnapshotScheduler:
-    """The snapshots of one job, at most one of them under way. In the trainer's thread, unless it says otherwise."""
+    """Takes the snapshots of one job, at most one at a time. Methods run in the trainer's thread unless noted."""
 
-    def __init__(self, eye: JobInspector, shelf: SnapshotFolder, durable: bool, throttle: Throttle) -> None:
-        self.step = 0  # that the state is of
+    def __init__(self, inspector: JobInspector, folder: SnapshotFolder, durable: bool, throttle: Throttle) -> None:
+        self.step = 0  # of the job's state
         self.taken = 0
-        self.skipped = 0  # because the one before was still being written
-        self.finished: list[tuple[int, Path]] = []  # (step, where) of what is on disk, oldest first
+        self.skipped = 0  # because the previous one was still being written
+        self.finished: list[tuple[int, Path]] = []  # (step, path) of complete snapshots, oldest first
         self.every: int | None = None
         self.spread: int | Literal["auto"] = 1
         self.durable, self.throttle = durable, throttle
-        self.sight: JobView | None = None
+        self.view: JobView | None = None
         self.layout: SnapshotLayout | None = None
-        self.round: SnapshotRun | None = None  # until it is written, or found to be
-        self.thread: threading.Thread | None = None  # that writes it
+        self.run: SnapshotRun | None = None  # the snapshot in progress
+        self.thread: threading.Thread | None = None  # writes it
         self.may_run = threading.Event()
         self.may_run.set()
-        self.measured = SnapshotTimings()
+        self.timings = SnapshotTimings()
         self.last: dict[str, Any] = {}
-        self.group: Any = None  # of ranks, which nothing else uses
-        self._eye, self._shelf = eye, shelf
+        self.group: Any = None  # process group of the writer thread
+        self._inspector, self._folder = inspector, folder
         self._error: BaseException | None = None
         self._buffers: dict[Any, Any] = {}
 
     def take(self, *, wait: bool) -> None:
-        """Begin a snapshot of the state as it is now, unless one is under way that is not waited for. Collective."""
-        began = time.perf_counter()
+        """Start a snapshot of the current state; if one is in progress, skip it or `wait` for it. Collective."""
+        start = time.perf_counter()
         if wait:
             self.wait()
-        writing = self.round is not None and (self.thread is None or self.thread.is_alive())
+        writing = self.run is not None and (self.thread is None or self.thread.is_alive())
         error: BaseException | None = None
-        before, sight, fits = self.sight, None, False
+        before, view, fits = self.view, None, False
         if not writing and before is not None:
             try:
-                sight = self._eye.look(before)
-                fits = self.layout is not None and same_layout(sight, before)
-            except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
+                view = self._inspector.update(before)
+                fits = self.layout is not None and same_layout(view, before)
+            except Exception as caught:  # noqa: BLE001 - raised below, when the other ranks know
                 error = caught
-        name = self._shelf.free_name(self.step)
+        name = self._folder.free_name(self.step)
         states = all_gather((writing, name, self._error is None, error is None, fits, self.iterations()))
         if not all(fine for _, _, fine, *_ in states):
-            self.wait()  # raises on the ranks that failed; the write agreed on it, so that all have
+            self.wait()  # raises on all ranks: a write fails on all of them together
         if any(writing for writing, *_ in states):
             self.skipped += 1
             return
         self.wait()
         if not all(seen for _, _, _, seen, _, _ in states):
             raise_on_all(error)
-        saver = self._shelf.saver(states[0][1], self.group, self.durable)
-        self.sight = sight
+        saver = self._folder.saver(states[0][1], self.group, self.durable)
+        self.view = view
         if not all(fits for *_, fits, _ in states):
-            self.sight = self._eye.look_anew()
-            self.layout = make_layout(saver, self.sight, self._eye.state(self.sight), spreads=self.spread != 1)
+            self.view = self._inspector.inspect()
+            state = self._inspector.training_state(self.view)
+            self.layout = make_layout(saver, self.view, state, spreads=self.spread != 1)
         assert self.layout is not None
         count = max(count for *_, count in states)
-        self.round = SnapshotRun(saver, self.layout, count)
-        self.part(began, rest=False)
+        self.run = SnapshotRun(saver, self.layout, count)
+        self.begin_part(start, rest=False)
         self.taken += 1
 
     def iterations(self) -> int:
-        """Over how many iterations the next snapshot is spread, as far as this rank knows."""
+        """The number of iterations over which this rank would spread the next snapshot."""
         if self.spread != "auto":
             count = self.spread
-        elif self.layout is None or self.sight is None:
+        elif self.layout is None or self.view is None:
             return 1
         else:
-            pieces = self.sight.pieces
-            count = self.measured.iterations(
-                sum(pieces[n].tensor.numel() * pieces[n].dtype.itemsize for n in self.layout.wanted)
+            fragments = self.view.fragments
+            count = self.timings.iterations(
+                sum(fragments[n].tensor.numel() * fragments[n].dtype.itemsize for n in self.layout.wanted)
             )
         return count if self.every is None else min(count, self.every)
 
-    def part(self, began: float, *, rest: bool) -> None:
-        """Begin to copy the next part, or all that is left; with the last part, begin to write."""
-        run, sight = self.round, self.sight
+    def begin_part(self, start: float, *, rest: bool) -> None:
+        """Start to copy the next part, or with `rest` all remaining ones; with the last part, start to write."""
+        run, view = self.run, self.view
         assert run is not None
-        assert sight is not None
+        assert view is not None
         if run.parts:
             try:
-                now = self._eye.look(sight)
-                if not same_layout(now, sight):
+                now = self._inspector.update(view)
+                if not same_layout(now, view):
                     raise UsageError(
-                        f"{run.target}: the job's tensors are others than when the parts of this snapshot were begun",
-                        hint="nothing but optimizer steps may come between; take a new one",
+                        f"{run.target}: the tensors of the job have changed since the first part of this snapshot",
+                        hint="only optimizer steps may happen between the parts; take a new snapshot",
                     )
-                sight = self.sight = now
-            except Exception as caught:  # noqa: BLE001 - told to the other ranks before anything is written
+                view = self.view = now
+            except Exception as caught:  # noqa: BLE001 - raised by `write` on all ranks
                 run.failure = run.failure or caught
         last = rest or len(run.parts) == run.count - 1
         copying = time.perf_counter()
-        items, at_once = run.set_aside(sight, run.numbers(sight, rest=rest), self._buffers)
-        if at_once > 1 << 20:
-            self.measured.local = smoothed(self.measured.local, at_once / (time.perf_counter() - copying))
-        items = by_deadline(items, self.measured.deadline)
+        items, copied_now = run.start_copies(view, run.numbers(view, rest=rest), self._buffers)
+        if copied_now > 1 << 20:
+            self.timings.local = smoothed(self.timings.local, copied_now / (time.perf_counter() - copying))
+        items = by_deadline(items, self.timings.deadline)
         copier = BackgroundCopier(items, self.throttle, self.may_run)
-        run.add(self.step, copier, ExpectedTimings(self.measured, items), in_background=not last)
+        run.add(self.step, copier, ExpectedTimings(self.timings, items), in_background=not last)
         if last:
-            self._write_in_background(run, sight)
-        spent = time.perf_counter() - began
+            self._write_in_background(run, view)
+        spent = time.perf_counter() - start
         run.prepared += spent
-        self.measured.prepare_seconds += spent
-        self.measured.released = time.perf_counter()
+        self.timings.prepare_seconds += spent
+        self.timings.released = time.perf_counter()
 
-    def _write_in_background(self, run: SnapshotRun, sight: JobView) -> None:
-        told: tuple[Any, dict[str, Any]] = ([], {})
+    def _write_in_background(self, run: SnapshotRun, view: JobView) -> None:
+        state: tuple[Any, dict[str, Any]] = ([], {})
         try:
-            told = (current_groups(sight), copy.deepcopy(self._eye.state(sight)))
-        except Exception as caught:  # noqa: BLE001 - told to the other ranks before anything is written
+            state = (current_groups(view), copy.deepcopy(self._inspector.training_state(view)))
+        except Exception as caught:  # noqa: BLE001 - raised by `write` on all ranks
             run.failure = run.failure or caught
         step = self.step
-        counted = step if sight.job.engine is not None else steps_counted(sight.job)
-        seen = replace(sight, job=replace(sight.job, optimizer=None), pieces=list(sight.pieces))  # training goes on
+        counted = step if view.job.engine is not None else steps_counted(view.job)
+        # The thread must not look at the optimizer, which training changes meanwhile.
+        frozen = replace(view, job=replace(view.job, optimizer=None), fragments=list(view.fragments))
 
         def work() -> None:
             try:
-                began = time.perf_counter()
-                run.write(seen, told, counted)
-                self._finish(run, step, time.perf_counter() - began)
+                start = time.perf_counter()
+                run.write(frozen, state, counted)
+                self._finish(run, step, time.perf_counter() - start)
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
                 self._error = error
 
@@ -263,25 +267,25 @@ class SnapshotScheduler:
         self.thread.start()
 
     def _finish(self, run: SnapshotRun, step: int, written: float) -> None:
-        self.measured.copied([copier for _, copier, _ in run.parts])
+        self.timings.add_copies([copier for _, copier, _ in run.parts])
         self.finished.append((step, run.target))
         self.last = schedule_json(step, run.parts, prepared=run.prepared, written=written)
         if rank_and_size()[0] == 0:
-            self._shelf.tell(self.last)
-            self._shelf.drop_old(step)
+            self._folder.write_schedule(self.last)
+            self._folder.drop_old(step)
 
     def wait(self) -> None:
-        """Wait until the snapshot that is under way is on disk; raise what went wrong with it.
+        """Wait until the snapshot in progress is on disk; raise its error if it failed.
 
-        Of one that is spread over steps, all parts that are left are taken now: every rank must call it.
+        If it is spread over several steps, the remaining parts are copied now, so every rank must call this.
         """
-        if self.round is not None:
+        if self.run is not None:
             if self.thread is None:
-                self.part(time.perf_counter(), rest=True)
+                self.begin_part(time.perf_counter(), rest=True)
             assert self.thread is not None
             self.may_run.set()
             self.thread.join()
-            self.thread, self.round = None, None
+            self.thread, self.run = None, None
         if self._error is not None:
             error, self._error = self._error, None
             raise error

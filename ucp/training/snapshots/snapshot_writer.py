@@ -1,9 +1,4 @@
-"""Writing snapshots: the files are laid out once, and then written again and again with what is new in each.
-
-Snapshots into a mapped store: every rank writes its share of the slot, rank 0 flips.
-
-Where snapshots are kept: a folder with a folder for each, or a mapped store.
-"""
+"""Write snapshots, as folders of atoms or into a mapped store. The layout of the files is computed only once."""
 
 from __future__ import annotations
 
@@ -19,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.core.checkpoint import Checkpoint
-from ucp.core.region import Region
 from ucp.core.target import Target
 from ucp.engine.staging import Staging, discard_partial_output
 from ucp.errors import StorageError, UcpError, UsageError
@@ -30,13 +24,13 @@ from ucp.formats.store.reader import EXTRA, generation_notes, schema_of
 from ucp.formats.store.store_layout import StoreEntry, StoreSchema
 from ucp.storage.local import sync
 from ucp.training.collect import LiveFragment
-from ucp.training.collectives import all_gather, gather_to_first, raise_on_all, rank_and_size, scatter_from_first
-from ucp.training.live_job import LiveJob, dtype_of
-from ucp.training.save import RankSaver, write_candidates
+from ucp.training.collectives import all_gather, fail_together, gather_to_first, rank_and_size, scatter_from_first
+from ucp.training.live_job import LiveJob
+from ucp.training.save import RankSaver, add_file, write_candidates
 from ucp.training.saved_index import RankSummary, build_index
 from ucp.training.snapshots.snapshot_layout import JobView, SnapshotBlueprint, SnapshotLayout, bytes_by_parameter
 from ucp.training.store.writer import Store
-from ucp.training.write_assignment import WriteAssignment, WriteCandidate, write_elements
+from ucp.training.write_assignment import WriteAssignment, write_elements
 
 
 class SnapshotSaver(RankSaver):
@@ -46,105 +40,78 @@ class SnapshotSaver(RankSaver):
         super().__init__(path)
         self.group, self.durable = group, durable
 
-    def lay_out(self, source: Checkpoint, gathered: Sequence[RankSummary]) -> tuple[Any, list[Any]]:
-        """What `settle` needs of it, and for each rank (tasks, sealings, files). Parameters only. On rank 0."""
-        files = AtomsWriter(source, WriteOptions()).target().files[: len(source.parameters)]
-        offers = write_candidates(gathered)
-        shares = WriteAssignment.for_ranks(len(gathered))
-        for number, file in enumerate(files):
-            for item in file.items:
-                atom = item.atom
-                held = offers.get((atom.name, atom.kind), [])
-                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, held)
-        paths = [file.path for file in files]
-        return files, [(tasks, seals, paths) for tasks, seals in zip(shares.tasks, shares.sealings, strict=True)]
+    def assign_writes(self, source: Checkpoint, ranks: Sequence[RankSummary]) -> tuple[Any, list[Any]]:
+        """Assign the writes of all parameters. On rank 0.
 
-    def settle(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
-        """Make the files, with the extras that there are this time. On rank 0."""
+        Returns a value for `prepare_files`, and (writes, digest ranges, files) of every rank.
+        """
+        files = AtomsWriter(source, WriteOptions()).target().files[: len(source.parameters)]
+        candidates = write_candidates(ranks)
+        assignment = WriteAssignment.for_ranks(len(ranks))
+        for number, file in enumerate(files):
+            add_file(assignment, number, file, candidates)
+        return files, assignment.by_rank([file.path for file in files])
+
+    def prepare_files(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
+        """Create the files of this snapshot, including its extras. On rank 0."""
         self.writer = AtomsWriter(source, WriteOptions())
         self.target = Target((*static, *plan_extras(source)))
-        offers = self.offer_extras(tensors)
-        shares = WriteAssignment.for_ranks(1)
-        for number, file in enumerate(self.target.files):
-            for item in file.items if number >= len(static) else ():
-                atom = item.atom
-                shares.deal(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, [offers[atom.name]])
-        self.tasks += shares.tasks[0]
-        self.sealings += shares.sealings[0]
+        candidates = {(name, "extra"): [each] for name, each in self.add_extra_tensors(tensors).items()}
+        assignment = WriteAssignment.for_ranks(1)
+        for number in range(len(static), len(self.target.files)):
+            add_file(assignment, number, self.target.files[number], candidates)
+        self.writes += assignment.writes[0]
+        self.digest_ranges += assignment.digest_ranges[0]
         self.files = [file.path for file in self.target.files]
         self.staging = Staging(self.path, self.target, uuid.uuid4().hex, resume=False, restart=True)
 
-    def offer_extras(self, tensors: dict[str, Any]) -> dict[str, WriteCandidate]:
-        """Tensors inside the extras become pieces of rank 0."""
-        offers = {}
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            self.pieces.append(LiveFragment(name, "extra", shape, dtype_of(flat), Region.all_of(shape), flat))
-            offers[name] = WriteCandidate(0, len(self.pieces) - 1, Region.all_of(shape))
-        return offers
 
-
-def make_layout(saver: SnapshotSaver, sight: JobView, state: dict[str, Any], *, spreads: bool) -> SnapshotLayout:
-    """Tell rank 0 what there is, and get this rank's share of the work. Collective."""
-    gathered = gather_to_first(replace(sight.gathered, state=state))
-    shares: list[Any] | None = None
+def make_layout(saver: SnapshotSaver, view: JobView, state: dict[str, Any], *, spreads: bool) -> SnapshotLayout:
+    """Compute the layout on rank 0 from the summaries of all ranks, and distribute it. Collective."""
+    ranks = gather_to_first(replace(view.summary, state=state))
+    assignments: list[Any] | None = None
     blueprint: SnapshotBlueprint | None = None
-    error: BaseException | None = None
-    if gathered is not None:
-        try:
-            source, _ = build_index(sight.job, gathered, saver.path)
-            static, shares = saver.lay_out(source, gathered)
-            blueprint = SnapshotBlueprint([replace(told, state={}) for told in gathered], source.parameters, static)
-        except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-            error = caught
-    raise_on_all(error)
-    tasks, sealings, files = scatter_from_first(shares)
-    wanted = sorted({task.piece for task in tasks})
-    return SnapshotLayout(
-        tasks,
-        sealings,
-        files,
-        wanted,
-        blueprint,
-        all_gather(bytes_by_parameter(sight, wanted)) if spreads else [],
-        parts={},
-    )
+    with fail_together():
+        if ranks is not None:
+            source, _ = build_index(view.job, ranks, saver.path)
+            static, assignments = saver.assign_writes(source, ranks)
+            blueprint = SnapshotBlueprint([replace(rank, state={}) for rank in ranks], source.parameters, static)
+    writes, digest_ranges, files = scatter_from_first(assignments)
+    wanted = sorted({write.fragment for write in writes})
+    loads = all_gather(bytes_by_parameter(view, wanted)) if spreads else []
+    return SnapshotLayout(writes, digest_ranges, files, wanted, blueprint, loads)
 
 
 def prepare_write(
     saver: SnapshotSaver,
     layout: SnapshotLayout,
     job: LiveJob,
-    pieces: list[LiveFragment],
-    told: tuple[Any, dict[str, Any]],
+    fragments: list[LiveFragment],
+    state: tuple[Any, dict[str, Any]],
     step: int | None,
     steps: dict[str, int],
 ) -> None:
-    """Get ready to write these pieces, with the groups and the state that each rank tells. Collective, in its group.
+    """Prepare to write these fragments. Collective, in the saver's group.
 
-    `step` is that of the snapshot, `steps` those of parameters that are of others.
+    `state` are the param groups and the training state of this rank, `step` is the step of the snapshot, and `steps`
+    are the steps of parameters that were copied after another one.
     """
-    saver.pieces, saver.tasks, saver.sealings = pieces, list(layout.tasks), list(layout.sealings)
-    saver.files = layout.files
-    everyone = gather_to_first(told, saver.group)
-    error: BaseException | None = None
-    if everyone is not None:
-        try:
-            known = layout.blueprint
-            assert known is not None
-            gathered = [
-                replace(rank, groups=groups, state=state)
-                for rank, (groups, state) in zip(known.gathered, everyone, strict=True)
-            ]
-            source, tensors = build_index(job, gathered, saver.path, known.parameters)
-            trained = {name for name, parameter in known.parameters.items() if parameter.role == "trained"}
-            source.step, source.steps = step, {name: of for name, of in steps.items() if name in trained}
-            saver.settle(source, tensors, known.static)
-        except Exception as caught:  # noqa: BLE001
-            error = caught
+    saver.fragments, saver.files = fragments, layout.files
+    saver.writes, saver.digest_ranges = list(layout.writes), list(layout.digest_ranges)
+    states = gather_to_first(state, saver.group)
     try:
-        raise_on_all(error, saver.group)
+        with fail_together(saver.group):
+            if states is not None:
+                known = layout.blueprint
+                assert known is not None
+                ranks = [
+                    replace(rank, groups=groups, state=training_state)
+                    for rank, (groups, training_state) in zip(known.summaries, states, strict=True)
+                ]
+                source, tensors = build_index(job, ranks, saver.path, known.parameters)
+                trained = {name for name, parameter in known.parameters.items() if parameter.role == "trained"}
+                source.step, source.steps = step, {name: of for name, of in steps.items() if name in trained}
+                saver.prepare_files(source, tensors, known.static)
     except BaseException:
         if saver.staging is not None:
             saver.staging.discard()
@@ -155,23 +122,23 @@ STORE_SUFFIX: Final = ".ucpstore"
 
 
 def replacement_path(path: Path) -> Path:
-    """Where the store is filled that is going to take the place of the one at `path`."""
+    """The path of a new store while it is being filled, before it replaces the one at `path`."""
     return path.with_name(f".{path.name}.next")
 
 
 def discard_replacement(path: Path) -> None:
-    """Remove what a killed job has left there; `UcpError` where a living one writes it."""
-    left = replacement_path(path)
-    if left.exists():
-        with Store.open(left):  # which only one process can
-            left.unlink()
+    """Remove the unfinished replacement of a killed job; `UcpError` if a running job is writing it."""
+    replacement = replacement_path(path)
+    if replacement.exists():
+        with Store.open(replacement):  # fails if another process has it open
+            replacement.unlink()
 
 
 class StoreSnapshotSaver(SnapshotSaver):
-    """One rank's part of a snapshot into the store at `path`, which is made where there is none.
+    """One rank's part of a snapshot into the store at `path`, which is created if it does not exist.
 
-    The places of a store are fixed. Where the job has other states than its last snapshot had (an optimizer makes some
-    with the first gradient of a parameter), a new store is filled beside it and takes its place.
+    The offsets in a store are fixed. If the job has other states than at its last snapshot (an optimizer creates states
+    with the first gradient of a parameter), a new store is filled next to it and then replaces it.
     """
 
     notes: dict[str, Any]
@@ -180,32 +147,33 @@ class StoreSnapshotSaver(SnapshotSaver):
     schema: StoreSchema
 
     def __init__(self, path: Path, group: Any, durable: bool, written: set[Path]) -> None:
-        """`written` are stores that this job has put snapshots into; a store of another job is left alone."""
+        """`written` are the stores with snapshots of this job; a store of another job is never replaced."""
         super().__init__(path, group, durable)
         self._written = written
-        self._next = replacement_path(path)
+        self._replacement = replacement_path(path)
 
-    def lay_out(self, source: Checkpoint, gathered: Sequence[RankSummary]) -> tuple[Any, list[Any]]:
+    def assign_writes(self, source: Checkpoint, ranks: Sequence[RankSummary]) -> tuple[Any, list[Any]]:
         schema = schema_of(source)
-        offsets = self._places(schema)
-        offers = write_candidates(gathered)
-        shares = WriteAssignment.for_ranks(len(gathered))
+        offsets = self._offsets(schema)
+        candidates = write_candidates(ranks)
+        assignment = WriteAssignment.for_ranks(len(ranks))
         for entry in schema.entries:
             if entry.kind != EXTRA:
                 key = (entry.name, entry.kind)
-                shares.deal(str(entry), entry.shape, entry.dtype.itemsize, 0, offsets[key], offers.get(key, []))
+                known = candidates.get(key, [])
+                assignment.add(str(entry), entry.shape, entry.dtype.itemsize, 0, offsets[key], known)
         names = [self.path.name]
-        return (schema, offsets), [(tasks, [], names) for tasks in shares.tasks]
+        return (schema, offsets), [(writes, [], names) for writes in assignment.writes]
 
-    def _places(self, schema: StoreSchema) -> dict[tuple[str, str], int]:
-        """Where each atom lies in a slot."""
+    def _offsets(self, schema: StoreSchema) -> dict[tuple[str, str], int]:
+        """The offset of each atom in a slot."""
         if not self.path.exists():
             Store.create(self.path, schema).close()
         with self._open(schema) as store:
             return {key: store.place(*key) for key in ((e.name, e.kind) for e in schema.entries)}
 
     def _open(self, schema: StoreSchema) -> Store:
-        """The store that has these places: that of the path, or the one that is going to take its place."""
+        """Open the store at the path if it has this schema; otherwise create its replacement."""
         store = Store.open(self.path)
         if store.schema.entries == schema.entries:
             return store
@@ -213,16 +181,16 @@ class StoreSnapshotSaver(SnapshotSaver):
         store.close()
         if self.path not in self._written:
             raise self._other_schema()
-        self._next.unlink(missing_ok=True)
-        return Store.create(self._next, schema, slots=slots)
+        self._replacement.unlink(missing_ok=True)
+        return Store.create(self._replacement, schema, slots=slots)
 
     def _other_schema(self) -> UsageError:
         return UsageError(
-            f"{self.path}: was made for other parameters or states than the job has now",
-            hint="give another path",
+            f"{self.path}: the store was created for other parameters or states than the job has now",
+            hint="use another path",
         )
 
-    def settle(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
+    def prepare_files(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
         schema, offsets = static
         self.notes, atoms = generation_notes(source)
         extras = tuple(StoreEntry(atom.name, atom.kind, atom.shape, atom.dtype) for atom in atoms.values())
@@ -231,36 +199,29 @@ class StoreSnapshotSaver(SnapshotSaver):
         if not self.path.exists():
             Store.create(self.path, schema).close()
         self.step, self.steps, self.schema = source.step or 0, source.steps, schema
-        offers = self.offer_extras(tensors)
-        shares = WriteAssignment.for_ranks(1)
+        candidates = self.add_extra_tensors(tensors)
+        assignment = WriteAssignment.for_ranks(1)
         for entry in extras:
-            at = offsets[entry.name, entry.kind]
-            shares.deal(str(entry), entry.shape, entry.dtype.itemsize, 0, at, [offers[entry.name]])
-        self.tasks += shares.tasks[0]
+            offset = offsets[entry.name, entry.kind]
+            assignment.add(str(entry), entry.shape, entry.dtype.itemsize, 0, offset, [candidates[entry.name]])
+        self.writes += assignment.writes[0]
 
     def _write(self) -> None:
-        error: BaseException | None = None
         store: Store | None = None
-        if rank_and_size()[0] == 0:
-            try:
-                store = self._open(self.schema)
-                store.begin(self.step, wait=60.0)
-            except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-                error = caught
         try:
-            raise_on_all(error, self.group)
+            with fail_together(self.group):
+                if rank_and_size()[0] == 0:
+                    store = self._open(self.schema)
+                    store.begin(self.step, wait=60.0)
             begin, name = all_gather(None if store is None else (store.slot_start, store.path.name), self.group)[0]
             file = self.path.with_name(name)
-            try:
-                for task in self.tasks:
-                    piece = self.pieces[task.piece]
-                    placed = replace(task, offset=begin + task.offset)
-                    write_elements(file, placed, piece.region, piece.tensor)
-                self._sync(file)
-            except Exception as caught:  # noqa: BLE001
-                error = caught
-            raise_on_all(error, self.group)
-            try:
+            with fail_together(self.group):
+                for write in self.writes:
+                    fragment = self.fragments[write.fragment]
+                    placed = replace(write, offset=begin + write.offset)
+                    write_elements(file, placed, fragment.region, fragment.tensor)
+                self._sync(file)  # before rank 0 commits the generation
+            with fail_together(self.group):
                 if store is not None:
                     for entry in store.schema.entries:
                         of = self.step if entry.kind == EXTRA else self.steps.get(entry.name, self.step)
@@ -270,19 +231,15 @@ class StoreSnapshotSaver(SnapshotSaver):
                         os.replace(file, self.path)
                         self._sync(self.path.parent)
                     self._written.add(self.path)
-            except Exception as caught:  # noqa: BLE001
-                error = caught
-            raise_on_all(error, self.group)
         finally:
             if store is not None:
                 store.close()
 
     def _sync(self, file: Path) -> None:
-        """What this rank wrote becomes durable before rank 0 vouches for it."""
         try:
             sync(file)
         except OSError as error:
-            raise StorageError(f"{file}: cannot be made durable: {error.strerror}") from error
+            raise StorageError(f"{file}: cannot be synced to disk: {error.strerror}") from error
 
 
 SCHEDULE_FILE: Final = "schedule.json"
@@ -290,28 +247,28 @@ _NAME: Final = re.compile(r"step-(\d+)(?:-\d+)?")
 
 
 class SnapshotFolder:
-    """The place at `path`; of folders, the newest `keep` stay (None: all)."""
+    """The folder or store of a job's snapshots; the newest `keep` folders are kept (None: all)."""
 
     def __init__(self, path: Path, keep: int | None) -> None:
         self.path, self.keep = path, keep
         self.is_store = path.suffix == STORE_SUFFIX
-        self._written: set[Path] = set()  # stores that hold snapshots of this job
+        self._written: set[Path] = set()  # stores with snapshots of this job
 
     def make(self) -> None:
-        """A folder must be there; a store is made with the first snapshot. What a killed job left half done goes."""
+        """Create the folder (a store is created by the first snapshot) and remove partial output of killed jobs."""
         if self.is_store:
             with contextlib.suppress(OSError, UcpError):
                 discard_replacement(self.path)
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(".step-*.ucp-partial"):
-            target = self.path / left.name[1:].removesuffix(".ucp-partial")
+        for partial in self.path.glob(".step-*.ucp-partial"):
+            target = self.path / partial.name[1:].removesuffix(".ucp-partial")
             if _NAME.fullmatch(target.name):
-                with contextlib.suppress(OSError, UcpError):  # another job is at it
+                with contextlib.suppress(OSError, UcpError):  # another job may be writing it
                     discard_partial_output(target)
 
     def free_name(self, step: int) -> str:
-        """A name for the snapshot of a step that no folder has yet, as rank 0 sees it."""
+        """An unused name for the snapshot of a step; only rank 0 looks at the folder."""
         name = f"step-{step:08d}"
         number = 2
         found = name
@@ -321,23 +278,23 @@ class SnapshotFolder:
         return found
 
     def saver(self, name: str, group: Any, durable: bool) -> SnapshotSaver:
-        """What writes the next one."""
+        """The saver of the next snapshot."""
         if self.is_store:
             return StoreSnapshotSaver(self.path, group, durable, self._written)
         return SnapshotSaver(self.path / name, group, durable)
 
-    def tell(self, schedule: dict[str, Any]) -> None:
-        """Put down when the tensors of the newest snapshot were copied."""
+    def write_schedule(self, schedule: dict[str, Any]) -> None:
+        """Write the copy times of the newest snapshot, for `ucp snapshot plan`."""
         folder = self.path.parent if self.is_store else self.path
         name = f"{self.path.stem}.{SCHEDULE_FILE}" if self.is_store else SCHEDULE_FILE
-        with contextlib.suppress(OSError):  # for people only
+        with contextlib.suppress(OSError):  # it is only informational
             (folder / name).write_text(json.dumps(schedule), encoding="utf-8")
 
     def drop_old(self, step: int) -> None:
-        """Remove folders that are too many. Those of later steps than `step` are of another job, which went further."""
+        """Remove the oldest folders. Snapshots of steps after `step` belong to another job and are kept."""
         if self.keep is None or self.is_store:
             return
-        with contextlib.suppress(OSError):  # what is superfluous does no harm
+        with contextlib.suppress(OSError):  # a folder that remains does no harm
             named = [(folder, _NAME.fullmatch(folder.name)) for folder in self.path.iterdir()]
             folders = [folder for folder, match in named if match is not None and int(match[1]) <= step]
             folders.sort(key=lambda folder: folder.stat().st_mtime_ns)
