@@ -64,13 +64,15 @@ def sources() -> dict[str, Path]:
 def digest(folder: Path) -> str:
     """One digest of every file below `folder`, by name.
 
-    The manifest of atoms contains the path of the source and a checksum of itself: both depend on the folder.
+    The manifest of atoms contains the path of the source and a checksum of itself, which depend on the folder, and the
+    texts of notes, which are prose (their ids are not).
     """
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
         if path.name == "ucp.json":
             content = re.sub(rb'"checksum": "[0-9a-f]+"', b"", content.replace(bytes(folder.parent), b"ROOT"))
+            content = re.sub(rb'^( \{"id": "[^"]*", "text": ).*$', rb"\1", content, flags=re.MULTILINE)
         total.update(f"{path.relative_to(folder)}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return total.hexdigest()[:24]
 
