@@ -179,7 +179,7 @@ def test_mixed_steps_are_named(checkpoint: Path, project: Path) -> None:
     changed = data[:at] + data[at:].replace(b"K\x03", b"K\x04", 1)
     assert changed != data
     rewrite_pickle(victim, lambda _: changed)
-    both(checkpoint, 1, "mp_rank_01_model_states.pt", "says 3", "different saves are mixed")
+    both(checkpoint, 1, "mp_rank_01_model_states.pt", "has 3", "different saves are mixed")
 
 
 def rewrite_pickle(path: Path, change: object) -> None:

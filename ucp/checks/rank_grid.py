@@ -27,6 +27,7 @@ from ucp.formats.deepspeed.step_files import (
     is_state_file,
     layer_file_name,
     model_file_name,
+    names_tp_rank,
     optimizer_file_name,
     sharded_model_file_name,
 )
@@ -34,7 +35,6 @@ from ucp.formats.megatron.folder import OPTIMIZER_FILE, OPTIMIZER_MISSING
 from ucp.formats.sharded.shard_table import Problems
 
 _SHORT: Final = 1_000_000  # bytes of a metadata.json that is looked into
-_LIKE: Final = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def run_check(context: CheckContext) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def missing(path: Path, tag: str | None) -> Iterator[Finding]:
             if grid.sharded_model and (dp, mp) not in files.sharded_model:
                 yield _hole(base, place, sharded_model_file_name(dp, mp), rank)
             if (files.optim or grid.sharded_model) and (dp, mp) not in files.optim:
-                yield _hole(base, place, optimizer_file_name(dp, mp, next(iter(files.optim.values()), _LIKE)), rank)
+                yield _hole(base, place, optimizer_file_name(dp, mp, next(iter(files.optim.values()), None)), rank)
     yield from _missing_layers(base, place, files, grid.tp)
 
 
@@ -136,8 +136,8 @@ def _missing_layers(base: Path, place: StepFolder, files: StepFiles, tp: int) ->
     for layer in sorted({layer for layer, _ in files.layers}):
         for rank in range(tp):
             if (layer, rank) not in files.layers:
-                like = next(iter(files.layers.values()))
-                yield _hole(base, place, layer_file_name(layer, rank, like), Rank(tp=rank))
+                has_tp_rank = names_tp_rank(next(iter(files.layers.values())))
+                yield _hole(base, place, layer_file_name(layer, rank, has_tp_rank=has_tp_rank), Rank(tp=rank))
 
 
 def _hole(base: Path, place: StepFolder, name: str, rank: Rank) -> Finding:

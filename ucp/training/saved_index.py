@@ -104,7 +104,7 @@ def _engine_trees(job: LiveJob, state: dict[str, Any], keep: TensorKeeper, notes
     if state["optimizer"] in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
         tree["optimizer"] = fields
     elif state["scaler_class"]:
-        name = optimizer_file_name(0, state["mp"], "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        name = optimizer_file_name(0, state["mp"])
         scaler = bare_object(state["scaler_module"], state["scaler_class"], fields)
         trees[name] = {"optimizer_state_dict": {"loss_scaler": scaler}}
     return trees

@@ -81,7 +81,7 @@ def test_exchanged_files_of_experts(real: Callable[[int], Path], tmp_path: Path,
     two.rename(one)
     (tmp_path / "aside").rename(two)
     wrong = (
-        rf"layer_0_expert_0_.* is named for expert 0 of .*layers\.0.*, but holds .*layers\.{other[0]}\..*\.{other[1]}:"
+        rf"layer_0_expert_0_.* is named for expert 0 of .*layers\.0.*, but contains .*layers\.{other[0]}\..*\.{other[1]}:"
     )
     with pytest.raises(InconsistentError, match=wrong):
         read(folder)
@@ -275,14 +275,14 @@ def test_stage_3_files_that_are_of_another_rank(tmp_path: Path) -> None:
 def test_stage_3_files_that_deal_experts_out_in_other_ways(tmp_path: Path) -> None:
     files = even_files([[0, 1], [2, 3]])
     files["zero_pp_rank_2_mp_rank_00_model_states.pt"]["ds_autoep_layers"] = [layer([[0, 2], [1, 3]])]
-    with pytest.raises(InconsistentError, match=r"zero_pp_rank_2.*deals experts out in another way"):
+    with pytest.raises(InconsistentError, match=r"zero_pp_rank_2.*places experts differently"):
         read(save(tmp_path / "c", files))
 
 
 def test_groups_that_were_cut_for_another_number_of_expert_ranks(tmp_path: Path) -> None:
     files = flat_files([[0, 1], [2, 3]])
     files["mp_rank_00_model_states.pt"]["ds_autoep_layers"] = [layer([[0], [1], [2], [3]])]
-    with pytest.raises(InconsistentError, match="AutoEP spreads its experts over 4 expert-parallel ranks"):
+    with pytest.raises(InconsistentError, match="AutoEP distributes its experts over 4 expert-parallel ranks"):
         read(save(tmp_path / "c", files))
 
 
@@ -311,9 +311,9 @@ def test_tensor_parallelism_beside_it_is_refused(tmp_path: Path) -> None:
         ({"ep_size": "2"}, "ep_size is '2'"),
         ({"num_experts": 0}, "num_experts is 0"),
         ({"num_experts": 5, "expert_placement": None}, "5 experts do not divide over 2"),
-        ({"checkpoint_format_version": 2}, "files of format 2, which is not known"),
+        ({"checkpoint_format_version": 2}, "files of format 2, which is not supported"),
         ({"expert_placement": [1]}, "expected a dict with ranks"),
-        ({"expert_placement": {"version": 2, "ranks": []}}, "version 2, which is not known"),
+        ({"expert_placement": {"version": 2, "ranks": []}}, "version 2, which is not supported"),
         ({"expert_placement": {"version": 1, "ranks": [{"rank": 0, "experts": [0, 0]}]}}, "different numbers below 4"),
         ({"expert_placement": {"version": 1, "ranks": [{"rank": 0, "experts": [4]}]}}, "different numbers below 4"),
         ({"expert_placement": {"version": 1, "ranks": [{"rank": 0, "experts": [0]}]}}, "ep_size is 2"),

@@ -93,7 +93,7 @@ def test_files_of_an_earlier_save_with_more_ranks(tmp_path: Path, saved: Callabl
     for path in (older / "global_step7").iterdir():
         if "rank_2" in path.name or "rank_3" in path.name:
             shutil.copy(path, folder / "global_step7")
-    with pytest.raises(InconsistentError, match=r"4 data-parallel ranks are here, but .* says that the job had 2"):
+    with pytest.raises(InconsistentError, match=r"4 data-parallel ranks were found, but according to .* the job had 2"):
         read(folder)
 
 
@@ -135,7 +135,7 @@ def test_expert_files_that_were_exchanged(real: Callable[[str], Path]) -> None:
     folder = real("z1_bf16_moe4_ep2_dp4")
     exchange(*(folder / "global_step3" / f"layer_0_expert_{n}_mp_rank_00_model_states.pt" for n in (0, 3)))
     with pytest.raises(
-        InconsistentError, match=r"layer_0_expert_0_mp.* is named for expert 0, but holds .*experts\.3\."
+        InconsistentError, match=r"layer_0_expert_0_mp.* is named for expert 0, but contains .*experts\.3\."
     ):
         read(folder)
 
@@ -255,7 +255,7 @@ def test_a_model_file_of_another_step(tmp_path: Path) -> None:
     other = model_state({name: torch.zeros(0) for name in SHAPES}, dp_world_size=3, global_steps=STEP + 1)
     name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     torch.save(other, folder / "global_step7" / name)
-    with pytest.raises(InconsistentError, match=rf"{name}: step {STEP + 1}, but .*rank_0.* says {STEP}"):
+    with pytest.raises(InconsistentError, match=rf"{name}: step {STEP + 1}, but .*rank_0.* has {STEP}"):
         read(folder)
 
 
@@ -292,8 +292,8 @@ def test_a_partition_of_the_wrong_length(tmp_path: Path) -> None:
         top["single_partition_of_fp32_groups"][0] = torch.zeros(5)
 
     text = refusal(tmp_path, flat(change=shorten))
-    assert f"{OPTIM.format(1)} (dp rank 1) holds 5 elements, expected 20 or 19" in text
-    assert "39 elements of 3 parameters cut over 2 ranks" in text
+    assert f"{OPTIM.format(1)} (dp rank 1) has 5 elements, expected 20 or 19" in text
+    assert "39 elements of 3 parameters partitioned over 2 ranks" in text
 
 
 def test_a_file_that_was_cut_for_other_ranks(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_file_that_was_cut_for_other_ranks(tmp_path: Path) -> None:
 
 def test_all_files_cut_for_other_ranks(tmp_path: Path) -> None:
     files = {MODEL: model_state(), **{OPTIM.format(r): flat_optim(2, r, partition_count=[1, 1]) for r in range(2)}}
-    assert "was cut for 1 ranks" in refusal(tmp_path, files)
+    assert "was partitioned for 1 ranks" in refusal(tmp_path, files)
 
 
 def test_a_group_too_few(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_master_weights_of_two_dtypes(tmp_path: Path) -> None:
         masters = top["single_partition_of_fp32_groups"]
         masters[0] = masters[0].bfloat16()
 
-    assert "different dtype on different dp ranks: bfloat16, float32" in refusal(tmp_path, flat(change=halve))
+    assert "different dtypes on different dp ranks: bfloat16, float32" in refusal(tmp_path, flat(change=halve))
 
 
 def test_swapped_shapes(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_an_object_that_carries_tensors_inside_optimizer_state(tmp_path: Path) -
     hide(files[OPTIM.format(1)]["optimizer_state_dict"])
     text = refusal(tmp_path, files)
     assert "'hidden'" in text
-    assert "Carrier that carries tensors" in text
+    assert "Carrier that contains tensors" in text
 
 
 class Carrier:

@@ -37,10 +37,10 @@ def test_the_oldest_releases_padded_to_the_ranks_only() -> None:
 
 def test_what_meets_a_range() -> None:
     layout = flat_layout_of({"a": (3,), "none": (0,), "b": (2,), "c": (4,)}, [1, 0, 0, 0], 1)
-    assert list(layout.meeting(0, 3)) == [0]
-    assert list(layout.meeting(3, 4)) == [], "padding"
-    assert list(layout.meeting(2, 7)) == [0, 2, 3]
-    assert list(layout.meeting(5, 5)) == []
+    assert list(layout.overlapping(0, 3)) == [0]
+    assert list(layout.overlapping(3, 4)) == [], "padding"
+    assert list(layout.overlapping(2, 7)) == [0, 2, 3]
+    assert list(layout.overlapping(5, 5)) == []
 
 
 @given(

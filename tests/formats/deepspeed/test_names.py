@@ -10,6 +10,7 @@ from ucp.formats.deepspeed.step_files import (
     is_state_file,
     layer_file_name,
     model_file_name,
+    names_tp_rank,
     optimizer_file_name,
     sharded_model_file_name,
 )
@@ -75,5 +76,8 @@ def test_names_of_missing_files_follow_their_siblings() -> None:
         optimizer_file_name(4, 1, "zero_pp_rank_0_mp_rank_00optim_states.pt")
         == "zero_pp_rank_4_mp_rank_01optim_states.pt"
     )
-    assert layer_file_name(3, 1, "layer_00-model_00-model_states.pt") == "layer_03-model_01-model_states.pt"
-    assert layer_file_name(3, 0, "layer_00-model_states.pt") == "layer_03-model_states.pt"
+    assert (
+        layer_file_name(3, 1, has_tp_rank=names_tp_rank("layer_00-model_00-model_states.pt"))
+        == "layer_03-model_01-model_states.pt"
+    )
+    assert layer_file_name(3, 0, has_tp_rank=names_tp_rank("layer_00-model_states.pt")) == "layer_03-model_states.pt"

@@ -83,7 +83,7 @@ def test_patterns_that_no_parameter_used_are_known() -> None:
     [
         ({"autotp_unsupported_parameter_patterns": {r"^a\.b$": "odd heads"}}, "a.b", "odd heads"),
         ({"vocabulary_parameter_patterns": ["e"]}, "e", "original_vocab_size is missing"),
-        (INFO, "tables.1", "padding cannot be told"),
+        (INFO, "tables.1", "its padding is unknown"),
         ({"affine_map": {"version": 1, "params": {"a": {"logical_shape": [2]}}}}, "a", "affine map"),
     ],
 )

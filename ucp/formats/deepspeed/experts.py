@@ -1,9 +1,8 @@
-"""Native mixture of experts: which data-parallel ranks share an expert, and the global numbers of local experts.
+"""Mixture of experts: DeepSpeed-MoE's parameter names and rank groups, and AutoEP's placement of stacked experts.
 
-AutoEP: all experts of a layer stacked in one parameter, whose first dimension is dealt to expert-parallel ranks.
-
-The model file says how (`ds_autoep_layers`). A rank's local tensor has the experts of its expert-parallel rank, in the
-order of the placement; ZeRO then cuts it over the ranks that hold the same experts.
+DeepSpeed-MoE has one parameter per expert; a rank numbers its own experts from 0. AutoEP stacks all experts of a layer
+in one parameter and distributes its first dimension over the expert-parallel ranks, as `ds_autoep_layers` in the model
+file describes. ZeRO then partitions each rank's local tensor over the ranks that have the same experts.
 """
 
 from __future__ import annotations
@@ -24,10 +23,17 @@ from ucp.formats.deepspeed.read.rank_files import RankFile, describe_value
 
 _EXPERT_NAME: Final = re.compile(r"(.*\.?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
+AUTOEP_WEIGHTS: Final = ("w1", "w2", "w3")  # gate, down, up
+_AUTOEP_KEYS: Final = ("ds_autoep_layers", "autoep_layers")  # the latter in the first releases
+_PLACEMENT_VERSION: Final = 1
+_PARTITIONED_VERSION: Final = 1
+_MOST_EXPERTS: Final = 10**5
+_UPDATE_HINT: Final = "update ucp; DeepSpeed's own ds_to_universal may convert it, and its output can be read"
+
 
 @dataclass(frozen=True, slots=True)
 class PartitionRanks:
-    """The data-parallel ranks that cut one copy of a group among themselves, in partition order."""
+    """The data-parallel ranks over which one copy of a group is partitioned, in partition order."""
 
     ranks: tuple[int, ...]
     ep: int | None = None  # their expert-parallel rank; None for dense groups
@@ -40,13 +46,13 @@ def expert_number(name: str) -> int | None:
 
 
 def split_expert_name(name: str) -> tuple[str, int, str] | None:
-    """An expert's name as the part before its number, the number, and the part after; None for a dense parameter."""
+    """Split an expert's name into (text before the number, number, text after); None for a dense parameter."""
     found = _EXPERT_NAME.fullmatch(name)
     return (found[1], int(found[2]), found[3]) if found else None
 
 
 def experts_per_layer(names: Iterable[str]) -> dict[str, int]:
-    """MoE layer (name up to the expert number) → how many experts one rank has of it."""
+    """MoE layer (name up to the expert number) → number of experts in `names`."""
     highest: dict[str, int] = {}
     for name in names:
         if found := _EXPERT_NAME.fullmatch(name):
@@ -55,36 +61,37 @@ def experts_per_layer(names: Iterable[str]) -> dict[str, int]:
 
 
 def layer_degrees(names: Sequence[str], slots: Mapping[int, int], largest: int) -> dict[str, int]:
-    """MoE layer → its expert-parallel degree, from all its parameters and from how many a rank has of each degree.
+    """Determine the expert-parallel degree of every MoE layer.
 
-    Where no way or more than one of giving layers the degrees of `slots` comes out even, all have the `largest`.
+    `slots` maps a degree to the number of parameters that one rank's optimizer has in groups of that degree. If there
+    is not exactly one assignment of degrees to layers that uses up all slots, every layer gets the `largest` degree.
     """
     totals = Counter(split[0] for name in names if (split := split_expert_name(name)))
     experts = experts_per_layer(names)
     layers = list(totals)
 
     @cache
-    def ways(at: int, left: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The first two ways to give the layers from `at` on their degrees, with so many slots left of each."""
+    def assignments(at: int, left: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """At most two assignments of degrees to the layers from `at` on that use up the slots `left` per degree."""
         if at == len(layers):
             return () if any(left) else ((),)
         found: list[tuple[int, ...]] = []
         for position, degree in enumerate(degrees):
-            taken, odd = divmod(totals[layers[at]], degree)
-            if not odd and experts[layers[at]] % degree == 0 and taken <= left[position] and len(found) < 2:
-                rest = (*left[:position], left[position] - taken, *left[position + 1 :])
-                found += [(degree, *way) for way in ways(at + 1, rest)]
+            used, remainder = divmod(totals[layers[at]], degree)
+            if not remainder and experts[layers[at]] % degree == 0 and used <= left[position] and len(found) < 2:
+                rest = (*left[:position], left[position] - used, *left[position + 1 :])
+                found += [(degree, *way) for way in assignments(at + 1, rest)]
         return tuple(found[:2])
 
     degrees = sorted(slots)
-    possible = ways(0, tuple(slots[degree] for degree in degrees))
+    possible = assignments(0, tuple(slots[degree] for degree in degrees))
     if len(possible) != 1:
         return {layer: largest if experts[layer] % largest == 0 else 1 for layer in layers}
     return dict(zip(layers, possible[0], strict=True))
 
 
 def global_expert_name(name: str, ep: int, experts: dict[str, int]) -> str:
-    """A rank's local name with the expert's global number in it: rank `ep` holds the `ep`-th block of experts."""
+    """Replace the local expert number in a name by the global one: rank `ep` has the `ep`-th block of experts."""
     found = _EXPERT_NAME.fullmatch(name)
     if found is None:
         return name
@@ -92,16 +99,16 @@ def global_expert_name(name: str, ep: int, experts: dict[str, int]) -> str:
 
 
 def group_expert_degree(hyper: Mapping[str, Any]) -> int | None:
-    """The expert-parallel degree after which DeepSpeed names a group of experts."""
+    """The expert-parallel degree in the name of a parameter group (`ep_size_4`), or None."""
     name = hyper.get("name")
     number = name.removeprefix("ep_size_") if isinstance(name, str) and name.startswith("ep_size_") else ""
     return int(number) if number.isascii() and number.isdigit() and int(number) > 0 else None
 
 
 def expert_partition_ranks(dp: int, partitions: int, data_first: bool) -> list[PartitionRanks]:
-    """Who shares an expert group that is cut into `partitions` over `dp` ranks.
+    """Divide `dp` ranks into groups that share experts, for groups of parameters cut into `partitions`.
 
-    Ranks with equal `rank % ep` belong together; with `use_data_before_expert_parallelism` (`data_first`) consecutive
+    Ranks with equal `rank % ep` share experts; with `use_data_before_expert_parallelism` (`data_first`) consecutive
     ranks do.
     """
     ep = dp // partitions
@@ -110,50 +117,41 @@ def expert_partition_ranks(dp: int, partitions: int, data_first: bool) -> list[P
     return [PartitionRanks(tuple(range(e, dp, ep)), e) for e in range(ep)]
 
 
-AUTOEP_WEIGHTS: Final = ("w1", "w2", "w3")  # of an AutoEP layer: gate, down, up
-_AUTOEP_KEYS: Final = ("ds_autoep_layers", "autoep_layers")  # the latter in the first releases
-_PLACEMENT_VERSION: Final = 1
-_PARTITIONED_VERSION: Final = 1
-_MOST_EXPERTS: Final = 10**5
-_UPDATE_HINT: Final = "update ucp; DeepSpeed's own ds_to_universal may convert it, and its output can be read"
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """How the experts of one AutoEP layer are dealt out."""
+    """How the experts of one AutoEP layer are distributed over the expert-parallel ranks."""
 
     layer: int  # number of the layer in the names of expert files
-    prefix: str  # of the names of its parameters
-    experts: tuple[tuple[int, ...], ...]  # by ep rank: global numbers, in the order of the local tensor
+    prefix: str  # of its parameter names
+    experts: tuple[tuple[int, ...], ...]  # by ep rank: global expert numbers, in the order of the local tensor
 
     @property
     def degree(self) -> int:
-        """Expert-parallel ranks."""
+        """Number of expert-parallel ranks."""
         return len(self.experts)
 
     @property
     def total(self) -> int:
-        """Experts of the layer; each is on some rank."""
-        return max(number for held in self.experts for number in held) + 1
+        """Number of experts in the layer."""
+        return max(number for numbers in self.experts for number in numbers) + 1
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"{self.prefix}.{weight}" for weight in AUTOEP_WEIGHTS)
 
     def local(self, ep: int, shape: Shape) -> Shape:
-        """The shape on ep rank `ep` of a parameter that has `shape` on some ep rank."""
+        """The shape on ep rank `ep` of a parameter that has `shape` on any ep rank."""
         return (len(self.experts[ep]), *shape[1:])
 
     def rule(self, shape: Shape) -> Rule:
-        """How a parameter of which some ep rank holds `shape` is cut over the expert-parallel ranks."""
+        """The rule by which a parameter that has `shape` on any ep rank is split over the expert-parallel ranks."""
         whole = (self.total, *shape[1:])
-        return Rule(
-            "pieces", logical_shape=whole, slices=tuple(tuple(_expert_pieces(held, whole)) for held in self.experts)
-        )
+        slices = tuple(tuple(_expert_pieces(numbers, whole)) for numbers in self.experts)
+        return Rule("pieces", logical_shape=whole, slices=slices)
 
 
 def _expert_pieces(experts: Sequence[int], whole: Shape) -> Iterator[SlicePiece]:
-    """One piece for every run of experts that follow each other in the whole as in the local tensor."""
+    """One piece per run of experts that are consecutive both in the whole and in the local tensor."""
     tail = whole[1:]
     first = 0
     for at in range(1, len(experts) + 1):
@@ -164,7 +162,7 @@ def _expert_pieces(experts: Sequence[int], whole: Shape) -> Iterator[SlicePiece]
 
 
 def autoep_entries(tree: Mapping[Any, Any], where: str) -> Sequence[Any]:
-    """What the model file `where` says of its AutoEP layers, one entry a layer; nothing where it has none."""
+    """The entries for AutoEP layers in the tree of the model file `where`, one per layer; empty if it has none."""
     for key in _AUTOEP_KEYS:
         found = tree.get(key)
         if found:
@@ -175,21 +173,21 @@ def autoep_entries(tree: Mapping[Any, Any], where: str) -> Sequence[Any]:
 
 
 def expert_placements(tree: Mapping[Any, Any], where: str) -> dict[str, ExpertPlacement]:
-    """Parameter name → how its experts are dealt out, as the model file `where` says."""
+    """Parameter name → placement of its experts, from the tree of the model file `where`."""
     found: dict[str, ExpertPlacement] = {}
     for position, entry in enumerate(autoep_entries(tree, where)):
-        spread = _read_placement(entry, f"{where}: AutoEP layer {position}")
-        if any(name in found for name in spread.names):
-            raise NotUnderstoodError(f"{where}: two AutoEP layers are named {spread.prefix}")
-        found.update(dict.fromkeys(spread.names, spread))
+        placement = _read_placement(entry, f"{where}: AutoEP layer {position}")
+        if any(name in found for name in placement.names):
+            raise NotUnderstoodError(f"{where}: two AutoEP layers are named {placement.prefix}")
+        found.update(dict.fromkeys(placement.names, placement))
     return found
 
 
 def router_aliases(file: RankFile, module: Mapping[str, Any]) -> dict[str, str]:
-    """Alias → owner of routers in `module`, the model file's tensors by name.
+    """Alias → owner of the routers in `module`, the tensors of a model file by name.
 
-    AutoEP keeps its router under the name of the one that it replaced, too. DeepSpeed's `shared_params` goes by
-    `named_children`, which passes over a module that it has met.
+    AutoEP also keeps its router under the name of the module that it replaced. DeepSpeed's `shared_params` misses this:
+    it walks `named_children`, which visits a module only once.
     """
     found: dict[str, str] = {}
     for entry in autoep_entries(file.mapping(), file.name):
@@ -224,15 +222,12 @@ def _read_placement(entry: Any, where: str) -> ExpertPlacement:
     version = entry.get("checkpoint_format_version")
     if version not in (None, _PARTITIONED_VERSION):
         raise NotUnderstoodError(
-            f"{where} has files of format {_describe_value(version)}, which is not known", hint=_UPDATE_HINT
+            f"{where} has files of format {_describe_value(version)}, which is not supported", hint=_UPDATE_HINT
         )
     placement = entry.get("expert_placement")
-    experts = (
-        _even_placement(total, degree, where)
-        if placement is None
-        else _explicit_placement(placement, total, degree, where)
-    )
-    return ExpertPlacement(layer, prefix, experts)
+    if placement is None:
+        return ExpertPlacement(layer, prefix, _even_placement(total, degree, where))
+    return ExpertPlacement(layer, prefix, _explicit_placement(placement, total, degree, where))
 
 
 def _describe_value(value: object) -> str:
@@ -242,12 +237,12 @@ def _describe_value(value: object) -> str:
 def _read_count(entry: Mapping[Any, Any], key: str, where: str, least: int = 1) -> int:
     value = entry.get(key)
     if type(value) is not int or not least <= value <= _MOST_EXPERTS:
-        raise NotUnderstoodError(f"{where}: {key} is {_describe_value(value)}, expected a number from {least} on")
+        raise NotUnderstoodError(f"{where}: {key} is {_describe_value(value)}, expected a number of at least {least}")
     return value
 
 
 def _even_placement(total: int, degree: int, where: str) -> tuple[tuple[int, ...], ...]:
-    """Blocks of as many experts, in order: where the file names no placement (first releases)."""
+    """Equal blocks of consecutive experts: the placement of the first releases, which do not store one."""
     if total % degree:
         raise NotUnderstoodError(f"{where}: {total} experts do not divide over {degree} expert-parallel ranks")
     each = total // degree
@@ -255,7 +250,7 @@ def _even_placement(total: int, degree: int, where: str) -> tuple[tuple[int, ...
 
 
 def _explicit_placement(placement: Any, total: int, degree: int, where: str) -> tuple[tuple[int, ...], ...]:
-    """Experts by rank as the file places them. Several ranks may hold an expert, and every expert is on some rank."""
+    """Experts by rank as stored. An expert may be on several ranks and must be on at least one."""
     ranks = placement.get("ranks") if isinstance(placement, Mapping) else None
     if not isinstance(ranks, (list, tuple)):
         raise NotUnderstoodError(
@@ -263,21 +258,23 @@ def _explicit_placement(placement: Any, total: int, degree: int, where: str) -> 
         )
     if placement.get("version") != _PLACEMENT_VERSION:
         what = _describe_value(placement.get("version"))
-        raise NotUnderstoodError(f"{where}: expert_placement has version {what}, which is not known", hint=_UPDATE_HINT)
+        raise NotUnderstoodError(
+            f"{where}: expert_placement has version {what}, which is not supported", hint=_UPDATE_HINT
+        )
     found: dict[int, tuple[int, ...]] = {}
     for entry in ranks:
         rank, experts = (entry.get("rank"), entry.get("experts")) if isinstance(entry, Mapping) else (None, None)
         numbers = [n for n in experts if type(n) is int and 0 <= n < total] if isinstance(experts, list) else []
         if type(rank) is not int or not isinstance(experts, list) or len(set(numbers)) != len(experts):
             raise NotUnderstoodError(
-                f"{where}: expert_placement gives rank {_describe_value(rank)} {describe_value(experts)} for its experts, expected"  # noqa: E501
-                f" a list of different numbers below {total}"
+                f"{where}: expert_placement lists {describe_value(experts)} as experts of rank {_describe_value(rank)},"
+                f" expected a list of different numbers below {total}"
             )
         found[rank] = tuple(numbers)
     if sorted(found) != list(range(degree)) or len(ranks) != degree:
-        raise NotUnderstoodError(f"{where}: expert_placement speaks of ranks {sorted(found)}, and ep_size is {degree}")
+        raise NotUnderstoodError(f"{where}: expert_placement lists ranks {sorted(found)}, but ep_size is {degree}")
     missing = sorted(set(range(total)).difference(*found.values()))
     if missing:
         listed = ", ".join(map(str, missing[:5]))
-        raise NotUnderstoodError(f"{where}: expert_placement gives expert {listed} of {total} to no rank")
+        raise NotUnderstoodError(f"{where}: expert_placement assigns expert {listed} of {total} to no rank")
     return tuple(found[rank] for rank in range(degree))

@@ -1,7 +1,7 @@
-"""The flat buffer of a ZeRO-1, ZeRO-2 or BF16_Optimizer group: where each parameter lies in it, how ranks cut it.
+"""The flat buffer of a ZeRO-1, ZeRO-2 or BF16_Optimizer group: where each parameter is, and how ranks partition it.
 
-Parameters lie end to end in the order of `param_shapes`, each followed by its alignment padding; the whole is padded
-to a multiple of twice the number of ranks, and every rank holds one equal partition. Everything is in elements.
+Parameters are laid end to end in the order of `param_shapes`, each followed by its alignment padding. The whole is
+padded to a multiple of twice the number of ranks, and every rank has one equal partition. All numbers are elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FlatEntry:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """A flat buffer of `content` elements, padded and cut into `ranks` partitions of `per` elements."""
+    """A flat buffer of `content` elements, padded and divided into `ranks` partitions of `per` elements."""
 
     entries: tuple[FlatEntry, ...]
     content: int
@@ -33,37 +33,37 @@ class FlatLayout:
     per: int
 
     def padding(self, index: int) -> int:
-        """Padding at the end of partition `index`: its overlap with the buffer's tail. It may be all of it."""
+        """Padding elements at the end of partition `index`; possibly the whole partition."""
         return min(self.per, max(0, (index + 1) * self.per - self.content))
 
     def lengths(self, index: int) -> tuple[int, ...]:
-        """Lengths that a flat tensor of partition `index` may have in a file: with its padding, or without."""
+        """Lengths that a flat tensor of partition `index` may have in a file: with or without its padding."""
         without = self.per - self.padding(index)
         return (self.per,) if without == self.per else (self.per, without)
 
     def overlaps(self, index: int) -> Iterator[tuple[str, int, int]]:
-        """(name, start in the partition, length) of every parameter with elements in partition `index`, in order."""
+        """Yield (name, start in the partition, length) of every parameter with elements in partition `index`."""
         low, high = index * self.per, (index + 1) * self.per
-        for number in self.meeting(low, high):
+        for number in self.overlapping(low, high):
             entry = self.entries[number]
             start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
             yield entry.name, start - low, stop - start
 
     def whole(self, index: int) -> int:
-        """Elements of all parameters that have some in partition `index`."""
-        return sum(self.entries[number].numel for number in self.meeting(index * self.per, (index + 1) * self.per))
+        """Total elements of the parameters that have any in partition `index`."""
+        return sum(self.entries[number].numel for number in self.overlapping(index * self.per, (index + 1) * self.per))
 
     def whole_places(self, entry: FlatEntry) -> Iterator[tuple[int, int]]:
-        """(partition, where the parameter begins) for buffers that hold whole parameters, as `whole` counts them."""
+        """Yield (partition, offset of the parameter) for buffers that hold whole parameters, as `whole` counts them."""
         if not entry.numel:
             return
         for index in range(entry.begin // self.per, (entry.begin + entry.numel - 1) // self.per + 1):
-            first = next(self.meeting(index * self.per, (index + 1) * self.per))
+            first = next(self.overlapping(index * self.per, (index + 1) * self.per))
             before = self.entries[first : self.entries.index(entry)]
             yield index, sum(other.numel for other in before)
 
-    def meeting(self, low: int, high: int) -> Iterator[int]:
-        """Numbers of the entries that have elements in `[low, high)`, in order."""
+    def overlapping(self, low: int, high: int) -> Iterator[int]:
+        """Yield the positions of the entries that have elements in `[low, high)`, in order."""
         at = _first_ending_after(self.entries, low)
         while at < len(self.entries) and self.entries[at].begin < high:
             if self.entries[at].numel and low < high:
@@ -72,7 +72,7 @@ class FlatLayout:
 
 
 def flat_layout_of(shapes: Mapping[str, Shape], paddings: Sequence[int] | None, ranks: int) -> FlatLayout:
-    """The layout of a group from its shapes in flat order and the padding after each parameter (None: no padding)."""
+    """Lay out a group from its shapes in flat order and the padding after each parameter (None: no padding)."""
     entries: list[FlatEntry] = []
     at = 0
     for i, (name, shape) in enumerate(shapes.items()):
@@ -83,12 +83,12 @@ def flat_layout_of(shapes: Mapping[str, Shape], paddings: Sequence[int] | None, 
 
 
 def with_oldest_alignment(layout: FlatLayout) -> FlatLayout:
-    """The same buffer padded to a multiple of the number of ranks only, as the oldest releases did."""
+    """The same buffer padded only to a multiple of the number of ranks, as the oldest releases did."""
     return FlatLayout(layout.entries, layout.content, layout.ranks, -(-layout.content // layout.ranks))
 
 
 def _first_ending_after(entries: Sequence[FlatEntry], at: int) -> int:
-    """Position of the first entry that ends after element `at` (entries are in order)."""
+    """Position of the first entry that ends after element `at` (binary search: entries are in order)."""
     low, high = 0, len(entries)
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Finds the step folder: the path itself, below a save folder, or inside what a trainer wraps around it."""
+"""Locate the step folder of a DeepSpeed checkpoint: the path itself, or below a save folder or a trainer's folder."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, Usag
 from ucp.formats.deepspeed.step_files import is_state_file
 from ucp.storage.paths import scan_folder
 
-# How deep to look below the path that a person gives: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
+# Levels to search below the given path: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
 SEARCH_DEPTH: Final = 4
-# Folders looked into before the search gives up: this runs on any path that a person mistypes.
+# Folders to look into before the search gives up: it also runs on mistyped paths such as a home folder.
 SEARCH_LIMIT: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """Where a checkpoint lies: `step` holds DeepSpeed's files; `root` is `step` or the folder around it."""
+    """A checkpoint on disk: `step` contains DeepSpeed's files; `root` is `step` itself or the save folder above it."""
 
     root: Path
     step: Path
 
     @property
     def prefix(self) -> str:
-        """What file names of the step folder need in front to be relative to `root`."""
+        """The path of the step folder relative to `root`, with a trailing slash; "" if they are the same."""
         return "" if self.step == self.root else f"{self.tag}/"
 
     @property
     def tag(self) -> str:
-        """The name under which DeepSpeed saved the step: mostly one folder, of some jobs a path below the root."""
+        """The tag that DeepSpeed saved the step under: a folder name, or for some jobs a path below the root."""
         return self.step.name if self.step == self.root else self.step.relative_to(self.root).as_posix()
 
 
@@ -42,14 +42,14 @@ def recognises(path: Path) -> bool:
         if not path.is_dir():
             return False
         named = _latest_tag(path)
-        # `latest` that names a folder which is gone is ours to explain; one that names another format's is not.
+        # A `latest` that names a missing folder is recognised too, so that `find` can report it.
         return is_step_folder(path) or bool(_search(path)) or (named is not None and not (path / named).exists())
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def find(path: Path, tag: str | None) -> StepFolder:
-    """The checkpoint that a person means by `path` (and `tag`); several candidates are an error that lists them."""
+    """The checkpoint at or below `path`, with this `tag` if one is given. Several candidates are an error."""
     try:
         return _find(path, tag)
     except OSError as error:
@@ -60,11 +60,11 @@ def _find(path: Path, tag: str | None) -> StepFolder:
     if path.is_file() and is_state_file(path.name):
         path = path.parent
     if not path.is_dir():
-        raise NotUnderstoodError(f"{path}: neither a folder nor a file that DeepSpeed writes")
+        raise NotUnderstoodError(f"{path}: neither a folder nor a DeepSpeed checkpoint file")
     if is_step_folder(path):
         if tag is not None and tag != path.name:
             raise UsageError(
-                f"{path} is a step folder itself, and it is not named {tag!r}",
+                f"{path} is a step folder itself and is not named {tag!r}",
                 hint="give its parent folder, or leave out --tag",
             )
         return _with_wrapper_folder(path)
@@ -83,7 +83,7 @@ def _find(path: Path, tag: str | None) -> StepFolder:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether a folder holds the files of a DeepSpeed save (and is not the output of ds_to_universal)."""
+    """Whether a folder contains the files of a DeepSpeed save (and is not the output of ds_to_universal)."""
     found = False
     try:
         with scan_folder(path) as entries:
@@ -97,7 +97,7 @@ def is_step_folder(path: Path) -> bool:
 
 
 def _with_wrapper_folder(step: Path) -> StepFolder:
-    """A step folder that was given directly; with the folder around it where a trainer keeps state there."""
+    """A step folder that was given directly, with the folder above it if a trainer keeps state there."""
     parent = step.resolve().parent
     if detect_wrapper(parent) is not None and _latest_tag(parent) == step.resolve().name:
         return StepFolder(parent, parent / step.resolve().name)
@@ -105,7 +105,7 @@ def _with_wrapper_folder(step: Path) -> StepFolder:
 
 
 def detect_wrapper(root: Path) -> str | None:
-    """Which trainer laid out the folder around a step folder, by its files; None for DeepSpeed alone."""
+    """The trainer that created the folder above a step folder, by its files; None for DeepSpeed alone."""
     if (root / "trainer_state.json").is_file():
         return "HF Trainer"
     if root.suffix == ".ckpt":
@@ -124,7 +124,7 @@ def _latest_tag(path: Path) -> str | None:
 
 
 def _is_relative_tag(tag: str) -> bool:
-    """Is it a folder name, or a path of such (`epoch3/step200`), that does not leave the folder that a person gave?"""
+    """Whether a tag is a folder name or a relative path (`epoch3/step200`) that stays inside the given folder."""
     return "\0" not in tag and not any(part in ("", ".", "..") for part in tag.split("/"))
 
 
@@ -142,7 +142,7 @@ def _find_tag(path: Path, tag: str) -> StepFolder:
 
 
 def is_existing_step_folder(path: Path) -> bool:
-    """`is_step` for a path that need not exist."""
+    """`is_step_folder` for a path that may not exist."""
     return path.is_dir() and is_step_folder(path)
 
 
@@ -155,7 +155,7 @@ def _single_step(path: Path, steps: list[Path]) -> StepFolder:
     if len(steps) > 1:
         listed = "\n    ".join(str(step.relative_to(path)) for step in steps[:20])
         raise UsageError(
-            f"{path}: {len(steps)} checkpoints, and no `latest` file says which is meant:\n    {listed}",
+            f"{path}: {len(steps)} checkpoints, and no `latest` file to choose one:\n    {listed}",
             hint="give the path of one of them, or choose with --tag",
         )
     step = steps[0]
@@ -167,9 +167,9 @@ def _steps_in(path: Path) -> list[Path]:
 
 
 def _search(path: Path) -> list[Path]:
-    """Step folders at the first level below `path` that has any; of a save folder with `latest`, the one it names."""
+    """Step folders at the first level below `path` that has any; if a folder has `latest`, only the one it names."""
     level = [path]
-    looked = 0
+    visited = 0
     for _ in range(SEARCH_DEPTH):
         steps: list[Path] = []
         below: list[Path] = []
@@ -179,8 +179,8 @@ def _search(path: Path) -> list[Path]:
             named = _latest_tag(folder) if folder != path else None
             steps.extend([child for child in here if child.name == named] or here)
             below.extend(child for child in children if child not in here)
-            looked += len(children)
-            if looked > SEARCH_LIMIT:
+            visited += len(children)
+            if visited > SEARCH_LIMIT:
                 return steps
         if steps:
             return steps

@@ -1,4 +1,7 @@
-"""File names of a DeepSpeed step folder: what each name says. `pp_rank` in a name is the data-parallel rank."""
+"""File names of a DeepSpeed step folder, parsed and made here only.
+
+`pp_rank` in a file name is the data-parallel rank; `mp` is the model-parallel rank, `pp * tp_size + tp`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ from typing import Final, TypeVar
 
 from ucp.errors import InconsistentError
 
-# Leading zeros and widths are DeepSpeed's business: names are read by number, never sorted as text.
+# Numbers are parsed, never compared as text: zero padding and width differ between DeepSpeed releases.
 _MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _SHARDED_MODEL: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_OPTIM: Final = re.compile(
+_OPTIM: Final = re.compile(  # the oldest releases omit the last underscore: …_mp_rank_00optim_states.pt
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt"
-)  # old: …_mp_rank_00optim…
+)
 _LAYER: Final = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT: Final = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MAX_EXPERTS: Final = 10**5
 
 SWAP_FOLDER: Final = "offloaded_tensors"
 
@@ -26,7 +30,7 @@ _Key = TypeVar("_Key", int, tuple[int, int], tuple[int, int, int])
 
 @dataclass(slots=True)
 class StepFiles:
-    """The files of one step folder by role; values are file names. Keys are numbers taken from the names."""
+    """The files of one step folder by role. Keys are the numbers in the names; values are the names."""
 
     model: dict[int, str] = field(default_factory=dict)  # mp rank
     sharded_model: dict[tuple[int, int], str] = field(default_factory=dict)  # (dp rank, mp rank), ZeRO-3
@@ -35,16 +39,16 @@ class StepFiles:
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)  # (MoE layer or -1, expert, mp rank)
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)  # (ep rank, mp rank), ZeRO off
     other: list[str] = field(default_factory=list)
-    foreign: list[str] = field(default_factory=list)  # model files of another save, where one has been found out
+    foreign: list[str] = field(default_factory=list)  # model files left over from a save with another ZeRO stage
 
 
 def is_state_file(name: str) -> bool:
-    """Whether DeepSpeed writes model or optimizer files under such a name (layer and expert files left out)."""
+    """Whether this is the name of a model or optimizer file of a rank (layer and expert files excluded)."""
     return bool(_MODEL.fullmatch(name) or _SHARDED_MODEL.fullmatch(name) or _OPTIM.fullmatch(name))
 
 
 def classify_files(names: list[str]) -> StepFiles:
-    """Give every name its role. Two files for the same rank and role are an error: the folder mixes two saves."""
+    """Assign every file name its role. Two files with the same role and rank are an error."""
     files = StepFiles()
     for name in sorted(names):
         _classify(files, name)
@@ -78,44 +82,53 @@ def _add_file(role: dict[_Key, str], key: _Key, name: str) -> None:
 
 
 def model_file_name(mp: int) -> str:
-    """How DeepSpeed names the model file of this model-parallel rank (ZeRO 0 to 2)."""
+    """The model file of a model-parallel rank (ZeRO 0 to 2)."""
     return f"mp_rank_{mp:02d}_model_states.pt"
 
 
 def sharded_model_file_name(dp: int, mp: int) -> str:
-    """How DeepSpeed names the model file of this rank under ZeRO-3."""
+    """The model file of a rank under ZeRO-3."""
     return f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt"
 
 
-def optimizer_file_name(dp: int, mp: int, like: str) -> str:
-    """How DeepSpeed would name the optimizer file of this rank, in the spelling of the sibling `like`."""
-    prefix = like[: like.index("zero_pp_rank_")]
-    joint = "_" if like.endswith("_optim_states.pt") else ""
+def optimizer_file_name(dp: int, mp: int, like: str | None = None, *, is_bf16: bool = False) -> str:
+    """The optimizer file of a rank, in the spelling of the sibling `like`, else of current releases."""
+    prefix, joint = "bf16_" if is_bf16 else "", "_"
+    if like is not None:
+        prefix = like[: like.index("zero_pp_rank_")]
+        joint = "_" if like.endswith("_optim_states.pt") else ""
     return f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt"
 
 
-def missing_expert_files(experts: Mapping[tuple[int, int, int], str], mp: int, counts: object) -> list[str]:
-    """Files of experts that must exist and do not, by the number of experts of each MoE layer of this mp rank."""
-    if not isinstance(counts, (list, tuple)):
-        return []
-    sizes = [count if type(count) is int else 0 for count in counts]
-    wanted = [(layer, expert) for layer, count in enumerate(sizes) for expert in range(min(count, 10**5))]
-    if any(layer < 0 for layer, _, _ in experts):
-        return []  # the oldest releases number experts over all layers
-    return [
-        f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
-        for layer, expert in wanted
-        if (layer, expert, mp) not in experts
-    ]
+def layer_file_name(layer: int, tp: int, *, has_tp_rank: bool) -> str:
+    """The file of a pipeline layer; `has_tp_rank` selects the spelling that contains the tensor-parallel rank."""
+    tp_rank = f"-model_{tp:02d}" if has_tp_rank else ""
+    return f"layer_{layer:02d}{tp_rank}-model_states.pt"
 
 
-def layer_file_name(layer: int, tp: int, like: str) -> str:
-    """How DeepSpeed would name the file of this pipeline layer, in the spelling of the sibling `like`."""
-    axis = f"-model_{tp:02d}" if has_model_axis(like) else ""
-    return f"layer_{layer:02d}{axis}-model_states.pt"
-
-
-def has_model_axis(name: str) -> bool:
-    """Whether a layer file's name says which tensor-parallel rank wrote it."""
+def names_tp_rank(name: str) -> bool:
+    """Whether the name of a layer file contains the tensor-parallel rank."""
     found = _LAYER.fullmatch(name)
     return found is not None and found[2] is not None
+
+
+def expert_file_name(layer: int, expert: int, mp: int) -> str:
+    """The file of one expert of a mixture-of-experts layer."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def expert_optimizer_file_name(ep: int, mp: int) -> str:
+    """The optimizer file of an expert-parallel rank with ZeRO off."""
+    return f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def missing_expert_files(experts: Mapping[tuple[int, int, int], str], mp: int, counts: object) -> list[str]:
+    """Names of the expert files of an mp rank that do not exist; `counts` is the stored number of experts per layer."""
+    if not isinstance(counts, (list, tuple)) or any(layer < 0 for layer, _, _ in experts):
+        return []  # the oldest releases number experts over all layers
+    return [
+        expert_file_name(layer, expert, mp)
+        for layer, count in enumerate(counts)
+        for expert in range(min(count, _MAX_EXPERTS) if type(count) is int else 0)
+        if (layer, expert, mp) not in experts
+    ]

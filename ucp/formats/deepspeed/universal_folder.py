@@ -1,4 +1,4 @@
-"""Finds a universal folder: the path itself, or the one that `latest_universal` or a tag names in a save folder."""
+"""Locate a universal checkpoint: the path itself, or the folder in it that `latest_universal` or a tag names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATEST_UNIVERSAL: Final = "latest_universal"
 
 
 def recognises(path: Path) -> bool:
-    """A universal folder itself, or a save folder that names one and has no checkpoint of its own beside it."""
+    """Whether `path` is a universal folder, or a save folder that names one and has no native checkpoint."""
     try:
         if _is_universal(path):
             return True
@@ -42,12 +42,12 @@ def _latest_universal_tag(path: Path) -> str | None:
 
 
 def find(path: Path, tag: str | None) -> Path:
-    """The universal folder that a person means by `path` (and `tag`)."""
+    """The universal folder at `path`, or the one below it with this `tag`."""
     if _is_universal(path):
         if tag is not None and tag != path.name:
             raise UsageError(f"{path} is a universal folder itself, not one named {tag!r}", hint="leave out --tag")
         return path
     named = tag if tag is not None else _latest_universal_tag(path)
     if named is None or not _is_universal(path / named):
-        raise UsageError(f"{path}: no universal folder {named or ''} here", hint="give the folder that holds zero/")
+        raise UsageError(f"{path}: no universal folder {named or ''} here", hint="give the folder that contains zero/")
     return path / named

@@ -1,11 +1,9 @@
-"""`universal_checkpoint_info`: what a DeepSpeed checkpoint itself says about how its parameters are cut over tp ranks.
+"""`universal_checkpoint_info`: how a DeepSpeed checkpoint describes the split of its parameters over tp ranks.
 
-What it repeats of AutoEP's layers is read where the model file itself says it (`spread`).
-
-DeepSpeed's affine maps: a parameter's slices spelled out as strided blocks, turned into rules.
-
-A map that amounts to a plain rule (replicated, split, split in parts) becomes that rule, so that it can be cut again
-for another number of ranks. Anything else stays as pieces.
+Pattern lists map parameter names to rules. An affine map lists the slices of a parameter as strided blocks; one that
+is equivalent to a simple rule (replicated, split, split in parts) becomes that rule, so that the parameter can be split
+for another number of ranks, and any other is kept as pieces. (AutoEP's layers, which the info repeats, are read from
+the model file itself; see `experts`.)
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ _Value = TypeVar("_Value")
 
 DEFAULT_ORIGIN: Final = "checkpoint: default, concatenate on dim 0"
 
-# Pattern lists with one rule for all their names, in DeepSpeed's order of precedence. Sub-parameters stand between the
-# two groups.
+# Lists of patterns that share one rule, in DeepSpeed's order of precedence. Sub-parameters come between the two groups.
 _BEFORE_SUB_PARAMETERS: Final = (
     ("tp_replicated_parameter_patterns", REPLICATED),
     ("parameter_to_average_patterns", Rule("average")),
@@ -33,10 +30,9 @@ _BEFORE_SUB_PARAMETERS: Final = (
 )
 _AFTER_SUB_PARAMETERS: Final = (("parameter_with_row_parallelism_patterns", Rule("split", 1)),)
 
-_RULES_HINT: Final = "say how the parameter is cut in a rule file and give it with --rules"
+_RULES_HINT: Final = "describe how the parameter is split in a rule file and pass it with --rules"
 
-
-# Any of these says how tensor-parallel slices combine. An info with none of them was written for one rank.
+# Keys that describe how tensor-parallel slices combine. An info with none of them was written for one rank.
 _TP_RULE_KEYS: Final = (
     *(key for key, _ in (*_BEFORE_SUB_PARAMETERS, *_AFTER_SUB_PARAMETERS)),
     "parameter_with_sub_params",
@@ -45,14 +41,15 @@ _TP_RULE_KEYS: Final = (
 
 
 def has_tp_rules(info: Mapping[str, Any]) -> bool:
-    """Whether an info says anything about tensor-parallel slices; where not, its default must not be believed."""
+    """Whether an info describes tensor-parallel slices. If not, its default rule must not be used."""
     return any(info.get(key) for key in _TP_RULE_KEYS)
 
 
 def rules_from_info(info: Mapping[str, Any], where: str) -> RuleBook:
     """The rules in a `universal_checkpoint_info`; `where` names its file in messages.
 
-    The book answers every name, as DeepSpeed's converter does: what no pattern matches is concatenated on dim 0.
+    The book has a rule for every name, as in DeepSpeed's converter: names that no pattern matches are concatenated on
+    dim 0.
     """
     if not isinstance(info, Mapping):
         raise NotUnderstoodError(f"{where}: universal_checkpoint_info is not a dict")
@@ -75,7 +72,7 @@ def rules_from_info(info: Mapping[str, Any], where: str) -> RuleBook:
 
 
 class PatternTable(Generic[_Value]):
-    """Values by name pattern (anchored at the start). Patterns that spell out one name cost one look-up, not a scan."""
+    """Values by name pattern (anchored at the start). A pattern that matches exactly one name costs a dict look-up."""
 
     def __init__(self) -> None:
         self._exact: dict[str, list[_Value]] = {}
@@ -92,13 +89,13 @@ class PatternTable(Generic[_Value]):
             raise NotUnderstoodError(f"{where}: {pattern!r} is not a regular expression: {error}") from None
 
     def find(self, name: str) -> list[_Value]:
-        """The values of every pattern that matches this name; spelled-out ones first."""
+        """The values of all patterns that match this name; exact ones first."""
         return [*self._exact.get(name, ()), *(value for pattern, value in self._regular if pattern.match(name))]
 
 
 @dataclass(slots=True)
 class CheckpointRules(RuleBook):
-    """The checkpoint's own rules. `find` answers every name; it refuses those that the checkpoint cannot describe."""
+    """The checkpoint's own rules. `find` has a rule for every name, or raises if the checkpoint cannot describe it."""
 
     where: str = ""
     vocabulary: PatternTable[None] = field(default_factory=PatternTable)
@@ -108,7 +105,7 @@ class CheckpointRules(RuleBook):
     index: PatternTable[int] = field(default_factory=PatternTable)  # positions in `rules`
 
     def add_list(self, info: Mapping[str, Any], key: str, rule: Rule) -> None:
-        """Give `rule` to every pattern in the list `key` of the info."""
+        """Add `rule` for every pattern in the list `key` of the info."""
         for pattern in _patterns(info, key, self.where):
             self.add_indexed(pattern, rule, f"checkpoint: {key}")
 
@@ -121,7 +118,7 @@ class CheckpointRules(RuleBook):
         """The rule for this parameter name, by DeepSpeed's precedence."""
         for reason in self.unsupported.find(name):
             raise NotUnderstoodError(
-                f"{self.where}: the checkpoint says that it cannot describe how parameter {name} is cut ({reason})",
+                f"{self.where}: the checkpoint marks parameter {name} as one whose split it cannot describe ({reason})",
                 hint=_RULES_HINT,
             )
         matching = sorted(self.index.find(name))
@@ -147,7 +144,7 @@ class CheckpointRules(RuleBook):
         if self.vocabulary_size is None:
             raise NotUnderstoodError(
                 f"{self.where}: parameter {name} is a vocabulary table, but original_vocab_size is missing",
-                hint='give it with --rules: cut = "vocab", true_size = …',
+                hint='set it with --rules: cut = "vocab", true_size = …',
             )
         rule = named.rule
         if rule.cut == "split" and rule.dim == 0 and not rule.parts and not rule.ratio:
@@ -156,7 +153,7 @@ class CheckpointRules(RuleBook):
             rule = replace(rule, true_size=self.vocabulary_size)
         else:
             raise NotUnderstoodError(
-                f"{self.where}: parameter {name} is a vocabulary table cut as '{rule}': its padding cannot be told",
+                f"{self.where}: parameter {name} is a vocabulary table split as '{rule}': its padding is unknown",
                 hint=_RULES_HINT,
             )
         return NamedRule(named.pattern, rule, "checkpoint: vocabulary_parameter_patterns")
@@ -187,7 +184,7 @@ def _sub_parameters(info: Mapping[str, Any], where: str) -> list[tuple[str, Rule
 
 
 def fused_rule(dim: int, sizes: Any, widths: Any) -> Rule:
-    """A split in parts: sizes of the parts, or (as old checkpoints wrote it) the number of equal parts."""
+    """A split in parts; `sizes` has the sizes of the parts or (old checkpoints) is the number of equal parts."""
     if isinstance(sizes, int):
         return Rule("split", dim, ratio=(1,) * sizes if sizes > 1 else None)
     parts = tuple(int(size) for size in sizes)
@@ -205,15 +202,15 @@ def _add_affine_map(book: CheckpointRules, affine: Any, where: str) -> None:
         raise NotUnderstoodError(f"{where}: affine_map in universal_checkpoint_info is not a dict")
     if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
         raise NotUnderstoodError(
-            f"{where}: affine map of version {affine.get('version')}, this ucp knows version {AFFINE_VERSION}",
-            hint="update ucp, or say how the parameters are cut with --rules",
+            f"{where}: unsupported affine map version {affine.get('version')} (supported: {AFFINE_VERSION})",
+            hint="update ucp, or describe how the parameters are split with --rules",
         )
     for pattern, entry in affine.get("params", {}).items():
         book.affine.add(pattern, (pattern, entry), where)
 
 
 AFFINE_VERSION: Final = 1
-_MAX_PIECES: Final = 1 << 20  # of one slice; a map that needs more describes no layout that anyone uses
+_MAX_PIECES: Final = 1 << 20  # of one slice; no real layout needs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +231,12 @@ def affine_rule(entry: Any, where: str) -> Rule:
             raise ValueError(f"ranks {sorted(ranks)}")
         slices = tuple(_rank_pieces(ranks[rank], logical) for rank in range(len(ranks)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NotUnderstoodError(f"{where}: an affine map that cannot be followed ({error})") from None
+        raise NotUnderstoodError(f"{where}: invalid affine map ({error})") from None
     return _simple_rule(logical, slices) or Rule("pieces", logical_shape=logical, slices=slices)
 
 
 def _rank_pieces(held: Mapping[str, Any], logical: Shape) -> tuple[SlicePiece, ...]:
-    """The pieces of one rank's slice by offset, checked to fill the slice without gap or overlap."""
+    """The pieces of one rank's slice by offset, checked to cover the slice without gap or overlap."""
     pieces: list[SlicePiece] = []
     for piece in held["pieces"]:
         shape = _shape(piece["shape"])
@@ -267,9 +264,8 @@ def _rank_pieces(held: Mapping[str, Any], logical: Shape) -> tuple[SlicePiece, .
     at = 0
     for piece in pieces:
         if piece.offset != at:
-            raise ValueError(
-                f"element {min(at, piece.offset)} of a slice is described {'twice' if piece.offset < at else 'nowhere'}"
-            )
+            times = "twice" if piece.offset < at else "not at all"
+            raise ValueError(f"element {min(at, piece.offset)} of a slice is described {times}")
         at += piece.box.numel
     if at != prod(_shape(held["shard_shape"])):
         raise ValueError(f"pieces of {at} elements for a slice of shape {held['shard_shape']}")
@@ -279,7 +275,7 @@ def _rank_pieces(held: Mapping[str, Any], logical: Shape) -> tuple[SlicePiece, .
 def _contiguous_blocks(
     axes: Sequence[_AffineAxis], source: int, dest: int, logical: Shape
 ) -> Iterator[tuple[Box, int]]:
-    """Cut a strided block (outermost slice step first) into boxes of the whole that lie contiguous in the slice."""
+    """Cut a strided block (outermost slice step first) into boxes of the whole that are contiguous in the slice."""
     boxes = _source_boxes(axes, source, logical) if _is_dense([(axis.length, axis.dest) for axis in axes]) else None
     if boxes is not None:
         for box in boxes:
@@ -292,7 +288,7 @@ def _contiguous_blocks(
 
 
 def _source_boxes(axes: Sequence[_AffineAxis], source: int, logical: Shape) -> list[Box] | None:
-    """The boxes of the whole that a strided block is, in its own row-major order; None where it is not a block."""
+    """The boxes of the whole that a strided block covers, in its own row-major order; None if it is not a block."""
     if _is_dense([(axis.length, axis.source) for axis in axes]):
         return list(interval_boxes(logical, source, source + prod(axis.length for axis in axes)))
     strides = strides_of(logical)
@@ -320,7 +316,7 @@ def _is_dense(steps: Sequence[tuple[int, int]]) -> bool:
 
 
 def _join_pieces(pieces: Sequence[SlicePiece]) -> Iterator[SlicePiece]:
-    """Pieces with neighbours joined where together they are one box."""
+    """Join neighbouring pieces that together are one box."""
     last: SlicePiece | None = None
     for piece in pieces:
         box = _join_boxes(last.box, piece.box) if last is not None and last.scale == piece.scale else None
@@ -335,7 +331,7 @@ def _join_pieces(pieces: Sequence[SlicePiece]) -> Iterator[SlicePiece]:
 
 
 def _join_boxes(first: Box, second: Box) -> Box | None:
-    """The box whose row-major elements are those of `first`, then those of `second`; None where there is none."""
+    """The box whose row-major elements are those of `first`, then those of `second`; None if there is none."""
     for dim in range(first.ndim):
         if first.start[dim] == second.start[dim] and first.shape[dim] == second.shape[dim] == 1:
             continue
@@ -349,7 +345,7 @@ def _join_boxes(first: Box, second: Box) -> Box | None:
 
 
 def _simple_rule(logical: Shape, slices: Sequence[tuple[SlicePiece, ...]]) -> Rule | None:
-    """The plain rule that cuts exactly these slices, if there is one."""
+    """The simple rule that produces exactly these slices, if there is one."""
     if 0 in logical or any(piece.scale != 1.0 for pieces in slices for piece in pieces):
         return None
     if all(pieces == (SlicePiece(whole(logical), 0),) for pieces in slices):
@@ -384,5 +380,5 @@ def _shape(value: Any) -> Shape:
 def _non_negative(value: Any) -> int:
     number = int(value)
     if number < 0 or number != value:
-        raise ValueError(f"{value!r} where a size belongs")
+        raise ValueError(f"{value!r} is not a size")
     return number

@@ -1,10 +1,8 @@
-"""Keys that a file of DeepSpeed should have and has not: an old release did not write them, or someone deleted them.
+"""Infer what DeepSpeed's files do not record, from values and shapes; note what was inferred.
 
-What they would have said is told from elsewhere where that can be done, and noted. Where it cannot, it is an error.
-
-ZeRO off: the optimizer numbers its parameters and names none. Finds the names, by value where it can, else by shape.
-
-By value: a master weight rounded to the module's dtype is the module's weight, bit for bit. By shape: see `dealing`.
+Old releases omit keys of the model file (`param_shapes`, `shared_params`, `buffer_names`), and people delete them. With
+ZeRO off the optimizer numbers its parameters without naming them: the names are found by value (a master weight rounded
+to the module's dtype equals the module's weight, bit for bit) or by shape (see `sharded.slot_matching`).
 """
 
 from __future__ import annotations
@@ -25,32 +23,35 @@ from ucp.formats.sharded.shard_table import RankCoord
 from ucp.formats.sharded.slot_matching import match_slots, states_fit
 from ucp.storage.local import SourceFiles
 
+SAMPLE_ELEMENTS: Final = 1024  # elements of a tensor that are compared to identify it
+_COMPARED_BLOCK: Final = 1 << 20
+
 
 def check_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
-    """ZeRO-3 keeps frozen parameters under two keys that go together; either may be None if both are."""
+    """Report one of ZeRO-3's two keys for frozen parameters without the other; both may be None."""
     tree = file.mapping()
-    shapes, fragments = tree.get("frozen_param_shapes"), tree.get("frozen_param_fragments")
-    for mine, key, other in (
-        (shapes, "frozen_param_shapes", "frozen_param_fragments"),
-        (fragments, "frozen_param_fragments", "frozen_param_shapes"),
+    for key, other in (
+        ("frozen_param_shapes", "frozen_param_fragments"),
+        ("frozen_param_fragments", "frozen_param_shapes"),
     ):
-        if isinstance(mine, dict) and mine and not isinstance(tree.get(other), dict):
+        frozen = tree.get(key)
+        if isinstance(frozen, dict) and frozen and not isinstance(tree.get(other), dict):
             context.problems.add(
-                f"{file.name} ({coord}) has {key} of {len(mine)} frozen parameters ({first_few(list(mine), 5)}), but no {other}:"  # noqa: E501
-                " their values cannot be read"
+                f"{file.name} ({coord}) has {key} of {len(frozen)} frozen parameters ({first_few(list(frozen), 5)}),"
+                f" but no {other}: their values cannot be read"
             )
 
 
 def check_order(context: ReadContext, coord: RankCoord, model: RankFile) -> None:
-    """Where the order of parameters in flat groups was taken from the slice mappings: do masters round to weights?
+    """Check a flat order that was taken from the slice mappings: masters must round to the module's weights.
 
     DeepSpeed computes the mappings from the wrong order under `round_robin_gradients`.
     """
     wrong, compared = [], 0
     for group in context.shards.groups.get(coord, ()):
         for name in group.names:
-            held = context.shards.get(name, coord)
-            masters, weights = (held.kinds.get(MASTER), held.kinds.get(WEIGHT)) if held is not None else (None, None)
+            shard = context.shards.get(name, coord)
+            masters, weights = (shard.kinds.get(MASTER), shard.kinds.get(WEIGHT)) if shard else (None, None)
             if not masters or not weights:
                 continue
             same = rounds_to(context.source, masters[0], weights[0])
@@ -60,14 +61,15 @@ def check_order(context: ReadContext, coord: RankCoord, model: RankFile) -> None
     if wrong:
         context.problems.add(
             f"{model.name} ({coord}) has no param_shapes, and the order in param_slice_mappings is wrong: the master"
-            f" weights of {len(wrong)} of {compared} parameters ({first_few(wrong, 5)}) are not those of the module's weights"  # noqa: E501
-            + (" (DeepSpeed writes it wrong under round_robin_gradients)" if _is_round_robin(model) else "")
+            f" weights of {len(wrong)} of {compared} parameters ({first_few(wrong, 5)}) differ from the module's"
+            " weights"
+            + (" (DeepSpeed writes a wrong order under round_robin_gradients)" if _is_round_robin(model) else "")
         )
     elif not compared:
         context.note(
             "order-unproven",
             f"{model.name} has no param_shapes: the order of parameters in flat groups was taken from"
-            " param_slice_mappings, which DeepSpeed writes wrong under round_robin_gradients, and no weights are here"
+            " param_slice_mappings, which DeepSpeed writes wrong under round_robin_gradients, and there are no weights"
             " to compare with",
         )
 
@@ -85,14 +87,14 @@ def unlisted_copies(
     trained: Mapping[str, Shape],
     known: Collection[str],
 ) -> dict[str, str]:
-    """Alias → owner where `shared_params` is missing: what no one owns and has the very values of what is trained."""
+    """Alias → owner if `shared_params` is missing: tensors without a role that are equal to a trained parameter."""
     if "shared_params" in file.mapping() or not trained:
         return {}
     tensors = {name: value for name, value in module.items() if isinstance(value, TensorRef) and value.numel}
-    strays = [name for name in tensors if name not in trained and name not in known]
-    shapes = {tensors[name].shape for name in strays}
-    alike = [name for name in tensors if name in trained and tensors[name].shape in shapes]
-    candidates = [SlotCandidate(name, tensors[name].shape, file.whole(tensors[name])) for name in (*alike, *strays)]
+    unknown = [name for name in tensors if name not in trained and name not in known]
+    shapes = {tensors[name].shape for name in unknown}
+    owners = [name for name in tensors if name in trained and tensors[name].shape in shapes]
+    candidates = [SlotCandidate(name, tensors[name].shape, file.whole(tensors[name])) for name in (*owners, *unknown)]
     found = {
         alias: owner
         for alias, owner in find_copies(context.source, candidates).items()
@@ -101,49 +103,45 @@ def unlisted_copies(
     for alias, owner in found.items():
         context.note(
             "shared-inferred",
-            f"{file.name} does not say which parameters are shared (shared_params is missing); {alias} has the very"
-            f" values of {owner} and no optimizer state, and is taken for another name of it",
+            f"{file.name} does not record which parameters are shared (shared_params is missing); {alias} equals"
+            f" {owner} and has no optimizer state, and is treated as another name of it",
         )
     return found
 
 
 def note_missing(context: ReadContext, models: Iterable[RankFile]) -> None:
-    """Notes on what was read without being told; after everything was."""
+    """Note what had to be inferred or is lost because keys are missing; call this after all files were read."""
     files = list(models)
     roles, aliases = context.shards.roles, context.shards.aliases
     lost = [name for name in context.valueless if name not in roles and name not in aliases]
     excluded = any(note.id == "frozen-excluded" for note in context.notes)
     if lost and not excluded:
-        tied = any("shared_params" not in file.mapping() for file in files)
+        may_be_shared = any("shared_params" not in file.mapping() for file in files)
         context.note(
             "weights-missing",
-            f"{context.valueless[lost[0]]}: no file has a value of {len(lost)} of the parameters that it names"
-            f" ({first_few(lost, 5)}); what is written will not have them"
-            + (". They may be further names of others: shared_params is missing" if tied else ""),
+            f"{context.valueless[lost[0]]}: no file has the values of {len(lost)} of the parameters that it names"
+            f" ({first_few(lost, 5)}); the output will not have them"
+            + (". They may be further names of others: shared_params is missing" if may_be_shared else ""),
         )
     unlisted = next((file for file in files if _lists_no_buffers(file)), None)
     if unlisted is not None:
-        explained = unlisted.mapping().get("frozen_param_shapes")
-        strays = [
+        listed = unlisted.mapping().get("frozen_param_shapes")
+        unknown = [
             name
             for name, role in roles.items()
-            if role == "frozen" and not (isinstance(explained, dict) and name in explained)
+            if role == "frozen" and not (isinstance(listed, dict) and name in listed)
         ]
-        if strays:
+        if unknown:
             context.note(
                 "buffers-unlisted",
-                f"{unlisted.name} does not say which tensors are buffers (buffer_names is missing); {len(strays)} that"
-                f" the optimizer does not own ({first_few(strays, 5)}) count as frozen parameters",
+                f"{unlisted.name} does not record which tensors are buffers (buffer_names is missing); {len(unknown)}"
+                f" that the optimizer does not own ({first_few(unknown, 5)}) count as frozen parameters",
             )
 
 
 def _lists_no_buffers(file: RankFile) -> bool:
     tree = file.mapping()
     return "buffer_names" not in tree and isinstance(tree.get("module"), dict) and bool(tree["module"])
-
-
-SAMPLE_ELEMENTS: Final = 1024  # elements of a tensor that are compared before names are believed to match
-_COMPARED_BLOCK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,41 +151,41 @@ class SlotCandidate:
     name: str
     shape: Shape
     weight: StoredShard | None
-    degree: int = 0  # expert-parallel degree of its layer; 0 where it is dense
+    degree: int = 0  # expert-parallel degree of its layer; 0 if dense
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSlot:
-    """One parameter of an optimizer group: its master weight where there is one, else the shapes of its states."""
+    """One numbered parameter of an optimizer group: its master weight if it has one, else the shapes of its states."""
 
     master: StoredShard | None = None
     shape: Shape | None = None  # of the master
     states: tuple[Shape, ...] = ()
-    degree: int = 0  # expert-parallel degree after which its group is named; 0 where it is not
+    degree: int = 0  # expert-parallel degree in the name of its group; 0 if none
 
     def fits(self, shape: Shape) -> bool:
-        """Whether a parameter of this shape can be meant."""
+        """Whether this can be the slot of a parameter of this shape."""
         return self.shape == shape if self.shape is not None else states_fit(self.states, shape)
 
 
 def match_by_name(
-    groups: Sequence[Sequence[OptimizerSlot]], told: Sequence[Sequence[str]], candidates: Sequence[SlotCandidate]
+    groups: Sequence[Sequence[OptimizerSlot]], stored: Sequence[Sequence[str]], candidates: Sequence[SlotCandidate]
 ) -> list[list[str]] | None:
-    """The names that the groups tell themselves, when every slot has one of its own that the module has too."""
+    """The names that the groups themselves record, if every slot has a distinct one that the module has too."""
     shapes = {candidate.name: candidate.shape for candidate in candidates}
-    names = [name for group in told for name in group]
-    if [len(group) for group in groups] != [len(group) for group in told] or len(set(names)) != len(names):
+    names = [name for group in stored for name in group]
+    if [len(group) for group in groups] != [len(group) for group in stored] or len(set(names)) != len(names):
         return None
     slots = [slot for group in groups for slot in group]
     if not all(name in shapes and slot.fits(shapes[name]) for slot, name in zip(slots, names, strict=True)):
         return None
-    return [list(group) for group in told]
+    return [list(group) for group in stored]
 
 
 def match_by_value(
     source: SourceFiles, groups: Sequence[Sequence[OptimizerSlot]], candidates: Sequence[SlotCandidate]
 ) -> list[list[str]] | None:
-    """Names of every group's slots by comparing samples, or None when a slot has no master or none that fits."""
+    """Names of every group's slots by comparing samples; None if a slot has no master or no candidate equals it."""
     unused: dict[tuple[Shape, bytes], list[str]] = {}
     dtypes: dict[Shape, DType] = {}
     for candidate in candidates:
@@ -195,56 +193,56 @@ def match_by_value(
             sample = _sample(source, candidate.weight)
             unused.setdefault((candidate.shape, sample), []).append(candidate.name)
             dtypes[candidate.shape] = candidate.weight.dtype
-    dealt: list[list[str]] = []
+    matched: list[list[str]] = []
     for group in groups:
         names: list[str] = []
         for slot in group:
             if slot.master is None or slot.shape is None or slot.shape not in dtypes:
                 return None
             sample = round_elements(_sample(source, slot.master), slot.master.dtype, dtypes[slot.shape])
-            fitting = unused.get((slot.shape, sample))
-            if not fitting:
+            equal = unused.get((slot.shape, sample))
+            if not equal:
                 return None
-            names.append(fitting.pop(0))
-        dealt.append(names)
-    return dealt
+            names.append(equal.pop(0))
+        matched.append(names)
+    return matched
 
 
 def match_by_shape(
     groups: Sequence[Sequence[OptimizerSlot]], candidates: Sequence[SlotCandidate]
 ) -> list[list[str]] | None:
-    """Names of every group's slots when exactly one way of dealing the module out in order fits; else None.
+    """Names of every group's slots if exactly one assignment of the module's parameters, in order, fits; else None.
 
-    Groups that are named after an expert-parallel degree have experts of that degree, and the others have none.
+    Groups named after an expert-parallel degree have only experts of that degree, and the other groups have none.
     """
     degrees = [next((slot.degree for slot in group), 0) for group in groups]
-    dealt: list[list[str]] = [[] for _ in groups]
+    matched: list[list[str]] = [[] for _ in groups]
     for degree in sorted(set(degrees)):
-        among = [candidate for candidate in candidates if not any(degrees) or candidate.degree == degree]
+        of_degree = [candidate for candidate in candidates if not any(degrees) or candidate.degree == degree]
         members = [number for number, own in enumerate(degrees) if own == degree]
         tests = [[slot.fits for slot in groups[number]] for number in members]
-        found = match_slots(tests, [(candidate.name, candidate.shape) for candidate in among])
+        found = match_slots(tests, [(candidate.name, candidate.shape) for candidate in of_degree])
         if found is None:
             return None
         for number, names in zip(members, found, strict=True):
-            dealt[number] = names
-    return dealt
+            matched[number] = names
+    return matched
 
 
 def match_in_order(
     groups: Sequence[Sequence[OptimizerSlot]], candidates: Sequence[SlotCandidate]
 ) -> list[list[str]] | None:
-    """The module's names in its order, group after group, when exactly one way of leaving the rest out fits."""
+    """The module's names in order, group after group, if exactly one way of leaving out the rest fits; else None."""
     fits = [slot.fits for group in groups for slot in group]
-    dealt = match_slots([fits], [(candidate.name, candidate.shape) for candidate in candidates])
-    if dealt is None:
+    found = match_slots([fits], [(candidate.name, candidate.shape) for candidate in candidates])
+    if found is None:
         return None
-    names = iter(dealt[0])
+    names = iter(found[0])
     return [[next(names) for _ in group] for group in groups]
 
 
 def find_copies(source: SourceFiles, candidates: Sequence[SlotCandidate]) -> dict[str, str]:
-    """Name → earlier name with the very same values (tied weights, saved twice). Constants do not count."""
+    """Name → earlier name with exactly the same values (tied weights, saved twice). Constant tensors do not count."""
     seen: dict[tuple[Shape, bytes], SlotCandidate] = {}
     copies: dict[str, str] = {}
     for candidate in candidates:
@@ -261,7 +259,7 @@ def find_copies(source: SourceFiles, candidates: Sequence[SlotCandidate]) -> dic
 
 
 def _sample(source: SourceFiles, stored: StoredShard) -> bytes:
-    """The first elements of a tensor that lies whole and contiguous in one file; empty otherwise."""
+    """The first elements of a tensor that is contiguous in one file; empty otherwise."""
     run = _only_run(stored)
     if run is None:
         return b""
@@ -269,7 +267,7 @@ def _sample(source: SourceFiles, stored: StoredShard) -> bytes:
 
 
 def looks_equal(source: SourceFiles, a: StoredShard, b: StoredShard) -> bool:
-    """Whether the first elements of two tensors are the same, as far as both have them in one piece."""
+    """Whether the first contiguous elements of two tensors are the same; True if they cannot be compared."""
     first, second = next(iter(a.runs()), None), next(iter(b.runs()), None)
     if first is None or second is None or a.dtype != b.dtype or first.strides or second.strides:
         return True
@@ -278,14 +276,13 @@ def looks_equal(source: SourceFiles, a: StoredShard, b: StoredShard) -> bool:
 
 
 def rounds_to(source: SourceFiles, master: StoredShard, weight: StoredShard) -> bool | None:
-    """Whether the first elements of a master weight round to those of the weight; None where that cannot be told."""
+    """Whether the first elements of a master weight round to those of the weight; None if they cannot be compared."""
     first, second = next(iter(master.runs()), None), next(iter(weight.runs()), None)
     if first is None or second is None or first.strides or second.strides or first.inline or second.inline:
         return None
     count = min(first.stop, second.stop, SAMPLE_ELEMENTS)
-    made = round_elements(
-        source.read(first.file, first.offset, count * master.dtype.itemsize), master.dtype, weight.dtype
-    )
+    elements = source.read(first.file, first.offset, count * master.dtype.itemsize)
+    made = round_elements(elements, master.dtype, weight.dtype)
     return made == source.read(second.file, second.offset, count * weight.dtype.itemsize) if made else None
 
 
@@ -307,19 +304,13 @@ def _is_equal(source: SourceFiles, a: StoredShard, b: StoredShard) -> bool:
 
 
 def round_elements(data: bytes, source: DType, target: DType) -> bytes:
-    """Elements of dtype `source` rounded to `target` as the framework does it (to nearest, ties to even)."""
+    """Elements of float32 rounded to a 16-bit dtype as PyTorch does it; empty for other pairs of dtypes."""
     if source == target:
         return data
     if source.name != "float32" or target.name not in ("bfloat16", "float16"):
         return b""
-    import numpy as np
+    import numpy as np  # here, because most checkpoints need no rounding
 
-    if target.name == "float16":
-        with np.errstate(over="ignore"):
-            halves: bytes = np.frombuffer(data, dtype="<f4").astype("<f2").tobytes()
-            return halves
-    bits = np.frombuffer(data, dtype="<u4")
-    up = ((bits >> 16) & 1) + np.uint32(0x7FFF)
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    brains: bytes = np.where(nan, np.uint32(0x7FC0), (bits + up) >> 16).astype("<u2").tobytes()
-    return brains
+    from ucp.read.casting import cast, raw_dtype
+
+    return cast(np.frombuffer(data, raw_dtype(source)), source, target).tobytes()

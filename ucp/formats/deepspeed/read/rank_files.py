@@ -1,10 +1,9 @@
-"""The rank files of a checkpoint, opened once each, and typed access to what is in their inert trees.
+"""The rank files of a checkpoint, each opened once, and typed access to the values in their inert trees.
 
-A look at the first bytes of a torch file: does it hold a pickle that was read before?
-
-torch writes the pickle as the first entry of the archive. Nothing here replaces the checks of the archive's directory:
-they are made when the place of a tensor is asked for. Only the end of the file is looked at at once, so that a
-truncated file is noticed before any work is done.
+Ranks often write exactly the same pickle over different tensors. torch writes the pickle as the first entry of the
+archive, so `ArchivePeek` recognises a known one from the first bytes, and neither the pickle nor the zip directory is
+parsed again. The directory is still checked when a tensor is located, and the end of the file is checked at once, so
+that a truncated file is noticed before any work is done.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ from ucp.errors import NotUnderstoodError
 from ucp.formats.sharded.shard_fragments import TensorInFile, WholeTensor
 from ucp.storage.local import RandomAccessFile
 
-_CACHED_PICKLES: Final = 16  # those of the pipeline's stages take turns
+_CACHED_PICKLES: Final = 16  # more than one, because the stages of a pipeline alternate
+_ZIP_HEADER: Final = struct.Struct("<4s5H3L2H")  # local header of an entry
+_ZIP_END: Final = b"PK\x05\x06"
+_ZIP_END_SIZE: Final = 22
 
 
 class RankFile:
-    """One `.pt` file: its name relative to the root and its tree. Files may share a tree: never change one.
+    """One `.pt` file: its name relative to the root and its tree. Files may share a tree, so never modify one.
 
-    `saved_as` is the name, without suffix, that the archive itself has; empty where it cannot be seen.
-
-    The archive's directory is read when the place of a tensor is first asked for, unless it had to be before.
+    `saved_as` is the file name, without suffix, that the archive records; empty if unknown. The zip directory is read
+    when a tensor is first located, if it has not been read before.
     """
 
     __slots__ = ("_archive", "_path", "name", "saved_as", "tree")
@@ -43,11 +44,11 @@ class RankFile:
         self._archive = archive
 
     def position(self, ref: TensorRef) -> int:
-        """Byte of the file where a tensor's first element lies."""
+        """Byte offset of a tensor's first element in the file."""
         return self._index().position(ref)
 
     def number(self, ref: TensorRef) -> bytes | None:
-        """The bytes of a one-element tensor, where they came along with the index."""
+        """The bytes of a one-element tensor, if the index contains them."""
         return self._index().number(ref)
 
     def _index(self) -> TorchFile:
@@ -56,7 +57,7 @@ class RankFile:
         return self._archive
 
     def locate(self, ref: TensorRef, dp: int = 0) -> TensorInFile:
-        """Where a tensor of this file lies."""
+        """The location of a tensor of this file."""
         return TensorInFile(self.name, self, ref, dp)
 
     def whole(self, ref: TensorRef, dp: int = 0) -> WholeTensor:
@@ -64,7 +65,7 @@ class RankFile:
         return WholeTensor(self.locate(ref, dp), ref.dtype, ref.shape, None if ref.is_contiguous else ref.strides)
 
     def mapping(self, *keys: str) -> Mapping[Any, Any]:
-        """The dict under this path of keys; anything else there means that the file is of another kind."""
+        """The dict under this path of keys; raise if anything else is there."""
         value = self.tree
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -77,43 +78,84 @@ class RankFile:
 
 
 class RankFiles:
-    """Opens rank files below a root.
+    """Opens rank files below a root; parses each distinct pickle once.
 
-    Ranks often write the very same pickle over different tensors (in ZeRO-3 all but the first, in ZeRO-1 the tensor-
-    parallel ranks of one data-parallel rank). Such a file is recognised by its first bytes, and neither its pickle nor
-    its directory of thousands of entries is read again.
+    Under ZeRO-3 all ranks but the first write the same pickle, under ZeRO-1 the tensor-parallel ranks of one
+    data-parallel rank do.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._opened: dict[str, RankFile] = {}
-        self._recent: dict[bytes, Any] = {}  # pickle → its tree, longest unused first
+        self._recent: dict[bytes, Any] = {}  # pickle → its tree, least recently used first
 
     def open(self, name: str) -> RankFile:
-        """The file `name` (relative to the root); its tree is in memory afterwards, its tensors are not."""
-        held = self._opened.get(name)
-        if held is None:
-            held = self._opened[name] = self._open(name)
-        return held
+        """The file `name` (relative to the root) with its tree in memory; tensors are not loaded."""
+        file = self._opened.get(name)
+        if file is None:
+            file = self._opened[name] = self._open(name)
+        return file
 
     def _open(self, name: str) -> RankFile:
         path = self.root / name
-        with ArchivePeek(path) as glimpse:
+        with ArchivePeek(path) as peek:
             for pickled in reversed(self._recent):
-                if glimpse.starts_with(pickled):
+                if peek.starts_with(pickled):
                     tree = self._recent[pickled] = self._recent.pop(pickled)
-                    return RankFile(name, path, tree, saved_as=glimpse.saved_as)
+                    return RankFile(name, path, tree, saved_as=peek.saved_as)
             archive = TorchFile(path)
             tree = archive.tree
-            pickled = glimpse.pickle_of(archive)
+            pickled = peek.pickle_of(archive)
         self._recent[pickled] = tree
         if len(self._recent) > _CACHED_PICKLES:
             del self._recent[next(iter(self._recent))]
-        return RankFile(name, path, tree, archive, glimpse.saved_as)
+        return RankFile(name, path, tree, archive, peek.saved_as)
+
+
+class ArchivePeek(RandomAccessFile):
+    """The first entry of a torch archive, open for the duration of a `with` block."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._head = b""  # bytes of the first entry that were read
+        self.saved_as = ""  # torch names the archive after the file that it was first saved to; empty if unknown
+        try:
+            self._start = self._find_start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find_start(self) -> int:
+        """Byte offset of the first entry's data if that entry is an uncompressed data.pkl, else -1."""
+        head = self.read_at_most(0, 1024)
+        if len(head) < _ZIP_HEADER.size:
+            return -1
+        signature, _, _, method, _, _, _, _, _, name_length, extra_length = _ZIP_HEADER.unpack_from(head)
+        name = head[_ZIP_HEADER.size : _ZIP_HEADER.size + name_length]
+        if signature != b"PK\x03\x04" or method != 0 or not name.endswith(b"/data.pkl"):
+            return -1
+        self.saved_as = name.removesuffix(b"/data.pkl").decode(errors="replace")
+        return _ZIP_HEADER.size + int(name_length) + int(extra_length)
+
+    def starts_with(self, pickled: bytes) -> bool:
+        """Whether the archive is complete at its end and its first entry is this pickle."""
+        if self._start < 0 or self.size < _ZIP_END_SIZE or not pickled:
+            return False
+        if len(self._head) < len(pickled):
+            self._head = self.read_at_most(self._start, len(pickled))
+        # Pickles end with a stop opcode, so one cannot be the prefix of a longer one.
+        return self._head.startswith(pickled) and self.read_at_most(self.size - _ZIP_END_SIZE, 4) == _ZIP_END
+
+    def pickle_of(self, archive: TorchFile) -> bytes:
+        """The bytes of the pickle, to recognise it in other files; empty if it is not the first entry."""
+        entry = next(iter(archive.entries.values()))
+        if self._start < 0 or not entry.name.endswith("/data.pkl") or entry.header_offset != 0:
+            return b""
+        return self.read_at_most(self._start, entry.size)
 
 
 def describe_value(value: object) -> str:
-    """A few words on a value, for messages."""
+    """Describe a value in a few words, for messages."""
     if isinstance(value, Inert):
         return f"an object of {value.path}"
     if isinstance(value, TensorRef):
@@ -122,26 +164,26 @@ def describe_value(value: object) -> str:
 
 
 def as_shape(value: object, where: str) -> Shape:
-    """A shape as stored (`torch.Size`, tuple or list); anything else is refused."""
+    """A stored shape (`torch.Size`, tuple or list) as a tuple; raise for any other value."""
     if isinstance(value, (tuple, list)) and all(type(n) is int and n >= 0 for n in value):
         return tuple(value)
     raise NotUnderstoodError(f"{where}: expected a shape, found {describe_value(value)}")
 
 
 def as_shapes(value: object, where: str) -> dict[str, Shape]:
-    """A dict of name → shape as stored."""
+    """A stored dict of name → shape; raise for any other value."""
     if not isinstance(value, dict):
         raise NotUnderstoodError(f"{where}: expected a dict of shapes, found {describe_value(value)}")
     return {str(name): as_shape(shape, f"{where}, {name}") for name, shape in value.items()}
 
 
 def as_strings(value: object) -> list[str]:
-    """A list of names as stored; anything that is no text is left out."""
+    """The strings in a stored list; empty for any other value."""
     return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []
 
 
 def as_tensors(value: object, where: str) -> list[TensorRef]:
-    """A list of tensors as stored."""
+    """A stored list of tensors; raise for any other value."""
     if not isinstance(value, (list, tuple)):
         raise NotUnderstoodError(f"{where}: expected a list of tensors, found {describe_value(value)}")
     return [as_tensor(item, f"{where}[{i}]") for i, item in enumerate(value)]
@@ -166,52 +208,5 @@ def flatten_state_dict(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, A
 
 
 def contains_tensor(value: object) -> bool:
-    """Whether a tensor is anywhere inside an inert value."""
+    """Whether an inert value contains a tensor at any depth."""
     return any(isinstance(leaf, TensorRef) for leaf in walk(value))
-
-
-_ZIP_HEADER: Final = struct.Struct("<4s5H3L2H")  # local header of a zip entry
-_ZIP_END: Final = b"PK\x05\x06"
-_ZIP_END_SIZE: Final = 22
-
-
-class ArchivePeek(RandomAccessFile):
-    """A file open for the length of a `with` block."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._head = b""  # what was read of the first entry
-        self.saved_as = ""  # torch names the archive after the file that it first was; empty where that cannot be seen
-        try:
-            self._start = self._find_start()
-        except BaseException:
-            self.close()
-            raise
-
-    def _find_start(self) -> int:
-        """Byte where the first entry's data starts, if that entry is an uncompressed data.pkl; else -1."""
-        head = self.read_at_most(0, 1024)
-        if len(head) < _ZIP_HEADER.size:
-            return -1
-        signature, _, _, method, _, _, _, _, _, name_length, extra_length = _ZIP_HEADER.unpack_from(head)
-        name = head[_ZIP_HEADER.size : _ZIP_HEADER.size + name_length]
-        if signature != b"PK\x03\x04" or method != 0 or not name.endswith(b"/data.pkl"):
-            return -1
-        self.saved_as = name.removesuffix(b"/data.pkl").decode(errors="replace")
-        return _ZIP_HEADER.size + int(name_length) + int(extra_length)
-
-    def starts_with(self, pickled: bytes) -> bool:
-        """Whether the archive is whole at its end and its first entry is this pickle."""
-        if self._start < 0 or self.size < _ZIP_END_SIZE or not pickled:
-            return False
-        if len(self._head) < len(pickled):
-            self._head = self.read_at_most(self._start, len(pickled))
-        # Pickles end with a stop mark, so one cannot be the beginning of a longer one.
-        return self._head.startswith(pickled) and self.read_at_most(self.size - _ZIP_END_SIZE, 4) == _ZIP_END
-
-    def pickle_of(self, archive: TorchFile) -> bytes:
-        """The bytes of the pickle, to recognise it elsewhere; empty where it is not the first entry."""
-        entry = next(iter(archive.entries.values()))
-        if self._start < 0 or not entry.name.endswith("/data.pkl") or entry.header_offset != 0:
-            return b""
-        return self.read_at_most(self._start, entry.size)

@@ -1,4 +1,4 @@
-"""What the parts of the reader share while one checkpoint is read."""
+"""The state that the stages of the DeepSpeed reader share while they index one checkpoint."""
 
 from __future__ import annotations
 
@@ -53,9 +53,24 @@ class DeepSpeedShardTable(ShardTable):
 
 @dataclass(slots=True)
 class ReadContext:
-    """One checkpoint on its way into the index."""
+    """One checkpoint while it is being indexed.
 
-    prefix: str  # of the step folder below the root: "" or "global_step3/"
+    `reader.read` runs these stages, each of which reads and extends the context:
+
+    1. `folder.find` locates the step folder; `step_files.classify_files` assigns every file its role.
+    2. `save_consistency.without_stale_model_files` and `find_grid` determine the ranks and report missing files.
+    3. All rank files are opened; `check_saved_names` and `check_same_save` report files of other ranks or saves.
+    4. `read_ranks.read_states` fills `shards`: weights first (`read_weights`), then the optimizer (`read_zero0`,
+       `read_zero12` or `read_zero3`). Every tensor that it uses is claimed.
+    5. `resolve_rules` decides how each parameter is split over tensor-parallel ranks.
+    6. `assemble_atoms` turns shards and rules into parameters with atoms.
+    7. `carry_extras` keeps everything that no stage has claimed.
+
+    Stages add to `problems` instead of raising, so that one error lists all damage; `problems.raise_any` after a stage
+    raises it. The universal reader runs stages 5 to 7 after its own steps.
+    """
+
+    prefix: str  # path of the step folder relative to the root: "" or "global_step3/"
     files: RankFiles
     source: SourceFiles
     problems: Problems
@@ -63,21 +78,21 @@ class ReadContext:
     notes: list[Note] = field(default_factory=list)
     wrong_mappings: Counter[str] = field(default_factory=Counter)  # parameter → ranks whose slice mapping is wrong
     checked_mappings: set[str] = field(default_factory=set)
-    pipeline: dict[str, Any] = field(default_factory=dict)  # what the layer files show of a PipelineModule
-    unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it is no atom
-    valueless: dict[str, str] = field(default_factory=dict)  # name in a module whose values are nowhere → file
+    pipeline: dict[str, Any] = field(default_factory=dict)  # facts about a PipelineModule, from its layer files
+    unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it cannot become an atom
+    valueless: dict[str, str] = field(default_factory=dict)  # name in a module for which no file has values → file
     _claimed: dict[int, TensorRef] = field(default_factory=dict)
 
     def claim(self, ref: TensorRef) -> TensorRef:
-        """Remember that this tensor of a tree has become an atom, so that extras do not carry it again."""
-        self._claimed[id(ref)] = ref  # the reference is kept: an id means nothing once its object is gone
+        """Mark a tensor of a tree as part of an atom, so that extras do not carry it as well."""
+        self._claimed[id(ref)] = ref  # keeps the object alive, so that its id stays unique
         return ref
 
     def is_claimed(self, ref: TensorRef) -> bool:
         return id(ref) in self._claimed
 
     def claim_all(self, value: Any) -> int:
-        """Take every tensor of a plain tree; returns how many there were."""
+        """Claim every tensor in nested dicts, lists and tuples; return their number."""
         tensors = [leaf for leaf in walk(value, into_objects=False) if isinstance(leaf, TensorRef)]
         for ref in tensors:
             self.claim(ref)

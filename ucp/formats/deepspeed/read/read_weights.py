@@ -1,8 +1,7 @@
-"""Weights as the module holds them: parameters, persistent buffers, frozen parameters, and aliases of them.
+"""Weights of the module: parameters, persistent buffers, frozen parameters and aliases.
 
-Weights of experts, in one file an expert and layer: of DeepSpeed-MoE, and of AutoEP, which stacks them in memory.
-
-Pipeline checkpoints: one file a layer, with layer-local names, and tied layers that several stages own.
+They are in the model file; of a pipeline in one file per layer, with layer-local names and tied layers that several
+stages own; of experts in one file per expert and layer (DeepSpeed-MoE, and AutoEP, which stacks them in memory).
 """
 
 from __future__ import annotations
@@ -20,9 +19,14 @@ from ucp.formats.deepspeed.experts import ExpertPlacement, expert_number
 from ucp.formats.deepspeed.read.infer_missing import unlisted_copies
 from ucp.formats.deepspeed.read.rank_files import RankFile, as_shapes, as_strings, as_tensor, flatten_state_dict
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.step_files import StepFiles, has_model_axis, layer_file_name, missing_expert_files
+from ucp.formats.deepspeed.step_files import StepFiles, layer_file_name, missing_expert_files, names_tp_rank
 from ucp.formats.sharded.shard_fragments import EvenSlices
 from ucp.formats.sharded.shard_table import RankCoord
+
+_COMPLETE_HINT: Final = "restore the missing files, or give a checkpoint that is complete"
+_TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+_TIED_IN_PATTERN: Final = re.compile(r"tied_modules\\?\.(\w+)")
+_LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
 
 
 def module_tensors(file: RankFile) -> dict[str, Any]:
@@ -37,13 +41,13 @@ def buffer_names(file: RankFile) -> list[str]:
 
 
 def shared_parameters(file: RankFile) -> dict[str, str]:
-    """Alias → owner, as rank 0 wrote it (other ranks write an empty dict)."""
+    """Alias → owner as stored by rank 0 (other ranks write an empty dict)."""
     shared = file.mapping().get("shared_params")
     return {str(k): str(v) for k, v in shared.items()} if isinstance(shared, dict) else {}
 
 
 def frozen_shapes(file: RankFile) -> dict[str, Shape]:
-    """Shapes of the parameters that the optimizer does not own (ZeRO-2 and 3; includes parameters of no elements)."""
+    """Shapes of the parameters that the optimizer does not own (ZeRO-2 and 3), empty parameters included."""
     shapes = file.mapping().get("frozen_param_shapes")
     return as_shapes(shapes, f"{file.name}: frozen_param_shapes") if isinstance(shapes, dict) else {}
 
@@ -55,20 +59,19 @@ def read_module(
     trained: Mapping[str, Shape] | None,
     shared: Mapping[str, str],
 ) -> None:
-    """Put the weights of one model file into the shard table.
+    """Add the weights of one model file to the shard table.
 
-    `trained` has the shapes of the optimizer's parameters; None where the files do not name them (ZeRO off): then every
-    parameter counts as trained until the optimizer says otherwise. Under ZeRO-3 parameters are empty tensors here; they
-    give only the order.
+    `trained` has the shapes of the optimizer's parameters. If it is None (ZeRO off: the files do not name them), every
+    parameter counts as trained until the optimizer is read. Under ZeRO-3 the parameters here are empty tensors, which
+    only determine the order.
     """
     module = module_tensors(file)
     buffers = frozenset(buffer_names(file))
     frozen = frozen_shapes(file)
-    listed = isinstance(file.mapping().get("frozen_param_shapes"), dict)  # then it lists all frozen parameters
-    owners = _alias_owners(
-        module, buffers, trained or {}, _reliable_aliases(module, {**frozen, **(trained or {})}, shared)
-    )
-    elsewhere = not any(_has_elements(module.get(name)) for name in trained or {})
+    lists_frozen = isinstance(file.mapping().get("frozen_param_shapes"), dict)
+    aliases = _reliable_aliases(module, {**frozen, **(trained or {})}, shared)
+    owners = _alias_owners(module, buffers, trained or {}, aliases)
+    is_partitioned = not any(_has_elements(module.get(name)) for name in trained or {})
     owners.update(unlisted_copies(context, file, module, trained or {}, {*buffers, *frozen, *owners}))
     for name, value in module.items():
         if not isinstance(value, TensorRef):
@@ -83,26 +86,25 @@ def read_module(
         role = _module_role(name, buffers, trained, frozen)
         known = trained.get(name) if trained and role == "trained" else frozen.get(name)
         if known is not None and value.numel == 0 and value.shape != known:
-            context.shards.roles.setdefault(name, role)  # ZeRO-3: the values are elsewhere
+            context.shards.roles.setdefault(name, role)  # ZeRO-3: the values are in other files
             continue
-        if role == "frozen" and value.shape == (0,) and known is None and elsewhere:
+        if role == "frozen" and value.shape == (0,) and known is None and is_partitioned:
             context.valueless.setdefault(name, file.name)
-            continue  # ZeRO-3 without its frozen parameters: a name and nothing else
-        if role == "frozen" and known is None and listed:
-            context.note("weight-unexplained", f"{name}: neither parameter nor buffer as far as {file.name} says; kept")
-        context.shards.put(name, coord, value.shape, role, file.name).kinds.setdefault(WEIGHT, []).insert(
-            0, file.whole(value)
-        )
+            continue  # ZeRO-3 saved without its frozen parameters: only the name is here
+        if role == "frozen" and known is None and lists_frozen:
+            context.note("weight-unexplained", f"{name}: {file.name} lists it as neither parameter nor buffer; kept")
+        shard = context.shards.put(name, coord, value.shape, role, file.name)
+        shard.kinds.setdefault(WEIGHT, []).insert(0, file.whole(value))
 
 
 def check_module(context: ReadContext, coord: RankCoord, file: RankFile, trained: Mapping[str, Shape]) -> None:
     """Report parameters of the optimizer that the module lacks or that have another shape there."""
     module = module_tensors(file)
-    aliased = set(context.shards.aliases.values())
+    owners = set(context.shards.aliases.values())
     for name, shape in trained.items():
         value = module.get(name)
         is_expert = expert_number(name) is not None or name in context.shards.placements
-        if value is None and not is_expert and name not in aliased:
+        if value is None and not is_expert and name not in owners:
             context.problems.add(
                 f"parameter {name} ({coord}) is in the optimizer, but not in the module of {file.name}"
             )
@@ -114,7 +116,7 @@ def check_module(context: ReadContext, coord: RankCoord, file: RankFile, trained
 
 
 def read_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
-    """Frozen parameters that ZeRO-2 keeps whole beside the module."""
+    """Add the frozen parameters that ZeRO-2 stores whole, next to the module."""
     fragments = file.mapping().get("frozen_param_fragments")
     if not isinstance(fragments, dict):
         return
@@ -129,7 +131,7 @@ def read_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
                 " its frozen_param_shapes"
             )
         elif not _is_same_view(ref, module.get(name)):
-            # Of what AutoEP spreads, the one model file has the share of ep rank 0; expert files have all.
+            # For AutoEP's experts the one model file has the share of ep rank 0; the expert files have all.
             owner = context.shards.at(name, coord)
             context.shards.put(name, owner, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
 
@@ -147,9 +149,9 @@ def _module_role(
 def _reliable_aliases(
     module: Mapping[str, Any], shapes: Mapping[str, Shape], shared: Mapping[str, str]
 ) -> dict[str, str]:
-    """The aliases that can be believed. DeepSpeed goes by addresses, and parameters of no elements have the same one.
+    """The stored aliases without false ones: DeepSpeed compares addresses, and empty parameters all have the same.
 
-    Under ZeRO-3, which goes by number, every tensor of the module is empty; `shapes` says which parameters are.
+    Under ZeRO-3, which compares ids instead, every tensor of the module is empty; `shapes` has the real shapes.
     """
     nothing: Shape = (0,)
     return {
@@ -166,29 +168,23 @@ def _has_elements(value: object) -> bool:
 def _alias_owners(
     module: Mapping[str, Any], buffers: Collection[str], trained: Collection[str], shared: Mapping[str, str]
 ) -> dict[str, str]:
-    """Alias → owner: what rank 0 declared, and names of the very same view of the same storage."""
+    """Alias → owner: as stored by rank 0, and names of the same view of the same storage."""
     owners = {alias: owner for alias, owner in shared.items() if alias not in trained}
-    places: dict[object, list[str]] = {}
+    views: dict[object, list[str]] = {}
     for name, value in module.items():
         if isinstance(value, TensorRef) and value.numel and name not in buffers and name not in owners:
-            places.setdefault((value.storage.key, value.offset, value.shape, value.strides, value.dtype), []).append(
-                name
-            )
-    for names in places.values():
+            view = (value.storage.key, value.offset, value.shape, value.strides, value.dtype)
+            views.setdefault(view, []).append(name)
+    for names in views.values():
         owner = next((name for name in names if name in trained), names[0])
         owners.update({name: owner for name in names if name != owner and name not in trained})
     return owners
 
 
 def _is_same_view(ref: TensorRef, other: object) -> bool:
-    return isinstance(other, TensorRef) and (ref.storage.key, ref.offset, ref.shape) == (
-        other.storage.key,
-        other.offset,
-        other.shape,
-    )
-
-
-_COMPLETE_HINT = "restore the missing files, or give a checkpoint that is complete"
+    if not isinstance(other, TensorRef):
+        return False
+    return (ref.storage.key, ref.offset, ref.shape) == (other.storage.key, other.offset, other.shape)
 
 
 def read_experts(
@@ -196,40 +192,41 @@ def read_experts(
     files: StepFiles,
     tp: int,
     models: Mapping[RankCoord, RankFile],
-    must: Mapping[RankCoord, bool],
+    has_experts: Mapping[RankCoord, bool],
     trained: Collection[str] | None,
 ) -> None:
-    """Put the weights of all experts into the shard table; `must` says which ranks' optimizers own some.
+    """Add the weights of all experts to the shard table.
 
-    `trained` names the parameters of the optimizer; None where the files do not (ZeRO off).
+    `has_experts` marks the ranks whose optimizer owns experts, so that their files must exist. `trained` names the
+    parameters of the optimizer; None if the files do not (ZeRO off).
     """
     missing: list[str] = []
     for coord, model in models.items():
-        if files.experts or files.expert_optim or must[coord]:
+        if files.experts or files.expert_optim or has_experts[coord]:
             mp = coord.pp * tp + coord.tp
             missing += missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
     for name in missing:
         context.problems.add(f"expert file {name} is missing")
     if missing:
         context.problems.raise_any(_COMPLETE_HINT)
-    spreads = {spread.layer: spread for spread in context.shards.placements.values()}
+    placements = {placement.layer: placement for placement in context.shards.placements.values()}
     stacked: dict[tuple[RankCoord, int], dict[int, RankFile]] = {}
     for (layer, expert, mp), name in sorted(files.experts.items()):
         file = context.files.open(context.prefix + name)
         coord = RankCoord(mp // tp, mp % tp)
-        if layer in spreads:
+        if layer in placements:
             stacked.setdefault((coord, layer), {})[expert] = file
         else:
             _read_expert(context, coord, file, expert, layer)
     for (coord, layer), opened in stacked.items():
-        _read_autoep_layer(context, coord, spreads[layer], opened, trained)
+        _read_autoep_layer(context, coord, placements[layer], opened, trained)
 
 
 def _read_expert(context: ReadContext, coord: RankCoord, file: RankFile, expert: int, layer: int) -> None:
-    """The weights of one expert; names carry the global expert number. The oldest releases give no layer (-1)."""
+    """Read the weights of one expert, whose names contain the global number. The oldest files have no layer (-1)."""
     other = next((name for name in file.mapping() if expert_number(str(name)) not in (None, expert)), None)
     if layer >= 0 and other is not None:
-        context.problems.add(f"{file.name}: is named for expert {expert}, but holds {other}: files were exchanged")
+        context.problems.add(f"{file.name}: is named for expert {expert}, but contains {other}: files were exchanged")
     for name, value in file.mapping().items():
         if isinstance(value, TensorRef):
             context.claim(value)
@@ -240,74 +237,74 @@ def _read_expert(context: ReadContext, coord: RankCoord, file: RankFile, expert:
 def _read_autoep_layer(
     context: ReadContext,
     coord: RankCoord,
-    spread: ExpertPlacement,
+    placement: ExpertPlacement,
     files: Mapping[int, RankFile],
     trained: Collection[str] | None,
 ) -> None:
-    """The weights of one AutoEP layer: on every ep rank its experts, each from its own file."""
-    for name in spread.names:
+    """Read the weights of one AutoEP layer: for every ep rank its experts, each from its own file."""
+    for name in placement.names:
         role: Role = "trained" if trained is None or name in trained else "frozen"
         refs = {expert: ref for expert, file in files.items() if (ref := _expert_weight(context, file, name, expert))}
-        if set(refs) != set(range(spread.total)):
+        if set(refs) != set(range(placement.total)):
             continue  # reported: a file of another expert, or (before) a missing one
         shape, dtype = refs[0].shape, refs[0].dtype
-        odd = [e for e, ref in refs.items() if (ref.shape, ref.dtype) != (shape, dtype) or not ref.is_contiguous]
-        for expert in odd:
+        different = [e for e, ref in refs.items() if (ref.shape, ref.dtype) != (shape, dtype) or not ref.is_contiguous]
+        for expert in different:
             context.problems.add(
                 f"{files[expert].name}: {name}.{expert} is {refs[expert].dtype} of shape {list(refs[expert].shape)},"
                 f" but expert 0 is {dtype} of shape {list(shape)}"
             )
-        if odd:
+        if different:
             continue
-        for ep, experts in enumerate(spread.experts):
-            spots = [files[expert].locate(context.claim(refs[expert])) for expert in experts]
+        for ep, experts in enumerate(placement.experts):
+            located = [files[expert].locate(context.claim(refs[expert])) for expert in experts]
             owner = RankCoord(coord.pp, coord.tp, ep)
-            held = context.shards.put(name, owner, (len(experts), *shape), role, files[0].name)
-            held.add(WEIGHT, EvenSlices(spots, dtype, prod(shape), 0, len(experts) * prod(shape)))
+            shard = context.shards.put(name, owner, (len(experts), *shape), role, files[0].name)
+            shard.add(WEIGHT, EvenSlices(located, dtype, prod(shape), 0, len(experts) * prod(shape)))
 
 
 def _expert_weight(context: ReadContext, file: RankFile, name: str, expert: int) -> TensorRef | None:
     value = file.mapping().get(f"{name}.{expert}")
     if isinstance(value, TensorRef):
         return value
-    held = next((str(key) for key, ref in file.mapping().items() if isinstance(ref, TensorRef)), "no tensor")
+    other = next((str(key) for key, ref in file.mapping().items() if isinstance(ref, TensorRef)), "no tensor")
     context.problems.add(
-        f"{file.name}: is named for expert {expert} of {name}, but holds {held}: files were exchanged, or are damaged"
+        f"{file.name}: is named for expert {expert} of {name}, but contains {other}: files were exchanged or damaged"
     )
     return None
 
 
-_TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
-_TIED_IN_PATTERN: Final = re.compile(r"tied_modules\\?\.(\w+)")
-_LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
-
-
 @dataclass(frozen=True, slots=True)
 class StageNames:
-    """The names that the files of one pipeline stage know: the optimizer's parameters with shapes, and buffers."""
+    """The names in the files of one pipeline stage: the optimizer's parameters with their shapes, and buffers."""
 
-    trained: Mapping[str, Shape | None]  # None: the files do not say
+    trained: Mapping[str, Shape | None]  # None: the shape is unknown
     buffers: Collection[str]
 
 
 def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames]) -> None:
-    """Put the weights of all layer files into the shard table. `layers`: (layer, tp rank) → file; `stages`: by pp."""
+    """Add the weights of all layer files to the shard table. `layers`: (layer, tp rank) → file; `stages`: by pp."""
     stage_of = _stage_of_each_layer(sorted({layer for layer, _ in layers}), stages)
     tied = _tied_modules(stages)
     keys_of: dict[int, str | None] = {}
-    untied = list(tied)  # tied modules that no layer file has claimed yet, in the order of the model
+    unassigned = list(tied)  # tied modules without a layer file so far, in the order of the model
     for (layer, tp), name in sorted(layers.items()):
         file = context.files.open(context.prefix + name)
-        tensors = {
-            key: value for key, value in flatten_state_dict(file.mapping()).items() if isinstance(value, TensorRef)
-        }
+        coord = RankCoord(stage_of[layer], tp)
+        flat = flatten_state_dict(file.mapping())
+        tensors = {key: value for key, value in flat.items() if isinstance(value, TensorRef)}
         if layer not in keys_of:
-            keys_of[layer] = _tied_key(layer, tensors, tied, untied, stages)
-        _read_layer(context, RankCoord(stage_of[layer], tp), file, layer, keys_of[layer], tensors, stages)
+            keys_of[layer] = _tied_key(layer, tensors, tied, unassigned, stages)
+        prefix = f"tied_modules.{keys_of[layer]}" if keys_of[layer] is not None else str(layer)
+        for local, ref in tensors.items():
+            context.claim(ref)
+            full = f"{prefix}.{local}"
+            shard = context.shards.put(full, coord, ref.shape, _layer_role(full, stages), file.name)
+            shard.add(WEIGHT, file.whole(ref))
     context.pipeline = {
         "layers": sorted(keys_of),
         "tied": {key: layer for layer, key in sorted(keys_of.items(), reverse=True) if key is not None},
-        "model_axis": any(has_model_axis(name) for name in layers.values()),
+        "model_axis": any(names_tp_rank(name) for name in layers.values()),
     }
     first = set(context.pipeline["tied"].values())
     again = {str(layer): key for layer, key in sorted(keys_of.items()) if key is not None and layer not in first}
@@ -315,27 +312,12 @@ def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], sta
         context.pipeline["again"] = again
 
 
-def _read_layer(
-    context: ReadContext,
-    coord: RankCoord,
-    file: RankFile,
-    layer: int,
-    tied_key: str | None,
-    tensors: Mapping[str, TensorRef],
-    stages: Mapping[int, StageNames],
-) -> None:
-    for local, ref in tensors.items():
-        full = f"tied_modules.{tied_key}.{local}" if tied_key is not None else f"{layer}.{local}"
-        context.claim(ref)
-        context.shards.put(full, coord, ref.shape, _layer_role(full, stages), file.name).add(WEIGHT, file.whole(ref))
-
-
 def _layer_role(name: str, stages: Mapping[int, StageNames]) -> Role:
     if any(name in stage.trained for stage in stages.values()):
         return "trained"
     if any(name in stage.buffers for stage in stages.values()):
         return "buffer"
-    # Where the files name no trained parameter at all (ZeRO off), the optimizer decides later.
+    # If the files name no trained parameter at all (ZeRO off), the optimizer decides later.
     return "frozen" if any(stage.trained for stage in stages.values()) else "trained"
 
 
@@ -353,14 +335,14 @@ def _tied_key(
     layer: int,
     tensors: Mapping[str, TensorRef],
     tied: Mapping[str, Mapping[str, Shape | None]],
-    untied: list[str],
+    unassigned: list[str],
     stages: Mapping[int, StageNames],
 ) -> str | None:
-    """Which tied module a layer file holds, or None for a layer of its own.
+    """Which tied module a layer file contains, or None for a layer that is not tied.
 
-    The file does not say. A layer of its own has its number in the optimizer's names; a tied one has not, and holds
-    every name of its module in its shape. Of several that fit, the first that no layer has claimed is meant: tied
-    modules are built in the order of the layers.
+    The file does not record it. The number of a layer that is not tied appears in the optimizer's names. A tied layer
+    has every name of its module in the right shape; if several modules fit, it is the first one that no layer file has
+    yet, because tied modules are built in the order of the layers.
     """
     if any(f"{layer}.{local}" in stage.trained for stage in stages.values() for local in tensors):
         return None
@@ -369,14 +351,14 @@ def _tied_key(
         for key, names in tied.items()
         if all(local in tensors and shape in (None, tensors[local].shape) for local, shape in names.items())
     ]
-    chosen = next((key for key in fitting if key in untied), fitting[0] if fitting else None)
-    if chosen in untied:
-        untied.remove(chosen)
+    chosen = next((key for key in fitting if key in unassigned), fitting[0] if fitting else None)
+    if chosen in unassigned:
+        unassigned.remove(chosen)
     return chosen
 
 
 def _stage_of_each_layer(layers: list[int], stages: Mapping[int, StageNames]) -> dict[int, int]:
-    """Layer → pipeline stage. Layers without parameters lie where the layer before them lies."""
+    """Layer → pipeline stage. Layers without parameters are on the stage of the layer before them."""
     known: dict[int, int] = {}
     for pp, stage in sorted(stages.items()):
         for name in (*stage.trained, *stage.buffers):
@@ -391,10 +373,10 @@ def _stage_of_each_layer(layers: list[int], stages: Mapping[int, StageNames]) ->
 
 
 def name_tied_modules(context: ReadContext, info: object) -> None:
-    """Give the parameters of tied modules their names, where the optimizer names nothing (ZeRO off).
+    """Rename the parameters of tied layers to DeepSpeed's names if the optimizer names nothing (ZeRO off).
 
-    Only the patterns of a universal_checkpoint_info (`info`) may say how a tied module is called. Which layer it is
-    shows in the stages that hold it; where one stage has all its uses, in the names inside the layer.
+    Only the patterns of a universal_checkpoint_info (`info`) contain the key of a tied module. Its layer is the one
+    that several stages have or, if one stage has all uses, the one whose local names match the pattern.
     """
     patterns = as_strings(info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None)
     keys = sorted({found[1] for text in patterns if (found := _TIED_IN_PATTERN.search(text))})
@@ -434,10 +416,14 @@ def _rename_tied(context: ReadContext, key: str, layer: int, members: Mapping[st
 
 
 def missing_layer_files(layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames], tp: int) -> list[str]:
-    """Names of layer files that must exist, because the optimizer has parameters of that layer, and do not."""
-    like = next(iter(layers.values()))
-    needed = {
-        int(found[1]) for stage in stages.values() for name in stage.trained if (found := _LAYER_NAME.fullmatch(name))
-    }
-    needed |= {layer for layer, _ in layers}
-    return [layer_file_name(layer, t, like) for layer in sorted(needed) for t in range(tp) if (layer, t) not in layers]
+    """Names of the layer files that are missing although the optimizer has parameters of that layer."""
+    has_tp_rank = names_tp_rank(next(iter(layers.values())))
+    needed = {layer for layer, _ in layers}
+    for stage in stages.values():
+        needed |= {int(found[1]) for name in stage.trained if (found := _LAYER_NAME.fullmatch(name))}
+    return [
+        layer_file_name(layer, t, has_tp_rank=has_tp_rank)
+        for layer in sorted(needed)
+        for t in range(tp)
+        if (layer, t) not in layers
+    ]

@@ -1,11 +1,11 @@
-"""Model files of another ZeRO stage than the save's: of another save into the same folder, and to be left alone.
+"""Which files a save consists of, and whether they are complete and all from the same save.
 
-ZeRO-3 writes a model file a rank, the other stages one a model-parallel rank. Names of the two kinds do not collide, so
-a save replaces only its own kind.
-
-The grid of ranks that a checkpoint must have, and whether all its files are there and of one save.
-
-Files that bear each other's names. Nothing in a shard tells its rank, but torch names an archive after its file.
+- ZeRO-3 writes one model file per rank, the other stages one per model-parallel rank. The names of the two kinds do not
+  collide, so a save into an existing folder replaces only its own kind: `without_stale_model_files` drops the others.
+- `find_grid` derives the degrees of parallelism and reports every rank file that is missing.
+- `check_saved_names` reports files that carry each other's names. A shard does not contain its rank, but torch names
+  the archive after the file that it was saved to.
+- `check_same_save` reports files of another step or another DeepSpeed version.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from ucp.formats.deepspeed.step_files import (
 from ucp.formats.sharded.shard_table import Problems
 
 FOREIGN_NOTE: Final = "file-foreign"
+_MAX_RANKS: Final = 1 << 20
+_SHARDED_ROLES: Final = ("optim", "sharded_model", "expert_optim")  # every rank has its own content
+_OTHER_ROLES: Final = ("model", "layers")
 
 
 def without_stale_model_files(files: StepFiles, opened: RankFiles, prefix: str) -> StepFiles:
-    """The files without the model files that the optimizer's did not come with."""
+    """Drop the model files that do not belong to the optimizer files: an earlier save with another stage left them."""
     if not files.model or not files.sharded_model:
         return files
     return select_model_files(files, sharded=_is_zero3(files, opened, prefix))
 
 
 def select_model_files(files: StepFiles, *, sharded: bool) -> StepFiles:
-    """The files of a save of ZeRO-3 (`sharded`) or of another stage; model files of the other kind are `foreign`."""
+    """Keep the model files of ZeRO-3 (`sharded`) or those of the other stages; the rest become `foreign`."""
     others: Mapping[Any, str] = files.model if sharded else files.sharded_model
     if not others or not (files.sharded_model if sharded else files.model):
         return files
@@ -55,9 +58,10 @@ def select_model_files(files: StepFiles, *, sharded: bool) -> StepFiles:
 
 
 def _is_zero3(files: StepFiles, opened: RankFiles, prefix: str) -> bool:
-    """Whether ZeRO-3 wrote the optimizer: its states lie in a table of their own, and with ZeRO off in the model file.
+    """Whether ZeRO-3 wrote the optimizer files: it keeps the master weights under a key of its own.
 
-    Where all of it is lost, weights that are whole are not taken for what was saved.
+    Without optimizer files, a model file that contains the optimizer is from ZeRO off. If there is no optimizer at all,
+    assume ZeRO-3 with lost optimizer files rather than pass off whole weights of another save as this one's.
     """
     if not files.optim:
         model = opened.open(prefix + files.model[min(files.model)])
@@ -66,18 +70,15 @@ def _is_zero3(files: StepFiles, opened: RankFiles, prefix: str) -> bool:
     return isinstance(states, dict) and ZERO3_MASTERS in states
 
 
-_MAX_RANKS: Final = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """Degrees as the files show them. `dp` counts rank files (1 when state is not sharded)."""
+    """Degrees of parallelism, derived from the files. `dp` counts rank files (1 if the state is not sharded)."""
 
     tp: int
     pp: int
     dp: int
-    dp_world: int  # data-parallel ranks of the job, which need not all have files
-    sharded_model: bool  # one model file a rank: ZeRO-3
+    dp_world: int  # data-parallel ranks of the job, not all of which need to have files
+    sharded_model: bool  # one model file per rank: ZeRO-3
 
     @property
     def mp(self) -> int:
@@ -85,7 +86,7 @@ class RankGrid:
 
 
 def find_grid(files: StepFiles, opened: RankFiles, prefix: str, problems: Problems) -> RankGrid:
-    """The grid, after a check that no file of it is missing (every missing one is named)."""
+    """Determine the grid of ranks, and report every file of it that is missing."""
     sharded = bool(files.sharded_model)
     mps = {mp for _, mp in files.optim} | set(files.model) | {mp for _, mp in files.sharded_model}
     first = _first_model(files, opened, prefix)
@@ -95,16 +96,16 @@ def find_grid(files: StepFiles, opened: RankFiles, prefix: str, problems: Proble
     written = max(ranks) + 1 if ranks else 1
     dp_world = max(_positive_int(tree, "dp_world_size"), written)
     expected = _expected_ranks(files, opened, prefix, written, dp_world) if ranks else 1
-    said = tree.get("dp_world_size")
-    if type(said) is int and 0 < said < written and first is not None:
+    stored = tree.get("dp_world_size")
+    if type(stored) is int and 0 < stored < written and first is not None:
         problems.add(
-            f"rank files of {written} data-parallel ranks are here, but {first.name} says that the job had {said}: the"
-            " folder holds files of an earlier save"
+            f"rank files of {written} data-parallel ranks were found, but according to {first.name} the job had"
+            f" {stored}: the folder contains files of an earlier save"
         )
     if mp * expected > _MAX_RANKS:
         raise NotUnderstoodError(
             f"{first.name if first is not None else prefix}: claims {mp} model-parallel × {expected} dp ranks",
-            hint="no job had that many; the file is damaged",
+            hint="no job has that many; the file is damaged",
         )
     _report_missing(files, mp, expected, sharded, first, problems)
     tp = _tensor_parallel_degree(files, opened, prefix, tree, mp)
@@ -125,7 +126,7 @@ def _positive_int(tree: Mapping[Any, Any], key: str) -> int:
 
 
 def _expected_ranks(files: StepFiles, opened: RankFiles, prefix: str, written: int, dp_world: int) -> int:
-    """How many data-parallel ranks must have written files: all of the job's, but one shard group's under MiCS."""
+    """Number of data-parallel ranks that must have files: all of the job, except that MiCS saves one shard group."""
     if not files.optim:
         return dp_world
     top = opened.open(prefix + files.optim[min(files.optim)]).mapping().get("optimizer_state_dict")
@@ -140,32 +141,28 @@ def _expected_ranks(files: StepFiles, opened: RankFiles, prefix: str, written: i
 def _report_missing(
     files: StepFiles, mp: int, dp: int, sharded: bool, model: RankFile | None, problems: Problems
 ) -> None:
-    missing: list[str] = []
+    ranks = [(d, m) for m in range(mp) for d in range(dp)]
     if sharded:
-        missing += [
-            sharded_model_file_name(d, m) for m in range(mp) for d in range(dp) if (d, m) not in files.sharded_model
-        ]
+        missing = [sharded_model_file_name(d, m) for d, m in ranks if (d, m) not in files.sharded_model]
     else:
-        missing += [model_file_name(m) for m in range(mp) if m not in files.model]
-    if files.optim:
-        like = next(iter(files.optim.values()))
-        missing += [optimizer_file_name(d, m, like) for m in range(mp) for d in range(dp) if (d, m) not in files.optim]
-    elif sharded:
-        missing += [
-            optimizer_file_name(d, m, "zero_pp_rank_0_mp_rank_00_optim_states.pt") for m in range(mp) for d in range(dp)
-        ]
-    where = f" ({model.name} says: {mp} model-parallel × {dp} data-parallel ranks)" if model is not None else ""
+        missing = [model_file_name(m) for m in range(mp) if m not in files.model]
+    if files.optim or sharded:
+        like = next(iter(files.optim.values()), None)
+        missing += [optimizer_file_name(d, m, like) for d, m in ranks if (d, m) not in files.optim]
+    reason = (
+        f" (according to {model.name}: {mp} model-parallel × {dp} data-parallel ranks)" if model is not None else ""
+    )
     for name in missing:
-        problems.add(f"rank file {name} is missing{where}")
-        where = ""
+        problems.add(f"rank file {name} is missing{reason}")
+        reason = ""
 
 
 def _tensor_parallel_degree(files: StepFiles, opened: RankFiles, prefix: str, tree: Mapping[Any, Any], mp: int) -> int:
-    """The tensor-parallel degree: as the file says (recent releases), as layer files show, or by comparing names."""
+    """The degree as stored (recent releases), from the layer files, or by comparing the parameter names of ranks."""
     degrees = tree.get("checkpoint_parallel_dimensions")
-    said = degrees.get("tp_degree") if isinstance(degrees, dict) else None
-    if type(said) is int and said > 0 and mp % said == 0:
-        return said
+    stored = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+    if type(stored) is int and stored > 0 and mp % stored == 0:
+        return stored
     if files.layers:
         tp = max(t for _, t in files.layers) + 1
         return tp if mp % tp == 0 else 1
@@ -173,7 +170,7 @@ def _tensor_parallel_degree(files: StepFiles, opened: RankFiles, prefix: str, tr
 
 
 def _degree_from_names(files: StepFiles, opened: RankFiles, prefix: str, mp: int) -> int:
-    """Without layer files every rank is a tensor-parallel one, unless later ranks hold other parameters (stages)."""
+    """Without layer files all ranks are tensor-parallel ranks, unless later ranks have other parameters (stages)."""
     first = _parameter_names(files, opened, prefix, 0)
     for m in range(1, mp):
         if _parameter_names(files, opened, prefix, m) != first:
@@ -186,46 +183,19 @@ def _parameter_names(files: StepFiles, opened: RankFiles, prefix: str, mp: int) 
     shapes = opened.open(prefix + name).mapping().get("param_shapes") if name is not None else None
     if isinstance(shapes, dict):
         shapes = [shapes]
-    return (
-        [sorted(map(str, group)) for group in shapes if isinstance(group, dict)] if isinstance(shapes, list) else None
-    )
-
-
-def check_same_save(models: Mapping[str, RankFile], optims: Mapping[str, RankFile], problems: Problems) -> None:
-    """Report files that another step or another version of DeepSpeed wrote."""
-    _check_equal(models, "global_steps", "step", problems)
-    _check_equal(models, "dp_world_size", "data-parallel ranks", problems)
-    _check_equal({**models, **optims}, "ds_version", "DeepSpeed version", problems)
-
-
-def _check_equal(files: Mapping[str, RankFile], key: str, what: str, problems: Problems) -> None:
-    seen: dict[str, list[str]] = {}
-    for name, file in files.items():
-        value = file.mapping().get(key)
-        if value is not None:
-            seen.setdefault(repr(value), []).append(name)
-    if len(seen) < 2:
-        return
-    most = max(seen, key=lambda value: len(seen[value]))
-    for value, names in seen.items():
-        if value != most:
-            shown = first_few(names, 5)
-            problems.add(
-                f"{shown}: {what} {value}, but {seen[most][0]} says {most}: files of different saves are mixed"
-            )
-
-
-_SHARDED_ROLES: Final = ("optim", "sharded_model", "expert_optim")  # of which every rank has its own
-_OTHER_ROLES: Final = ("model", "layers")
+    if not isinstance(shapes, list):
+        return None
+    return [sorted(map(str, group)) for group in shapes if isinstance(group, dict)]
 
 
 def check_saved_names(context: ReadContext, files: StepFiles) -> None:
-    """Report files that were exchanged, or of which one was copied over another; other renaming is only noted.
+    """Report files that were swapped or copied over one another; note files that were merely renamed.
 
-    A layer that was copied to make a model deeper is fine, and so are ranks that were all made of one file. With ZeRO-1
-    and 2 all is noted: there a master that is not its weight's shows what is wrong, parameter by parameter.
+    A layer that was copied to make a model deeper is valid, and so are ranks that were all created from one file. With
+    ZeRO-1 and 2 nothing is an error here: a master weight that differs from its module weight is reported later, by
+    parameter.
     """
-    is_seen_elsewhere = bool(files.optim) and not files.sharded_model
+    is_checked_later = bool(files.optim) and not files.sharded_model
     for role in (*_SHARDED_ROLES, *_OTHER_ROLES):
         names: Mapping[Hashable, str] = getattr(files, role)
         opened = {key: context.files.open(context.prefix + name) for key, name in names.items()}
@@ -236,7 +206,7 @@ def check_saved_names(context: ReadContext, files: StepFiles) -> None:
         found = set(saved.values())
         is_exchange = len(found) == len(saved)
         is_copy = role in _SHARDED_ROLES and (len(found) > 1 or len(saved) == 2)
-        if found <= set(opened) and (is_exchange or is_copy) and not is_seen_elsewhere:
+        if found <= set(opened) and (is_exchange or is_copy) and not is_checked_later:
             for file in wrong:
                 context.problems.add(f"{file.name}: was saved as {file.saved_as}.pt, the file of another rank or layer")
         else:
@@ -247,7 +217,31 @@ def check_saved_names(context: ReadContext, files: StepFiles) -> None:
     context.problems.raise_any("give every file the name that it was saved under, and restore what was overwritten")
 
 
-def _saved_key(file: RankFile, role: str, named: Hashable) -> Hashable:
-    """The key of the name that a file was saved under; the one that it is `named` by where it does not say."""
+def _saved_key(file: RankFile, role: str, current: Hashable) -> Hashable:
+    """The key of the name that a file was saved under; `current` if the archive does not record one."""
     found: Mapping[Hashable, str] = getattr(classify_files([f"{file.saved_as}.pt"]), role)
-    return next(iter(found), named)
+    return next(iter(found), current)
+
+
+def check_same_save(models: Mapping[str, RankFile], optims: Mapping[str, RankFile], problems: Problems) -> None:
+    """Report files that another step or another version of DeepSpeed wrote."""
+    _check_equal(models, "global_steps", "step", problems)
+    _check_equal(models, "dp_world_size", "data-parallel ranks", problems)
+    _check_equal({**models, **optims}, "ds_version", "DeepSpeed version", problems)
+
+
+def _check_equal(files: Mapping[str, RankFile], key: str, what: str, problems: Problems) -> None:
+    by_value: dict[str, list[str]] = {}
+    for name, file in files.items():
+        value = file.mapping().get(key)
+        if value is not None:
+            by_value.setdefault(repr(value), []).append(name)
+    if len(by_value) < 2:
+        return
+    most = max(by_value, key=lambda value: len(by_value[value]))
+    for value, names in by_value.items():
+        if value != most:
+            problems.add(
+                f"{first_few(names, 5)}: {what} {value}, but {by_value[most][0]} has {most}: files of different saves"
+                " are mixed"
+            )

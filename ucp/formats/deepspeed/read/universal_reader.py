@@ -22,13 +22,24 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.box import Shape
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
+from ucp.core.checkpoint import (
+    MASTER,
+    STEP,
+    WEIGHT,
+    Atom,
+    Checkpoint,
+    Extras,
+    Fragment,
+    Parameter,
+    ParamGroup,
+    kind_of_state,
+)
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
 from ucp.errors import NotUnderstoodError, StorageError
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
-from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, kind_of, stored_scalar
+from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, stored_scalar
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, as_shapes, describe_value
 from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
 from ucp.formats.deepspeed.read.read_weights import (
@@ -331,7 +342,7 @@ def _find_state_folders(root: Path, states: str, above: str, found: dict[str, St
         for name in sorted(files):
             if name.endswith(STATE_SUFFIX) and not files[name]:
                 stem = name.removesuffix(STATE_SUFFIX)
-                kind = MASTER if stem == MASTER_FILE else kind_of(stem)
+                kind = MASTER if stem == MASTER_FILE else kind_of_state(stem)
                 folder.kinds[kind] = f"{states}/{parameter}/{name}"
         has_folders = any(files.values())
         if folder.kinds or not has_folders:

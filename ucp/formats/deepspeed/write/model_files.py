@@ -164,11 +164,7 @@ class ModelFiles:
                 raise UsageError(f"parameter {parameter.name}: a pipelined model's names carry a layer number")
             for layer in [found.layer] if found.layer is not None else pipeline.layers_of(found.tied or ""):
                 layers.setdefault(layer, []).append((found.local, parameter))
-        like = (
-            "layer_00-model_00-model_states.pt"
-            if pipeline.model_axis or world.mesh.tp > 1
-            else "layer_00-model_states.pt"
-        )
+        has_tp_rank = pipeline.model_axis or world.mesh.tp > 1
         for layer, members in sorted(layers.items()):
             for tp in range(world.mesh.tp):
                 tree = InertOrderedDict()
@@ -176,7 +172,7 @@ class ModelFiles:
                     tensor = self._tensor(parameter, tp)
                     if tensor is not None:
                         tree[local] = tensor
-                yield step_files.layer_file_name(layer, tp, like), tree
+                yield step_files.layer_file_name(layer, tp, has_tp_rank=has_tp_rank), tree
 
     def expert_files(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Mixture of experts: one file an expert of every layer, with global names."""
@@ -193,7 +189,7 @@ class ModelFiles:
                 pp, tp = divmod(mp, world.mesh.tp)
                 tree = {p.name: self._tensor(p, tp) for p in members if pp in world.stages[p.name]}
                 if tree:
-                    yield f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", tree
+                    yield step_files.expert_file_name(layer, expert, mp), tree
 
 
 # What the source spells out for its own ranks means nothing on others.

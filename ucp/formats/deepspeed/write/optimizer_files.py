@@ -158,7 +158,7 @@ def _partition(
 
     def segments() -> Iterator[Segment]:
         at = low
-        for number in layout.meeting(low, high):
+        for number in layout.overlapping(low, high):
             member, entry = flat.members[number], layout.entries[number]
             start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
             yield ZeroContent(start - at)
@@ -174,7 +174,7 @@ def _whole_parameters(
 ) -> NewTensor | None:
     """One state of all members that have elements in partition `index`, whole and end to end; None where none has."""
     per = flat.layout.per
-    members = [flat.members[number] for number in flat.layout.meeting(index * per, (index + 1) * per)]
+    members = [flat.members[number] for number in flat.layout.overlapping(index * per, (index + 1) * per)]
     return flat_tensor(dtype, [segment(atom_of(m), m.region) for m in members]) if members else None
 
 

@@ -147,7 +147,7 @@ class DeepSpeedWriter:
             return
         yield name, self.models.model_tree(pp, tp, 0, None, None)
         for ep in range(self.mesh.ep):
-            name = f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
+            name = step_files.expert_optimizer_file_name(ep, mp)
             tree = self._unnamed(name) or optimizer_files.zero0_optimizer_tree(
                 self.world, self.world.groups(pp, tp, ep), scalars
             )
@@ -161,8 +161,7 @@ class DeepSpeedWriter:
         return dict(kept) if kept is not None else None
 
     def _optim_name(self, dp: int, mp: int) -> str:
-        prefix = "bf16_" if self.world.dtype == BFLOAT16 else ""
-        return step_files.optimizer_file_name(dp, mp, f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        return step_files.optimizer_file_name(dp, mp, is_bf16=self.world.dtype == BFLOAT16)
 
     def _optim_file(self, tree: dict[str, Any]) -> dict[str, Any]:
         return {
