@@ -14,7 +14,7 @@ from ucp.containers.torch_file import TorchFile
 from ucp.core.box import Box
 from ucp.core.coverage import coverage
 from ucp.errors import UsageError
-from ucp.formats.megatron.read.legacy_files import optimizers_of
+from ucp.formats.megatron.optimizer_groups import optimizers_of
 from ucp.formats.megatron.read.sharded_containers import read_torch_dist
 from ucp.formats.registry import ReadOptions, open_checkpoint
 

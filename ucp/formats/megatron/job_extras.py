@@ -34,8 +34,8 @@ from ucp.formats.megatron.mcore_modules import (
     shift_layer,
     to_core_name,
 )
+from ucp.formats.megatron.optimizer_groups import optimizers_of
 from ucp.formats.megatron.rank_layout import ModelChunk, file_ranks, model_chunks
-from ucp.formats.megatron.read.legacy_files import optimizers_of
 
 _STATE_KEYS: Final = frozenset({"state", "fp32_from_fp16_params"})
 

@@ -36,7 +36,7 @@ from ucp.formats.megatron.rank_layout import (
     module_buffer_layout,
     module_tensors,
 )
-from ucp.formats.megatron.read.sharded_tensors import ShardedState
+from ucp.formats.megatron.read.sharded_tensors import StateTable
 from ucp.storage.local import SourceFiles
 
 _SAMPLE: Final = 256  # elements of a parameter that are compared
@@ -246,8 +246,6 @@ _WHY: Final = (
     "releases of Megatron up to 0.19.0 shift this state when a buffer has several buckets (tied embeddings with"
     " pipeline stages, or overlapped gradient reduction)"
 )
-
-StateTable = dict[str, dict[str, ShardedState]]
 
 
 def handle_shifted_state(

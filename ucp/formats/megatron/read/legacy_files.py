@@ -1,31 +1,24 @@
-"""One rank's model file, and the parameters in it: names over the whole model, grouped experts taken apart.
+"""The files of one rank in the legacy `torch` layout: its model, and the three forms of its optimizer.
 
-Optimizer states that a rank file keeps whole. They are numbered; nothing in the file names them.
-
-Numbers count parameters group by group; inside a group they are in the order of the module. Which parameters make a
-group follows from what the group says of itself, and shapes must agree.
-
-`distrib_optim.pt`: the distributed optimizer's state, gathered over data-parallel ranks into flat buffers.
-
-The layer-wise distributed optimizer (`dist_muon`): every data-parallel rank keeps the states of whole parameters.
-
-Each writes a file of its own. Which parameters it has follows from their sizes: they are dealt like cards, the smallest
-first, to all ranks in turn and then back again.
+* The plain optimizer keeps its states in the model file. They are numbered group by group, and nothing names them.
+* The distributed optimizer has `distrib_optim.pt`: flat buffers, gathered over data-parallel ranks.
+* The layer-wise optimizer (`dist_muon`) has one file per data-parallel rank, with the states of whole parameters.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 from ucp.containers.inert import TensorRef
 from ucp.containers.torch_file import TorchFile
 from ucp.core.box import Shape
-from ucp.core.checkpoint import MASTER, STEP
+from ucp.core.checkpoint import MASTER, STEP, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -41,21 +34,32 @@ from ucp.formats.megatron.mcore_modules import (
     shift_layer,
     to_core_name,
 )
-from ucp.formats.megatron.rank_layout import BufferLayout, BufferParam, bucket_size, lay_out_buffer
-from ucp.formats.megatron.read.rank_shards import (
-    MegatronParamGroup,
-    MegatronRank,
-    MegatronRun,
-    MegatronShard,
-    MegatronStored,
-    StoredScalar,
-    TensorLocation,
-    inline_scalar,
+from ucp.formats.megatron.optimizer_groups import (
+    PARAMS,
+    GroupFlags,
+    LayerWiseGroup,
+    groups_of,
+    hyper_of,
+    layer_wise_file_name,
+    layer_wise_members,
+    layer_wise_ranks,
+    optimizers_of,
+    parameter_flags,
+    stored_group_flags,
 )
+from ucp.formats.megatron.rank_layout import BufferLayout, BufferParam, bucket_size, lay_out_buffer
+from ucp.formats.sharded.shard_fragments import InlineNumber, StoredShard, TensorInFile, WholeTensor
+from ucp.formats.sharded.shard_table import RankCoord, Shard
+
+_MASTERS: Final = "fp32_from_fp16_params"
+_BUFFER_KINDS: Final = {"param": MASTER}
+_LAYER_WISE_FILE: Final = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
+_RESTORE_SAVE: Final = "restore the files of one save; or drop the optimizer with --only weights"
+_RESTORE_RANK: Final = "the two files of this rank are from different saves or jobs; restore those of one save"
 
 
 class MegatronFile:
-    """A torch file below the checkpoint's root."""
+    """A torch file below the root of a checkpoint."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.name = name
@@ -70,51 +74,56 @@ class MegatronFile:
             return self.tree
         raise NotUnderstoodError(f"{self.name}: holds a list, not a dictionary")
 
-    def spot(self, ref: TensorRef, shift: int = 0) -> TensorLocation:
-        return TensorLocation(self.name, self.archive, ref, shift)
-
-    def scalar(self, ref: TensorRef) -> StoredScalar:
-        return StoredScalar(ref.dtype, self.name, self.spot(ref))
+    def scalar(self, ref: TensorRef) -> WholeTensor:
+        """Return a one-element tensor as a stored number."""
+        return WholeTensor(TensorInFile(self.name, self.archive, ref), ref.dtype, ())
 
 
-@dataclass(frozen=True, slots=True)
-class StoredParam:
-    """A parameter inside a stored tensor: `shift` elements from its start, row-major or transposed."""
+def inline_number(file: str, value: float) -> InlineNumber:
+    """Return a plain number of a file, in the type in which torch's optimizers count steps."""
+    return InlineNumber(file, FLOAT32, struct.pack("<f", value))
 
-    holding: MegatronShard
-    shift: int = 0
+
+class EntryParam(NamedTuple):
+    """A parameter inside a tensor of a model file: `begin` elements from its start, row-major or transposed."""
+
+    name: str
+    shape: Shape  # of the rank's slice
+    begin: int = 0
     transposed: bool = False
 
 
 @dataclass(slots=True)
 class ModuleEntry:
-    """A tensor of a model file, as the module of that rank has it."""
+    """A tensor of a model file and the parameters in it; `shards` are their shards on this rank."""
 
-    stored: str  # its name in the module, in megatron-core's spelling
+    name: str  # in the rank's module, as megatron-core spells it
     ref: TensorRef
     chunk: int
-    parts: list[StoredParam] = field(default_factory=list)
+    params: list[EntryParam]
+    shards: list[Shard]
 
-    def put(self, kind: str, file: MegatronFile, ref: TensorRef, start: int = 0) -> None:
-        """A state of this tensor: the elements of `ref` from `start` on, in the tensor's own order."""
+    def add_state(self, kind: str, file: MegatronFile, ref: TensorRef, start: int = 0) -> None:
+        """Add a state of this tensor: the elements of `ref` from `start` on, in the order of the tensor."""
         strides = None if ref.is_contiguous or len(ref.shape) != len(self.ref.shape) else ref.strides
-        if strides is not None and (len(self.parts) > 1 or self.parts[0].transposed):
-            raise NotUnderstoodError(f"{file.name}: {self.stored} groups experts, but does not lie contiguous")
-        for part in self.parts:
-            run = MegatronRun(0, prod(part.holding.shape), file.spot(ref, start + part.shift), strides)
-            part.holding.kinds[kind] = MegatronStored(ref.dtype, (run,), part.transposed)
+        if strides is not None and (len(self.params) > 1 or self.params[0].transposed):
+            raise NotUnderstoodError(f"{file.name}: {self.name} groups experts, but is not contiguous")
+        tensor = TensorInFile(file.name, file.archive, ref)
+        for param, shard in zip(self.params, self.shards, strict=True):
+            begin = start + param.begin
+            shard.add(kind, WholeTensor(tensor, ref.dtype, param.shape, strides, begin, param.transposed))
 
-    def put_scalar(self, kind: str, scalar: StoredScalar) -> None:
-        for part in self.parts:
-            part.holding.scalars[kind] = scalar
+    def add_scalar(self, kind: str, number: StoredShard) -> None:
+        for shard in self.shards:
+            shard.add(kind, number, ())
 
     @property
-    def names(self) -> list[str]:
-        return [part.holding.name for part in self.parts]
+    def param_names(self) -> list[str]:
+        return [shard.name for shard in self.shards]
 
 
 def chunks_of(tree: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
-    """The model chunks of a rank file, each a flat dictionary in module order."""
+    """Return the model chunks of a rank file, each a flat dictionary in the order of the module."""
     if isinstance(tree.get("model"), dict):
         return [_flatten_names(tree["model"])]
     chunks: list[dict[str, Any]] = []
@@ -126,21 +135,21 @@ def chunks_of(tree: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _flatten_names(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    names = dict(_walk(tree, ""))
-    old = any(is_before_core(name) for name in names)
-    return {canonical_name(to_core_name(name) if old else name): value for name, value in names.items()}
+    names = dict(_flatten(tree, ""))
+    is_old = any(is_before_core(name) for name in names)
+    return {canonical_name(to_core_name(name) if is_old else name): value for name, value in names.items()}
 
 
-def _walk(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _walk(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def layers_in(chunk: Mapping[str, Any]) -> dict[str, int]:
-    """How many layers each stack (`decoder.layers.`, `encoder.layers.`) has in a chunk."""
+def count_layers(chunk: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many layers each stack (`decoder`, `encoder`) has in a chunk."""
     counts: dict[str, int] = {}
     for name in chunk:
         number = layer_of(name)
@@ -150,33 +159,31 @@ def layers_in(chunk: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
-def entries_of(
-    chunk: Mapping[str, Any], number: int, offsets: Mapping[str, int], holder: MegatronRank, arguments: JobArguments
-) -> list[ModuleEntry]:
-    """The tensors of a chunk; `offsets` are the layers before it, stack by stack."""
+def params_of_entry(
+    chunk: Mapping[str, Any], name: str, offsets: Mapping[str, int], ep: int, arguments: JobArguments
+) -> list[EntryParam]:
+    """Return the parameters in tensor `name` of a chunk of expert-parallel rank `ep`, named over the whole model.
+
+    `offsets` has the number of layers before the chunk, by stack.
+    """
+    ref: TensorRef = chunk[name]
     experts = arguments.number("num_experts", 0) // arguments.ep
-    entries: list[ModuleEntry] = []
-    for name, ref in chunk.items():
-        if not isinstance(ref, TensorRef) or name.endswith("_extra_state"):
-            continue
-        entry = ModuleEntry(name, ref, number)
-        stack = name[: name.index(".layers.")] if layer_of(name) is not None else ""
-        whole = shift_layer(name, offsets.get(stack, 0))
-        if expert_of(whole) is not None:
-            whole = shift_expert(whole, holder.ep * experts)
-        stem, _, last = whole.rpartition(".")
-        if last in ("weight1", "weight2") and stem.endswith(".mlp.experts"):
-            entry.parts = _grouped_experts(chunk, name, stem, last, ref.shape, holder.ep * experts, experts)
-        else:
-            entry.parts = [StoredParam(MegatronShard(whole, ref.shape))]
-        entries.append(entry)
-    return entries
+    stack = name[: name.index(".layers.")] if layer_of(name) is not None else ""
+    whole = shift_layer(name, offsets.get(stack, 0))
+    if expert_of(whole) is not None:
+        whole = shift_expert(whole, ep * experts)
+    stem, _, last = whole.rpartition(".")
+    if last in ("weight1", "weight2") and stem.endswith(".mlp.experts"):
+        return _grouped_experts(chunk, name, stem, last, ref.shape, ep * experts, experts)
+    if whole == OUTPUT and arguments.tied:
+        whole = EMBEDDING  # the last stage's copy
+    return [EntryParam(whole, ref.shape)]
 
 
 def _grouped_experts(
     chunk: Mapping[str, Any], name: str, stem: str, last: str, shape: Shape, first: int, count: int
-) -> list[StoredParam]:
-    """The experts in a tensor of the grouped GEMM: its memory is one transposed matrix an expert, back to back."""
+) -> list[EntryParam]:
+    """Return the experts in a tensor of the grouped GEMM: one transposed matrix per expert, back to back."""
     other = chunk.get(name[:-1] + ("2" if last == "weight1" else "1"))
     if not isinstance(other, TensorRef) or len(shape) != 2 or len(other.shape) != 2 or count < 1:
         raise NotUnderstoodError(f"{name}: is a tensor of {count} grouped experts without its other half")
@@ -188,63 +195,31 @@ def _grouped_experts(
     else:
         local, module = (hidden, tall // count), "linear_fc2"
     return [
-        StoredParam(MegatronShard(f"{stem}.local_experts.{first + i}.{module}.weight", local), i * prod(local), True)
+        EntryParam(f"{stem}.local_experts.{first + i}.{module}.weight", local, i * prod(local), True)
         for i in range(count)
     ]
 
 
-_PARAMS: Final = "params"
-_MASTERS: Final = "fp32_from_fp16_params"
-_RESTORE_SAVE: Final = "restore the files of one save; or drop the optimizer with --only weights"
-_NORMS_OF_HEADS: Final = ("q_layernorm.", "k_layernorm.")
-
-# Of an expert-parallel, of a decayed, of a group with a learning rate of its own, of one of Muon's.
-GroupFlags = tuple[bool, bool, bool, bool]
-
-
-def optimizers_of(tree: Any) -> list[Mapping[str, Any]]:
-    """The chained optimizers in what is stored under `optimizer`; one where there is no chain."""
-    if isinstance(tree, list):
-        return [item for item in tree if isinstance(item, dict)]
-    if isinstance(tree, dict) and tree and all(type(key) is int for key in tree):
-        return [tree[key] for key in sorted(tree) if isinstance(tree[key], dict)]
-    return [tree] if isinstance(tree, dict) else []
-
-
-def groups_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parameter groups of one optimizer: of the inner one where it is wrapped for mixed precision."""
-    inner = optimizer.get("optimizer", optimizer)
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-
-
-def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): value for key, value in group.items() if key != _PARAMS}
-
-
 class GroupAssigner(Protocol):
-    """Who knows the parameters of the next group of a file."""
+    """Finds the parameters of the next group of a file."""
 
-    def next_of(
-        self, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...] | None]
-    ) -> list[ModuleEntry] | None: ...
+    def next_of(self, group: Mapping[str, Any], shapes: Sequence[Shape | None]) -> list[ModuleEntry] | None: ...
 
 
 class GroupMatcher:
-    """Deals the parameters of one rank to the groups of its optimizers."""
+    """Assigns the parameters of one rank to the groups of its optimizers, by flags and shapes."""
 
     def __init__(self, entries: Sequence[ModuleEntry], arguments: JobArguments) -> None:
         self._arguments = arguments
         self._left = list(entries)
 
     def all_of(self, group: Mapping[str, Any]) -> list[ModuleEntry]:
-        """Every parameter that belongs to a group which does not list its own."""
+        """Take every parameter of a group that does not list its own."""
         wanted = stored_group_flags(group, self._arguments)
-        taken = [entry for entry in self._left if self._flags(entry) == wanted]
-        return self._take(taken)
+        return self._take([entry for entry in self._left if self._flags(entry) == wanted])
 
-    def next_of(self, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...] | None]) -> list[ModuleEntry] | None:
-        """The next parameters of a group, one for each shape; None where shapes do not allow it."""
+    def next_of(self, group: Mapping[str, Any], shapes: Sequence[Shape | None]) -> list[ModuleEntry] | None:
+        """Take the next parameters of a group, one per shape; None if the shapes do not allow it."""
         wanted = stored_group_flags(group, self._arguments)
         alike = [entry for entry in self._left if self._flags(entry) == wanted][: len(shapes)]
         if len(alike) == len(shapes) and all(
@@ -266,105 +241,78 @@ class GroupMatcher:
         return entries
 
     def _flags(self, entry: ModuleEntry) -> GroupFlags:
-        return parameter_flags(entry.stored, len(entry.ref.shape), self._arguments)
+        return parameter_flags(entry.name, len(entry.ref.shape), self._arguments)
 
 
-def parameter_flags(name: str, dimensions: int, arguments: JobArguments) -> GroupFlags:
-    """What the group of a parameter says of itself."""
-    apart = arguments.ep > 1 or arguments.etp != arguments.tp
-    of_heads = arguments.flag("apply_wd_to_qk_layernorm") and any(norm in name for norm in _NORMS_OF_HEADS)
-    decayed = (dimensions > 1 and not name.endswith(".bias")) or of_heads
-    own_rate = arguments.fields.get("decoupled_lr") is not None and name in (EMBEDDING, OUTPUT)
-    of_muon = arguments.has_muon and dimensions == 2 and name not in (EMBEDDING, OUTPUT)
-    return is_expert(name) and apart, decayed, own_rate, of_muon
-
-
-def stored_group_flags(group: Mapping[str, Any], arguments: JobArguments) -> GroupFlags:
-    """What a stored group says of itself."""
-    return (
-        group.get("is_expert_parallel") is True,
-        group.get("wd_mult", 1.0) != 0.0,
-        group.get("is_decoupled_lr") is True or group.get("default_config") is False,  # the second since 0.16
-        is_muon_group(group, arguments),
-    )
-
-
-def is_muon_group(hyper: Mapping[str, Any], arguments: JobArguments) -> bool:
-    """Whether Muon trains a group with these settings; what it leaves to Adam has that one's."""
-    return arguments.has_muon and "betas" not in hyper
-
-
-def read_states(file: MegatronFile, tree: Any, dealer: GroupAssigner) -> Iterator[MegatronParamGroup]:
-    """Give parameters their states; gives the groups with the names of their parameters."""
+def read_states(file: MegatronFile, tree: Any, assigner: GroupAssigner) -> Iterator[ParamGroup]:
+    """Add numbered states to their parameters; yields the groups with the names of their parameters."""
     for optimizer in optimizers_of(tree):
         inner = optimizer.get("optimizer", optimizer)
         state = inner.get("state") if isinstance(inner, dict) else None
         masters = optimizer.get(_MASTERS)
         groups = groups_of(optimizer)
         if not isinstance(state, dict) or not groups:
-            raise NotUnderstoodError(f"{file.name}: its optimizer has no states and groups that are known here")
+            raise NotUnderstoodError(f"{file.name}: its optimizer has no states and groups in a known form")
         for number, group in enumerate(groups):
-            kept = masters[number] if isinstance(masters, list) and number < len(masters) else None
-            yield _read_group(file, dealer, group, number, state, kept)
+            of_group = masters[number] if isinstance(masters, list) and number < len(masters) else None
+            yield _read_group(file, assigner, group, number, state, of_group)
 
 
 def _read_group(
     file: MegatronFile,
-    dealer: GroupAssigner,
+    assigner: GroupAssigner,
     group: Mapping[str, Any],
     number: int,
     state: Mapping[Any, Any],
-    kept: Any,
-) -> MegatronParamGroup:
-    numbers = group.get(_PARAMS)
+    masters: Any,
+) -> ParamGroup:
+    numbers = group.get(PARAMS)
     if not isinstance(numbers, list):
         raise NotUnderstoodError(f"{file.name}: parameter group {number} does not list its parameters")
     tables: list[Mapping[str, Any]] = [table if isinstance(table := state.get(i), dict) else {} for i in numbers]
-    shapes = [_shape(table) for table in tables]
-    found = dealer.next_of(group, shapes)
-    if found is None:
+    shapes = [_shape_of_states(table) for table in tables]
+    entries = assigner.next_of(group, shapes)
+    if entries is None:
         raise InconsistentError(
             f"{file.name}: the {len(numbers)} states of parameter group {number} do not fit the parameters of the"
             f" model beside them ({', '.join(str(list(shape or ())) for shape in shapes[:6])}, …)",
             hint=_RESTORE_SAVE,
         )
-    masters = iter(kept) if isinstance(kept, list) else iter(())
-    step = group.get(STEP)
-    for entry, table in zip(found, tables, strict=True):
-        if kept is not None and entry.ref.dtype != FLOAT32:
-            master = next(masters, None)
+    next_masters = iter(masters) if isinstance(masters, list) else iter(())
+    for entry, table in zip(entries, tables, strict=True):
+        if masters is not None and entry.ref.dtype != FLOAT32:
+            master = next(next_masters, None)
             if not isinstance(master, TensorRef) or master.shape != entry.ref.shape:
-                raise InconsistentError(f"{file.name}: {entry.stored} has no master of its shape", hint=_RESTORE_SAVE)
-            entry.put(MASTER, file, master)
-        _add_states(file, entry, table, step)
-    return MegatronParamGroup(hyper_of(group), [name for entry in found for name in entry.names])
+                raise InconsistentError(f"{file.name}: {entry.name} has no master of its shape", hint=_RESTORE_SAVE)
+            entry.add_state(MASTER, file, master)
+        _add_states(file, entry, table, group.get(STEP))
+    return ParamGroup(hyper_of(group), [name for entry in entries for name in entry.param_names])
 
 
-def _shape(table: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _shape_of_states(table: Mapping[str, Any]) -> Shape | None:
     shapes = [ref.shape for ref in table.values() if isinstance(ref, TensorRef) and ref.shape]
     return shapes[0] if shapes else None
 
 
 def _add_states(file: MegatronFile, entry: ModuleEntry, table: Mapping[str, Any], step: Any) -> None:
+    scalars: dict[str, StoredShard] = {}
     for kind, value in table.items():
         if isinstance(value, TensorRef) and value.shape == entry.ref.shape:
-            entry.put(str(kind), file, value)
+            entry.add_state(str(kind), file, value)
         elif isinstance(value, TensorRef) and value.numel == 1:
-            entry.put_scalar(str(kind), file.scalar(value))
+            scalars[str(kind)] = file.scalar(value)
         elif isinstance(value, (int, float)):
-            entry.put_scalar(str(kind), inline_scalar(file.name, value))
+            scalars[str(kind)] = inline_number(file.name, value)
         elif isinstance(value, TensorRef):
             raise InconsistentError(
-                f"{file.name}: state '{kind}' of {entry.stored} has shape {list(value.shape)},"
+                f"{file.name}: state '{kind}' of {entry.name} has shape {list(value.shape)},"
                 f" the parameter {list(entry.ref.shape)}",
                 hint=_RESTORE_SAVE,
             )
     if table and STEP not in table and isinstance(step, (int, float)):
-        entry.put_scalar(STEP, inline_scalar(file.name, step))
-
-
-_BUFFER_KINDS: Final = {"param": MASTER}
-_RESTORE_RANK: Final = "the two files of this rank are from different saves or jobs; restore those of one save"
+        scalars[STEP] = inline_number(file.name, step)
+    for kind, number in scalars.items():
+        entry.add_scalar(kind, number)
 
 
 def read_buffers(
@@ -372,16 +320,19 @@ def read_buffers(
     model: MegatronFile,
     tree: Any,
     entries: Sequence[ModuleEntry],
-    holder: MegatronRank,
+    pp: int,
     arguments: JobArguments,
-) -> Iterator[MegatronParamGroup]:
-    """Give the entries of one rank their states; gives the groups with the names of their parameters."""
+) -> Iterator[ParamGroup]:
+    """Add the states in `distrib_optim.pt` to the parameters of a rank of stage `pp`; yields the groups.
+
+    `tree` is what the model file keeps of the optimizer.
+    """
     chained = file.tree if isinstance(file.tree, list) else [file.tree]
-    apart = len(chained) > 1
+    has_expert_optimizer = len(chained) > 1
     for number, state in enumerate(chained):
-        mine = [entry for entry in entries if not apart or is_expert(entry.stored) == bool(number)]
+        mine = [entry for entry in entries if not has_expert_optimizer or is_expert(entry.name) == bool(number)]
         if isinstance(state, dict):
-            _read_optimizer_buffers(file, state, mine, holder, arguments, expert=apart and number == 1)
+            _read_optimizer_buffers(file, state, mine, pp, arguments, expert=has_expert_optimizer and number == 1)
     matcher = GroupMatcher(entries, arguments)
     for optimizer in optimizers_of(tree):
         for group in groups_of(optimizer):
@@ -389,25 +340,25 @@ def read_buffers(
             step = group.get(STEP)
             for entry in found:
                 if isinstance(step, (int, float)):
-                    entry.put_scalar(STEP, inline_scalar(model.name, step))
-            yield MegatronParamGroup(hyper_of(group), [name for entry in found for name in entry.names])
+                    entry.add_scalar(STEP, inline_number(model.name, step))
+            yield ParamGroup(hyper_of(group), [name for entry in found for name in entry.param_names])
 
 
 def _read_optimizer_buffers(
     file: MegatronFile,
     state: Mapping[Any, Any],
     entries: Sequence[ModuleEntry],
-    holder: MegatronRank,
+    pp: int,
     arguments: JobArguments,
     *,
     expert: bool,
 ) -> None:
     if state.get("buckets_coalesced") is not True:
         raise NotUnderstoodError(
-            f"{file.name}: keeps each bucket apart, as releases before February 2024 did",
+            f"{file.name}: stores each bucket separately, as releases before February 2024 did",
             hint="load and save it once with a Megatron of 2024 or later",
         )
-    buffers = group_entries_by_buffer(entries)
+    buffers = _group_by_buffer(entries)
     stored = [
         (key, table) for number in sorted(k for k in state if type(k) is int) for key, table in state[number].items()
     ]
@@ -420,37 +371,27 @@ def _read_optimizer_buffers(
             raise InconsistentError(
                 f"{file.name}: has a buffer of {key} where one of {dtype} belongs", hint=_RESTORE_RANK
             )
-        layout = entry_buffer_layout(mine, chunk, holder.pp, arguments, expert=expert, of_model=entries)
+        params = [
+            BufferParam(entry.ref.numel, arguments.shares_embedding and entry.param_names == [EMBEDDING])
+            for entry in mine
+        ]
+        numel = sum(entry.ref.numel for entry in entries)
+        size = bucket_size(arguments, numel) if pp == 0 and chunk == 0 else None
+        dp = arguments.expert_dp if expert else arguments.dp
+        layout = lay_out_buffer(params, size, dp, wide=arguments.flag("ddp_pad_buckets_for_high_nccl_busbw"))
         _add_buffer_states(file, table, mine, layout)
 
 
-def group_entries_by_buffer(entries: Sequence[ModuleEntry]) -> dict[tuple[int, DType], list[ModuleEntry]]:
-    """The parameters of each gradient buffer: one a model chunk and dtype, in order of first appearance."""
+def _group_by_buffer(entries: Sequence[ModuleEntry]) -> dict[tuple[int, DType], list[ModuleEntry]]:
+    """Return the parameters of each gradient buffer: one per model chunk and dtype, in order of first appearance."""
     buffers: dict[tuple[int, DType], list[ModuleEntry]] = {}
     for entry in entries:
         buffers.setdefault((entry.chunk, entry.ref.dtype), []).append(entry)
     return dict(sorted(buffers.items(), key=lambda item: item[0][0]))
 
 
-def entry_buffer_layout(
-    mine: Sequence[ModuleEntry],
-    chunk: int,
-    pp: int,
-    arguments: JobArguments,
-    *,
-    expert: bool,
-    of_model: Sequence[ModuleEntry],
-) -> BufferLayout:
-    residents = [
-        BufferParam(entry.ref.numel, arguments.shares_embedding and entry.names == [EMBEDDING]) for entry in mine
-    ]
-    dp = arguments.expert_dp if expert else arguments.dp
-    size = bucket_size(arguments, sum(entry.ref.numel for entry in of_model)) if pp == 0 and chunk == 0 else None
-    return lay_out_buffer(residents, size, dp, wide=arguments.flag("ddp_pad_buckets_for_high_nccl_busbw"))
-
-
 def _add_buffer_states(
-    file: MegatronFile, table: Mapping[str, Any], mine: Sequence[ModuleEntry], layout: BufferLayout
+    file: MegatronFile, table: Mapping[str, Any], entries: Sequence[ModuleEntry], layout: BufferLayout
 ) -> None:
     starts = layout.starts
     for kind, ref in table.items():
@@ -462,102 +403,49 @@ def _add_buffer_states(
                 f" {layout.numel} in {len(layout.lengths)} buckets",
                 hint=_RESTORE_RANK,
             )
-        for entry, seat in zip(mine, layout.bucket_ranges, strict=True):
-            entry.put(_BUFFER_KINDS.get(kind, str(kind)), file, ref, starts[seat.bucket] + seat.start)
-
-
-_LAYER_WISE_FILE: Final = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
-
-LayerWiseMember = TypeVar("LayerWiseMember")
+        for entry, position in zip(entries, layout.bucket_ranges, strict=True):
+            start = starts[position.bucket] + position.start
+            entry.add_state(_BUFFER_KINDS.get(kind, str(kind)), file, ref, start)
 
 
 def layer_wise_files(root: Path, folder: str) -> dict[int, MegatronFile]:
-    """The files of the data-parallel ranks that share a rank folder, by number."""
-    names = (
-        (match, child.name) for child in (root / folder).iterdir() if (match := _LAYER_WISE_FILE.fullmatch(child.name))
-    )
-    return {int(match[1]): MegatronFile(root, f"{folder}/{name}") for match, name in sorted(names, key=lambda x: x[1])}
+    """Return the files of the data-parallel ranks that share a rank folder, by rank."""
+    names = sorted(child.name for child in (root / folder).iterdir())
+    matches = [match for name in names if (match := _LAYER_WISE_FILE.fullmatch(name))]
+    return {int(match[1]): MegatronFile(root, f"{folder}/{match[0]}") for match in matches}
 
 
 def read_layer_wise(
-    files: Mapping[int, MegatronFile], entries: Sequence[ModuleEntry], holder: MegatronRank, arguments: JobArguments
-) -> Iterator[MegatronParamGroup]:
-    """Give the entries of a rank folder the states that the files beside them hold."""
-    missing = sorted(set(layer_wise_ranks(holder.tp, holder.ep, arguments)) - set(files))
+    files: Mapping[int, MegatronFile], entries: Sequence[ModuleEntry], coord: RankCoord, arguments: JobArguments
+) -> Iterator[ParamGroup]:
+    """Add the states in the layer-wise files of a rank folder to its parameters; yields the groups."""
+    missing = sorted(set(layer_wise_ranks(coord.tp, coord.ep, arguments)) - set(files))
     if missing:
         raise InconsistentError(
-            f"{layer_wise_file_name(missing[0])} is missing beside the model of {holder}: data-parallel rank {missing[0]} kept the"  # noqa: E501
-            " states of its parameters there",
-            hint="copy it from the node that wrote it; without it the checkpoint is not whole",
+            f"{layer_wise_file_name(missing[0])} is missing beside the model of {coord}: data-parallel rank"
+            f" {missing[0]} kept the states of its parameters there",
+            hint="copy it from the node that wrote it; without it the checkpoint is incomplete",
         )
     for dp, file in files.items():
         groups = [group for optimizer in optimizers_of(file.tree) for group in groups_of(optimizer)]
         matcher = GroupMatcher(entries, arguments)
-        hands = [LayerWiseGroup(matcher.all_of(group), group.get("is_expert_parallel") is True) for group in groups]
-        mine = layer_wise_members(hands, _numel, holder.tp, dp, arguments)
+        all_groups = [
+            LayerWiseGroup(matcher.all_of(group), group.get("is_expert_parallel") is True) for group in groups
+        ]
+        mine = layer_wise_members(all_groups, lambda entry: entry.ref.numel, coord.tp, dp, arguments)
         yield from read_states(file, file.tree, _LayerWiseAssigner(iter(mine)))
 
 
-def _numel(entry: ModuleEntry) -> int:
-    return entry.ref.numel
-
-
 class _LayerWiseAssigner:
-    """The parameters of one rank, group after group."""
+    """Returns the parameters of one data-parallel rank, group by group."""
 
     def __init__(self, groups: Iterator[list[ModuleEntry]]) -> None:
         self._groups = groups
 
-    def next_of(self, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...] | None]) -> list[ModuleEntry] | None:
+    def next_of(self, group: Mapping[str, Any], shapes: Sequence[Shape | None]) -> list[ModuleEntry] | None:
         del group
         mine = next(self._groups)
         fits = len(mine) == len(shapes) and all(
             shape in (None, entry.ref.shape) for shape, entry in zip(shapes, mine, strict=True)
         )
         return mine if fits else None
-
-
-def layer_wise_file_name(dp: int) -> str:
-    """Of the file of a data-parallel rank."""
-    return f"layer_wise_optimizer_{dp}.pt"
-
-
-def layer_wise_ranks(tp: int, ep: int, arguments: JobArguments) -> list[int]:
-    """The data-parallel ranks that write into the folder of these tensor- and expert-parallel ranks."""
-    places = ((dp, tp + arguments.tp * dp) for dp in range(arguments.dp))
-    return [dp for dp, place in places if place // arguments.etp % arguments.ep == ep]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWiseGroup(Generic[LayerWiseMember]):
-    """The parameters of a group, in the order of the module."""
-
-    cards: Sequence[LayerWiseMember]
-    of_experts: bool  # which have data-parallel ranks of their own
-
-
-def layer_wise_members(
-    groups: Sequence[LayerWiseGroup[LayerWiseMember]],
-    numel: Callable[[LayerWiseMember], int],
-    tp: int,
-    dp: int,
-    arguments: JobArguments,
-) -> list[list[LayerWiseMember]]:
-    """What data-parallel rank `dp` has of each group."""
-    if arguments.dp == 1:
-        return [list(group.cards) for group in groups]
-    mine: list[list[LayerWiseMember]] = [[] for _ in groups]
-    expert_dp = (tp + arguments.tp * dp) // (arguments.etp * arguments.ep)
-    for of_experts, player, players in ((False, dp, arguments.dp), (True, expert_dp, arguments.expert_dp)):
-        cards = [
-            (card, number)
-            for number, group in enumerate(groups)
-            if group.of_experts == of_experts
-            for card in group.cards
-        ]
-        cards.sort(key=lambda one: numel(one[0]))
-        for turn, (card, number) in enumerate(cards):
-            lap, seat = divmod(turn, players)
-            if (players - 1 - seat if lap % 2 else seat) == player:
-                mine[number].append(card)
-    return mine

@@ -1,4 +1,4 @@
-"""The legacy `torch` layout: one file a tensor-, pipeline- and expert-parallel rank, each with local names."""
+"""The legacy `torch` layout: one folder per tensor-, pipeline- and expert-parallel rank, each with local names."""
 
 from __future__ import annotations
 
@@ -7,28 +7,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ucp.core.checkpoint import WEIGHT, Note
+from ucp.containers.inert import TensorRef
+from ucp.core.box import Shape
+from ucp.core.checkpoint import WEIGHT, Note, Parameter, ParamGroup, Role
+from ucp.core.rules import REPLICATED, RuleBook, resolve
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, model_files
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
-from ucp.formats.megatron.mcore_modules import EMBEDDING, OUTPUT, is_buffer
+from ucp.formats.megatron.mcore_modules import (
+    EMBEDDING,
+    OUTPUT,
+    RULE_ORIGIN,
+    expert_of,
+    is_buffer,
+    is_expert,
+    order_key,
+    split_rule,
+)
 from ucp.formats.megatron.read.legacy_files import (
     GroupMatcher,
     MegatronFile,
     ModuleEntry,
     chunks_of,
-    entries_of,
+    count_layers,
     layer_wise_files,
-    layers_in,
+    params_of_entry,
     read_buffers,
     read_layer_wise,
     read_states,
 )
-from ucp.formats.megatron.read.rank_shards import MegatronRank, MegatronShardTable
+from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN, Assembler, ResolvedRule, infer_rules, merge_groups
+from ucp.formats.sharded.shard_table import Problems, RankCoord, Shard, ShardTable
+from ucp.storage.local import SourceFiles
 
 _RESTORE: Final = "restore the files of one save; nothing was written"
-_OLDEST: Final = 2.0  # before it, q, k and v were interleaved in other ways
-_SAME: Final = (
+_RESTORE_MISSING: Final = "restore the missing files; without them the checkpoint is incomplete"
+_COPY_MISSING: Final = "copy it from the node that wrote it; without it the checkpoint is incomplete"
+_OLDEST_VERSION: Final = 2.0  # before it, q, k and v were interleaved in other ways
+_EQUAL_ARGUMENTS: Final = (  # of all ranks
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
@@ -49,38 +65,225 @@ class MegatronRankFiles:
     layer_wise: dict[int, MegatronFile] = field(default_factory=dict)  # by data-parallel rank
 
 
-@dataclass(slots=True)
-class LegacyCheckpoint:
-    """What the rank files of an iteration hold."""
+class LegacyShardTable(ShardTable):
+    """The shard table of rank files. Experts have a tensor-parallel degree of their own."""
 
-    arguments: JobArguments
-    holdings: MegatronShardTable = field(default_factory=MegatronShardTable)
-    files: dict[MegatronRank, MegatronRankFiles] = field(default_factory=dict)
-    has_optimizer: bool = False
-    notes: list[Note] = field(default_factory=list)
+    def __init__(self, problems: Problems, arguments: JobArguments) -> None:
+        super().__init__(problems)
+        self._arguments = arguments
 
+    def degree(self, name: str) -> int:
+        """Return the number of slices of a parameter."""
+        return self._arguments.etp if is_expert(name) else self._arguments.tp
 
-def read_legacy(root: Path) -> LegacyCheckpoint:
-    """Open every rank file and note what it holds of each parameter."""
-    names = model_files(root)
-    opened = {numbers: MegatronFile(root, f"{name}/{MODEL_FILE}") for numbers, name in names.items()}
-    first = next(iter(opened.values()))
-    arguments = arguments_of(first.mapping().get("args"), str(root / first.name))
-    _check_same_save(opened, arguments)
-    legacy = LegacyCheckpoint(arguments)
-    for numbers, file in opened.items():
-        holder = _rank_of_folder(numbers, arguments, file.name)
-        beside = root / Path(file.name).parent / OPTIMIZER_FILE
-        optimizer = MegatronFile(root, f"{Path(file.name).parent}/{OPTIMIZER_FILE}") if beside.is_file() else None
-        shares = layer_wise_files(root, str(Path(file.name).parent)) if arguments.is_layer_wise else {}
-        legacy.files[holder] = MegatronRankFiles(file, chunks_of(file.mapping(), file.name), optimizer, shares)
-    _check_grid(root, legacy)
-    _read_all(root, legacy)
-    return legacy
+    def slice_index(self, name: str, coord: RankCoord) -> int:
+        return coord.tp % self.degree(name)
 
 
-def _rank_of_folder(numbers: tuple[int, ...], arguments: JobArguments, file: str) -> MegatronRank:
-    """The rank behind `mp_rank_TT[_PPP][_EEE]`: of two numbers, only the arguments tell which the second is."""
+class LegacyReader:
+    """Reads the rank files of one iteration.
+
+    Order of calls: construct (opens and checks every file, fills the table), `parameters`, `groups`, `notes`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        opened = {numbers: MegatronFile(root, f"{name}/{MODEL_FILE}") for numbers, name in model_files(root).items()}
+        first = next(iter(opened.values()))
+        self.arguments: JobArguments = arguments_of(first.mapping().get("args"), str(root / first.name))
+        self.notes: list[Note] = []
+        self._problems = Problems(str(root))
+        self._table = LegacyShardTable(self._problems, self.arguments)
+        _check_same_save(list(opened.values()), self.arguments)
+        self.files = {
+            _coord_of_folder(numbers, self.arguments, file.name): self._open_beside(file)
+            for numbers, file in opened.items()
+        }
+        self._check_grid()
+        self._fill_table()
+
+    def parameters(self, user: RuleBook | None, files: SourceFiles) -> dict[str, Parameter]:
+        """Return every parameter, in the order of the model."""
+        self._check_shards()
+        self._problems.raise_any(_RESTORE_MISSING)
+        parameters = Assembler(self._table).parameters(self._rules(user, files))
+        self._problems.raise_any(_RESTORE_MISSING)
+        return parameters
+
+    def groups(self, parameters: Mapping[str, Parameter]) -> list[ParamGroup]:
+        """Return the parameter groups; those of ranks with the same settings are one."""
+        by_rank = [groups for _, groups in sorted(self._table.groups.items())]
+        return merge_groups(by_rank, parameters, by_position=False)
+
+    def _open_beside(self, model: MegatronFile) -> MegatronRankFiles:
+        """Open what is next to a model file."""
+        folder = str(Path(model.name).parent)
+        has_optimizer = (self.root / folder / OPTIMIZER_FILE).is_file()
+        return MegatronRankFiles(
+            model,
+            chunks_of(model.mapping(), model.name),
+            MegatronFile(self.root, f"{folder}/{OPTIMIZER_FILE}") if has_optimizer else None,
+            layer_wise_files(self.root, folder) if self.arguments.is_layer_wise else {},
+        )
+
+    def _check_grid(self) -> None:
+        """Check that every rank has its folder.
+
+        With fewer expert-tensor-parallel ranks than tensor-parallel ranks, not every tp rank writes for every ep rank.
+        """
+        arguments = self.arguments
+        for pp in range(arguments.pp):
+            for tp in range(arguments.tp):
+                found = {coord.ep for coord in self.files if (coord.pp, coord.tp) == (pp, tp)}
+                if arguments.etp != arguments.tp:
+                    missing = [] if found else [0]
+                else:
+                    missing = [ep for ep in range(arguments.ep) if ep not in found]
+                if missing:
+                    raise self._missing_rank_error(RankCoord(pp, tp, missing[0]))
+        without = [files.model.name for files in self.files.values() if files.optimizer is None]
+        if 0 < len(without) < len(self.files):
+            raise InconsistentError(
+                f"{self.root}: {OPTIMIZER_FILE} is missing beside {', '.join(without[:5])}, but other ranks have it",
+                hint=_COPY_MISSING,
+            )
+
+    def _missing_rank_error(self, coord: RankCoord) -> InconsistentError:
+        arguments = self.arguments
+        pp = f"_{coord.pp:03d}" if arguments.pp > 1 else ""
+        ep = f"_{coord.ep:03d}" if arguments.ep > 1 else ""
+        return InconsistentError(
+            f"{self.root}: rank folder mp_rank_{coord.tp:02d}{pp}{ep} is missing (tp {arguments.tp} × pp"
+            f" {arguments.pp} × ep {arguments.ep})",
+            hint=_COPY_MISSING,
+        )
+
+    def _fill_table(self) -> None:
+        if self.arguments.tied:
+            self._table.aliases[OUTPUT] = EMBEDDING
+        offsets = self._layer_offsets()
+        has_optimizer = False
+        for coord, files in sorted(self.files.items()):
+            entries = [
+                entry
+                for number, chunk in enumerate(files.chunks)
+                for entry in self._entries(files.model, chunk, number, offsets[number, coord.pp], coord)
+            ]
+            trained = [entry for entry in entries if self._table.roles[entry.param_names[0]] == "trained"]
+            has_optimizer = self._read_optimizer(coord, files, trained) or has_optimizer
+        stored = [files.model.mapping().get("optimizer") for files in self.files.values()]
+        if not has_optimizer and any(tree is not None for tree in stored):
+            text = f"no optimizer state: there are no {OPTIMIZER_FILE} files, only weights were read"
+            self.notes.append(Note(OPTIMIZER_MISSING, text))
+
+    def _entries(
+        self, file: MegatronFile, chunk: Mapping[str, Any], number: int, offsets: Mapping[str, int], coord: RankCoord
+    ) -> list[ModuleEntry]:
+        """Put the tensors of a model chunk into the table; `offsets` has the layers before it, by stack."""
+        entries: list[ModuleEntry] = []
+        for name, ref in chunk.items():
+            if not isinstance(ref, TensorRef) or name.endswith("_extra_state"):
+                continue
+            role: Role = "trained" if ref.dtype.family == "float" and not is_buffer(name) else "buffer"
+            params = params_of_entry(chunk, name, offsets, coord.ep, self.arguments)
+            shards: list[Shard] = []
+            for param in params:
+                # Ranks that only differ in ep hold copies of dense parameters, and different experts.
+                at = RankCoord(coord.pp, coord.tp)
+                shards.append(self._table.put(param.name, at, param.shape, role, file.name))
+                expert = expert_of(param.name)
+                if expert is not None:
+                    self._table.experts[param.name] = expert, coord.ep
+            entry = ModuleEntry(name, ref, number, params, shards)
+            entry.add_state(WEIGHT, file, ref)
+            entries.append(entry)
+        return entries
+
+    def _read_optimizer(self, coord: RankCoord, files: MegatronRankFiles, entries: list[ModuleEntry]) -> bool:
+        """Add the optimizer states of one rank; False if it has none."""
+        arguments, tree = self.arguments, files.model.mapping().get("optimizer")
+        if files.optimizer is not None:
+            groups = read_buffers(files.optimizer, files.model, tree, entries, coord.pp, arguments)
+        elif files.layer_wise:
+            groups = read_layer_wise(files.layer_wise, entries, coord, arguments)
+        elif tree is not None and not arguments.is_distributed_optimizer:
+            groups = read_states(files.model, tree, GroupMatcher(entries, arguments))
+        else:
+            return False
+        self._table.groups[coord] = list(groups)
+        return True
+
+    def _layer_offsets(self) -> dict[tuple[int, int], dict[str, int]]:
+        """Return the layers before each (chunk, stage): chunk 0 of all stages comes first, then chunk 1, …"""
+        counts: dict[tuple[int, int], dict[str, int]] = {}
+        for coord, files in self.files.items():
+            for number, chunk in enumerate(files.chunks):
+                here = count_layers(chunk)
+                if counts.setdefault((number, coord.pp), here) != here:
+                    raise InconsistentError(
+                        f"{self.root / files.model.name}: holds {sum(here.values())} layers, other ranks of its stage"
+                        f" {sum(counts[number, coord.pp].values())}",
+                        hint=_RESTORE,
+                    )
+        offsets: dict[tuple[int, int], dict[str, int]] = {}
+        total: dict[str, int] = {}
+        for place in sorted(counts):
+            offsets[place] = dict(total)
+            for stack, count in counts[place].items():
+                total[stack] = total.get(stack, 0) + count
+        expected = self.arguments.layers
+        if expected is not None and len(total) == 1 and sum(total.values()) != expected:
+            raise InconsistentError(
+                f"{self.root}: the rank files hold {sum(total.values())} layers, but the job had {expected}",
+                hint=_RESTORE,
+            )
+        return offsets
+
+    def _check_shards(self) -> None:
+        """Report parameters and states that a tensor-parallel rank lacks, and copies of different shapes."""
+        for name in self._table.roles:
+            row = self._table.row(name)
+            slices: dict[int, list[tuple[RankCoord, Shard]]] = {}
+            for coord, shard in row.items():
+                slices.setdefault(self._table.slice_index(name, coord), []).append((coord, shard))
+            missing = [str(index) for index in range(self._table.degree(name)) if index not in slices]
+            if missing:
+                self._problems.add(f"parameter {name} is missing on tensor-parallel rank {', '.join(missing)}")
+                continue
+            kinds = {kind for shard in row.values() for kind in shard.kinds if kind not in shard.shapes}
+            for index, ((first, shard), *others) in sorted(slices.items()):
+                for coord, other in others:
+                    if other.shape != shard.shape:
+                        self._problems.add(
+                            f"parameter {name}: slice {index} has shape {list(shard.shape)} on {first}, but"
+                            f" {list(other.shape)} on {coord}"
+                        )
+                for kind in sorted(kinds.difference(shard.kinds, *(other.kinds for _, other in others))):
+                    self._problems.add(f"parameter {name}: tensor-parallel rank {index} has no '{kind}'")
+
+    def _rules(self, user: RuleBook | None, files: SourceFiles) -> dict[str, ResolvedRule]:
+        rows = {name: self._table.first_stage(name) for name in sorted(self._table.roles, key=order_key)}
+
+        def shape_of(name: str) -> Shape | None:
+            return rows[name][0].shape if name in rows else None
+
+        rules: dict[str, ResolvedRule] = {}
+        for name, row in rows.items():
+            shapes = [shard.shape for shard in row]
+            named = user.find(name) if user is not None else None
+            rule = named.rule if named is not None else split_rule(name, shapes, self.arguments, shape_of)
+            if rule is not None:
+                origin = named.origin if named is not None else RULE_ORIGIN
+                rules[name] = ResolvedRule(resolve(rule, shapes, name), origin)
+            elif len(row) == 1:
+                rules[name] = ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)
+        unknown = {name: row for name, row in rows.items() if name not in rules}
+        rules.update(infer_rules(files, unknown, lambda id, text: self.notes.append(Note(id, text))))
+        return {name: rules[name] for name in rows}
+
+
+def _coord_of_folder(numbers: tuple[int, ...], arguments: JobArguments, file: str) -> RankCoord:
+    """Return the rank of folder `mp_rank_TT[_PPP][_EEE]`: with two numbers, the arguments decide what the second is."""
     tp, *rest = numbers
     expected = (arguments.pp > 1) + (arguments.ep > 1)
     if len(rest) != expected and not (len(rest) == 1 and expected == 0):
@@ -89,131 +292,30 @@ def _rank_of_folder(numbers: tuple[int, ...], arguments: JobArguments, file: str
             hint=_RESTORE,
         )
     pp = rest.pop(0) if rest and (arguments.pp > 1 or expected == 0) else 0
-    return MegatronRank(pp, tp, rest.pop(0) if rest else 0)
+    return RankCoord(pp, tp, rest.pop(0) if rest else 0)
 
 
-def _check_same_save(opened: Mapping[tuple[int, ...], MegatronFile], arguments: JobArguments) -> None:
-    first, *others = opened.values()
+def _check_same_save(files: list[MegatronFile], arguments: JobArguments) -> None:
+    first, *others = files
     version = first.mapping().get("checkpoint_version", 0)
-    if not isinstance(version, (int, float)) or version < _OLDEST:
+    if not isinstance(version, (int, float)) or version < _OLDEST_VERSION:
         raise NotUnderstoodError(
-            f"{first.name}: is of checkpoint version {version}, from before 2021",
+            f"{first.name}: has checkpoint version {version}, from before 2021",
             hint="load and save it again with a Megatron of 2021 or later",
         )
     for file in others:
         for key in ("iteration", "checkpoint_version"):
             if file.mapping().get(key) != first.mapping().get(key):
                 raise InconsistentError(
-                    f"{file.name}: {key} {file.mapping().get(key)}, but {first.name} says {first.mapping().get(key)}:"
+                    f"{file.name}: {key} {file.mapping().get(key)}, but {first.name} has {first.mapping().get(key)}:"
                     " files of different saves are mixed",
                     hint=_RESTORE,
                 )
         theirs = arguments_of(file.mapping().get("args"), file.name)
-        for key in _SAME:
+        for key in _EQUAL_ARGUMENTS:
             if theirs.fields.get(key) != arguments.fields.get(key):
                 raise InconsistentError(
                     f"{file.name}: was saved with {key} {theirs.fields.get(key)}, but {first.name} with"
                     f" {arguments.fields.get(key)}",
                     hint=_RESTORE,
                 )
-
-
-def _check_grid(root: Path, legacy: LegacyCheckpoint) -> None:
-    """Every rank has its folder. With fewer expert-tensor ranks than tensor ranks, not every tp writes for every ep."""
-    arguments = legacy.arguments
-    eps = range(arguments.ep if arguments.etp == arguments.tp else 1)
-    for pp in range(arguments.pp):
-        for tp in range(arguments.tp):
-            held = {holder.ep for holder in legacy.files if (holder.pp, holder.tp) == (pp, tp)}
-            if arguments.etp != arguments.tp and not held:
-                raise _missing_rank_error(root, legacy, MegatronRank(pp, tp, 0))
-            for ep in eps:
-                if arguments.etp == arguments.tp and ep not in held:
-                    raise _missing_rank_error(root, legacy, MegatronRank(pp, tp, ep))
-    without = [files.model.name for files in legacy.files.values() if files.optimizer is None]
-    if 0 < len(without) < len(legacy.files):
-        raise InconsistentError(
-            f"{root}: {OPTIMIZER_FILE} is missing beside {', '.join(without[:5])}, but other ranks have it",
-            hint="copy it from the node that wrote it; without it the checkpoint is not whole",
-        )
-
-
-def _missing_rank_error(root: Path, legacy: LegacyCheckpoint, holder: MegatronRank) -> InconsistentError:
-    pp = f"_{holder.pp:03d}" if legacy.arguments.pp > 1 else ""
-    ep = f"_{holder.ep:03d}" if legacy.arguments.ep > 1 else ""
-    return InconsistentError(
-        f"{root}: rank folder mp_rank_{holder.tp:02d}{pp}{ep} is missing (tp {legacy.arguments.tp} × pp"
-        f" {legacy.arguments.pp} × ep {legacy.arguments.ep})",
-        hint="copy it from the node that wrote it; without it the checkpoint is not whole",
-    )
-
-
-def _read_all(root: Path, legacy: LegacyCheckpoint) -> None:
-    offsets = _layer_offsets(root, legacy)
-    for holder, files in sorted(legacy.files.items(), key=lambda item: item[0]):
-        entries: list[ModuleEntry] = []
-        for number, chunk in enumerate(files.chunks):
-            entries += entries_of(chunk, number, offsets[number, holder.pp], holder, legacy.arguments)
-        _name_tied(entries, legacy.arguments)
-        for entry in entries:
-            entry.put(WEIGHT, files.model, entry.ref)
-            role = "buffer" if is_buffer(entry.stored) or entry.ref.dtype.family != "float" else "trained"
-            for part in entry.parts:
-                legacy.holdings.add(holder, part.holding, "buffer" if role == "buffer" else "trained")
-        trained = [entry for entry in entries if legacy.holdings.roles[entry.names[0]] == "trained"]
-        _read_optimizer(legacy, holder, files, trained)
-    told = [files.model.mapping().get("optimizer") for files in legacy.files.values()]
-    if not legacy.has_optimizer and any(tree is not None for tree in told):
-        text = f"no optimizer state: there are no {OPTIMIZER_FILE} files, only weights were read"
-        legacy.notes.append(Note(OPTIMIZER_MISSING, text))
-
-
-def _read_optimizer(
-    legacy: LegacyCheckpoint, holder: MegatronRank, files: MegatronRankFiles, entries: list[ModuleEntry]
-) -> None:
-    tree = files.model.mapping().get("optimizer")
-    if files.optimizer is not None:
-        groups = read_buffers(files.optimizer, files.model, tree, entries, holder, legacy.arguments)
-    elif files.layer_wise:
-        groups = read_layer_wise(files.layer_wise, entries, holder, legacy.arguments)
-    elif tree is not None and not legacy.arguments.is_distributed_optimizer:
-        groups = read_states(files.model, tree, GroupMatcher(entries, legacy.arguments))
-    else:
-        return
-    for group in groups:
-        legacy.holdings.add_group(group)
-    legacy.has_optimizer = True
-
-
-def _name_tied(entries: list[ModuleEntry], arguments: JobArguments) -> None:
-    """The last stage's copy of a tied embedding goes by the embedding's name."""
-    if arguments.tied:
-        for entry in entries:
-            if entry.names == [OUTPUT]:
-                entry.parts[0].holding.name = EMBEDDING
-
-
-def _layer_offsets(root: Path, legacy: LegacyCheckpoint) -> dict[tuple[int, int], dict[str, int]]:
-    """Layers before each (chunk, stage): chunk 0 of all stages first, then chunk 1 of all stages, …"""
-    counts: dict[tuple[int, int], dict[str, int]] = {}
-    for holder, files in legacy.files.items():
-        for number, chunk in enumerate(files.chunks):
-            here = layers_in(chunk)
-            if counts.setdefault((number, holder.pp), here) != here:
-                raise InconsistentError(
-                    f"{root / files.model.name}: holds {sum(here.values())} layers, other ranks of its stage"
-                    f" {sum(counts[number, holder.pp].values())}",
-                    hint=_RESTORE,
-                )
-    offsets: dict[tuple[int, int], dict[str, int]] = {}
-    total: dict[str, int] = {}
-    for place in sorted(counts):
-        offsets[place] = dict(total)
-        for stack, count in counts[place].items():
-            total[stack] = total.get(stack, 0) + count
-    expected = legacy.arguments.layers
-    if expected is not None and len(total) == 1 and sum(total.values()) != expected:
-        raise InconsistentError(
-            f"{root}: the rank files hold {sum(total.values())} layers, but the job had {expected}", hint=_RESTORE
-        )
-    return offsets

@@ -68,20 +68,17 @@ def _read_sharded(place: MegatronFolder, options: ReadOptions) -> Checkpoint:
 
 
 def _read_legacy(place: MegatronFolder, options: ReadOptions, files: SourceFiles) -> Checkpoint:
-    from ucp.formats.megatron.read.legacy_layout import read_legacy
-    from ucp.formats.megatron.read.rank_assembly import MegatronAssembly
+    from ucp.formats.megatron.read.legacy_layout import LegacyReader
 
-    legacy = read_legacy(place.root)
-    assembly = MegatronAssembly(legacy.holdings, legacy.arguments, options.rules, files)
-    parameters = assembly.parameters()
+    reader = LegacyReader(place.root)
+    parameters = reader.parameters(options.rules, files)
     trees: dict[str, Any] = {}
-    for rank in legacy.files.values():
+    for rank in reader.files.values():
         rest = without_states(rank.model.mapping())
         trees[rank.model.name] = tree_with_atoms(rank.model.name, rank.model.archive, rest, rank.model.name)
-    groups = [ParamGroup(group.hyper, group.names) for group in legacy.holdings.groups]
-    first = next(iter(legacy.files.values())).model.mapping()
-    notes = [*legacy.notes, *assembly.notes]
-    return build_checkpoint(place, legacy.arguments, parameters, groups, trees, notes, first.get("iteration"))
+    first = next(iter(reader.files.values())).model.mapping()
+    groups = reader.groups(parameters)
+    return build_checkpoint(place, reader.arguments, parameters, groups, trees, reader.notes, first.get("iteration"))
 
 
 def build_checkpoint(

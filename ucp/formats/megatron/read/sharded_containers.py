@@ -37,22 +37,23 @@ from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, St
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
 from ucp.formats.megatron.job_extras import tree_with_atoms
 from ucp.formats.megatron.mcore_modules import canonical_name, is_buffer, order_key
-from ucp.formats.megatron.read.legacy_files import groups_of, optimizers_of, parameter_flags, stored_group_flags
-from ucp.formats.megatron.read.rank_shards import StoredScalar
+from ucp.formats.megatron.optimizer_groups import groups_of, optimizers_of, parameter_flags, stored_group_flags
 from ucp.formats.megatron.read.sharded_tensors import BlockLocation, ShardedBlock, ShardedContents, ShardedTensor
+from ucp.formats.sharded.shard_fragments import StoredShard
 from ucp.storage.local import SourceFiles
 
 
 class DistcpBlock:
-    """A block of a tensor: an archive inside a data file. It is opened when its place is asked for."""
+    """A block of a tensor: an archive inside a data file, opened when it is located."""
 
-    __slots__ = ("_archives", "_box", "_entry", "_item")
+    __slots__ = ("_archives", "_box", "_entry", "_item", "_location")
 
     def __init__(self, archives: TensorArchives, entry: DcpTensor, box: Box, item: ArchiveRange) -> None:
         self._archives = archives
         self._entry = entry
         self._box = box
         self._item = item
+        self._location: BlockLocation | None = None
 
     @property
     def file(self) -> str:
@@ -63,9 +64,11 @@ class DistcpBlock:
         return self._item.rank
 
     def locate(self) -> BlockLocation:
-        with SourceFiles(self._archives.root) as files:
-            found = self._archives.locate(self._entry, self._box, self._item, files)
-        return BlockLocation(found.offset, found.strides)
+        if self._location is None:
+            with SourceFiles(self._archives.root) as files:
+                found = self._archives.locate(self._entry, self._box, self._item, files)
+            self._location = BlockLocation(found.offset, found.strides)
+        return self._location
 
 
 def archive_tensor(archives: TensorArchives, key: str, entry: DcpTensor) -> ShardedTensor:
@@ -119,7 +122,7 @@ class TorchDcpFolder:
         """The common part: what a sharded checkpoint keeps for all ranks alike."""
         return {key: value for key, value in self.tree.items() if key not in (_MODEL, _RANDOM)}
 
-    def step(self, optimizer: Mapping[str, Any]) -> StoredScalar | None:
+    def step(self, optimizer: Mapping[str, Any]) -> StoredShard | None:
         """None: every parameter counts its own."""
         del optimizer
         return None

@@ -1,4 +1,4 @@
-"""Sharded checkpoints (`torch_dist`, `zarr`): tensors as blocks, and the parameters that are stacked in them."""
+"""Tensors of sharded checkpoints (`torch_dist`, `zarr`) as blocks, and the parameters that are stacked in them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ucp.formats.megatron.mcore_modules import StackedKey, fused_matrix_keys, pa
 
 _STATE: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
 _BUCKET: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
-_GATE, _PROJECTION = "_w", "_v"  # ends of keys, where every rank's shards have keys of their own
+_GATE, _PROJECTION = "_w", "_v"  # suffixes of keys, if gate and projection have keys of their own
 _MASTERS: Final = frozenset({"fp32_param", "param"})
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLocation:
-    """Where a block starts in its file, in bytes; `strides` (in elements) where it does not lie row-major."""
+    """Where a block starts in its file, in bytes; `strides` (in elements) if it is not stored row-major."""
 
     offset: int
     strides: Shape | None = None
@@ -58,7 +58,7 @@ class ShardedTensor:
 
 @dataclass(slots=True)
 class ShardedContents:
-    """Everything in a sharded checkpoint but its common part. Objects are inert, their tensors atoms."""
+    """Everything in a sharded checkpoint except its common part. Objects are inert, their tensors are atoms."""
 
     tensors: dict[str, ShardedTensor]
     objects: dict[str, Any]
@@ -72,24 +72,24 @@ class ShardedState:
     """What a sharded checkpoint holds of one state of one parameter: makers of fragments, and copies of some."""
 
     dtype: DType
-    makers: list[MakeFragments] = field(default_factory=list)
-    count: int = 0  # fragments that the makers give
+    count: int = 0  # of all fragments, without copies
     copies: list[Sequence[Fragment]] = field(default_factory=list)
+    _makers: list[MakeFragments] = field(default_factory=list)
     _slices: set[tuple[SlicePiece, ...]] = field(default_factory=set)
 
     def fragments(self) -> Iterator[Fragment]:
-        for make in self.makers:
+        for make in self._makers:
             yield from make()
 
     def add(self, make: MakeFragments, count: int = 1) -> None:
-        self.makers.append(make)
+        self._makers.append(make)
         self.count += count
 
     def replace(self, make: MakeFragments, count: int) -> None:
-        self.makers, self.count = [make], count
+        self._makers, self.count = [make], count
 
     def add_slice(self, pieces: tuple[SlicePiece, ...], fragments: Sequence[Fragment]) -> None:
-        """A rank's slice; one that another rank already gave is a copy."""
+        """Add a rank's slice; it is a copy if another rank already had the same."""
         if pieces in self._slices:
             self.copies.append(fragments)
         else:
@@ -97,53 +97,57 @@ class ShardedState:
             self.add(lambda: iter(fragments), len(fragments))
 
 
+StateTable = dict[str, dict[str, ShardedState]]  # parameter → kind → state
+
+
 class UnstackedParameters:
-    """Parameters taken out of the tensors that stack them: shapes by name, pieces by name and kind."""
+    """Parameters taken out of the tensors that stack them; `where` names the checkpoint in messages."""
 
     def __init__(self, sharded: ShardedContents, where: str) -> None:
-        self.shapes: dict[str, Shape] = {}  # of the whole, vocabulary padding included
-        self.pieces: dict[str, dict[str, ShardedState]] = {}
-        self.buckets: dict[str, ShardedTensor] = {}  # flat buffers, which know no parameters
+        self.shapes: dict[str, Shape] = {}  # by parameter, of the whole, with the padding of the vocabulary
+        self.states: StateTable = {}
+        self.buckets: dict[str, ShardedTensor] = {}  # flat buffers, which do not name parameters
         states: list[tuple[str, str, ShardedTensor]] = []
-        globals_: dict[str, Shape] = {}  # model key → shape of its whole stack
+        stacks: dict[str, Shape] = {}  # key of the model → shape of its whole stack
         for key, tensor in _join_fused(sharded.tensors).items():
-            found = _STATE.match(key)
-            if found:
-                kind = MASTER if found[1] in _MASTERS else found[1]
-                states.append((kind, found[2], tensor))
+            match = _STATE.match(key)
+            if match:
+                kind = MASTER if match[1] in _MASTERS else match[1]
+                states.append((kind, match[2], tensor))
             elif _BUCKET.match(key):
                 self.buckets[key] = tensor
             else:
-                globals_[key] = tensor.shape
-                self._blocks(parse_stacked_key(key), WEIGHT, tensor)
+                stacks[key] = tensor.shape
+                self._add_blocks(parse_stacked_key(key), WEIGHT, tensor)
         for kind, key, tensor in states:
             stack = parse_stacked_key(key)
-            whole = globals_.get(key, tensor.shape)
+            whole = stacks.get(key, tensor.shape)
             if tensor.shape == whole:
-                self._blocks(stack, kind, tensor)
+                self._add_blocks(stack, kind, tensor)
             else:
-                self._ranges(stack, kind, tensor, whole, where)
+                self._add_ranges(stack, kind, tensor, whole, where)
 
-    def _put(self, name: str, kind: str, tensor: ShardedTensor, shape: Shape, make: MakeFragments) -> None:
+    def _add(self, name: str, kind: str, tensor: ShardedTensor, shape: Shape, make: MakeFragments) -> None:
         self.shapes.setdefault(name, shape)
-        self.pieces.setdefault(name, {}).setdefault(kind, ShardedState(tensor.dtype)).add(make)
+        self.states.setdefault(name, {}).setdefault(kind, ShardedState(tensor.dtype)).add(make)
 
-    def _blocks(self, stack: StackedKey, kind: str, tensor: ShardedTensor) -> None:
-        """Blocks of the stack: each is a block of every parameter that it reaches into."""
+    def _add_blocks(self, stack: StackedKey, kind: str, tensor: ShardedTensor) -> None:
+        """Add the blocks of a stack: each has a block of every parameter that it overlaps."""
         axes = len(stack.axes)
         for box, block in tensor.blocks.items():
             part = Box(box.start[axes:], box.shape[axes:])
             for inside in product(*(range(n) for n in box.shape[:axes])):
                 index = tuple(a + i for a, i in zip(box.start[:axes], inside, strict=True))
                 make = partial(_block_fragment, block, box, inside, part, tensor.dtype)
-                self._put(stack.name(index), kind, tensor, tensor.shape[axes:], make)
+                self._add(stack.name(index), kind, tensor, tensor.shape[axes:], make)
 
-    def _ranges(self, stack: StackedKey, kind: str, tensor: ShardedTensor, whole: Shape, where: str) -> None:
-        """Flat ranges of each rank's slice: the stored shape is a grid of slices with the elements of one behind it."""
+    def _add_ranges(self, stack: StackedKey, kind: str, tensor: ShardedTensor, whole: Shape, where: str) -> None:
+        """Add flat ranges of each rank's slice: the tensor is a grid of slices, each flattened into the last axis."""
         grid = tensor.shape[:-1]
         if len(grid) != len(whole) or any(n % cells for n, cells in zip(whole, grid, strict=True)):
             raise InconsistentError(
-                f"{where}: {tensor.key} is stored as {list(tensor.shape)}, which is no grid of slices of {list(whole)}"
+                f"{where}: {tensor.key} is stored as {list(tensor.shape)}, which is not a grid of slices of"
+                f" {list(whole)}"
             )
         local = tuple(n // cells for n, cells in zip(whole, grid, strict=True))
         axes = len(stack.axes)
@@ -153,7 +157,7 @@ class UnstackedParameters:
             for number, steps in enumerate(product(*(range(n) for n in box.shape[:-1]))):
                 cell = tuple(a + i for a, i in zip(box.start[:-1], steps, strict=True))
                 corner = tuple(i * n for i, n in zip(cell, local, strict=True))
-                slice_ = Region.of((Box(corner[axes:], local[axes:]),))
+                rank_slice = Region.of((Box(corner[axes:], local[axes:]),))
                 for inside in product(*(range(n) for n in local[:axes])):
                     at = flat_index(inside, local[:axes]) * numel
                     start, stop = max(lo, at), min(hi, at + numel)
@@ -163,15 +167,15 @@ class UnstackedParameters:
                     make = partial(
                         _range_fragment,
                         block,
-                        slice_.cut(start - at, stop - at),
+                        rank_slice.cut(start - at, stop - at),
                         number * box.shape[-1] + start - lo,
                         tensor.dtype,
                     )
-                    self._put(stack.name(index), kind, tensor, whole[axes:], make)
+                    self._add(stack.name(index), kind, tensor, whole[axes:], make)
 
 
 def _join_fused(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-    """The tensors, with those as one that are parts of a matrix under keys of their own."""
+    """Return the tensors, with the parts of a fused matrix, which have keys of their own, joined into one."""
     joined: dict[str, ShardedTensor] = {}
     for key, tensor in _join_gates(tensors).items():
         family = fused_matrix_keys(key)
@@ -185,19 +189,19 @@ def _join_fused(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor
 
 
 def _concatenate(key: str, parts: Sequence[ShardedTensor], axis: int) -> ShardedTensor:
-    """One tensor of several that follow each other along an axis."""
+    """Join tensors that follow each other along an axis."""
     first = parts[0]
     blocks: dict[Box, ShardedBlock] = {}
     rows = 0
     for part in parts:
-        away = tuple(rows if i == axis else 0 for i in range(len(first.shape)))
-        blocks.update((box.shift(away), block) for box, block in part.blocks.items())
+        shift = tuple(rows if i == axis else 0 for i in range(len(first.shape)))
+        blocks.update((box.shift(shift), block) for box, block in part.blocks.items())
         rows += part.shape[axis]
     return ShardedTensor(key, (*first.shape[:axis], rows, *first.shape[axis + 1 :]), first.dtype, blocks)
 
 
 def _join_gates(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-    """The tensors; gate and projection of an MLP as one where they have keys of their own (`_w`, `_v`)."""
+    """Return the tensors, with gate and projection of an MLP joined if they have keys of their own (`_w`, `_v`)."""
     joined: dict[str, ShardedTensor] = {}
     for key, tensor in tensors.items():
         stem = key[: -len(_GATE)]
@@ -213,23 +217,22 @@ def _join_gates(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor
 
 
 def _range_fragment(block: ShardedBlock, region: Region, skip: int, dtype: DType) -> Iterator[Fragment]:
-    """A region that lies contiguous, `skip` elements into a block."""
+    """Yield the fragment of a region that is contiguous, `skip` elements into a block."""
     offset = block.locate().offset + skip * dtype.itemsize
     yield Fragment(region, block.file, offset, dtype, Rank(dp=block.writer))
 
 
 def _block_fragment(block: ShardedBlock, box: Box, inside: Shape, part: Box, dtype: DType) -> Iterator[Fragment]:
-    """The parameter at index `inside` of a block of stacked parameters."""
-    found = block.locate()
-    strides = found.strides or strides_of(box.shape)
+    """Yield the fragment of the parameter at index `inside` of a block of stacked parameters."""
+    location = block.locate()
+    strides = location.strides or strides_of(box.shape)
     skip = sum(i * step for i, step in zip(inside, strides, strict=False))
     own = strides[len(inside) :]
-    plain = own == strides_of(part.shape)
     yield Fragment(
         Region.of((part,)),
         block.file,
-        found.offset + skip * dtype.itemsize,
+        location.offset + skip * dtype.itemsize,
         dtype,
         Rank(dp=block.writer),
-        None if plain else own,
+        None if own == strides_of(part.shape) else own,
     )

@@ -21,8 +21,8 @@ from ucp.formats.megatron.job_extras import (
     interleave_extra_states,
 )
 from ucp.formats.megatron.mcore_modules import expert_of, shift_expert, shift_layer
+from ucp.formats.megatron.optimizer_groups import layer_wise_file_name, layer_wise_ranks
 from ucp.formats.megatron.rank_layout import FileRank, ModuleRank, file_ranks
-from ucp.formats.megatron.read.legacy_files import layer_wise_file_name, layer_wise_ranks
 from ucp.formats.megatron.write.target_job import target_job
 from ucp.formats.megatron.write.target_model import NamedTensor, TargetModel
 from ucp.formats.megatron.write.target_optimizer import (

@@ -19,6 +19,7 @@ from ucp.core.region import Region
 from ucp.errors import UsageError
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import is_expert
+from ucp.formats.megatron.optimizer_groups import LayerWiseGroup, is_muon_group, layer_wise_members
 from ucp.formats.megatron.rank_layout import (
     BufferLayout,
     FileRank,
@@ -28,7 +29,6 @@ from ucp.formats.megatron.rank_layout import (
     module_buffer_layout,
     module_tensors,
 )
-from ucp.formats.megatron.read.legacy_files import LayerWiseGroup, is_muon_group, layer_wise_members
 from ucp.formats.megatron.write.target_model import NamedTensor, TargetModel
 from ucp.storage.local import SourceFiles
 
