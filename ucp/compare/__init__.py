@@ -1,4 +1,4 @@
-"""Two checkpoints of any formats and layouts compared atom by atom, in one pass of slabs."""
+"""Compare two checkpoints of any format and layout, atom by atom, in one pass."""
 
 from __future__ import annotations
 

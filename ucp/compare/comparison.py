@@ -1,7 +1,4 @@
-"""What a comparison found, for people and for scripts.
-
-Compares two checkpoints: pairs their atoms, reads both in one pass, collects what differs.
-"""
+"""Compare two checkpoints: pair their atoms, read both in one pass, and collect the differences."""
 
 from __future__ import annotations
 
@@ -13,31 +10,50 @@ from typing import Any, Final
 
 from ucp.compare.atom_pass import AtomGroup, ReadFailure, run_pass
 from ucp.compare.elements import EXACT, AtomComparison, Tolerance
-from ucp.compare.job_state import ExtraDifference, SettingDifference, compare_extras, compare_settings, extra_remarks
-from ucp.compare.pairing import AtomPair, narrow, pair
-from ucp.compare.updates import RelativeUpdates, updates_of
+from ucp.compare.job_state import (
+    ExtraDifference,
+    SettingDifference,
+    compare_extras,
+    compare_settings,
+    note_uncounted_extras,
+)
+from ucp.compare.pairing import AtomPair, pair_atoms, select_both
+from ucp.compare.updates import RelativeUpdates, relative_updates
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint, Note
 from ucp.core.selection import Only
 from ucp.engine.convert import Progress
 from ucp.storage.local import SourceFiles
 
-SCHEMA: Final = 1  # of the JSON form; raised when a field changes its meaning or goes away
+SCHEMA: Final = 1  # of the JSON output; raised when a field changes its meaning or is removed
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """What is compared and how. Patterns are shell patterns for parameter names."""
+
+    tolerance: Tolerance = EXACT
+    only: Only | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    strict: bool = False  # count as differences what would only be noted
+    updates: bool = False  # also measure how far each parameter moved
+    extras: bool = True  # compare counters, schedules, random states and values of user code
 
 
 @dataclass(frozen=True, slots=True)
 class AtomDifference:
-    """An atom that is not the same in both: other values, another shape or another dtype.
+    """An atom that differs in values, shape or dtype.
 
-    The numbers are None where shapes differ and so no elements were compared; `max_ulp` is None too for types that are
-    no ladder of numbers. Indices have one entry a dimension.
+    The numbers are None if the shapes differ, because then no elements are compared. `max_ulp` is also None for dtypes
+    without units in the last place. Indices have one entry per dimension.
     """
 
     name: str
     kind: str
     shapes: tuple[Shape, Shape]
     dtypes: tuple[str, str]
-    differing: int | None = None  # elements with other bits (with other dtypes: other values)
+    differing: int | None = None  # elements with different bits (with different dtypes: different values)
     outside: int | None = None  # of these, the ones outside the tolerance
     max_abs: float | None = None
     max_rel: float | None = None
@@ -69,24 +85,24 @@ class AtomDifference:
 
 
 def json_float(value: float | None) -> float | str | None:
-    """A number that JSON can say; `"inf"` and `"nan"` where it cannot."""
+    """A number as JSON can express it: `"inf"` and `"nan"` as text."""
     return value if value is None or math.isfinite(value) else repr(value)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Two checkpoints compared."""
+    """The result of comparing two checkpoints."""
 
     a: Checkpoint
     b: Checkpoint
     tolerance: Tolerance
     strict: bool = False
-    atoms: list[AtomDifference] = field(default_factory=list)  # the differences, in the order of A
-    within: list[AtomDifference] = field(default_factory=list)  # differences that the tolerance allows
+    atoms: list[AtomDifference] = field(default_factory=list)  # differences, in the order of A
+    within: list[AtomDifference] = field(default_factory=list)  # differences within the tolerance
     only_a: Sequence[tuple[str, str]] = ()  # (parameter, kind)
     only_b: Sequence[tuple[str, str]] = ()
     settings: list[SettingDifference] = field(default_factory=list)
-    extras: list[ExtraDifference] = field(default_factory=list)  # those that do not count included
+    extras: list[ExtraDifference] = field(default_factory=list)  # including those that do not count
     notes: list[Note] = field(default_factory=list)
     compared: int = 0  # atoms
     bytes_read: int = 0
@@ -94,17 +110,17 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """No difference beyond the tolerance; notes do not count."""
+        """No difference outside the tolerance; notes do not count."""
         return not (self.atoms or self.only_a or self.only_b or self.settings or self.counted_extras)
 
     @property
     def counted_extras(self) -> list[ExtraDifference]:
-        """The extras that make a difference: all of them with `strict`."""
+        """Extras that count as differences; with `strict` all of them."""
         return [one for one in self.extras if one.counts or self.strict]
 
     @property
     def identical(self) -> bool:
-        """The same, and without making use of the tolerance."""
+        """The same even without the tolerance."""
         return self.same and not self.within
 
     @property
@@ -112,11 +128,11 @@ class Comparison:
         return 0 if self.same else 1
 
     def to_json(self) -> dict[str, Any]:
-        """The result for scripts; `schema` says which form it has."""
+        """The result for scripts; `schema` is the version of its fields."""
         return {
             "schema": SCHEMA,
-            "a": _side(self.a),
-            "b": _side(self.b),
+            "a": _side_json(self.a),
+            "b": _side_json(self.b),
             "same": self.same,
             "identical": self.identical,
             "exit_code": self.exit_code,
@@ -138,7 +154,7 @@ class Comparison:
         }
 
 
-def _side(checkpoint: Checkpoint) -> dict[str, Any]:
+def _side_json(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "root": str(checkpoint.root),
         "format": checkpoint.format,
@@ -147,19 +163,6 @@ def _side(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": checkpoint.step,
         "parameters": len(checkpoint.parameters),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class CompareOptions:
-    """What is compared and how. Patterns are shell patterns over parameter names."""
-
-    tolerance: Tolerance = EXACT
-    only: Only | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    strict: bool = False  # what is merely noted otherwise is a difference
-    updates: bool = False  # measure how far each parameter moved, too
-    extras: bool = True  # counters, schedules, random states, what the job's own code stored
 
 
 def compare(
@@ -172,48 +175,47 @@ def compare(
 ) -> Comparison:
     """Compare every state of every parameter of `a` and `b`. Each byte is read once, in bounded memory."""
     options = options or CompareOptions()
-    a, b = narrow(a, b, options.only, options.include, options.exclude)
-    pairing = pair(a, b, strict=options.strict, only=options.only)
-    found, setting_notes = compare_settings(a, b, pairing.parameters)
+    a, b = select_both(a, b, options.only, options.include, options.exclude)
+    pairing = pair_atoms(a, b, strict=options.strict, only=options.only)
+    differing, setting_notes = compare_settings(a, b, pairing.parameters)
     result = Comparison(a, b, options.tolerance, options.strict, only_a=pairing.only_a, only_b=pairing.only_b)
     result.notes = [*pairing.notes, *setting_notes]
-    result.settings = [one for one in found if not one.one_sided]
-    minor = [one for one in found if one.one_sided]
+    result.settings = [one for one in differing if not one.one_sided]
+    one_sided = [one for one in differing if one.one_sided]
     if options.strict:
-        result.settings += minor
+        result.settings += one_sided
         result.settings += [SettingDifference("names", t.only_a, t.only_b, (t.name,)) for t in pairing.tying]
     else:
         for side in ("A", "B"):
-            keys = dict.fromkeys(one.key for one in minor if (one.b is None) == (side == "A"))
+            keys = dict.fromkeys(one.key for one in one_sided if (one.b is None) == (side == "A"))
             if keys:
                 result.notes.append(Note("one-sided-hyper", f"set in {side} only: {', '.join(keys)}"))
         result.notes += [Note("tying", str(tying)) for tying in pairing.tying]
     if options.extras and options.only is None:
-        found_extras, extra_notes = compare_extras(a, b)
-        result.extras = found_extras
-        result.notes += [*extra_notes, *extra_remarks(found_extras, strict=options.strict)]
+        result.extras, extra_notes = compare_extras(a, b)
+        result.notes += [*extra_notes, *note_uncounted_extras(result.extras, strict=options.strict)]
     if options.only is None:
-        result.notes += _weights_alone(a, b)
-    alike = [pair for pair in pairing.atoms if pair.comparable]
-    tallies = _read(a, b, alike, options, jobs, progress)
-    result.compared = len(alike)
-    result.bytes_read = sum(pair.a.nbytes + pair.b.nbytes for pair in alike)
-    by_pair = dict(zip(map(id, alike), tallies, strict=True))
+        result.notes += _suggest_only_weights(a, b)
+    comparable = [pair for pair in pairing.atoms if pair.comparable]
+    compared = _read(a, b, comparable, options, jobs, progress)
+    result.compared = len(comparable)
+    result.bytes_read = sum(pair.a.nbytes + pair.b.nbytes for pair in comparable)
+    by_pair = dict(zip(map(id, comparable), compared, strict=True))
     for atoms in pairing.atoms:
-        _judge(result, atoms, by_pair.get(id(atoms)))
+        _add_difference(result, atoms, by_pair.get(id(atoms)))
     if options.updates:
-        result.updates = updates_of((alike[i].name, tallies[i]) for i in _moving(alike, a))
+        result.updates = relative_updates((comparable[i].name, compared[i]) for i in _pairs_of_updates(comparable, a))
     return result
 
 
-def _weights_alone(a: Checkpoint, b: Checkpoint) -> Iterator[Note]:
-    """A folder of weights differs from a job's checkpoint by all that it lacks: say how to leave that out."""
+def _suggest_only_weights(a: Checkpoint, b: Checkpoint) -> Iterator[Note]:
+    """A note on how to compare a checkpoint of weights with one that has optimizer states."""
     has_states = {
         side: any(atom.kind not in (WEIGHT, MASTER) for atom in of.atoms()) for side, of in (("A", a), ("B", b))
     }
     for side, has in has_states.items():
         if not has and any(has_states.values()):
-            yield Note("weights-alone", f"{side} has no optimizer states; --only weights compares the weights alone")
+            yield Note("weights-alone", f"{side} has no optimizer states; --only weights compares just the weights")
 
 
 def _read(
@@ -224,22 +226,22 @@ def _read(
     jobs: int,
     progress: Progress | None,
 ) -> list[AtomComparison]:
-    measured = set(_moving(pairs, a)) if options.updates else set()
+    measured = set(_pairs_of_updates(pairs, a)) if options.updates else set()
 
-    def tally(number: int) -> AtomComparison:
+    def make_comparison(number: int) -> AtomComparison:
         one = pairs[number]
         return AtomComparison(one.a.dtype, one.b.dtype, options.tolerance, norms=number in measured)
 
     with ExitStack() as stack:
         files_a = stack.enter_context(SourceFiles(a.root, computed=a.computed))
         files_b = stack.enter_context(SourceFiles(b.root, computed=b.computed))
-        bundles = [AtomGroup(((files_a, one.a), (files_b, one.b))) for one in pairs]
-        done = run_pass(bundles, tally, jobs=jobs, progress=progress)
+        groups = [AtomGroup(((files_a, one.a), (files_b, one.b))) for one in pairs]
+        done = run_pass(groups, make_comparison, jobs=jobs, progress=progress)
     return [one for one in done if not isinstance(one, ReadFailure)]
 
 
-def _moving(pairs: Sequence[AtomPair], a: Checkpoint) -> list[int]:
-    """The pairs that say how far a trained parameter moved: its master where there is one, else its weight."""
+def _pairs_of_updates(pairs: Sequence[AtomPair], a: Checkpoint) -> list[int]:
+    """Numbers of the pairs that updates are computed from: the master of each trained parameter, else its weight."""
     chosen: dict[str, int] = {}
     for number, one in enumerate(pairs):
         if a.parameters[one.name].role == "trained" and (
@@ -249,35 +251,35 @@ def _moving(pairs: Sequence[AtomPair], a: Checkpoint) -> list[int]:
     return list(chosen.values())
 
 
-def _judge(result: Comparison, atoms: AtomPair, tally: AtomComparison | None) -> None:
+def _add_difference(result: Comparison, atoms: AtomPair, compared: AtomComparison | None) -> None:
     a, b = atoms.a, atoms.b
     shapes, dtypes = (a.shape, b.shape), (a.dtype.name, b.dtype.name)
-    if tally is None:
+    if compared is None:
         result.atoms.append(AtomDifference(atoms.name, atoms.kind, shapes, dtypes))
         return
-    if not tally.differing and a.dtype == b.dtype:
+    if not compared.differing and a.dtype == b.dtype:
         return
     difference = AtomDifference(
         atoms.name,
         atoms.kind,
         shapes,
         dtypes,
-        tally.differing,
-        tally.outside,
-        tally.max_abs,
-        tally.max_rel,
-        tally.max_ulp,
-        tally.one_sided_nan,
-        _index(tally.first, a.shape),
-        _index(tally.worst, a.shape),
+        compared.differing,
+        compared.outside,
+        compared.max_abs,
+        compared.max_rel,
+        compared.max_ulp,
+        compared.one_sided_nan,
+        _index(compared.first, a.shape),
+        _index(compared.worst, a.shape),
     )
-    # Who allows some distance between numbers means the numbers, and not how they are stored.
-    other_dtype = a.dtype != b.dtype and (result.tolerance.exact or result.strict)
-    (result.atoms if tally.outside or other_dtype else result.within).append(difference)
+    # With a tolerance, values are compared and different dtypes are not a difference.
+    dtype_counts = a.dtype != b.dtype and (result.tolerance.exact or result.strict)
+    (result.atoms if compared.outside or dtype_counts else result.within).append(difference)
 
 
 def _index(position: int | None, shape: Shape) -> tuple[int, ...] | None:
-    """A row-major position as one index a dimension."""
+    """A row-major position as an index with one entry per dimension."""
     if position is None:
         return None
     index: list[int] = []

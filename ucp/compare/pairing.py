@@ -1,4 +1,4 @@
-"""Pairing: which atom of one checkpoint is to be compared with which of the other, and what has no partner."""
+"""Pair the atoms of two checkpoints: which are compared with each other, and which have no counterpart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ucp.read.verbatim import can_flatten
 
 @dataclass(frozen=True, slots=True)
 class AtomPair:
-    """Two atoms that should be the same. `name` and `kind` are those of the first checkpoint."""
+    """Two atoms to compare. `name` and `kind` are those in the first checkpoint."""
 
     name: str
     kind: str
@@ -25,7 +25,7 @@ class AtomPair:
 
     @property
     def comparable(self) -> bool:
-        """Have they the same shape? A single number may come with any number of dimensions."""
+        """Whether they have the same shape; a scalar may have any number of dimensions."""
         if self.a.shape == self.b.shape:
             return True
         return self.a.numel == self.b.numel == 1 and can_flatten(self.a) and can_flatten(self.b)
@@ -33,7 +33,7 @@ class AtomPair:
 
 @dataclass(frozen=True, slots=True)
 class TyingDifference:
-    """Names that a parameter goes by in one of the two checkpoints only."""
+    """Aliases that a parameter has in one of the two checkpoints only."""
 
     name: str
     only_a: tuple[str, ...]
@@ -41,12 +41,12 @@ class TyingDifference:
 
     def __str__(self) -> str:
         sides = [(self.only_a, "A"), (self.only_b, "B")]
-        return "; ".join(f"{self.name} is {', '.join(more)} as well in {side} only" for more, side in sides if more)
+        return "; ".join(f"{self.name} is also {', '.join(more)} in {side} only" for more, side in sides if more)
 
 
 @dataclass(slots=True)
 class Pairing:
-    """All pairs in the order of the first checkpoint, and what only one side has, as (name, kind)."""
+    """All pairs in the order of the first checkpoint, and the (name, kind) of atoms on one side only."""
 
     parameters: list[tuple[Parameter, Parameter]] = field(default_factory=list)
     atoms: list[AtomPair] = field(default_factory=list)
@@ -56,12 +56,12 @@ class Pairing:
     notes: list[Note] = field(default_factory=list)
 
 
-def narrow(
+def select_both(
     a: Checkpoint, b: Checkpoint, only: Only | None, include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[Checkpoint, Checkpoint]:
-    """Both without what is not wanted. A pattern must match a name (or an alias) on one side at least.
+    """Select the same parameters of both. Every pattern must match a name or alias in at least one of them.
 
-    Beside weights masters are left, for weights that the other side keeps in the master's precision.
+    Masters are selected together with weights, in case the other side has its weights in the precision of the master.
     """
     for pattern in (*include, *exclude):
         if not any(_matches(p, [pattern]) for side in (a, b) for p in side.parameters.values()):
@@ -100,63 +100,62 @@ def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def pair(a: Checkpoint, b: Checkpoint, *, strict: bool = False, only: Only | None = None) -> Pairing:
-    """Find the partner of every parameter and state.
+def pair_atoms(a: Checkpoint, b: Checkpoint, *, strict: bool = False, only: Only | None = None) -> Pairing:
+    """Find the counterpart of every parameter and state.
 
-    Where `only` weights count, a master does so for the one side that has it: a weight of the other stands for it.
-
-    Tied parameters are found under any of their names: where one side keeps one tensor and the other two, both are
-    compared with it. A weight or master that one side does not store and the other can stand for is no difference
-    but a note; with `strict` it is missing.
+    Tied parameters are found under any of their names: if one side has one tensor and the other two, both are compared
+    with it. If one side stores only a weight or only a master, it also stands in for the other state, and a note says
+    so; with `strict` that state is missing. With `only="weights"` a master is compared only if it stands in for a
+    weight.
     """
-    found = Pairing()
+    pairing = Pairing()
     owners_a, owners_b = _owners(a), _owners(b)
     names = dict.fromkeys([*owners_a, *owners_b])
     pairs = dict.fromkeys((owners_a[name], owners_b[name]) for name in names if name in owners_a and name in owners_b)
-    found.parameters = [(a.parameters[one], b.parameters[other]) for one, other in pairs]
+    pairing.parameters = [(a.parameters[one], b.parameters[other]) for one, other in pairs]
     paired_a, paired_b = {one for one, _ in pairs}, {other for _, other in pairs}
-    found.only_a = [(name, kind) for name, p in a.parameters.items() if name not in paired_a for kind in p.atoms]
-    found.only_b = [(name, kind) for name, p in b.parameters.items() if name not in paired_b for kind in p.atoms]
+    pairing.only_a = [(name, kind) for name, p in a.parameters.items() if name not in paired_a for kind in p.atoms]
+    pairing.only_b = [(name, kind) for name, p in b.parameters.items() if name not in paired_b for kind in p.atoms]
     remarks: Counter[str] = Counter()
-    for one, other in found.parameters:
-        _pair_states(found, one, other, remarks, strict=strict, only=only)
+    for one, other in pairing.parameters:
+        _pair_states(pairing, one, other, remarks, strict=strict, only=only)
     if only == "weights":
-        found.only_a = [(name, kind) for name, kind in found.only_a if kind != MASTER]
-        found.only_b = [(name, kind) for name, kind in found.only_b if kind != MASTER]
-    found.notes = [Note("stand-in", f"{count} parameters: {remark}") for remark, count in remarks.items()]
-    found.tying = list(_tying(found.parameters))
-    return found
+        pairing.only_a = [(name, kind) for name, kind in pairing.only_a if kind != MASTER]
+        pairing.only_b = [(name, kind) for name, kind in pairing.only_b if kind != MASTER]
+    pairing.notes = [Note("stand-in", f"{count} parameters: {remark}") for remark, count in remarks.items()]
+    pairing.tying = list(_tying_differences(pairing.parameters))
+    return pairing
 
 
 def _owners(checkpoint: Checkpoint) -> dict[str, str]:
-    """Every name and alias → the parameter that owns the tensor, in the model's order."""
+    """Every name and alias → the parameter with the tensor, in the order of the model."""
     own = {name: name for name in checkpoint.parameters}
     return {**own, **{alias: name for alias, name in checkpoint.aliases().items() if alias not in own}}
 
 
 def _pair_states(
-    found: Pairing, one: Parameter, other: Parameter, remarks: Counter[str], *, strict: bool, only: Only | None
+    pairing: Pairing, one: Parameter, other: Parameter, remarks: Counter[str], *, strict: bool, only: Only | None
 ) -> None:
-    ours = one.atoms if strict else _as_kept_by(other, one, "A", remarks)
-    theirs = other.atoms if strict else _as_kept_by(one, other, "B", remarks)
+    ours = one.atoms if strict else _with_stand_ins(other, one, "A", remarks)
+    theirs = other.atoms if strict else _with_stand_ins(one, other, "B", remarks)
     for kind in dict.fromkeys([*ours, *theirs]):
         if only == "weights" and kind == MASTER and kind in one.atoms and kind in other.atoms:
             continue
         if kind in ours and kind in theirs:
-            found.atoms.append(AtomPair(one.name, kind, ours[kind], theirs[kind]))
+            pairing.atoms.append(AtomPair(one.name, kind, ours[kind], theirs[kind]))
         elif kind == STEP and not strict:
-            remarks[f"only {'A' if kind in ours else 'B'} keeps a count of their steps"] += 1
+            remarks[f"only {'A' if kind in ours else 'B'} has their step counts"] += 1
         elif kind in ours:
-            found.only_a.append((one.name, kind))
+            pairing.only_a.append((one.name, kind))
         else:
-            found.only_b.append((other.name, kind))
+            pairing.only_b.append((other.name, kind))
 
 
-def _as_kept_by(partner: Parameter, parameter: Parameter, side: str, remarks: Counter[str]) -> Mapping[str, Atom]:
-    """The states of `parameter`, with a weight and a master made of one another where its partner has both.
+def _with_stand_ins(partner: Parameter, parameter: Parameter, side: str, remarks: Counter[str]) -> Mapping[str, Atom]:
+    """The states of `parameter`, with weight or master derived from the other if the partner has both.
 
-    ZeRO-3 keeps masters only: rounded, they are the weights. A job in full precision keeps weights only: they are their
-    own masters, and what a partner of lower precision keeps as the weight is their rounding.
+    ZeRO-3 stores masters only: rounded, they are the weights. A job in full precision stores weights only: they are
+    their own masters, and rounded they are the weights of a partner in lower precision.
     """
     weight, master = parameter.atoms.get(WEIGHT), parameter.atoms.get(MASTER)
     wanted_weight, wanted_master = partner.atoms.get(WEIGHT), partner.atoms.get(MASTER)
@@ -164,13 +163,13 @@ def _as_kept_by(partner: Parameter, parameter: Parameter, side: str, remarks: Co
     if weight is None and master is not None and wanted_weight is not None:
         if can_cast(master.dtype, wanted_weight.dtype):
             atoms[WEIGHT] = replace(master, kind=WEIGHT, dtype=wanted_weight.dtype)
-            remarks[f"{side} keeps the master alone, which stood for the weight{_rounded(master, wanted_weight)}"] += 1
+            remarks[f"{side} has the master only, which was used as the weight{_rounded(master, wanted_weight)}"] += 1
     elif master is None and weight is not None and wanted_master is not None and weight.dtype == wanted_master.dtype:
         atoms[MASTER] = replace(weight, kind=MASTER)
-        remarks[f"{side} keeps the {weight.dtype} weight alone, which stood for the master"] += 1
+        remarks[f"{side} has the {weight.dtype} weight only, which was used as the master"] += 1
         if wanted_weight is not None and wanted_weight.dtype != weight.dtype:
             atoms[WEIGHT] = replace(weight, dtype=wanted_weight.dtype)
-            remarks[f"{side} keeps the weight in {weight.dtype}; it was{_rounded(weight, wanted_weight)}"] += 1
+            remarks[f"{side} has the weight in {weight.dtype}; it was{_rounded(weight, wanted_weight)}"] += 1
     return atoms
 
 
@@ -178,7 +177,7 @@ def _rounded(ours: Atom, theirs: Atom) -> str:
     return "" if ours.dtype == theirs.dtype else f" rounded to {theirs.dtype}"
 
 
-def _tying(parameters: Sequence[tuple[Parameter, Parameter]]) -> Iterator[TyingDifference]:
+def _tying_differences(parameters: Sequence[tuple[Parameter, Parameter]]) -> Iterator[TyingDifference]:
     for one, other in parameters:
         names_a, names_b = {one.name, *one.aliases}, {other.name, *other.aliases}
         if names_a != names_b:

@@ -1,7 +1,4 @@
-"""Layers: which parameters belong together, told by their names.
-
-Relative updates: how far each parameter and each layer moved between two steps of one run.
-"""
+"""Relative updates: how far each parameter and each layer moved between two steps of one run."""
 
 from __future__ import annotations
 
@@ -30,15 +27,20 @@ def layer_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RelativeUpdate:
-    """How far something moved: ‖b - a‖ and ‖a‖, both Euclidean over all its elements."""
+    """How far a parameter or layer moved: ‖b - a‖ and ‖a‖, Euclidean norms over all its elements."""
 
     name: str
     change: float
     norm: float
 
+    @staticmethod
+    def from_squares(name: str, change: float, norm: float) -> RelativeUpdate:
+        """From the sums of squares of `b - a` and of `a`."""
+        return RelativeUpdate(name, math.sqrt(change), math.sqrt(norm))
+
     @property
     def relative(self) -> float:
-        """‖b - a‖ / ‖a‖; infinite where something moved away from zero."""
+        """‖b - a‖ / ‖a‖; infinite if a is zero and b is not."""
         if self.norm == 0:
             return math.inf if self.change else 0.0
         return self.change / self.norm
@@ -52,7 +54,7 @@ class RelativeUpdate:
 
 @dataclass(frozen=True, slots=True)
 class RelativeUpdates:
-    """Parameters in the model's order, and the layers they make up."""
+    """Updates of all parameters, in the order of the model, and of their layers."""
 
     parameters: tuple[RelativeUpdate, ...]
     layers: tuple[RelativeUpdate, ...]
@@ -66,20 +68,17 @@ class RelativeUpdates:
         }
 
 
-def updates_of(tallies: Iterable[tuple[str, AtomComparison]]) -> RelativeUpdates:
-    """Updates from what was summed up of each parameter."""
+def relative_updates(comparisons: Iterable[tuple[str, AtomComparison]]) -> RelativeUpdates:
+    """Updates from the comparison of each parameter, by name."""
+    make = RelativeUpdate.from_squares
     parameters: list[RelativeUpdate] = []
     layers: dict[str, tuple[float, float]] = {}
-    for name, tally in tallies:
-        parameters.append(_update(name, tally.squares_of_change, tally.squares_a))
+    for name, compared in comparisons:
+        parameters.append(make(name, compared.squares_of_change, compared.squares_a))
         change, norm = layers.get(layer_of(name), (0.0, 0.0))
-        layers[layer_of(name)] = change + tally.squares_of_change, norm + tally.squares_a
+        layers[layer_of(name)] = change + compared.squares_of_change, norm + compared.squares_a
     return RelativeUpdates(
         tuple(parameters),
-        tuple(_update(layer, *squares) for layer, squares in layers.items()),
-        _update("all", sum(c for c, _ in layers.values()), sum(n for _, n in layers.values())),
+        tuple(make(layer, *squares) for layer, squares in layers.items()),
+        make("all", sum(change for change, _ in layers.values()), sum(norm for _, norm in layers.values())),
     )
-
-
-def _update(name: str, change: float, norm: float) -> RelativeUpdate:
-    return RelativeUpdate(name, math.sqrt(change), math.sqrt(norm))
