@@ -127,8 +127,8 @@ def plan(
 def _translated(
     checkpoint: Checkpoint, form: Format, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
 ) -> Checkpoint:
-    """The checkpoint with what the target's framework wants to know, where another framework wrote it."""
-    from ucp.formats.translate.extras_translation import translate_extras
+    """The checkpoint with the extras that the target's framework reads, if another framework wrote it."""
+    from ucp.formats.translate.framework_extras import translate_extras
 
     return translate_extras(checkpoint, form.framework, None if model_config is None else Path(model_config), like)
 

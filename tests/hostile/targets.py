@@ -265,12 +265,12 @@ TARGETS = {
         Target(
             "rules",
             lambda data, _: parse_rules(data, "x", "x"),
-            lambda: [path.read_bytes() for path in (ROOT / "ucp" / "presets").glob("*.toml")],
+            lambda: [path.read_bytes() for path in (ROOT / "ucp" / "data" / "rules").glob("*.toml")],
         ),
         Target(
             "names",
             lambda data, _: parse_table(data, "x", "x"),
-            lambda: [path.read_bytes() for path in (ROOT / "ucp" / "names" / "presets").glob("*.toml")],
+            lambda: [path.read_bytes() for path in (ROOT / "ucp" / "data" / "names").glob("*.toml")],
         ),
     )
 }

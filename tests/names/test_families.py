@@ -164,13 +164,15 @@ def test_gemma_keeps_its_norms_less_one(tmp_path: Path) -> None:
     tensors = numbers(shapes)
     folder = write_weights(tmp_path / "hf", tensors, GEMMA)
     made = plan(folder, tmp_path / "core", to="torch-dist", names="megatron")
-    assert any(note.id == "unlike" and "multiplied by the root" in note.text for note in made.writer.source.notes)
+    assert any(
+        note.id == "unlike" and "multiplied by the square root" in note.text for note in made.writer.source.notes
+    )
     ucp.convert(folder, tmp_path / "core", to="torch-dist", names="megatron")
     args = ucp.open(tmp_path / "core").index.extras.trees["common.pt"]["args"].state
     assert (args["apply_layernorm_1p"], args["swiglu"], args["geglu"]) == (True, False, True)
     norm = "decoder.layers.0.input_layernorm.weight"
     assert (ucp.open(tmp_path / "core")[norm].read() == tensors["model.layers.0.input_layernorm.weight"]).all()
-    with pytest.raises(UsageError, match=r"less one .*of a Gemma, give the config.json with --model-config"):
+    with pytest.raises(UsageError, match=r"minus one .*for a Gemma, give its config.json with --model-config"):
         ucp.convert(tmp_path / "core", tmp_path / "back", to="safetensors", names="hf")
     options: dict[str, Any] = {"names": "hf", "model_config": folder / "config.json"}
     ucp.convert(tmp_path / "core", tmp_path / "back", to="safetensors", **options)
@@ -183,15 +185,15 @@ def test_norms_behind_attention_are_refused(tmp_path: Path, kind: str, norms: li
     """With the reason, and not with names that no table has."""
     more = {f"model.layers.{n}.{norm}_layernorm.weight": (HIDDEN,) for n in range(LAYERS) for norm in norms}
     folder = write_weights(tmp_path / "hf", numbers({**llama_shapes(), **more}), {**GEMMA, "model_type": kind})
-    with pytest.raises(UsageError, match="norms behind attention and MLP, which megatron-core's have not"):
+    with pytest.raises(UsageError, match="norms after attention and MLP, which megatron-core's layers do not have"):
         ucp.open(folder, names="megatron")
 
 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}, "judges groups of experts"),
-        ({"norm_topk_prob": False}, "does not divide the weights of the chosen experts"),
+        ({"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}, "ranks groups of experts"),
+        ({"norm_topk_prob": False}, "does not normalize the weights of the chosen experts"),
     ],
 )
 def test_a_router_that_megatron_has_not_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -204,8 +206,8 @@ def test_a_router_that_megatron_has_not_is_said(tmp_path: Path, changes: dict[st
     "changes, said",
     [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 2.0}}, "high_freq_factor 2.0"),
-        ({"attention_bias": True}, "the output of its attention has a bias, and its MLP has none"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 2}, "see 2 tokens alone"),
+        ({"attention_bias": True}, "the output of its attention has a bias and that of its MLP does not"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 2}, "attend to 2 tokens only"),
     ],
 )
 def test_what_megatrons_arguments_cannot_say_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -89,15 +89,15 @@ def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps(said))
     (tmp_path / "none.json").write_text("[]")
     ucp.convert(folder, tmp_path / "out", to="megatron", names="megatron", model_config=tmp_path / "job.json")
-    with pytest.raises(UsageError, match="its norms store their weight less one"):
+    with pytest.raises(UsageError, match="its norms store their weight minus one"):
         ucp.open(tmp_path / "out", names="hf")
-    with pytest.raises(UsageError, match="holds no JSON object"):
+    with pytest.raises(UsageError, match="is not a JSON object"):
         ucp.open(tmp_path / "out", names="hf", model_config=tmp_path / "none.json")
 
 
 def test_a_megatron_target_wants_megatrons_names(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
-    with pytest.raises(UsageError, match="not called as megatron-core calls them") as refused:
+    with pytest.raises(UsageError, match="do not have megatron-core's names") as refused:
         ucp.convert(folder, tmp_path / "out", to="megatron")
     assert "--names megatron" in str(refused.value)
 
@@ -113,7 +113,7 @@ def test_damaged_state_stays_refused(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_models_without_a_table_are_refused(corpus: Path) -> None:
-    with pytest.raises(UsageError, match="no table of 'megatron-deepspeed' names is for such a model"):
+    with pytest.raises(UsageError, match="no table of 'megatron-deepspeed' names covers this model"):
         ucp.open(corpus / "megatron/moe_ep1_torch", names="megatron-deepspeed")
     with pytest.raises(UsageError, match="linear_kv_up_proj"):
         ucp.open(corpus / "megatron/mla_tp1_torch", names="mixtral")

@@ -1,7 +1,7 @@
-"""From a table's entry to tiles: which block of which tensor of one side is which block of the other's.
+"""From an entry of a table to tiles: which block of one side's tensors is which block of the other side's.
 
-Every entry is a list of parts, each a matrix of some rows. A side says where the rows of each part lie in its tensors:
-its segments. Where segments of both sides meet, there is a tile.
+Every entry is a list of parts, each a matrix of some rows. A side has the rows of each part somewhere in its tensors:
+its row segments. Where segments of both sides overlap, there is a tile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ucp.names.name_tables import TableEntry, TableSide
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Rows `[start, start + rows)` of a part, at row `at` of the tensor with this index among the side's names."""
+    """Rows `[start, start + rows)` of a part, stored from row `at` on in the side's tensor number `tensor`."""
 
     tensor: int
     part: int
@@ -31,50 +31,51 @@ class RowSegment:
 
 @dataclass(frozen=True, slots=True)
 class PartMatrix:
-    """The shape of a part: its rows, and what every row has."""
+    """The shape of a part: its rows, and the shape of a row."""
 
     rows: int
     rest: Shape
 
 
-def part_ratio(entry: TableEntry, facts: ModelConfig, name: str) -> tuple[int, ...]:
-    """The proportions of an entry's parts."""
-    if entry.parts == "qkv":
-        if facts.heads is None or facts.query_groups is None:
+def part_rows(entry: TableEntry, model: ModelConfig, rows: int, name: str) -> tuple[int, ...]:
+    """The rows of each part of an entry, in a tensor of `rows` rows that holds all of them."""
+    ratio = part_ratio(entry, model, name)
+    unit, remainder = divmod(rows, sum(ratio))
+    if remainder or (entry.rule.parts and unit != 1):
+        raise InconsistentError(
+            f"parameter {name}: {rows} rows do not divide in the ratio {':'.join(map(str, ratio))}",
+            hint="check the head counts: `ucp inspect SRC` shows them, --model-config FILE corrects them",
+        )
+    return tuple(share * unit for share in ratio)
+
+
+def part_ratio(entry: TableEntry, model: ModelConfig, name: str) -> tuple[int, ...]:
+    """The ratio of the sizes of an entry's parts."""
+    if entry.ratio == "qkv":
+        if model.heads is None or model.query_groups is None:
             raise UsageError(
-                f"parameter {name}: how many query heads and key heads the model has is not in the checkpoint",
+                f"parameter {name}: the checkpoint does not contain the numbers of query heads and key heads",
                 hint="give the model's config.json with --model-config FILE,"
                 ' or {"num_attention_heads": …, "num_key_value_heads": …}',
             )
-        if facts.heads % facts.query_groups:
+        if model.heads % model.query_groups:
             raise UsageError(
-                f"parameter {name}: {facts.heads} query heads do not divide over {facts.query_groups} key heads",
+                f"parameter {name}: {model.heads} query heads do not divide over {model.query_groups} key heads",
                 hint="--model-config FILE corrects them",
             )
-        return facts.heads, facts.query_groups, facts.query_groups
-    if entry.parts == "gated":
-        if facts.gated is None:
+        return model.heads, model.query_groups, model.query_groups
+    if entry.ratio == "gated":
+        if model.gated is None:
             raise UsageError(
-                f"parameter {name}: whether the MLP has a gate is not in the checkpoint",
-                hint='say {"swiglu": true} or {"swiglu": false} in a --model-config FILE',
+                f"parameter {name}: the checkpoint does not contain whether the MLP has a gate",
+                hint='put {"swiglu": true} or {"swiglu": false} into a --model-config FILE',
             )
-        return (1, 1) if facts.gated else (1,)
-    return entry.parts if isinstance(entry.parts, tuple) else (1,)
-
-
-def part_rows(proportions: Sequence[int], rows: int, name: str) -> tuple[int, ...]:
-    """The rows of each part, of a tensor that has all of them."""
-    unit, over = divmod(rows, sum(proportions))
-    if over:
-        raise InconsistentError(
-            f"parameter {name}: {rows} rows are no parts of {':'.join(map(str, proportions))}",
-            hint="check the head counts: `ucp inspect SRC` shows them, --model-config FILE corrects them",
-        )
-    return tuple(share * unit for share in proportions)
+        return (1, 1) if model.gated else (1,)
+    return entry.rule.ratio or entry.rule.parts or (1,)
 
 
 def row_segments(side: TableSide, sizes: Sequence[int], groups: int | None) -> Iterator[RowSegment]:
-    """Where each part lies on a side, in the order of the tensors."""
+    """Where each part is on a side, in the order of the tensors; `sizes` are the rows of the parts."""
     if len(side.names) > 1:
         for part, rows in enumerate(sizes):
             yield RowSegment(part, part, 0, rows, 0)
@@ -87,13 +88,13 @@ def row_segments(side: TableSide, sizes: Sequence[int], groups: int | None) -> I
         at = 0
         for group in range(groups):
             for part, rows in enumerate(sizes):
-                share = rows // groups
-                yield RowSegment(0, part, group * share, share, at)
-                at += share
+                per_group = rows // groups
+                yield RowSegment(0, part, group * per_group, per_group, at)
+                at += per_group
 
 
 def overlapping_segments(a: Sequence[RowSegment], b: Sequence[RowSegment]) -> Iterator[tuple[RowSegment, RowSegment]]:
-    """The rows that segments of two sides share, as segments of both."""
+    """The rows that segments of two sides have in common, as segments of both."""
     for one in a:
         for other in b:
             if one.part != other.part:
@@ -108,7 +109,7 @@ def overlapping_segments(a: Sequence[RowSegment], b: Sequence[RowSegment]) -> It
 
 
 def segment_box(segment: RowSegment, side: TableSide, matrix: PartMatrix, lead: Shape) -> Box:
-    """The rows of a segment as a block of the side's tensor; `lead` are the numbers that its first axes count."""
+    """The rows of a segment as a box of the side's tensor; `lead` are its indices along leading axes (experts)."""
     start: tuple[int, ...] = (segment.at, *(0,) * len(matrix.rest))
     shape: tuple[int, ...] = (segment.rows, *matrix.rest)
     if side.transposed:
@@ -116,33 +117,32 @@ def segment_box(segment: RowSegment, side: TableSide, matrix: PartMatrix, lead: 
     return Box((*lead, *start), (*(1,) * len(lead), *shape))
 
 
+def segment_tile(name: str, source: Box, target: Box, one: TableSide, other: TableSide) -> BlockMap:
+    return BlockMap(name, source, target, one.transposed != other.transposed)
+
+
 def side_shape(side: TableSide, rows: int, rest: Shape, lead: Shape) -> Shape:
-    """The shape of a side's tensor with so many rows; `lead` are the lengths of its first axes."""
+    """The shape of a side's tensor of this many rows; `lead` are the lengths of its leading axes."""
     shape = (rows, *rest)
     return (*lead, *(shape[::-1] if side.transposed else shape))
 
 
 def matrix_of(side: TableSide, shape: Shape, lead: int, name: str) -> PartMatrix:
-    """Rows and columns of a side's tensor of this shape, whose first `lead` axes count something."""
+    """Rows and columns of a side's tensor of this shape, without its `lead` leading axes."""
     inner = shape[lead:]
     if len(shape) <= lead or (side.transposed and len(inner) != 2):
-        raise InconsistentError(f"parameter {name}: has shape {list(shape)}, which is not what the table says of it")
+        raise InconsistentError(f"parameter {name}: shape {list(shape)} does not fit the table of names")
     if side.transposed:
         inner = inner[::-1]
     return PartMatrix(inner[0], inner[1:])
 
 
-def segment_tile(name: str, source: Box, target: Box, one: TableSide, other: TableSide) -> BlockMap:
-    return BlockMap(name, source, target, one.transposed != other.transposed)
-
-
 def side_rule(entry: TableEntry, side: TableSide, sizes: Sequence[int], lead: int, vocabulary: int | None) -> Rule:
-    """How a side's tensor is cut over tensor-parallel ranks."""
-    if entry.cut == "whole":
+    """How a side's tensor is split over tensor-parallel ranks; `lead` counts its leading axes."""
+    if entry.rule.cut == "replicated":
         return REPLICATED
-    if entry.cut == "vocab":
+    if entry.rule.cut == "vocab":
         return Rule("vocab", lead, true_size=vocabulary)
-    if entry.cut == "columns":
-        return Rule("split", lead + (0 if side.transposed else 1))
-    fused = len(side.names) == 1 and len(sizes) > 1 and not side.grouped
-    return Rule("split", lead + (1 if side.transposed else 0), parts=tuple(sizes) if fused else None)
+    dim = lead + (1 - entry.rule.dim if side.transposed else entry.rule.dim)
+    is_fused = entry.rule.dim == 0 and len(side.names) == 1 and len(sizes) > 1 and not side.grouped
+    return Rule("split", dim, parts=tuple(sizes) if is_fused else None)

@@ -1,4 +1,4 @@
-"""Which entries of a table the names of a checkpoint belong to, and which names belong to none."""
+"""Look up the names of a checkpoint in a table."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Final
 
 from ucp.errors import UsageError
 from ucp.formats.translate.model_config import ModelConfig
 from ucp.names.name_tables import NamePattern, NameTable, TableEntry, outline
 
-_CLOSE: Final = 2
-
 
 @dataclass(frozen=True, slots=True)
 class NameMatch:
-    """A name's place in a table: entry, position among the side's names, and the numbers that it says."""
+    """Where a name is in a table: entry, position among the side's names, and the numbers in the name."""
 
     entry: int
     position: int
@@ -27,58 +24,54 @@ class NameMatch:
 
 @dataclass(slots=True)
 class TableMatch:
-    """A table read from one side: where each name is, and what the table does not know."""
+    """The names of a checkpoint looked up on one side of a table."""
 
     table: NameTable
     side: str
-    facts: ModelConfig
+    model: ModelConfig
     found: dict[str, NameMatch] = field(default_factory=dict)
     computed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return not self.unknown and bool(self.found)
 
     @property
     def entries(self) -> list[tuple[int, TableEntry]]:
-        """The entries that hold for this model."""
-        return [(i, entry) for i, entry in enumerate(self.table.entries) if self.facts.fits(entry.when)]
+        """The entries that apply to this model, with their numbers."""
+        return [(i, entry) for i, entry in enumerate(self.table.entries) if self.model.allows(entry.when)]
 
 
-def match_names(table: NameTable, side: str, names: Iterable[str], facts: ModelConfig) -> TableMatch:
-    """Look every name up on one side of a table."""
-    made = TableMatch(table, side, facts)
-    patterns = [
-        (i, position, pattern)
-        for i, entry in made.entries
-        for position, pattern in enumerate(entry.sides[side].names)
-        if pattern.regex(facts.layers) is not None
-    ]
-    alike: dict[str, list[tuple[int, int, NamePattern]]] = {}  # most names can be of one pattern only
-    for candidate in patterns:
-        alike.setdefault(candidate[2].outline() or "", []).append(candidate)
+def match_names(table: NameTable, side: str, names: Iterable[str], model: ModelConfig) -> TableMatch:
+    """Look up every name on one side of a table."""
+    made = TableMatch(table, side, model)
+    by_outline: dict[str, list[tuple[int, int, NamePattern]]] = {}  # most names fit one pattern only
+    for i, entry in made.entries:
+        for position, pattern in enumerate(entry.sides[side].names):
+            if pattern.regex(model.layers) is not None:
+                by_outline.setdefault(pattern.outline() or "", []).append((i, position, pattern))
     for name in names:
-        for i, position, pattern in sorted((*alike.get(outline(name), ()), *alike.get("", ())), key=lambda c: c[:2]):
-            numbers = pattern.read(name, facts.layers)
+        candidates = (*by_outline.get(outline(name), ()), *by_outline.get("", ()))
+        for i, position, pattern in sorted(candidates, key=lambda candidate: candidate[:2]):
+            numbers = pattern.read(name, model.layers)
             if numbers is not None:
                 made.found[name] = NameMatch(i, position, tuple(sorted(numbers.items())))
                 break
         else:
-            known = any(pattern.match(name) for pattern in table.computed)
-            (made.computed if known else made.unknown).append(name)
+            is_computed = any(pattern.match(name) for pattern in table.computed)
+            (made.computed if is_computed else made.unknown).append(name)
     return made
 
 
 def unknown_names_error(match: TableMatch, target: str) -> UsageError:
-    """What to say of names that no entry of the nearest table knows: all of them, one line for all layers."""
-    kinds = Counter(outline(name) for name in match.unknown)
+    """The error for names that are in no entry of the closest table: one line for a name in all layers."""
     patterns = [pattern.text for _, entry in match.entries for pattern in entry.sides[match.side].names]
     lines = []
-    for kind, count in kinds.items():
-        close = closest_patterns(kind, patterns)
-        often = f" (× {count})" if count > 1 else ""
-        lines.append(f"\n  {kind}{often}" + (f"   closest: {', '.join(close)}" if close else ""))
+    for name, count in Counter(outline(name) for name in match.unknown).items():
+        close = closest_patterns(name, patterns)
+        times = f" (× {count})" if count > 1 else ""
+        lines.append(f"\n  {name}{times}" + (f"   closest: {', '.join(close)}" if close else ""))
     return UsageError(
         f"{len(match.unknown)} of {len(match.unknown) + len(match.found)} parameters have no name in {target!r}"
         f" (table {match.table.name}, side {match.side}):{''.join(lines)}",
@@ -87,6 +80,6 @@ def unknown_names_error(match: TableMatch, target: str) -> UsageError:
 
 
 def closest_patterns(name: str, patterns: Sequence[str]) -> list[str]:
-    """The patterns that look most like a name."""
+    """The two patterns that are most similar to a name."""
     plain = {re.sub(r"\{[^}]*\}", "N", pattern): pattern for pattern in patterns}
-    return [plain[text] for text in get_close_matches(name, list(plain), _CLOSE, 0.6)]
+    return [plain[text] for text in get_close_matches(name, list(plain), 2, 0.6)]

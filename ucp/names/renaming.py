@@ -1,4 +1,4 @@
-"""A checkpoint under other names: the same bytes, seen as the parameters of another framework's model."""
+"""Apply a table of names: the same bytes, seen as the parameters of another framework's model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ucp.core.box import Shape, whole
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter, ParamGroup
 from ucp.core.remap import BlockMap, remapped_atom
 from ucp.errors import InconsistentError, UsageError
-from ucp.formats.translate.model_config import ModelConfig
 from ucp.names.fused_layout import (
     PartMatrix,
     matrix_of,
@@ -27,29 +26,27 @@ from ucp.names.fused_layout import (
 from ucp.names.name_matching import TableMatch
 from ucp.names.name_tables import TableEntry, TableSide
 
-Key = tuple[int, ...]
-
 HF: Final = "hf"
-MEGATRON: Final = "megatron"  # the side that all tables know
+MEGATRON: Final = "megatron"  # a side of every packaged table
 
 
 @dataclass(slots=True)
 class _TargetParameter:
-    """A parameter that is being made."""
+    """A parameter of the other side, under construction."""
 
     name: str
     shape: Shape
     tiles: list[BlockMap]
     entry: TableEntry
     side: TableSide
-    sizes: tuple[int, ...]
-    lead: int
+    sizes: tuple[int, ...]  # rows of the parts
+    lead: int  # number of leading axes (experts)
     numbers: dict[str, int]
-    key: Key  # place in the target's model
+    key: tuple[int, ...]  # sort key: the position in the target's model
 
 
 def apply_table(checkpoint: Checkpoint, match: TableMatch) -> Checkpoint:
-    """The checkpoint with the names of the other side of the table. `match` is whole."""
+    """The checkpoint with the names of the other side of the table. `match` must be complete."""
     return _Renaming(checkpoint, match).checkpoint()
 
 
@@ -57,26 +54,31 @@ class _Renaming:
     def __init__(self, checkpoint: Checkpoint, match: TableMatch) -> None:
         self._source = checkpoint
         self._match = match
-        self._facts: ModelConfig = match.facts
+        self._model = match.model
         self._from = match.side
         self._to = match.table.other(match.side)
         self._order = _entry_positions(match)
-        self._modules: dict[str, tuple[int, int]] = {}  # a module's parameters stand together, where its first one does
+        # Parameters of one module stay together, at the position of the module's first parameter.
+        self._modules: dict[str, tuple[int, int]] = {}
         for number, entry in enumerate(match.table.entries):
             for position, pattern in enumerate(entry.sides[self._to].names):
                 self._modules.setdefault(pattern.text.rpartition(".")[0], (number, position))
 
     def checkpoint(self) -> Checkpoint:
-        made = sorted(self._made(), key=lambda new: new.key)
-        parameters = {new.name: self._parameter(new) for new in made}
-        if len(parameters) != len(made):
-            twice = sorted({new.name for new in made if sum(other.name == new.name for other in made) > 1})
-            raise UsageError(f"two parameters would both be called {twice[0]}", hint="correct the table of names")
-        heirs: dict[str, list[str]] = {}
-        for new in made:
-            for source in dict.fromkeys(t.name for t in new.tiles):
-                heirs.setdefault(source, []).append(new.name)
-        groups = [ParamGroup(group.hyper, self._heirs(group.names, heirs, parameters)) for group in self._source.groups]
+        targets = sorted(self._targets(), key=lambda target: target.key)
+        parameters = {target.name: self._parameter(target) for target in targets}
+        if len(parameters) != len(targets):
+            names = [target.name for target in targets]
+            duplicate = min(name for name in names if names.count(name) > 1)
+            raise UsageError(f"two parameters would both be called {duplicate}", hint="correct the table of names")
+        renamed: dict[str, list[str]] = {}
+        for target in targets:
+            for source in dict.fromkeys(tile.name for tile in target.tiles):
+                renamed.setdefault(source, []).append(target.name)
+        groups = []
+        for group in self._source.groups:
+            members = {new for name in group.names for new in renamed.get(name, ())}
+            groups.append(ParamGroup(group.hyper, [name for name in parameters if name in members]))
         notes = list(self._source.notes)
         if self._match.computed:
             listed = ", ".join(self._match.computed[:5]) + (" …" if len(self._match.computed) > 5 else "")
@@ -87,68 +89,66 @@ class _Renaming:
         }
         return replace(self._source, parameters=parameters, groups=groups, notes=notes, details=details)
 
-    def _heirs(self, names: Sequence[str], heirs: Mapping[str, list[str]], order: Mapping[str, Parameter]) -> list[str]:
-        """What the parameters of a group became, in the model's order."""
-        found = {heir for name in names for heir in heirs.get(name, ())}
-        return [name for name in order if name in found]
-
-    def _made(self) -> list[_TargetParameter]:
+    def _targets(self) -> list[_TargetParameter]:
         """The parameters of the other side, entry by entry and layer by layer."""
+        # (entry, numbers) → (expert or -1, position among the side's names) → name
         gathered: dict[tuple[int, tuple[tuple[str, int], ...]], dict[tuple[int, int], str]] = {}
         for name, found in self._match.found.items():
             entry = self._match.table.entries[found.entry]
             numbers = dict(found.numbers)
-            axis = -1  # the expert that the name says, where the other side has experts in one tensor
-            if "expert" in entry.sides[self._from].places - entry.sides[self._to].places:
-                axis = numbers.pop("expert")
-            gathered.setdefault((found.entry, tuple(sorted(numbers.items()))), {})[axis, found.position] = name
-        made: list[_TargetParameter] = []
-        for (number, said), names in gathered.items():
-            made.extend(self._entry(number, dict(said), names))
-        return made
+            expert = -1  # the expert in the name, if the other side has all experts in one tensor
+            if "expert" in entry.sides[self._from].counters - entry.sides[self._to].counters:
+                expert = numbers.pop("expert")
+            gathered.setdefault((found.entry, tuple(sorted(numbers.items()))), {})[expert, found.position] = name
+        targets: list[_TargetParameter] = []
+        for (number, in_names), names in gathered.items():
+            targets.extend(self._targets_of_entry(number, dict(in_names), names))
+        return targets
 
-    def _entry(
+    def _targets_of_entry(
         self, number: int, numbers: dict[str, int], names: Mapping[tuple[int, int], str]
     ) -> list[_TargetParameter]:
         entry = self._match.table.entries[number]
         one, other = entry.sides[self._from], entry.sides[self._to]
-        axes = sorted({axis for axis, _ in names})
-        self._check_all(one, numbers, names, axes)
+        experts = sorted({expert for expert, _ in names})
+        self._check_complete(one, numbers, names, experts)
         first = self._source.parameters[next(iter(names.values()))]
         if not first.shape and len(names) == len(one.names) == len(other.names) == 1:
-            new = self._new(number, entry, other, 0, numbers, (), (1,), 0)
-            new.tiles.append(BlockMap(first.name, whole(()), whole(())))
-            return [new]
-        stacked = other.places - one.places  # the source's first axis counts experts
-        lead = first.shape[:1] if stacked else ()
-        parts = [[self._source.parameters[names[axis, i]] for i in range(len(one.names))] for axis in axes]
-        matrices = [[matrix_of(one, p.shape, len(lead), p.name) for p in row] for row in parts]
-        if any(row != matrices[0] for row in matrices) or len({m.rest for m in matrices[0]}) > 1:
+            scalar = self._target(number, entry, other, 0, numbers, (), (1,), 0)
+            scalar.tiles.append(BlockMap(first.name, whole(()), whole(())))
+            return [scalar]
+        # The source's first axis counts experts that are separate parameters on the other side; or the reverse.
+        split_axis = first.shape[:1] if other.counters - one.counters else ()
+        stacked = experts if experts != [-1] else []
+        sources = [[self._source.parameters[names[expert, i]] for i in range(len(one.names))] for expert in experts]
+        matrices = [[matrix_of(one, p.shape, len(split_axis), p.name) for p in row] for row in sources]
+        if any(row != matrices[0] for row in matrices) or len({matrix.rest for matrix in matrices[0]}) > 1:
             raise InconsistentError(
-                f"parameter {first.name}: has shape {list(first.shape)}, which is not that of its like"
+                f"parameter {first.name}: shape {list(first.shape)} differs from those it is stored with on the other"
+                " side"
             )
         sizes = self._sizes(entry, one, matrices[0], first.name)
-        here, there = (list(row_segments(side, sizes, self._facts.query_groups)) for side in (one, other))
+        here, there = (list(row_segments(side, sizes, self._model.query_groups)) for side in (one, other))
         rest = matrices[0][0].rest
-        counted = axes if axes != [-1] else []
-        made: dict[tuple[int, int], _TargetParameter] = {}
-        for expert in range(lead[0]) if lead else (-1,):
+        targets: dict[tuple[int, int], _TargetParameter] = {}
+        for expert in range(split_axis[0]) if split_axis else (-1,):
             own = {**numbers, "expert": expert} if expert >= 0 else numbers
             for i in range(len(other.names)):
                 rows = sum(segment.rows for segment in there if segment.tensor == i)
-                shape = side_shape(other, rows, rest, (len(counted),) if counted else ())
-                made[expert, i] = self._new(number, entry, other, i, own, shape, sizes, bool(counted))
-        if counted and counted != list(range(len(counted))):
-            raise InconsistentError(f"parameter {first.name}: experts {counted} are there, and others are missing")
+                shape = side_shape(other, rows, rest, (len(stacked),) if stacked else ())
+                targets[expert, i] = self._target(number, entry, other, i, own, shape, sizes, bool(stacked))
+        if stacked and stacked != list(range(len(stacked))):
+            raise InconsistentError(f"parameter {first.name}: only experts {stacked} are there, others are missing")
         for a, b in overlapping_segments(here, there):
-            for row, axis in zip(parts, axes, strict=True):
-                for expert in range(lead[0]) if lead else (-1,):
-                    source = segment_box(a, one, PartMatrix(a.rows, rest), (expert,) if lead else ())
-                    target = segment_box(b, other, PartMatrix(b.rows, rest), (axis,) if counted else ())
-                    made[expert, b.tensor].tiles.append(segment_tile(row[a.tensor].name, source, target, one, other))
-        return [_merge_tiles(new, self._source) for new in made.values()]
+            for row, index in zip(sources, experts, strict=True):
+                for expert in range(split_axis[0]) if split_axis else (-1,):
+                    source = segment_box(a, one, PartMatrix(a.rows, rest), (expert,) if split_axis else ())
+                    target = segment_box(b, other, PartMatrix(b.rows, rest), (index,) if stacked else ())
+                    tile = segment_tile(row[a.tensor].name, source, target, one, other)
+                    targets[expert, b.tensor].tiles.append(tile)
+        return [_merge_tiles(target, self._source) for target in targets.values()]
 
-    def _new(
+    def _target(
         self,
         number: int,
         entry: TableEntry,
@@ -159,138 +159,139 @@ class _Renaming:
         sizes: tuple[int, ...],
         lead: int,
     ) -> _TargetParameter:
-        name = side.names[position].write(numbers, self._facts.layers)
+        name = side.names[position].write(numbers, self._model.layers)
         outer, inner = self._order[number]
         module = self._modules[side.names[position].text.rpartition(".")[0]]
         key = (outer, numbers.get("layer", -1), inner, numbers.get("expert", -1), *module, number, position)
         return _TargetParameter(name, shape, [], entry, side, sizes, int(lead), numbers, key)
 
     def _sizes(self, entry: TableEntry, side: TableSide, matrices: Sequence[PartMatrix], name: str) -> tuple[int, ...]:
-        proportions = part_ratio(entry, self._facts, name)
+        """The rows of the parts, from the tensors that one side has."""
         if len(side.names) == 1:
-            return part_rows(proportions, matrices[0].rows, name)
+            return part_rows(entry, self._model, matrices[0].rows, name)
         sizes = tuple(matrix.rows for matrix in matrices)
-        part_rows(proportions, sum(sizes), name)  # whole heads
-        if any(rows * proportions[0] != sizes[0] * share for rows, share in zip(sizes, proportions, strict=True)):
+        if sizes != part_rows(entry, self._model, sum(sizes), name):
+            ratio = ":".join(map(str, part_ratio(entry, self._model, name)))
             raise InconsistentError(
-                f"parameter {name} and what is fused with it have {list(sizes)} rows, which are no parts of"
-                f" {':'.join(map(str, proportions))}",
+                f"parameter {name} and those that are fused with it have {list(sizes)} rows, not in the ratio {ratio}",
                 hint="check the head counts: --model-config FILE corrects them",
             )
         return sizes
 
-    def _check_all(
-        self, side: TableSide, numbers: Mapping[str, int], names: Mapping[tuple[int, int], str], axes: Sequence[int]
+    def _check_complete(
+        self, side: TableSide, numbers: Mapping[str, int], names: Mapping[tuple[int, int], str], experts: Sequence[int]
     ) -> None:
-        for axis in axes:
+        for expert in experts:
             for i, pattern in enumerate(side.names):
-                if (axis, i) not in names:
-                    said = {**numbers, "expert": axis} if axis >= 0 else numbers
+                if (expert, i) not in names:
+                    all_numbers = {**numbers, "expert": expert} if expert >= 0 else numbers
                     raise InconsistentError(
-                        f"parameter {pattern.write(said, self._facts.layers)} is missing, and"
+                        f"parameter {pattern.write(all_numbers, self._model.layers)} is missing, and"
                         f" {next(iter(names.values()))} is fused with it",
-                        hint="leave --include and --exclude out: parts of one parameter are mapped together",
+                        hint="leave --include and --exclude out: the parts of one parameter are mapped together",
                     )
 
-    def _parameter(self, new: _TargetParameter) -> Parameter:
-        names = list(dict.fromkeys(t.name for t in new.tiles))
-        sources = [self._source.parameters[name] for name in names]
+    def _parameter(self, target: _TargetParameter) -> Parameter:
+        sources = [self._source.parameters[name] for name in dict.fromkeys(tile.name for tile in target.tiles)]
         first = sources[0]
         for other in sources[1:]:
             if other.role != first.role or other.group != first.group or other.atoms.keys() != first.atoms.keys():
                 raise InconsistentError(
-                    f"parameter {new.name} is made of {first.name} ({_state(first)}) and {other.name}"
-                    f" ({_state(other)}), which are not trained alike",
-                    hint="take the weights alone with --only weights",
+                    f"parameter {target.name} is made of {first.name} ({_training_of(first)}) and {other.name}"
+                    f" ({_training_of(other)}), which are trained differently",
+                    hint="take only the weights with --only weights",
                 )
-        plain = len(new.tiles) == 1 and new.tiles[0].covers(first.shape, new.shape)
+        is_plain = len(target.tiles) == 1 and target.tiles[0].covers(first.shape, target.shape)
         padded, vocabulary = first.padded_shape, None
-        if new.entry.cut == "vocab":
+        if target.entry.rule.cut == "vocab":
             vocabulary = first.rule.true_size if first.rule.cut == "vocab" else first.shape[0]
-            known = self._facts.vocabulary
-            if plain and vocabulary is None and known is not None and known < first.shape[0]:
+            known = self._model.vocabulary
+            if is_plain and vocabulary is None and known is not None and known < first.shape[0]:
                 vocabulary, padded = known, first.shape
-                new.shape = (known, *first.shape[1:])
-        numbered = new.numbers.get("expert") if self._to != HF and "expert" in new.side.places else None
+                target.shape = (known, *first.shape[1:])
+        is_expert = self._to != HF and "expert" in target.side.counters
         return Parameter(
-            new.name,
-            new.shape,
+            target.name,
+            target.shape,
             first.role,
-            {kind: self._atom(new, kind, sources, plain) for kind in first.atoms},
-            side_rule(new.entry, new.side, new.sizes, new.lead, vocabulary),
+            {kind: self._atom(target, kind, sources, is_plain) for kind in first.atoms},
+            side_rule(target.entry, target.side, target.sizes, target.lead, vocabulary),
             f"names: {self._match.table.name}",
-            padded if plain and self._to != HF else None,
+            padded if is_plain and self._to != HF else None,
             first.group,
-            self._aliases(first) or self._tied(new),
+            self._aliases(first) or self._tied_aliases(target),
             tuple(sorted({stage for source in sources for stage in source.stages})),
-            numbered,
+            target.numbers.get("expert") if is_expert else None,
         )
 
-    def _atom(self, new: _TargetParameter, kind: str, sources: Sequence[Parameter], plain: bool) -> Atom:
+    def _atom(self, target: _TargetParameter, kind: str, sources: Sequence[Parameter], is_plain: bool) -> Atom:
         atoms = {source.name: source.atoms[kind] for source in sources}
         first = sources[0].atoms[kind]
-        if plain:
-            shape = new.shape if first.shape == sources[0].shape else first.shape  # without a vocabulary's padding
-            return replace(first, name=new.name, shape=shape)
+        if is_plain:
+            shape = target.shape if first.shape == sources[0].shape else first.shape  # without vocabulary padding
+            return replace(first, name=target.name, shape=shape)
         if all(not atom.shape and source.shape for atom, source in zip(atoms.values(), sources, strict=True)):
-            # One number for the parameter: that of its first part, and the others say the same.
-            copies = [cover for a in atoms.values() for cover in (a.fragments, *a.replicas)]
-            return replace(first, name=new.name, replicas=tuple(copies[1:]))
-        odd = next((s for s in sources if s.atoms[kind].shape != s.shape), None)
+            # A scalar per parameter (a step): take that of the first part; those of the others must be equal.
+            copies = [cover for atom in atoms.values() for cover in (atom.fragments, *atom.replicas)]
+            return replace(first, name=target.name, replicas=tuple(copies[1:]))
+        odd = next((source for source in sources if source.atoms[kind].shape != source.shape), None)
         if odd is not None:
             raise UsageError(
                 f"parameter {odd.name}: '{kind}' has shape {list(odd.atoms[kind].shape)}, which cannot be rearranged"
                 f" like the parameter's {list(odd.shape)}",
                 hint="leave the optimizer out with --only weights",
             )
-        return remapped_atom(new.name, new.tiles, new.shape, atoms)
+        return remapped_atom(target.name, target.tiles, target.shape, atoms)
 
     def _aliases(self, parameter: Parameter) -> tuple[str, ...]:
         found: list[str] = []
         for alias in parameter.aliases:
             for _, entry in self._match.entries:
                 side = entry.sides[self._from]
-                numbers = side.names[0].read(alias, self._facts.layers) if len(side.names) == 1 else None
+                numbers = side.names[0].read(alias, self._model.layers) if len(side.names) == 1 else None
                 if numbers is not None and len(entry.sides[self._to].names) == 1:
-                    found.append(entry.sides[self._to].names[0].write(numbers, self._facts.layers))
+                    found.append(entry.sides[self._to].names[0].write(numbers, self._model.layers))
                     break
         return tuple(found)
 
-    def _tied(self, new: _TargetParameter) -> tuple[str, ...]:
-        """The output layer's name for the embedding of a model that ties them and does not store it twice."""
-        if not self._facts.tied or new.entry.cut != "vocab" or self._to not in (HF, MEGATRON):
+    def _tied_aliases(self, target: _TargetParameter) -> tuple[str, ...]:
+        """The name of the output layer, for the embedding of a model that ties the two and stores it once."""
+        if not self._model.tied or target.entry.rule.cut != "vocab" or self._to not in (HF, MEGATRON):
             return ()
         stored = {found.entry for found in self._match.found.values()}
-        others = [entry for i, entry in self._match.entries if entry.cut == "vocab" and i not in stored]
-        return tuple(e.sides[self._to].names[0].write({}, self._facts.layers) for e in others if not e.when)
+        others = [entry for i, entry in self._match.entries if entry.rule.cut == "vocab" and i not in stored]
+        return tuple(e.sides[self._to].names[0].write({}, self._model.layers) for e in others if not e.when)
 
 
-def _merge_tiles(new: _TargetParameter, source: Checkpoint) -> _TargetParameter:
-    """One tile where many make a whole parameter another one, row by row."""
-    names = {t.name for t in new.tiles}
-    if len(names) == 1 and all(t.source == t.target and not t.transposed for t in new.tiles):
+def _merge_tiles(target: _TargetParameter, source: Checkpoint) -> _TargetParameter:
+    """Replace the tiles by one if together they map a whole parameter to another, row by row."""
+    names = {tile.name for tile in target.tiles}
+    if len(names) == 1 and all(tile.source == tile.target and not tile.transposed for tile in target.tiles):
         parameter = source.parameters[names.pop()]
-        if parameter.shape == new.shape and sum(t.target.numel for t in new.tiles) == prod(new.shape):
-            new.tiles[:] = [BlockMap(parameter.name, whole(new.shape), whole(new.shape))]
-    return new
+        if parameter.shape == target.shape and sum(t.target.numel for t in target.tiles) == prod(target.shape):
+            target.tiles[:] = [BlockMap(parameter.name, whole(target.shape), whole(target.shape))]
+    return target
 
 
-def _state(parameter: Parameter) -> str:
+def _training_of(parameter: Parameter) -> str:
     group = "no group" if parameter.group is None else f"group {parameter.group}"
     return f"{parameter.role}, {group}, {' '.join(parameter.atoms)}"
 
 
 def _entry_positions(match: TableMatch) -> list[tuple[int, int]]:
-    """For every entry its block in the model (before, in or after the layers), and its block in the layer."""
+    """For every entry its section of the model (before, in or after the layers) and its section of the layer.
+
+    Parameters are sorted by section, then by layer and expert, so that each layer and each expert stays together.
+    """
     found: list[tuple[int, int]] = []
     outer = inner = 0
     last: frozenset[str] | None = None
     for entry in match.table.entries:
-        places = entry.sides[match.table.other(match.side)].places
-        if last is not None and ("layer" in places) != ("layer" in last):
+        counters = entry.sides[match.table.other(match.side)].counters
+        if last is not None and ("layer" in counters) != ("layer" in last):
             outer += 1
-        if last is not None and ("expert" in places) != ("expert" in last):
+        if last is not None and ("expert" in counters) != ("expert" in last):
             inner += 1
         found.append((outer, inner))
-        last = places
+        last = counters
     return found

@@ -12,7 +12,7 @@ The first rule whose `match` fits a name applies to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, cast, get_args
@@ -77,7 +77,7 @@ def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False)
         raise UsageError(f"{where}: holds no rules", hint=_FORM)
     book = RuleBook()
     for entry, place in zip(entries, places(text, "rule", len(entries), where), strict=True):
-        book.add(_match(entry, place), _rule(entry, place), origin, optional=optional)
+        book.add(_match(entry, place), parse_rule(entry, place), origin, optional=optional)
     return book
 
 
@@ -93,7 +93,7 @@ def format_rule(name: str, rule: Rule) -> str:
 
 
 def _presets() -> Any:
-    return resources.files("ucp") / "presets"
+    return resources.files("ucp") / "data" / "rules"
 
 
 def _match(entry: dict[str, Any], place: str) -> str:
@@ -107,7 +107,8 @@ def _match(entry: dict[str, Any], place: str) -> str:
     return pattern
 
 
-def _rule(entry: dict[str, Any], place: str) -> Rule:
+def parse_rule(entry: Mapping[str, Any], place: str) -> Rule:
+    """The rule in one table of a rule file or of a table of names; `place` names file and line in messages."""
     cut = entry.get("cut")
     if not isinstance(cut, str) or cut not in _KEYS:
         raise UsageError(f"{place}: cut = {cut!r}", hint=f"cut is one of: {', '.join(_KEYS)}")
@@ -133,12 +134,12 @@ def _rule(entry: dict[str, Any], place: str) -> Rule:
     return rule
 
 
-def _equal_shares(entry: dict[str, Any], place: str) -> tuple[int, ...] | None:
+def _equal_shares(entry: Mapping[str, Any], place: str) -> tuple[int, ...] | None:
     count = _number(entry, "count", place, 1, 1024)
     return (1,) * count if count else None
 
 
-def _number(entry: dict[str, Any], key: str, place: str, low: int, high: int) -> int | None:
+def _number(entry: Mapping[str, Any], key: str, place: str, low: int, high: int) -> int | None:
     if key not in entry:
         return None
     value = entry[key]
@@ -147,7 +148,7 @@ def _number(entry: dict[str, Any], key: str, place: str, low: int, high: int) ->
     return value
 
 
-def _sizes(entry: dict[str, Any], key: str, place: str) -> tuple[int, ...] | None:
+def _sizes(entry: Mapping[str, Any], key: str, place: str) -> tuple[int, ...] | None:
     if key not in entry:
         return None
 
@@ -157,7 +158,7 @@ def _sizes(entry: dict[str, Any], key: str, place: str) -> tuple[int, ...] | Non
     return _row(entry[key], wrong, low=1)
 
 
-def _widths(entry: dict[str, Any], place: str) -> tuple[tuple[int, ...], ...] | None:
+def _widths(entry: Mapping[str, Any], place: str) -> tuple[tuple[int, ...], ...] | None:
     if "widths" not in entry:
         return None
 

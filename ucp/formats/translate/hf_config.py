@@ -1,332 +1,364 @@
-"""Families of Hugging Face's: which of them computes what a model did, and what only its configuration says.
+"""Model configurations and the `config.json` of Hugging Face models, in both directions.
 
-Facts and the `config.json` of a Hugging Face model, in both directions.
+What is specific to a family of models is data: one file per family in `ucp/data/names/families`, most of which extend
+`decoder.toml`. Adding a family is adding a file:
+
+    extends = "decoder"
+    title = "Qwen2"                        # for messages
+    architecture = "Qwen2ForCausalLM"      # omit it for a family that is only read
+
+    [fixed]                                # true of every model of the family, whatever config.json contains
+    [defaults]                             # if config.json lacks the key
+    [replace.FIELD]                        # values of a field that stand for others
+    [read]                                 # field = "key", for keys that only this family has
+    [config]                               # key = "field", or { field, default }, { field, true, false }, { value }
+    [requires]                             # what a model must be to be written as one of this family
+
+Fields are those of `ModelConfig` and the derived values below. "any" takes back what the extended file fixes or
+requires.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib import resources
 from typing import Any, Final
 
-from ucp.formats.translate import mla_fields, moe_fields
-from ucp.formats.translate.model_config import ModelConfig, float_in, positive_int_in
+from ucp.containers.config_files import parse_toml
+from ucp.formats.translate.model_config import ModelConfig, fields_only_of, positive_int, read_fields
 
-FAMILIES: Final = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "gemma": "Gemma",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
+_DECODER: Final = "decoder"
+_SIGMOID: Final = "sigmoid"
+# Llama 3.1's rotary scaling besides its factor. Megatron has no arguments for these.
+_LLAMA3_ROPE: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# YaRN: keys of Hugging Face's rope parameters and their defaults.
+YARN_DEFAULTS: Final = {
+    "factor": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
 }
-FamilyChoice = tuple[str | None, str | None]  # a family, or why there is none
 
 
-def hf_mismatch(facts: ModelConfig) -> str | None:
-    """Why no module of Hugging Face's computes what this model does; None where one does."""
-    if facts.unlike is not None:
-        return facts.unlike
-    if facts.norm_less_one and not facts.scaled_embedding:
-        return (
-            "its norms store their weight less one (--apply-layernorm-1p); of a Gemma, give the config.json with"
-            " --model-config"
-        )
-    if facts.latent and facts.qk_norm is False:
-        return "its latent attention has no norms of the latents (--qk-layernorm)"
-    if facts.experts and not facts.latent:
-        if facts.router_scores not in (None, "softmax"):
-            return "its router weighs experts in another way (--moe-router-score-function)"
-        if facts.router_sums is False and not (facts.shared_ffn or facts.qk_norm):
-            return "its router weighs experts in another way (--moe-router-pre-softmax)"
-        if facts.router_groups or facts.router_scale not in (None, 1.0) or facts.router_bias:
-            return "its router chooses groups of experts, or has a scale or a bias"
-    return moe_fields.unlike_in_megatron(facts)
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """One file of `ucp/data/names/families`, with what it extends."""
+
+    name: str
+    model_types: tuple[str, ...] = ()
+    title: str = ""
+    architecture: str = ""
+    unsupported: str | None = None
+    ungrouped: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    replace: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    read: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    requires: Mapping[str, Any] = field(default_factory=dict)
+
+    def unmet(self, model: ModelConfig) -> list[str]:
+        """The requirements that a model does not meet."""
+        return [key for key, wanted in self.requires.items() if not _matches(_value(model, key), wanted)]
 
 
-def family_of(facts: ModelConfig) -> FamilyChoice:
-    """The family of a decoder with rotary positions, gated MLPs and RMSNorm."""
-    if facts.window and (facts.bias or facts.qkv_bias or facts.qk_norm or facts.latent or facts.norm_less_one):
-        return None, "of the families with a window of attention, Mistral and Mixtral, none has biases or other norms"
-    if facts.norm_less_one or facts.scaled_embedding:
-        whole = facts.norm_less_one and facts.scaled_embedding and not (facts.experts or facts.latent or facts.qk_norm)
-        return ("gemma", None) if whole else (None, "only Gemma has norms less one, with embeddings that are scaled")
-    if facts.latent:
-        return _deepseek(facts)
-    if facts.experts:
-        return _with_experts(facts)
-    if facts.qk_norm:
-        if facts.bias or facts.qkv_bias:
-            return None, "no known family has norms of q and k together with biases"
-        return "qwen3", None
-    if facts.qkv_bias and not facts.bias:
-        return "qwen2", None
-    return "mistral" if facts.window else "llama", None
+_MERGED: Final = ("fixed", "defaults", "replace", "read", "config", "requires")
 
 
-def _with_experts(facts: ModelConfig) -> FamilyChoice:
-    if facts.bias:
-        return None, "no known family of experts has biases everywhere"
-    if facts.shared_ffn:
-        if facts.window:
-            return None, "of the families with shared experts none has a window of attention"
-        whole = facts.shared_gate and not facts.qk_norm
-        return ("qwen2_moe", None) if whole else (None, "shared experts are weighed in Qwen2-MoE, which has no q norm")
-    if facts.qk_norm:
-        return ("qwen3_moe", None) if not facts.qkv_bias else (None, "Qwen3-MoE has no biases")
-    if facts.qkv_bias or facts.moe_layers is not None:
-        return None, "Mixtral has no biases, and experts in every layer"
-    return "mixtral", None
+@cache
+def model_families() -> dict[str, ModelFamily]:
+    """Every packaged family by name."""
+    folder = resources.files("ucp") / "data" / "names" / "families"
+    documents: dict[str, dict[str, Any]] = {
+        entry.name.removesuffix(".toml"): parse_toml(entry.read_bytes(), entry.name, "model family")[1]
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+    }
+
+    def merged(name: str) -> dict[str, Any]:
+        own = documents[name]
+        base = merged(own["extends"]) if "extends" in own else {}
+        sections = {key: {**base.get(key, {}), **own.get(key, {})} for key in _MERGED}
+        for key in ("fixed", "requires"):
+            sections[key] = {name: value for name, value in sections[key].items() if value != "any"}
+        inherited = {"ungrouped": base["ungrouped"]} if "ungrouped" in base else {}
+        return {**inherited, **{k: v for k, v in own.items() if k not in ("extends", "about")}, **sections}
+
+    families = {}
+    for name in documents:
+        values = merged(name)
+        values["model_types"] = tuple(values.get("model_types", [name]))
+        families[name] = ModelFamily(name, **values)
+    return families
 
 
-def _deepseek(facts: ModelConfig) -> FamilyChoice:
-    if not facts.experts or facts.bias or facts.qkv_bias:
-        return None, "of the families with latent attention all have experts, and no biases"
-    if not facts.shared_ffn or facts.shared_gate or not facts.ffn or facts.shared_ffn % facts.ffn:
-        return None, "DeepSeek's shared experts are as wide as some of its experts, and not weighed"
-    if facts.moe_layers is not None and sorted(facts.moe_layers) != list(facts.moe_layers):
-        return None, "only the first layers of DeepSeek's have no experts"
-    if facts.router_scores == "sigmoid":
-        return ("deepseek_v3", None) if facts.router_bias else (None, "DeepSeek-V3's router has a bias")
-    if facts.router_sums is False and not facts.router_bias:
-        return "deepseek_v2", None
-    return None, "DeepSeek-V2's router does not divide by the sum of the chosen weights"
+def _family_of_config(config: Mapping[str, Any]) -> ModelFamily:
+    families = model_families()
+    kind = config.get("model_type")
+    if "n_head" in config:
+        return families["gpt2"]
+    return next((each for each in families.values() if kind in each.model_types), families[_DECODER])
 
 
-def family_settings(family: str, facts: ModelConfig) -> dict[str, Any]:
-    """What only the configurations of this family have."""
-    some = {"num_experts_per_tok": facts.experts_per_token or 2, "moe_intermediate_size": facts.ffn}
-    dense = {"intermediate_size": facts.dense_ffn or facts.ffn}
-    if family == "llama":
-        return {"attention_bias": bool(facts.qkv_bias), "mlp_bias": bool(facts.bias)}
-    if family in ("gemma", "qwen3"):
-        return {"attention_bias": bool(facts.qkv_bias)}
-    if family == "mistral":
-        return {"sliding_window": facts.window}
-    if family == "mixtral":
-        used = facts.experts_per_token or 2
-        return {"num_local_experts": facts.experts, "num_experts_per_tok": used, "sliding_window": facts.window}
-    if family in ("qwen2_moe", "qwen3_moe"):
-        alone = [i for i, here in enumerate(facts.moe_layers or ()) if not here]
-        made = {"num_experts": facts.experts, "norm_topk_prob": bool(facts.router_sums), "mlp_only_layers": alone}
-        if family == "qwen3_moe":
-            return made | some | dense | {"attention_bias": False}
-        shared = {"shared_expert_intermediate_size": facts.shared_ffn, "qkv_bias": bool(facts.qkv_bias)}
-        return made | some | dense | shared
-    if family in ("deepseek_v2", "deepseek_v3"):
-        grouped = {
-            "n_group": facts.router_groups or 1,
-            "topk_group": facts.router_top_groups or 1,
-            "topk_method": "noaux_tc" if family == "deepseek_v3" else "greedy",
-        }
-        if facts.router_groups and family == "deepseek_v2":
-            grouped["topk_method"] = "group_limited_greedy"
-        routed = {
-            "n_routed_experts": facts.experts,
-            "n_shared_experts": (facts.shared_ffn or 0) // (facts.ffn or 1),
-            "first_k_dense_replace": (facts.moe_layers or (True,)).index(True),
-            "norm_topk_prob": bool(facts.router_sums),
-            "routed_scaling_factor": facts.router_scale or 1.0,
-            "num_key_value_heads": facts.heads,
-            "head_dim": facts.rope_dim,
-        }
-        return routed | grouped | some | dense | mla_fields.config_for(facts)
-    return {}
-
-
-_BIASED: Final = ("qwen2",)  # q, k and v have one, nothing else has
-_NORMED: Final = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-_WINDOWED: Final = ("mistral", "mixtral")  # every layer sees the window alone
-# Of Llama 3.1's rotary positions, beside the factor. Megatron has no settings for these.
-_STRETCH: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_GPT2: Final = "gpt2"
-_GEMMA: Final = "gemma"
-_AFTER: Final = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "olmo2")
+# --- Reading ---
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelConfig:
-    """What a configuration says of its model."""
-    kind = config.get("model_type")
-    if kind == _GPT2 or "n_head" in config:
-        return _facts_of_gpt2(config)
-    heads = positive_int_in(config, "num_attention_heads")
-    hidden = positive_int_in(config, "hidden_size")
-    rope = config.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else config.get("rope_scaling")
-    rope = rope if isinstance(rope, dict) else {}
+    """The configuration that a `config.json` describes."""
+    family = _family_of_config(config)
+    known = {**family.defaults, **read_fields(config, "hf", family.read), **family.fixed}
+    for name, values in family.replace.items():
+        known[name] = values.get(str(known.get(name)), known.get(name))
+    hidden, heads = known.get("hidden"), known.get("heads")
+    known.setdefault("query_groups", heads)
+    known.setdefault("head_dim", hidden // heads if hidden and heads else None)
+    if known["rotary"]:
+        known |= _rotary_decoder(config, family, known)
+    else:
+        known.setdefault("ffn", 4 * hidden if hidden else None)
+    if not known["experts"]:
+        known = {name: value for name, value in known.items() if name not in fields_only_of("moe")}
+    if not known["latent"]:
+        known = {name: value for name, value in known.items() if name not in fields_only_of("mla")}
+    model = ModelConfig(**known)
+    return replace(model, mismatch=model.mismatch or router_mismatch(model))
+
+
+def _rotary_decoder(config: Mapping[str, Any], family: ModelFamily, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that follow from several keys."""
+    attention_bias = config.get("attention_bias") is True
+    rope = next((r for key in ("rope_parameters", "rope_scaling") if isinstance(r := config.get(key), dict)), {})
+    scaling = rope.get("rope_type", rope.get("type", "default"))
     base = config.get("rope_theta", rope.get("rope_theta"))
-    scaled = rope.get("rope_type", rope.get("type", "default"))
-    attention = config.get("attention_bias") is True
-    latent_facts = mla_fields.facts_of_config(config, rope)
-    known = ("default", "llama3", "yarn") if latent_facts["latent"] else ("default", "llama3")
-    stretched = None if scaled in known else f"its rotary positions are scaled ({scaled})"
-    if scaled == "llama3" and any(rope.get(key, value) != value for key, value in _STRETCH.items()):
-        numbers = ", ".join(f"{key} {rope.get(key, value)}" for key, value in _STRETCH.items())
-        stretched = f"its rotary positions are scaled by other numbers than Llama 3.1's ({numbers})"
-    made = ModelConfig(
-        layers=positive_int_in(config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        query_groups=positive_int_in(config, "num_key_value_heads") or heads,
-        head_dim=positive_int_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
-        vocabulary=positive_int_in(config, "vocab_size"),
-        positions=positive_int_in(config, "max_position_embeddings"),
-        gated=True,
-        activation=_activation(config),
-        tied=config.get("tie_word_embeddings", kind == _GEMMA) is True,
-        rotary=True,
-        rotary_base=float(base) if isinstance(base, (int, float)) else None,
-        rotary_scaling=_factor(rope) if scaled == "llama3" else None,
-        norm="RMSNorm",
-        epsilon=float_in(config, "rms_norm_eps"),
-        bias=attention and config.get("mlp_bias") is True,
-        qkv_bias=attention or kind in _BIASED or (kind == "qwen2_moe" and config.get("qkv_bias") is not False),
-        qk_norm=kind in _NORMED,
-        norm_less_one=kind == _GEMMA,
-        scaled_embedding=True if kind == _GEMMA else None,  # Megatron's arguments do not say it
-        window=_window(config) if kind in _WINDOWED else None,
-        unlike=stretched or _unlike(config),
-        unmapped=_unmapped(config),
-        **moe_fields.facts_of_config(config),
-        **latent_facts,
+    factor = rope.get("factor")
+    latent = known.get("kv_rank") is not None
+    experts = known.get("experts", 0)
+    return {
+        "bias": attention_bias and config.get("mlp_bias") is True,
+        "qkv_bias": attention_bias or known.get("qkv_bias", False),
+        "window": _window(config) if "window" in family.read else None,
+        "rotary_base": float(base) if isinstance(base, (int, float)) else None,
+        "rotary_scaling": float(factor) if scaling == "llama3" and isinstance(factor, (int, float)) else None,
+        "yarn": yarn_values(rope, {key: key for key in YARN_DEFAULTS}) if latent and scaling == "yarn" else None,
+        "latent": latent,
+        "experts": experts,
+        **(_experts(config, family, known) if experts else {"ffn": positive_int(config, "intermediate_size")}),
+        "mismatch": _rope_mismatch(rope, scaling, latent) or _layer_mismatch(config, family),
+        "unsupported": family.unsupported or _unsupported_rope(config),
+    }
+
+
+def yarn_values(values: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
+    """The parameters of YaRN in a framework's settings; `keys` are Hugging Face's keys and the framework's."""
+    found = {key: values.get(own) for key, own in keys.items()}
+    return tuple(
+        (key, value if isinstance(value, (int, float)) and not isinstance(value, bool) else YARN_DEFAULTS[key])
+        for key, value in found.items()
     )
-    return replace(made, unlike=made.unlike or moe_fields.unlike_in_megatron(made))
+
+
+def _experts(config: Mapping[str, Any], family: ModelFamily, known: Mapping[str, Any]) -> dict[str, Any]:
+    shared_ffn = known.get("shared_ffn", 0)
+    if "shared_experts" in family.read:
+        shared_ffn = (positive_int(config, family.read["shared_experts"]) or 0) * (known.get("ffn") or 0)
+    groups = known.get("router_groups")
+    if groups == 1 or any(config.get(key, value) == value for key, value in family.ungrouped.items()):
+        groups = None
+    return {
+        "shared_ffn": shared_ffn,
+        "moe_layers": _moe_layers(config, known.get("layers") or 0),
+        "router_groups": groups,
+        "router_top_groups": known.get("router_top_groups") if groups else None,
+    }
+
+
+def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...] | None:
+    """Which layers have experts; None if all have."""
+    dense = positive_int(config, "first_k_dense_replace") or 0
+    if dense:
+        return tuple(i >= dense for i in range(layers))
+    step = positive_int(config, "decoder_sparse_step") or 1
+    listed = config.get("mlp_only_layers")
+    without = set(listed) if isinstance(listed, list) and all(type(n) is int for n in listed) else set()
+    found = tuple(i not in without and (i + 1) % step == 0 for i in range(layers))
+    return None if all(found) else found
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """The length of the window of attention, where a sequence can be longer."""
-    length = positive_int_in(config, "sliding_window")
-    longest = positive_int_in(config, "max_position_embeddings")
+    """The length of the attention window, if sequences can be longer."""
+    length = positive_int(config, "sliding_window")
+    longest = positive_int(config, "max_position_embeddings")
     if length is None or config.get("use_sliding_window") is False:
         return None
     return length if longest is None or length < longest else None
 
 
-def _unlike(config: Mapping[str, Any]) -> str | None:
+def _rope_mismatch(rope: Mapping[str, Any], scaling: str | None, latent: bool) -> str | None:
+    if scaling not in (("default", "llama3", "yarn") if latent else ("default", "llama3")):
+        return f"its rotary positions are scaled ({scaling})"
+    if scaling == "llama3" and any(rope.get(key, value) != value for key, value in _LLAMA3_ROPE.items()):
+        numbers = ", ".join(f"{key} {rope.get(key, value)}" for key, value in _LLAMA3_ROPE.items())
+        return f"its rotary positions are scaled by other numbers than Llama 3.1's ({numbers})"
+    return None
+
+
+def _layer_mismatch(config: Mapping[str, Any], family: ModelFamily) -> str | None:
     attention, mlp = config.get("attention_bias") is True, config.get("mlp_bias") is True
     if attention != mlp:
         has, lacks = ("attention", "MLP") if attention else ("MLP", "attention")
-        return f"the output of its {has} has a bias, and its {lacks} has none"
+        return f"the output of its {has} has a bias and that of its {lacks} does not"
     window = _window(config)
-    if window is not None and config.get("model_type") not in _WINDOWED:
-        return f"some of its layers see {window} tokens alone (sliding_window)"
+    if window is not None and "window" not in family.read:
+        return f"some of its layers attend to {window} tokens only (sliding_window)"
     return None
 
 
-def _activation(config: Mapping[str, Any]) -> str | None:
-    value = config.get("hidden_activation") or config.get("hidden_act")
-    if config.get("model_type") == _GEMMA and value in (None, "gelu"):
-        return "gelu_pytorch_tanh"  # what its first configurations meant
-    return value if isinstance(value, str) else None
-
-
-def _unmapped(config: Mapping[str, Any]) -> str | None:
-    if config.get("model_type") in _AFTER:
-        return "its layers have norms behind attention and MLP, which megatron-core's have not"
+def _unsupported_rope(config: Mapping[str, Any]) -> str | None:
     if config.get("rope_interleave") is False:
-        return "its latent attention turns the halves of a head against each other, megatron-core's its neighbours"
+        return "its latent attention rotates the halves of a head, megatron-core's rotates neighboring elements"
     return None
 
 
-def _facts_of_gpt2(config: Mapping[str, Any]) -> ModelConfig:
-    heads, hidden = positive_int_in(config, "n_head"), positive_int_in(config, "n_embd")
-    return ModelConfig(
-        layers=positive_int_in(config, "n_layer"),
-        hidden=hidden,
-        ffn=positive_int_in(config, "n_inner") or (4 * hidden if hidden else None),
-        heads=heads,
-        query_groups=heads,
-        head_dim=hidden // heads if hidden and heads else None,
-        experts=0,
-        vocabulary=positive_int_in(config, "vocab_size"),
-        positions=positive_int_in(config, "n_positions"),
-        gated=False,
-        activation=str(config.get("activation_function", "gelu_new")),
-        tied=config.get("tie_word_embeddings") is not False,
-        rotary=False,
-        norm="LayerNorm",
-        epsilon=float_in(config, "layer_norm_epsilon") or 1e-5,
-        bias=True,
-        qkv_bias=True,
-        qk_norm=False,
-        norm_less_one=False,
-        latent=False,
-    )
+# --- Comparing with the modules of the two frameworks ---
 
 
-def to_hf_config(facts: ModelConfig, vocabulary: int | None) -> tuple[dict[str, Any] | None, str | None]:
-    """A configuration for a model with these facts, of a family that computes what the model did; else None and why."""
-    needed = (facts.layers, facts.hidden, facts.heads, facts.ffn, vocabulary, facts.positions, facts.epsilon)
-    if any(value is None for value in needed):
-        return None, "the checkpoint does not say all of the model's sizes"
-    if facts.unlike is not None:
-        return None, facts.unlike
-    if facts.rotary is False:
-        return _gpt2(facts, vocabulary)
-    if not facts.gated or facts.norm != "RMSNorm":
-        return None, "no known family has rotary positions without a gated MLP and RMSNorm"
-    family, why = family_of(facts)
-    if family is None:
-        return None, why
-    name = FAMILIES[family]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.rotary_base or 10000.0}
-    if facts.rotary_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": facts.rotary_scaling,
-            **_STRETCH,
-        }
-    if facts.yarn is not None:
-        rope |= {"rope_type": "yarn", **dict(facts.yarn)}
-    config: dict[str, Any] = {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": family,
-        "hidden_size": facts.hidden,
-        "intermediate_size": facts.ffn,
-        "num_hidden_layers": facts.layers,
-        "num_attention_heads": facts.heads,
-        "num_key_value_heads": facts.query_groups,
-        "head_dim": facts.head_dim,
-        "hidden_act": facts.activation or "silu",
-        "max_position_embeddings": facts.positions,
-        "rms_norm_eps": facts.epsilon,
-        "rope_theta": facts.rotary_base or 10000.0,
-        "rope_parameters": rope,
-        "tie_word_embeddings": bool(facts.tied),
-        "vocab_size": vocabulary,
-    }
-    return config | family_settings(family, facts), None
+def router_mismatch(model: ModelConfig) -> str | None:
+    """Why megatron-core's router weighs experts differently from Hugging Face's; None if it does not."""
+    sigmoid, chosen = model.router_scores == _SIGMOID, model.experts_per_token or 1
+    if not model.experts:
+        return None
+    if sigmoid and (model.router_sums is False or chosen == 1):
+        return "its router does not normalize the weights of the chosen experts"
+    # Hugging Face ranks a group by its best two experts (DeepSeek-V3) or its best one (V2), Megatron by as many as are
+    # chosen from it.
+    same_rank = chosen // (model.router_top_groups or 1) == (2 if sigmoid else 1)
+    if model.router_groups and model.router_top_groups != model.router_groups and not same_rank:
+        return "its router ranks groups of experts by another number of them"
+    return None
 
 
-def _gpt2(facts: ModelConfig, vocabulary: int | None) -> tuple[dict[str, Any] | None, str | None]:
-    if facts.gated or facts.norm != "LayerNorm" or not facts.bias or facts.query_groups != facts.heads or facts.experts:
-        return None, "GPT-2 has LayerNorm, biases, as many key heads as query heads, and no gate"
-    assert facts.heads is not None
-    assert facts.hidden is not None
-    if facts.head_dim is not None and facts.head_dim * facts.heads != facts.hidden:
-        return None, "heads of GPT-2 are as wide as the hidden size allows"
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": _GPT2,
-        "n_embd": facts.hidden,
-        "n_head": facts.heads,
-        "n_layer": facts.layers,
-        "n_inner": facts.ffn,
-        "n_positions": facts.positions,
-        "activation_function": facts.activation or "gelu",
-        "layer_norm_epsilon": facts.epsilon,
-        "tie_word_embeddings": bool(facts.tied),
-        "vocab_size": vocabulary,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return config, None
+def hf_mismatch(model: ModelConfig) -> str | None:
+    """Why no Hugging Face module computes what this model does; None if one does."""
+    if model.mismatch is not None:
+        return model.mismatch
+    if model.norm_less_one and not model.scaled_embedding:
+        return (
+            "its norms store their weight minus one (--apply-layernorm-1p); for a Gemma, give its config.json with"
+            " --model-config"
+        )
+    if model.latent and model.qk_norm is False:
+        return "its latent attention has no norms of the latents (--qk-layernorm)"
+    if model.experts and not model.latent:
+        if model.router_scores not in (None, "softmax"):
+            return "its router weighs experts differently (--moe-router-score-function)"
+        if model.router_sums is False and not (model.shared_ffn or model.qk_norm):
+            return "its router weighs experts differently (--moe-router-pre-softmax)"
+        if model.router_groups or model.router_scale is not None or model.router_bias:
+            return "its router chooses groups of experts, or has a scale or a bias"
+    return router_mismatch(model)
 
 
-def _factor(rope: Mapping[str, Any]) -> float | None:
-    factor = rope.get("factor")
-    return float(factor) if isinstance(factor, (int, float)) else None
+# --- Writing ---
+
+# Values that families require or write besides the fields of `ModelConfig`.
+_DERIVED: Final[dict[str, Callable[[ModelConfig], Any]]] = {
+    "learned_positions": lambda model: model.rotary is False,
+    "multi_head": lambda model: model.query_groups == model.heads,
+    "square_heads": lambda model: model.head_dim is None or model.head_dim * (model.heads or 0) == model.hidden,
+    "sigmoid_router": lambda model: model.router_scores == _SIGMOID,
+    "mlp_width": lambda model: model.dense_ffn or model.ffn,
+    "shared_experts": lambda model: (
+        model.shared_ffn // model.ffn if model.ffn and model.shared_ffn and not model.shared_ffn % model.ffn else 0
+    ),
+    "dense_layers": lambda model: [i for i, has_experts in enumerate(model.moe_layers or ()) if not has_experts],
+    "has_dense_layers": lambda model: model.moe_layers is not None,
+    "dense_layers_first": lambda model: list(model.moe_layers or ()) == sorted(model.moe_layers or ()),
+    "first_moe_layer": lambda model: (model.moe_layers or (True,)).index(True),
+    "rope_parameters": lambda model: _rope_parameters(model),
+}
+
+# Requirements in words, for "Llama has …" and "Llama has no …".
+_WORDS: Final = {
+    "learned_positions": "learned positions",
+    "gated": "a gate in its MLP",
+    "experts": "experts",
+    "latent": "multi-latent attention",
+    "qk_norm": "norms of q and k",
+    "norm_less_one": "norms that store their weight minus one",
+    "scaled_embedding": "scaled embeddings",
+    "window": "an attention window",
+    "bias": "biases in all linear layers",
+    "qkv_bias": "biases of q, k and v",
+    "shared_ffn": "shared experts",
+    "shared_gate": "a gate for its shared experts",
+    "shared_experts": "shared experts that are a multiple of its experts' width",
+    "has_dense_layers": "layers without experts",
+    "dense_layers_first": "layers without experts before the others only",
+    "sigmoid_router": "a router with sigmoid scores",
+    "router_sums": "normalized weights of the chosen experts",
+    "router_bias": "a router bias",
+    "multi_head": "as many key heads as query heads",
+    "square_heads": "heads that add up to the hidden size",
+}
+_FLAGS: Final = frozenset(each.name for each in fields(ModelConfig) if str(each.type).startswith("bool"))
+
+
+def to_hf_config(model: ModelConfig, vocabulary: int | None) -> tuple[dict[str, Any] | None, str | None]:
+    """The `config.json` of a family that computes what the model does, or None and the reason why there is none."""
+    model = replace(model, vocabulary=vocabulary)
+    needed = ("layers", "hidden", "heads", "ffn", "vocabulary", "positions", "epsilon")
+    if any(getattr(model, name) is None for name in needed):
+        return None, "the checkpoint does not contain all sizes of the model"
+    if model.mismatch is not None:
+        return None, model.mismatch
+    written = [family for family in model_families().values() if family.architecture]
+    # The most specific family first, so that Qwen2, with biases of q, k and v, comes before Llama.
+    nearest = min(written, key=lambda family: (len(family.unmet(model)), -len(family.requires)))
+    unmet = nearest.unmet(model)
+    if unmet:
+        return None, f"no known model family fits: {nearest.title}, the closest, {_has(nearest, unmet[0])}"
+    values = {key: _written(model, spec) for key, spec in nearest.config.items()}
+    return {"architectures": [nearest.architecture], "model_type": nearest.name, **values}, None
+
+
+def _has(family: ModelFamily, key: str) -> str:
+    wanted = family.requires[key]
+    if isinstance(wanted, str):
+        return f"has {wanted}"
+    words = _WORDS[key]
+    return f"has {words}" if wanted else f"has no {words.removeprefix('an ').removeprefix('a ')}"
+
+
+def _value(model: ModelConfig, name: str) -> Any:
+    return _DERIVED[name](model) if name in _DERIVED else getattr(model, name)
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
+
+
+def _written(model: ModelConfig, spec: str | Mapping[str, Any]) -> Any:
+    """The value for a key of `config.json`; see the module's docstring for `spec`."""
+    if isinstance(spec, str):
+        spec = {"field": spec}
+    if "field" not in spec:
+        return spec.get("value")
+    name = spec["field"]
+    value = _value(model, name)
+    if "true" in spec:
+        return spec["true"] if value else spec["false"]
+    if name in _FLAGS:
+        return bool(value)
+    return value or spec["default"] if "default" in spec else value
+
+
+def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base or 10000.0}
+    if model.rotary_scaling is not None:
+        rope |= {"rope_type": "llama3", "factor": model.rotary_scaling, **_LLAMA3_ROPE}
+    if model.yarn is not None:
+        rope |= {"rope_type": "yarn", **dict(model.yarn)}
+    return rope

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron's in DeepSpeed's words: counters, groups, schedule, loss scale, how slices combine."""
+"""Megatron's extras as DeepSpeed's: counters, parameter groups, schedule, loss scale, tensor-parallel patterns."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ucp.formats.translate.megatron_args import to_megatron_deepspeed_args
 from ucp.formats.translate.model_config import CONFIG_FILE
 from ucp.storage.local import SourceFiles
 
-_SCALER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\..*grad_scaler/shard_")
+_GRAD_SCALER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\..*grad_scaler/shard_")
 _RNG: Final = re.compile(r"^rng_state/shard_0\.0(?:\.0)?_[\d.]+$")
 
 MEGATRON_DEEPSPEED: Final = "megatron-deepspeed"  # the names of Megatron-DeepSpeed's GPT
 
 
 def megatron_to_deepspeed(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint as DeepSpeed's writers want it; `megatron` is what all ranks of the job say."""
+    """The checkpoint with DeepSpeed's extras; `megatron` are the extras that all ranks of the Megatron job share."""
     args = megatron["args"].state
     step = checkpoint.step or 0
     schedule = megatron.get("opt_param_scheduler")
@@ -42,22 +42,22 @@ def megatron_to_deepspeed(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -
         tree["checkpoint_version"] = megatron.get("checkpoint_version", 3.0)
         if isinstance(schedule, dict):
             tokens = int_or(schedule.get("num_steps")) * int_or(args.get("seq_length"))
-            own = {"lr_warmup_tokens": None, "num_tokens": tokens, "lr_decay_tokens": None}
-            tree["lr_scheduler"] = {**schedule, **own}
+            in_tokens = {"lr_warmup_tokens": None, "num_tokens": tokens, "lr_decay_tokens": None}
+            tree["lr_scheduler"] = {**schedule, **in_tokens}
             tree["tokens"] = tokens
-        tree["universal_checkpoint_info"] = _info(checkpoint, args)
-        random = megatron.get("rng_state") or _first_random(checkpoint)
+        tree["universal_checkpoint_info"] = _universal_info(checkpoint, args)
+        random = megatron.get("rng_state") or _random_state(checkpoint)
         if isinstance(random, list):
             tree["rng_state"] = random
     elif isinstance(schedule, dict):
-        tree["lr_scheduler"] = _counters(step, checkpoint.groups)
-    scaler = _deepspeed_scaler(checkpoint, megatron, step)
+        tree["lr_scheduler"] = _scheduler_position(step, checkpoint.groups)
+    scaler = _loss_scaler(checkpoint, megatron, step)
     if scaler:
         tree["optimizer"] = scaler
     trees: dict[str, Any] = {"mp_rank_00_model_states.pt": tree}
     if CONFIG_FILE in checkpoint.extras.trees:
         trees[CONFIG_FILE] = checkpoint.extras.trees[CONFIG_FILE]
-    # Experts are parameters like all others there: DeepSpeed's own have other names, and files for each.
+    # Experts become ordinary parameters: DeepSpeed's own experts have other names and one file each.
     parameters = {
         name: replace(_with_step(p, checkpoint.groups), expert=None) for name, p in checkpoint.parameters.items()
     }
@@ -75,8 +75,8 @@ def megatron_to_deepspeed(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -
     )
 
 
-def _info(checkpoint: Checkpoint, args: Mapping[str, Any]) -> dict[str, Any]:
-    """How the ranks' slices make whole parameters, as Megatron-DeepSpeed tells DeepSpeed."""
+def _universal_info(checkpoint: Checkpoint, args: Mapping[str, Any]) -> dict[str, Any]:
+    """How parameters are split over ranks, in the form in which Megatron-DeepSpeed passes it to DeepSpeed."""
     trained = [p for p in checkpoint.parameters.values() if p.role == "trained"]
 
     def named(cut: str, dim: int = 0, parts: int = 0) -> list[str]:
@@ -101,8 +101,8 @@ def _info(checkpoint: Checkpoint, args: Mapping[str, Any]) -> dict[str, Any]:
     return info
 
 
-def _counters(step: int, groups: list[ParamGroup]) -> dict[str, Any]:
-    """Where a schedule is, in the words of DeepSpeed's schedulers and of torch's; its shape is the new run's own."""
+def _scheduler_position(step: int, groups: list[ParamGroup]) -> dict[str, Any]:
+    """The position of a schedule, for DeepSpeed's schedulers and for torch's; the new run defines its shape."""
     return {
         "last_batch_iteration": step - 1,
         "last_epoch": step,
@@ -113,22 +113,22 @@ def _counters(step: int, groups: list[ParamGroup]) -> dict[str, Any]:
 
 
 def _with_step(parameter: Parameter, groups: list[ParamGroup]) -> Parameter:
-    """The parameter with a step of its own: fused optimizers count in the group, DeepSpeed's do it here."""
+    """The parameter with its own step: fused optimizers keep it in the group, DeepSpeed's per parameter."""
     if parameter.group is None or STEP in parameter.atoms or parameter.role != "trained":
         return parameter
-    counted = groups[parameter.group].hyper.get(STEP)
-    if not isinstance(counted, (int, float)) or not any(kind not in ("weight", "master") for kind in parameter.atoms):
+    step = groups[parameter.group].hyper.get(STEP)
+    if not isinstance(step, (int, float)) or not any(kind not in ("weight", "master") for kind in parameter.atoms):
         return parameter
-    fragment = Fragment(Region.all_of(()), "", 0, FLOAT32, inline=struct.pack("<f", counted))
+    fragment = Fragment(Region.all_of(()), "", 0, FLOAT32, inline=struct.pack("<f", step))
     atom = Atom(parameter.name, STEP, (), FLOAT32, (fragment,))
     return replace(parameter, atoms={**parameter.atoms, STEP: atom})
 
 
-def _deepspeed_scaler(checkpoint: Checkpoint, megatron: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Megatron's loss scale as DeepSpeed's; nothing where the run had none."""
+def _loss_scaler(checkpoint: Checkpoint, megatron: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Megatron's grad scaler as DeepSpeed's loss scaler; empty if the run did not use one."""
     if checkpoint.details.get("dtype") != "float16":
         return {}
-    for scaler in _scalers(checkpoint, megatron):
+    for scaler in _grad_scalers(checkpoint, megatron):
         scale = scaler.get("scale") if isinstance(scaler, dict) else None
         if isinstance(scale, Atom) and scale.dtype == FLOAT32:
             fragment = scale.fragments[0]
@@ -138,18 +138,18 @@ def _deepspeed_scaler(checkpoint: Checkpoint, megatron: Mapping[str, Any], step:
     return {}
 
 
-def _scalers(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -> Iterator[Any]:
-    """Where Megatron's layouts keep the state of a loss scaler."""
+def _grad_scalers(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -> Iterator[Any]:
+    """The states of grad scalers, wherever Megatron's formats keep them."""
     optimizer = megatron.get("optimizer")
-    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
-        if isinstance(one, dict):
-            yield one.get("grad_scaler")
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        if isinstance(each, dict):
+            yield each.get("grad_scaler")
     objects = checkpoint.extras.trees.get("objects")
     if isinstance(objects, dict):
-        yield from (value for key, value in objects.items() if isinstance(key, str) and _SCALER.match(key))
+        yield from (value for key, value in objects.items() if isinstance(key, str) and _GRAD_SCALER.match(key))
 
 
-def _first_random(checkpoint: Checkpoint) -> Any:
+def _random_state(checkpoint: Checkpoint) -> Any:
     objects = checkpoint.extras.trees.get("objects")
     if not isinstance(objects, dict):
         return None
