@@ -116,4 +116,4 @@ def test_compact_keeps_what_the_second_newest_base_needs(run: Path) -> None:
 def test_what_is_no_log_is_told(tmp_path: Path) -> None:
     done = ucp("log", "ls", tmp_path)
     assert done.returncode == 3
-    assert "holds no log" in done.stderr
+    assert "contains no log" in done.stderr

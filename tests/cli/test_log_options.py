@@ -69,4 +69,4 @@ def test_convert_and_merge_write_what_the_job_saved(run: Path, tmp_path: Path) -
 def test_a_step_that_the_log_does_not_have_is_refused(run: Path) -> None:
     done = ucp("inspect", run / "run", "--log", run / "run", "--step", 7)
     assert done.returncode != 0
-    assert "step 7 cannot be had; the log ends with step 6" in done.stderr
+    assert "step 7 is not in the log (last complete step: 6)" in done.stderr

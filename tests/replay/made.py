@@ -17,12 +17,12 @@ from ucp.core.dtypes import BY_NAME
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.log.base_folders import BaseCheckpoint, base_folder, write_base
-from ucp.log.codecs import bits_type, encode_difference
+from ucp.log.codecs import EncodedBlock, bits_type, encode_difference
 from ucp.log.epoch_manifest import EpochManifest, KernelFingerprint, OptimizerGroup, ParentEpoch, write_manifest
 from ucp.log.frames import FrameType
 from ucp.log.payloads import GradientStage, GroupScalars, LrKind, StateDigest, StepRecord, pack_digests
 from ucp.log.reader import epoch_folder, stream_folder
-from ucp.log.segment_writer import EncodedBlock, SegmentWriter, append_blocks, append_step, encode_block
+from ucp.log.segment_writer import SegmentWriter, append_blocks, append_step, encode_block
 from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
 from ucp.sources import OpenCheckpoint
 

@@ -265,7 +265,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     base = run.save(0)
     run.train(3)
     sync(run)
-    with pytest.raises(UsageError, match="step 9 cannot be had; the log ends with step 3"):
+    with pytest.raises(UsageError, match=r"step 9 is not in the log \(last complete step: 3\)"):
         derive(run, base, 9)
     with pytest.raises(UsageError, match="is not a step"):
         ucp.open(tmp_path, log=tmp_path, step="newest")

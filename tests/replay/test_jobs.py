@@ -135,9 +135,9 @@ def test_damage_is_told_where_a_step_cannot_be_had(tmp_path: Path) -> None:
     data[len(data.rstrip(b"\0")) // 2] ^= 4
     segment.write_bytes(bytes(data))
     with pytest.raises(
-        UsageError, match=r"cannot be had; the log ends with step [345]\n.*because of .*damaged"
+        UsageError, match=r"is not in the log \(last complete step: [345]\)\n.*because of .*damaged"
     ) as told:
         ucp.open(tmp_path, log=tmp_path, step=8)
-    last = str(told.value).partition("ends with step ")[2][0]
+    last = str(told.value).partition("complete step: ")[2][0]
     hints = {finding.hint for finding in ucp.verify(tmp_path, log=tmp_path).findings if finding.check == "log"}
     assert hints == {f"steps up to {last} are good"}

@@ -1,11 +1,12 @@
-"""How a block of numbers is stored: raw, narrowed, compressed, sparse, as nothing, or as a difference. All lossless.
+"""Lossless encodings of blocks of numbers: raw, narrowed, compressed, sparse, all zero, or as a difference.
 
 A block is a flat array of unsigned integers: the bit patterns of its elements (`uint16` for bfloat16, `uint32` for
-float32, …). So nothing here rounds, and -0.0 and every NaN come back as they were.
+float32, …). So nothing is rounded, and -0.0 and every NaN are restored bit for bit.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, cast
 
@@ -13,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ucp.core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
-from ucp.errors import NotUnderstoodError
+from ucp.errors import IntegrityError, NotUnderstoodError
 from ucp.log.frames import BadBytesError
 
-Bits = npt.NDArray[Any]  # one-dimensional, unsigned, one entry an element
+Bits = npt.NDArray[Any]  # one-dimensional, unsigned integers, one per element
 Bytes = npt.NDArray[np.uint8]
 
-# Codes of element types in the log. Never renumbered.
+# Codes of element types in the log, part of the format.
 DTYPE_CODES: Final = {
     name: code
     for code, name in enumerate(
@@ -32,26 +33,51 @@ ZSTD_LEVEL: Final = 1
 
 
 class Encoding(IntEnum):
-    """How the bytes of a block stand for its elements."""
+    """How the bytes of a block represent its elements."""
 
     RAW = 0
     NARROWED = 1  # float32 whose low 16 bits are all zero, as bfloat16
     PLANES = 2  # first bytes of all elements, then second bytes, …; zstd
     SPARSE = 3  # u32 number of entries; LEB128 distances between them; their values
-    ZERO = 4  # nothing stored: every bit is zero
-    UNCHANGED = 5  # nothing stored: a difference of zero
+    ZERO = 4  # no bytes: every bit is zero
+    UNCHANGED = 5  # no bytes: a difference of zero
     DELTA = 6  # differences as signed integers, zigzag; planes; zstd
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """A block as it is stored."""
+
+    block: int  # id in the stream's schema
+    encoding: int
+    dtype: DType
+    count: int  # elements
+    data: Bytes
+    state: int = 0  # index into the manifest's state kinds; 0 is the gradient
+
+    def bits(self) -> Bits:
+        """The bit patterns of the elements as unsigned integers; for a DIFF entry, their differences."""
+        try:
+            return decode(self.encoding, self.data, self.dtype, self.count)
+        except BadBytesError as error:  # although its checksum was right
+            raise IntegrityError(
+                f"block {self.block} of a log: {error}", hint="`ucp log verify` reads all of it and reports where"
+            ) from None
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The elements as float32: exact, because no gradient type has more than 32 bits."""
+        return to_float32(self.bits(), self.dtype)
+
+
 def bits_type(dtype: DType) -> np.dtype[Any]:
-    """The unsigned integers that carry this element type's bit patterns."""
+    """The unsigned integer type for this element type's bit patterns."""
     return np.dtype(f"<u{dtype.itemsize}")
 
 
 def encode(bits: Bits, dtype: DType, *, compress: bool = False, sparse: bool = False) -> tuple[Encoding, Bytes]:
-    """The cheapest form of a block: nothing, narrowed or raw; with `compress`, sparse or planes where they are smaller.
+    """Encode a block: as ZERO, NARROWED or RAW; with `compress` also as SPARSE or PLANES if that is smaller.
 
-    With `sparse`, blocks that are mostly zero are looked for. What is raw is not copied.
+    With `sparse`, blocks that are mostly zero become SPARSE. The data of a RAW block is not copied.
     """
     if is_zero(bits):
         return Encoding.ZERO, np.empty(0, np.uint8)
@@ -72,7 +98,7 @@ def encode(bits: Bits, dtype: DType, *, compress: bool = False, sparse: bool = F
 
 
 def encode_difference(old: Bits, new: Bits) -> tuple[Encoding, Bytes]:
-    """What leads from the bit patterns `old` to `new`."""
+    """Encode the difference from the bit patterns `old` to `new`."""
     delta = difference(old, new)
     if is_zero(delta):
         return Encoding.UNCHANGED, np.empty(0, np.uint8)
@@ -80,7 +106,7 @@ def encode_difference(old: Bits, new: Bits) -> tuple[Encoding, Bytes]:
 
 
 def decode(encoding: int, data: Bytes, dtype: DType, count: int) -> Bits:
-    """The bit patterns of a block (of a difference: the difference, for `apply_difference`)."""
+    """Decode a block to its bit patterns, or a difference to the argument of `apply_difference`."""
     kind = bits_type(dtype)
     if encoding == Encoding.RAW:
         return cast(Bits, _sized(data, count * kind.itemsize).view(kind))
@@ -108,14 +134,14 @@ def _bytes_per_element() -> npt.NDArray[np.int64]:
     return sizes
 
 
-# By the bytes of encoding and dtype: how many bytes an element takes, where that does not depend on the values.
+# Indexed by the bytes of encoding and dtype: bytes per element, if that does not depend on the values.
 UNKNOWN: Final = -2  # no such encoding or dtype
 VARIES: Final = -1
 BYTES_PER_ELEMENT: Final = _bytes_per_element()
 
 
 def to_float32(bits: Bits, dtype: DType) -> npt.NDArray[np.float32]:
-    """Elements as float32; exact for every type of at most 32 bits. May be a view of `bits`."""
+    """Elements as float32. May be a view of `bits`."""
     if dtype is FLOAT32:
         return bits.view(np.float32)
     if dtype is BFLOAT16:
@@ -126,14 +152,14 @@ def to_float32(bits: Bits, dtype: DType) -> npt.NDArray[np.float32]:
 
 
 def is_zero(bits: Bits) -> bool:
-    """Is every bit zero? Cheap where it is not."""
+    """Is every bit zero? Fast if not."""
     if len(bits) and bits.item(0):
         return False
     return not bits[:8].any() and not bits.any()
 
 
 def fits_bfloat16(bits: Bits) -> bool:
-    """Are the low 16 bits of every float32 zero? Cheap where they are not."""
+    """Are the low 16 bits of every float32 zero? Fast if not."""
     if len(bits) and bits.item(0) & 0xFFFF:
         return False
     low = bits.view(np.dtype("<u2"))[::2]
@@ -157,7 +183,7 @@ def widen(bits: Bits) -> Bits:
 
 
 def encode_planes(bits: Bits) -> Bytes:
-    """All first bytes, all second bytes, …, compressed: exponents lie together."""
+    """All first bytes, then all second bytes, …, compressed: this groups the exponents."""
     size = bits.dtype.itemsize
     planes = np.ascontiguousarray(bits.view(np.uint8).reshape(-1, size).T)
     return np.frombuffer(_zstd().ZstdCompressor(level=ZSTD_LEVEL).compress(planes.data), np.uint8)
@@ -179,7 +205,7 @@ def _zstd() -> Any:
         import zstandard
     except ImportError as error:
         raise NotUnderstoodError(
-            "this log has compressed blocks, and zstandard is not installed",
+            "the log contains compressed blocks, and zstandard is not installed",
             hint="pip install 'universal-checkpoint[log]'",
         ) from error
     return zstandard
@@ -190,7 +216,7 @@ def _zstd() -> Any:
 
 
 def encode_sparse(bits: Bits) -> Bytes:
-    """Only what is not zero: how many, the distances from each to the next, the values."""
+    """Only the nonzero elements: their number, the distances between them, their values."""
     where = np.flatnonzero(bits)
     return pack_sparse(where, bits[where])
 
@@ -221,7 +247,7 @@ def decode_sparse(data: Bytes, kind: np.dtype[Any], count: int) -> Bits:
 
 
 def pack_varints(numbers: npt.NDArray[np.uint64]) -> Bytes:
-    """LEB128: seven bits a byte, low ones first, the top bit set on all bytes but a number's last."""
+    """LEB128: seven bits per byte, low ones first; the top bit is set on every byte of a number but its last."""
     if not len(numbers):
         return np.empty(0, np.uint8)
     columns = []
@@ -242,7 +268,7 @@ def pack_varints(numbers: npt.NDArray[np.uint64]) -> Bytes:
 
 
 def unpack_varints(data: Bytes, count: int) -> npt.NDArray[np.uint64]:
-    """Exactly `count` numbers that take exactly all of `data`."""
+    """Exactly `count` numbers, which must use all of `data`."""
     last = np.flatnonzero(data < 0x80)
     if len(last) != count or (len(data) and (not count or last[-1] != len(data) - 1)):
         raise BadBytesError("the distances of a sparse block are damaged")
@@ -259,7 +285,7 @@ def unpack_varints(data: Bytes, count: int) -> npt.NDArray[np.uint64]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Differences: bit patterns as integers, modulo 2ⁿ, so they add up and go both ways
+# Differences of bit patterns as integers modulo 2ⁿ: they can be added, and applied in both directions
 
 
 def difference(old: Bits, new: Bits) -> Bits:
@@ -270,14 +296,14 @@ def difference(old: Bits, new: Bits) -> Bits:
 
 
 def apply_difference(old: Bits, delta: Bits) -> Bits:
-    """old + delta, modulo 2ⁿ: the new bit patterns. Also folds two differences into one."""
+    """old + delta, modulo 2ⁿ: the new bit patterns. Also adds two differences."""
     with np.errstate(over="ignore"):
         new: Bits = old + delta
     return new
 
 
 def zigzag(delta: Bits) -> Bits:
-    """Small differences of either sign as small numbers."""
+    """Map small differences of either sign to small numbers."""
     width = delta.dtype.itemsize * 8
     sign = (delta >> delta.dtype.type(width - 1)).astype(delta.dtype)
     with np.errstate(over="ignore"):
@@ -292,5 +318,5 @@ def unzigzag(coded: Bits) -> Bits:
 
 def _sized(data: Bytes, size: int) -> Bytes:
     if data.nbytes != size:
-        raise BadBytesError(f"a block of {size} bytes has {data.nbytes}")
+        raise BadBytesError(f"a block has {data.nbytes} bytes (expected {size})")
     return np.ascontiguousarray(data)

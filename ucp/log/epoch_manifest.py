@@ -1,4 +1,4 @@
-"""`manifest.json` of an epoch: what its streams are about, and how to repeat what the trainer did."""
+"""`manifest.json` of an epoch: what its streams contain, and how to repeat what the job did."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MANIFEST: Final = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class KernelFingerprint:
-    """What stepped the optimizer tensors. Replay is exact only where all of this is the same again.
+    """What updated the optimizer tensors. Replay is exact only if all of this is the same.
 
     `id` is `<library>.<optimizer>.<variant>`, for example `torch.adamw.single`, `torch.sgd.foreach`,
-    `deepspeed.cpu_adam`; an optimizer of another class has its import path.
+    `deepspeed.cpu_adam`; of any other class, its import path.
     """
 
     id: str
@@ -32,7 +32,7 @@ class KernelFingerprint:
     cpu_capability: str = ""  # torch.backends.cpu.get_cpu_capability()
     device: str = "cpu"  # or the accelerator's name
     vector_bytes: int = 0
-    library: str = ""  # version of the library that the kernel is from, where that is not torch
+    library: str = ""  # version of the library that contains the kernel, if that is not torch
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,7 +58,7 @@ class KernelFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroup:
-    """A parameter group: hyper-parameters as they were when the epoch began (JSON values), and its parameters."""
+    """A param group: hyper-parameters at the start of the epoch (JSON values), and its parameters."""
 
     hyper: dict[str, Any]
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, slots=True)
 class ParentEpoch:
-    """Where an epoch goes on from: the state after `step` of `epoch`. Later steps of that epoch are abandoned."""
+    """What an epoch continues: the state after `step` of `epoch`. Later steps of that epoch no longer count."""
 
     epoch: int
     step: int
@@ -81,21 +81,21 @@ class ParentEpoch:
 
 @dataclass(slots=True)
 class EpochManifest:
-    """All that an epoch says about itself. Its first step is `start + 1`."""
+    """The description of an epoch. Its first step is `start + 1`."""
 
     run: str  # random, the same for all epochs of a log
     epoch: int
-    start: int  # step of the state that the epoch began with
+    start: int  # step of the state that the epoch starts from
     mesh: Mesh
     kernel: KernelFingerprint
-    optimizer: str  # class, for people
+    optimizer: str  # class name, for messages
     parameters: list[LoggedParameter]
     groups: list[OptimizerGroup]
     streams: list[StreamSchema]
     parent: ParentEpoch | None = None
-    base: str | None = None  # folder of the base that the epoch began with, relative to the run's folder or absolute
-    state_kinds: list[str] = field(default_factory=lambda: ["grad"])  # what FULL and DIFF entries name by number
-    notes: list[str] = field(default_factory=list)  # why a replay cannot be exact, where the recorder knows
+    base: str | None = None  # folder of the base at `start`, relative to the run's folder or absolute
+    state_kinds: list[str] = field(default_factory=lambda: ["grad"])  # FULL and DIFF entries have an index into this
+    notes: list[str] = field(default_factory=list)  # known reasons why a replay cannot be exact
     buffers: list[LoggedParameter] = field(default_factory=list)  # of the model, logged when they change
 
     def stream(self, number: int) -> StreamSchema:
@@ -148,13 +148,13 @@ class EpochManifest:
 
 
 def write_manifest(folder: Path, manifest: EpochManifest) -> None:
-    """Write `manifest.json` so that after a crash it is there whole or not at all."""
-    told = manifest.to_json()
-    write_json(folder / MANIFEST, {"checksum": _checksum(told), **told})
+    """Write `manifest.json`; after a crash the file is whole or missing."""
+    content = manifest.to_json()
+    write_json(folder / MANIFEST, {"checksum": _checksum(content), **content})
 
 
-def _checksum(told: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(_json(told).encode())
+def _checksum(content: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(_json(content).encode())
 
 
 def _json(value: Any) -> str:
@@ -162,7 +162,7 @@ def _json(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a small JSON file under another name, wait for the disk, rename it, wait for the folder, which is made."""
+    """Write a small JSON file durably: to a temporary name, sync, rename, sync the folder (created if needed)."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,12 +174,12 @@ def write_json(path: Path, value: Any) -> None:
         sync(path.parent)
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written: {error.strerror}", hint="make room, or see to the disk; then try again"
+            f"{path}: cannot be written: {error.strerror}", hint="make room, or check the disk; then try again"
         ) from error
 
 
 def read_manifest(folder: Path) -> EpochManifest:
-    """The manifest of an epoch's folder."""
+    """Read the manifest in an epoch's folder."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
@@ -187,18 +187,18 @@ def read_manifest(folder: Path) -> EpochManifest:
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: is no JSON: {error}") from error
+        raise IntegrityError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(data, dict) or "format" not in data:
-        raise IntegrityError(f"{path}: is no manifest of a log")
+        raise IntegrityError(f"{path}: not the manifest of a log")
     if data["format"] != FORMAT:
         raise NotUnderstoodError(
-            f"{path}: format {data['format']}, but this ucp reads {FORMAT}", hint="use a newer ucp"
+            f"{path}: format {data['format']} (this version of ucp reads {FORMAT})", hint="use a newer ucp"
         )
     expected = data.pop("checksum", None)
-    # Written and read again the same: so no byte has changed, not even one that JSON does not care about.
+    # Compare the raw bytes too: not even a byte that does not matter to JSON may have changed.
     if expected != _checksum(data) or raw != _json({"checksum": expected, **data}).encode():
-        raise IntegrityError(f"{path}: is damaged (the checksum is wrong)", hint="restore it from a copy")
+        raise IntegrityError(f"{path}: damaged (the checksum is wrong)", hint="restore it from a copy")
     try:
         return EpochManifest.from_json(data)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise IntegrityError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+        raise IntegrityError(f"{path}: damaged ({type(error).__name__}: {error})") from error

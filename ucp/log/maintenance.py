@@ -1,4 +1,4 @@
-"""What is done to logs at rest: cutting off a torn end, and dropping what a base has made superfluous."""
+"""Maintenance of logs that nothing writes to: cutting off a torn end, and dropping steps that a base replaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucp.storage.local import sync
 
 @dataclass(frozen=True, slots=True)
 class FileCut:
-    """One file that was (or would be) shortened or removed. `keep` is its new size in bytes, 0: the file goes."""
+    """A file to shorten or remove. `keep` is its new size in bytes; 0 removes it."""
 
     path: Path
     size: int
@@ -26,15 +26,15 @@ class FileCut:
 
 
 def plan_truncate(epoch: Epoch, step: int) -> list[FileCut]:
-    """What must go so that every stream of an epoch ends with `step` (which all must have, unless it is the start)."""
+    """The cuts after which every stream of an epoch ends with `step`, which all must have, unless it is the start."""
     if step != epoch.manifest.start and step not in epoch.steps:
         have = f"{epoch.steps.start} to {epoch.steps.stop - 1}" if epoch.steps else "none"
-        raise UsageError(f"{epoch.folder}: step {step} is not complete in all streams; complete are: {have}")
+        raise UsageError(f"{epoch.folder}: step {step} is not complete in all streams (complete steps: {have})")
     return [cut for stream in epoch.streams.values() for cut in plan_stream_cut(stream, step)]
 
 
 def plan_stream_cut(stream: LogStream, step: int) -> list[FileCut]:
-    """What of a stream lies after its step `step`. Of a stream that is whole and ends with it, nothing."""
+    """The cuts after which a stream ends with `step`; none if it is whole and ends there already."""
     logged = stream.scan.steps.get(step)
     if logged is not None and not stream.defects and step == stream.steps.stop - 1:
         return []
@@ -44,15 +44,15 @@ def plan_stream_cut(stream: LogStream, step: int) -> list[FileCut]:
         if passed:
             cuts.append(FileCut(segment.path, segment.size, 0))
         elif logged is not None and segment.path == logged.commit.file:
-            end = max([logged.commit.header.end, *(ref.header.end for ref in _kept_behind(stream, step))])
+            end = max([logged.commit.header.end, *(ref.header.end for ref in _kept_after(stream, step))])
             if segment.size != end:
                 cuts.append(FileCut(segment.path, segment.size, end))
             passed = True
     return cuts
 
 
-def _kept_behind(stream: LogStream, step: int) -> list[FrameRef]:
-    """Whole frames about `step` behind its commit, in the same file: digests and the like are kept."""
+def _kept_after(stream: LogStream, step: int) -> list[FrameRef]:
+    """Whole frames of `step` after its commit, in the same file: digests, for example, are kept."""
     commit = stream.scan.steps[step].commit
     return [
         ref
@@ -62,8 +62,8 @@ def _kept_behind(stream: LogStream, step: int) -> list[FrameRef]:
 
 
 def apply_cuts(cuts: list[FileCut], *, save_tails: bool = False) -> None:
-    """Shorten and remove files, durably; with `save_tails`, what is cut off is kept in `NAME.tail`."""
-    for cut in sorted(cuts, key=lambda cut: cut.path, reverse=True):  # newest first: what is left is always a prefix
+    """Shorten and remove files, durably; with `save_tails`, the bytes that are cut off are kept in `NAME.tail`."""
+    for cut in sorted(cuts, key=lambda cut: cut.path, reverse=True):  # newest first: the rest is a prefix
         try:
             if save_tails:
                 _save_tail(cut)
@@ -78,7 +78,7 @@ def apply_cuts(cuts: list[FileCut], *, save_tails: bool = False) -> None:
                     os.close(fd)
             sync(cut.path.parent)
         except OSError as error:
-            raise StorageError(f"{cut.path}: cannot be cut: {error.strerror}") from error
+            raise StorageError(f"{cut.path}: cannot be shortened or removed: {error.strerror}") from error
 
 
 def _save_tail(cut: FileCut) -> None:
@@ -90,9 +90,9 @@ def _save_tail(cut: FileCut) -> None:
 
 
 def resume_stream(epoch: Epoch, stream: LogStream) -> int:
-    """Cut a stream after the last step that all streams have; gives the number of the frame that comes next.
+    """Cut a stream after the last step that all streams have; returns the number of the next frame.
 
-    Every rank does this for its own stream, after all have looked at the log.
+    Every rank does this for its own stream, after all ranks have opened the log.
     """
     step = epoch.recoverable_step
     cuts = plan_stream_cut(stream, step)
@@ -102,13 +102,13 @@ def resume_stream(epoch: Epoch, stream: LogStream) -> int:
         return 0
     if not cuts:
         return stream.scan.next_lsn
-    return max([logged.commit.header.lsn, *(ref.header.lsn for ref in _kept_behind(stream, step))]) + 1
+    return max([logged.commit.header.lsn, *(ref.header.lsn for ref in _kept_after(stream, step))]) + 1
 
 
 def plan_compact(log: Log, step: int) -> list[FileCut]:
-    """Files that are not needed to get from a base of `step` to any later step: whole segments of earlier steps.
+    """Remove segments that are not needed to get from a base of `step` to any later step.
 
-    Of every stream the last segment stays. Epochs that a newer one has left behind before `step` go altogether.
+    The last segment of every stream is kept. Epochs that a newer one replaced before `step` are removed completely.
     """
     newest = {span.epoch.number for span in log.spans() if span.last > step}
     newest.add(log.epochs[-1].number)
@@ -127,7 +127,7 @@ def plan_compact(log: Log, step: int) -> list[FileCut]:
 
 
 def remove_empty_epochs(log: Log) -> list[Path]:
-    """Remove the folders of epochs that have no segments any more; the newest stays."""
+    """Remove the folders of epochs without segments, except the newest."""
     gone = []
     for epoch in log.epochs[:-1]:
         if not any(list_segments(stream.folder) for stream in epoch.streams.values()):

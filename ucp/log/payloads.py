@@ -1,4 +1,4 @@
-"""What is inside frames: the scalars of a step, tables of blocks, what closes a step, notes, digests."""
+"""Payloads of frames: the scalars of a step, tables of blocks, commits, JSON notes, digests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ucp.log.codecs import BYTES_PER_ELEMENT, UNKNOWN
-from ucp.log.frames import FRAME_BYTES, BadBytesError, checksum, padded
+from ucp.log.frames import FRAME_BYTES, BadBytesError, FrameHeader, checksum, padded
 
 _STEP: Final = struct.Struct("<BBBBIQIIqQ")
 _GROUP: Final = struct.Struct("<IBBHdddddddq")
@@ -25,14 +25,14 @@ _SKIPPED: Final = 1
 
 
 class GradientStage(IntEnum):
-    """Which gradient is logged."""
+    """At which stage of a step the gradient is logged."""
 
     CONSUMED = 0  # exactly what the optimizer was given
-    REDUCED = 1  # averaged over ranks, before unscaling and clipping: the optimizer was given it times `scale`
+    REDUCED = 1  # averaged over ranks, before unscaling and clipping: the optimizer was given this times `scale`
 
 
 class LrKind(IntEnum):
-    """How the trainer held the learning rate: optimizers round differently."""
+    """The type of the job's learning rate: optimizers round differently with each."""
 
     FLOAT = 0  # a Python number
     TENSOR32 = 1  # a float32 tensor
@@ -41,7 +41,7 @@ class LrKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupScalars:
-    """One optimizer group as it was when the optimizer was called. NaN where the optimizer has no such number."""
+    """One param group when the optimizer was called. NaN if the optimizer has no such hyper-parameter."""
 
     group: int  # index into the manifest's groups
     lr: float
@@ -55,7 +55,7 @@ class GroupScalars:
     maximize: bool = False
     amsgrad: bool = False
     nesterov: bool = False
-    opt_step: int = -1  # the optimizer's own step count before this update (largest of the group); -1 where it has none
+    opt_step: int = -1  # the optimizer's step count before this update (largest of the group); -1: it has none
     stepped: bool = True  # the optimizer was called with this group in this step
 
 
@@ -63,8 +63,8 @@ class GroupScalars:
 class StepRecord:
     """All scalars of one step.
 
-    The optimizer was given `float32(gradient) * scale` (one float32 multiplication), or the gradient itself where
-    `scale` is None. A skipped step changed no state.
+    The optimizer was given `float32(gradient) * scale` (one float32 multiplication), or the gradient itself if `scale`
+    is None. A skipped step changed no state.
     """
 
     groups: tuple[GroupScalars, ...] = ()
@@ -72,7 +72,7 @@ class StepRecord:
     scale: np.float32 | None = None
     skipped: bool = False
     micro_batches: int = 1
-    consumed_samples: int = -1  # -1: not known
+    consumed_samples: int = -1  # -1: unknown
     time_ns: int = 0  # wall clock when the step was recorded
 
     def group(self, number: int) -> GroupScalars:
@@ -108,7 +108,7 @@ class StepRecord:
             if op not in (0, 1) or kind != op or stage not in GradientStage._value2member_map_:
                 raise BadBytesError(f"a STEP frame with unknown stage {stage} or scale {op}, {kind}")
             if bits >> 32:
-                raise BadBytesError("a STEP frame whose scale is no float32")
+                raise BadBytesError("a STEP frame whose scale is not a float32")
             groups = tuple(_unpack_group(data, _STEP.size + i * _GROUP.size) for i in range(count))
         except struct.error as error:
             raise BadBytesError("a STEP frame ends early") from error
@@ -170,12 +170,12 @@ Table = npt.NDArray[np.void]
 
 
 def table_bytes(entries: int) -> int:
-    """Length of head and entries; the payload checksum of a table frame covers just these."""
+    """Length of the table (head and entries) in bytes; the payload checksum of a table frame covers only these."""
     return TABLE_HEAD.size + entries * ENTRY.itemsize
 
 
 def data_start(entries: int) -> int:
-    """Offset of the first block in a payload with so many entries."""
+    """Offset of the first block in a payload with this number of entries."""
     return padded(table_bytes(entries))
 
 
@@ -185,15 +185,31 @@ def pack_table(entries: Table, base_step: int = -1) -> bytes:
     return head.ljust(data_start(len(entries)), b"\0")
 
 
-def unpack_table(data: bytes | memoryview, length: int) -> tuple[Table, int]:
-    """(entries, base step) from the beginning of a payload of `length` bytes; every entry is checked to lie in it."""
+def table_size(header: FrameHeader, head: bytes | bytearray | memoryview) -> int:
+    """`table_bytes` of a frame, from the first bytes of its payload."""
+    if min(len(head), header.length) < TABLE_HEAD.size:
+        raise BadBytesError("a table of blocks ends early")
+    size = table_bytes(TABLE_HEAD.unpack_from(head)[0])
+    if size > header.length:
+        raise BadBytesError("a table of blocks is longer than its frame")
+    return size
+
+
+def unpack_table(header: FrameHeader, data: bytes | memoryview) -> tuple[Table, int]:
+    """(entries, base step) from the first `table_size` bytes of a payload.
+
+    The checksum is compared, and every entry is checked to lie in the frame; the blocks themselves are not read.
+    """
+    if checksum(data) != header.checksum:
+        raise BadBytesError("the checksum of a table of blocks is wrong")
+    length = header.length
     count, zero, base_step = TABLE_HEAD.unpack_from(data)
     if zero or table_bytes(count) > len(data):
         raise BadBytesError("a table of blocks ends early")
     table: Table = np.frombuffer(data, ENTRY, count, TABLE_HEAD.size)
     sizes = BYTES_PER_ELEMENT[table["encoding"], table["dtype"]]
     _check(table, (table["zero"] == 0) & (sizes != UNKNOWN), "has an unknown dtype or encoding")
-    # Before they are added up: a sum of false lengths may be right again in 64 bits.
+    # Before they are added up: a sum of wrong lengths may overflow to the right one.
     _check(table, table["length"] <= length, "is not where it should be")
     lengths = table["length"].astype(np.int64)
     ends = data_start(count) + np.cumsum(lengths + -lengths % FRAME_BYTES)
@@ -212,12 +228,12 @@ def _check(table: Table, good: npt.NDArray[np.bool_], wrong: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The rest
+# Commits, notes, digests
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommit:
-    """What a step consists of. A step without its commit, or that disagrees with it, has not happened."""
+    """What a step consists of. A step without a commit, or that disagrees with it, does not count."""
 
     frames: int  # GRAD frames
     nbytes: int  # of their payloads
@@ -250,7 +266,7 @@ def unpack_json(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadBytesError("a frame of JSON holds none") from error
+        raise BadBytesError("a frame of JSON is not valid JSON") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,4 +287,4 @@ def unpack_digests(data: bytes) -> list[StateDigest]:
     try:
         return [StateDigest(int(tensor), str(kind), str(digest)) for tensor, kind, digest in value]
     except (TypeError, ValueError, OverflowError) as error:
-        raise BadBytesError("a DIGEST frame holds no digests") from error
+        raise BadBytesError("a DIGEST frame does not contain digests") from error

@@ -1,9 +1,4 @@
-"""Appending frames to the segments of a stream. One thread, no queue: the bytes, and when they are durable.
-
-A step as frames: STEP, its gradient blocks, notes, COMMIT.
-
-States and buffers after a step, as they go into a log: differences to the step before, or absolute values.
-"""
+"""Writing frames to the segments of a stream. No queue and no thread: only the bytes, and when they are durable."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ import numpy as np
 from ucp import settings
 from ucp.core.dtypes import DType
 from ucp.errors import StorageError
-from ucp.log.codecs import DTYPE_CODES, Bits, Bytes, Encoding, encode, encode_difference
+from ucp.log.codecs import DTYPE_CODES, Bits, EncodedBlock, Encoding, encode, encode_difference
 from ucp.log.frames import (
     BATCH_END,
     COMPRESSED,
@@ -41,8 +36,8 @@ from ucp.log.stream_recovery import SUFFIX
 from ucp.storage.local import sync
 
 Buffer = bytes | memoryview
-NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, a file: is full
-_IOVECS = 512  # of one call; the system's limit is 1,024
+NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_IOVECS: Final = 512  # buffers per write call; the system's limit is 1,024
 
 
 def segment_path(folder: Path, first_lsn: int) -> Path:
@@ -51,7 +46,7 @@ def segment_path(folder: Path, first_lsn: int) -> Path:
 
 
 class SegmentWriter:
-    """The open segment of a stream. Errors are plain OSErrors: the caller decides what becomes of the stream."""
+    """The open segment of a stream. Raises plain `OSError`s: the caller decides whether the stream can continue."""
 
     def __init__(self, folder: Path, epoch: int, stream: int, schema_hash: bytes, next_lsn: int = 0) -> None:
         self.folder = folder
@@ -60,45 +55,47 @@ class SegmentWriter:
         self.schema_hash = schema_hash
         self.next_lsn = next_lsn
         self.path: Path | None = None
-        self.end = SEGMENT_BYTES  # where the next frame goes
-        self.tap: Callable[[FrameHeader, Sequence[Buffer]], None] | None = None  # sees every frame that was written
+        self.end = SEGMENT_BYTES  # offset of the next frame
+        self.on_frame: Callable[[FrameHeader, Sequence[Buffer]], None] | None = None  # called after every write
         self._fd = -1
         self._salt = 0
         self._reserved = 0
 
     def append(self, kind: FrameType, step: int, parts: Sequence[Buffer], *, flags: int = 0) -> tuple[int, int]:
-        """Write a frame whose payload is `parts` end to end; gives (length, checksum) of the payload."""
+        """Write a frame whose payload is `parts` end to end; returns (length, checksum) of the payload."""
         length = sum(len(part) for part in parts)
         total = checksum(parts[0]) if len(parts) == 1 else checksum(b"".join(parts))
-        self._write(kind, step, parts, length, total, flags)
+        self._append(kind, step, parts, length, total, flags)
         return length, total
 
     def append_table(
         self, kind: FrameType, step: int, table: Table, blocks: Sequence[Buffer], *, flags: int = 0, base_step: int = -1
     ) -> tuple[int, int]:
-        """Write a GRAD, DIFF or FULL frame. `blocks` is everything after the table, in order, padding included."""
+        """Write a GRAD, DIFF or FULL frame. `blocks` is everything after the table, in order, including padding."""
         assert kind in TABLE_TYPES
         head = pack_table(table, base_step)
         total = checksum(memoryview(head)[: table_bytes(len(table))])
         length = len(head) + sum(len(block) for block in blocks)
-        self._write(kind, step, [head, *blocks], length, total, flags)
+        self._append(kind, step, [head, *blocks], length, total, flags)
         return length, total
 
-    def _write(self, kind: FrameType, step: int, parts: Sequence[Buffer], length: int, total: int, flags: int) -> None:
+    def _append(self, kind: FrameType, step: int, parts: Sequence[Buffer], length: int, total: int, flags: int) -> None:
         if self._fd < 0:
             self.open_segment()
         header = FrameHeader(kind, flags, self.stream, self.epoch, self.next_lsn, step, length, total, self.end)
-        size = header.end - header.offset
-        self._reserve(self.end + size)
-        tail = bytes(padded(length) - length)
-        self._write_at(self.end, [header.pack(self._salt), *parts, tail] if tail else [header.pack(self._salt), *parts])
+        self._write_frame(header, parts)
         self.end = header.end
         self.next_lsn += 1
-        if self.tap is not None:
-            self.tap(header, parts)
+        if self.on_frame is not None:
+            self.on_frame(header, parts)
+
+    def _write_frame(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
+        self._reserve(header.end)
+        padding = bytes(padded(header.length) - header.length)
+        self._write_at(header.offset, [header.pack(self._salt), *parts, *([padding] if padding else [])])
 
     def open_segment(self) -> None:
-        """Begin a file for frames from `next_lsn` on."""
+        """Start a file for the frames from `next_lsn` on."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = segment_path(self.folder, self.next_lsn)
         self._salt = secrets.randbits(64)
@@ -117,17 +114,17 @@ class SegmentWriter:
             os.fdatasync(self._fd)
 
     def close_segment(self) -> None:
-        """End the open file where its last frame ends, durably. The next frame opens another."""
+        """Truncate the open file after its last frame and make it durable. The next frame opens another file."""
         if self._fd < 0:
             return
         os.ftruncate(self._fd, self.end)
         os.fsync(self._fd)
         os.close(self._fd)
         self._fd = -1
-        self.end = SEGMENT_BYTES  # where the next file's first frame goes
+        self.end = SEGMENT_BYTES
 
     def abandon(self, next_lsn: int) -> None:
-        """Give up the open file, after an error; frames from `next_lsn` on will be written again, into another."""
+        """Give up the open file after an error; the frames from `next_lsn` on will be written again, to another."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
@@ -135,11 +132,11 @@ class SegmentWriter:
         self.next_lsn = next_lsn
         self.end = SEGMENT_BYTES
         if self.path is not None and self.path == segment_path(self.folder, next_lsn):
-            # Nothing of it counts, and its name is needed again.
+            # None of its frames counts, and its name is needed again.
             self.path.rename(self.path.with_suffix(f".{time.time_ns()}.failed"))
 
     def _reserve(self, size: int) -> None:
-        """Have the file system find room for the file's first `size` bytes, and for some more where there is more."""
+        """Allocate disk space for the first `size` bytes of the file, and for some more if there is enough."""
         if size <= self._reserved:
             return
         step = settings.LOG_RESERVE_BYTES
@@ -147,7 +144,7 @@ class SegmentWriter:
         try:
             self._allocate(generous)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in NO_SPACE:
                 raise
             self._allocate(size)
             generous = size
@@ -162,7 +159,7 @@ class SegmentWriter:
             os.ftruncate(self._fd, size)
 
     def _write_at(self, offset: int, parts: Sequence[Buffer]) -> None:
-        """Write parts end to end. Calls end at multiples of `WRITE_BYTES`, see there."""
+        """Write parts end to end. Each call ends at a multiple of `WRITE_BYTES` (see settings)."""
         pending = [memoryview(part).cast("B") for part in parts if len(part)]
         pending.reverse()  # the next part is the last of the list
         while pending:
@@ -186,44 +183,35 @@ class SegmentWriter:
         return size
 
 
-class FileLessWriter(SegmentWriter):
-    """Frames that go to the tap alone, and into no file."""
+class FilelessWriter(SegmentWriter):
+    """Passes frames to `on_frame` without writing any file."""
 
     def __init__(self, epoch: int, stream: int, schema_hash: bytes) -> None:
         super().__init__(Path(), epoch, stream, schema_hash)
 
-    def _write(self, kind: FrameType, step: int, parts: Sequence[Buffer], length: int, total: int, flags: int) -> None:
-        header = FrameHeader(kind, flags, self.stream, self.epoch, self.next_lsn, step, length, total, self.end)
-        self.end = header.end
-        self.next_lsn += 1
-        if self.tap is not None:
-            self.tap(header, parts)
+    def open_segment(self) -> None:
+        pass
+
+    def _write_frame(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
+        pass
 
 
 def log_write_error(path: Path, error: OSError) -> StorageError:
-    """What a user is told when the system refuses a write of the log."""
-    todo = "make room" if error.errno in NO_ROOM else "see to the disk, or give another folder,"
+    """The error for a user when the system refuses a write of the log."""
+    todo = "make room" if error.errno in NO_SPACE else "check the disk, or choose another folder,"
     return StorageError(
         f"{path}: the log cannot be written: {error.strerror or error}",
         hint=f"what was durable before is safe; {todo} and start recording again",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBlock:
-    """A block as it goes into a file."""
-
-    block: int
-    encoding: Encoding
-    dtype: DType
-    count: int  # elements
-    data: Bytes
-    state: int = 0  # index into the manifest's state kinds; 0 is the gradient
+# ----------------------------------------------------------------------------------------------------------------------
+# A step as frames: STEP, its gradient blocks, states, notes, COMMIT
 
 
 @dataclass(frozen=True, slots=True)
 class StateFrames:
-    """States and buffers of a step: absolute values, and differences to the values after `base_step`."""
+    """States and buffers of a step: absolute values, and differences from the values after `base_step`."""
 
     full: Sequence[EncodedBlock]
     differences: Sequence[EncodedBlock]
@@ -233,13 +221,13 @@ class StateFrames:
 def encode_block(
     block: int, bits: Bits, dtype: DType, *, compress: bool = False, sparse: bool = False, state: int = 0
 ) -> EncodedBlock:
-    """A block in its cheapest form."""
+    """Encode a block as `encode` does."""
     encoding, data = encode(bits, dtype, compress=compress, sparse=sparse)
     return EncodedBlock(block, encoding, dtype, len(bits), data, state)
 
 
 def append_step(
-    appender: SegmentWriter,
+    writer: SegmentWriter,
     step: int,
     record: StepRecord,
     blocks: Sequence[EncodedBlock] = (),
@@ -248,34 +236,34 @@ def append_step(
     aux: Any = None,
     batch_end: bool = False,
 ) -> int:
-    """Append a whole step; gives the bytes that it took. `batch_end` promises a `sync` before the next frame."""
-    begin = appender.end
-    step_lsn = appender.next_lsn
-    appender.append(FrameType.STEP, step, [record.pack()])
-    grads = [append_blocks(appender, FrameType.GRAD, step, some) for some in split_into_frames(blocks)]
+    """Append a whole step; returns its size in bytes. `batch_end` promises a `sync` before the next frame."""
+    begin = writer.end
+    step_lsn = writer.next_lsn
+    writer.append(FrameType.STEP, step, [record.pack()])
+    grads = [append_blocks(writer, FrameType.GRAD, step, some) for some in _split_into_frames(blocks)]
     if states is not None:
-        for some in split_into_frames(states.full):
-            append_blocks(appender, FrameType.FULL, step, some)
-        for some in split_into_frames(states.differences):
-            append_blocks(appender, FrameType.DIFF, step, some, base_step=states.base_step)
+        for some in _split_into_frames(states.full):
+            append_blocks(writer, FrameType.FULL, step, some)
+        for some in _split_into_frames(states.differences):
+            append_blocks(writer, FrameType.DIFF, step, some, base_step=states.base_step)
     if aux is not None:
-        appender.append(FrameType.AUX, step, [pack_json(aux)])
+        writer.append(FrameType.AUX, step, [pack_json(aux)])
     commit = StepCommit.of(grads, step_lsn).pack()
-    appender.append(FrameType.COMMIT, step, [commit], flags=BATCH_END if batch_end else 0)
-    return appender.end - begin
+    writer.append(FrameType.COMMIT, step, [commit], flags=BATCH_END if batch_end else 0)
+    return writer.end - begin
 
 
 def append_blocks(
-    appender: SegmentWriter, kind: FrameType, step: int, blocks: Sequence[EncodedBlock], *, base_step: int = -1
+    writer: SegmentWriter, kind: FrameType, step: int, blocks: Sequence[EncodedBlock], *, base_step: int = -1
 ) -> tuple[int, int]:
-    """Append one table frame; gives (length, checksum) of its payload."""
+    """Append one table frame; returns (length, checksum) of its payload."""
     table, parts = build_table(blocks)
     plain = all(block.encoding == Encoding.RAW for block in blocks)
-    return appender.append_table(kind, step, table, parts, flags=0 if plain else COMPRESSED, base_step=base_step)
+    return writer.append_table(kind, step, table, parts, flags=0 if plain else COMPRESSED, base_step=base_step)
 
 
-def split_into_frames(blocks: Sequence[EncodedBlock]) -> Iterator[Sequence[EncodedBlock]]:
-    """Blocks for one frame after the other, each of about `LOG_FRAME_BYTES`."""
+def _split_into_frames(blocks: Sequence[EncodedBlock]) -> Iterator[Sequence[EncodedBlock]]:
+    """The blocks of one frame after the other, each of about `LOG_FRAME_BYTES`."""
     some: list[EncodedBlock] = []
     size = 0
     for block in blocks:
@@ -288,10 +276,10 @@ def split_into_frames(blocks: Sequence[EncodedBlock]) -> Iterator[Sequence[Encod
         yield some
 
 
-def build_table(blocks: Sequence[EncodedBlock]) -> tuple[Table, list[memoryview | bytes]]:
+def build_table(blocks: Sequence[EncodedBlock]) -> tuple[Table, list[Buffer]]:
     """The table of some blocks, and what follows it in the payload: each block and zeros up to a multiple of 64."""
-    rows: list[tuple[int, ...]] = []  # of the table: to fill one in field by field takes several times as long
-    parts: list[memoryview | bytes] = []
+    rows: list[tuple[int, ...]] = []  # filling the table field by field would take several times as long
+    parts: list[Buffer] = []
     at = data_start(len(blocks))
     for block in blocks:
         data = block.data.data
@@ -303,8 +291,11 @@ def build_table(blocks: Sequence[EncodedBlock]) -> tuple[Table, list[memoryview 
         if size != length:
             parts.append(bytes(size - length))
         at += size
-    table = np.array(rows, ENTRY)
-    return table, parts
+    return np.array(rows, ENTRY), parts
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# States and buffers after a step: differences from the previous step, or absolute values
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,33 +306,32 @@ class StateValue:
     state: int  # index into the manifest's state kinds
     dtype: DType
     bits: Bits
-    chained: bool = True  # logged with every step, so that a difference to the step before leads to it
+    chained: bool = True  # logged with every step, so that a difference from the previous step is enough
 
 
 class StateEncoder:
-    """Knows the values of the step before. For one thread."""
+    """Encodes the values of one step after the other; keeps those of the previous step. Not thread-safe."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], Bits] = {}
         self._step = -1
-        self._packs = importlib.util.find_spec("zstandard") is not None
+        self._can_compress = importlib.util.find_spec("zstandard") is not None
 
-    def begin_with(self, step: int, values: Sequence[StateValue]) -> None:
-        """These are the values that the base has; copied."""
+    def set_base_values(self, step: int, values: Sequence[StateValue]) -> None:
+        """Set the values that the base has. They are copied."""
         self._step = step
         self._before = {(value.block, value.state): value.bits.copy() for value in values if value.chained}
 
     def encode(self, step: int, values: Sequence[StateValue], *, compress: bool) -> StateFrames:
-        """All values of a step, each in its smaller form. A value that was not there before is absolute."""
+        """Encode all values of a step, each in its smaller form. A value without a previous one is absolute."""
         full: list[EncodedBlock] = []
         differences: list[EncodedBlock] = []
         for value in values:
-            made = self._difference(value)
-            if made is not None:
-                differences.append(made)
+            difference = self._difference(value)
+            if difference is not None:
+                differences.append(difference)
             else:
-                encoding, data = encode(value.bits, value.dtype, compress=compress)
-                full.append(_block(value, encoding, data))
+                full.append(encode_block(value.block, value.bits, value.dtype, compress=compress, state=value.state))
             if value.chained:
                 self._remember(value)
         frames = StateFrames(full, differences, self._step)
@@ -349,14 +339,16 @@ class StateEncoder:
         return frames
 
     def _difference(self, value: StateValue) -> EncodedBlock | None:
-        before = self._before.get((value.block, value.state)) if value.chained and self._packs else None
+        before = self._before.get((value.block, value.state)) if value.chained and self._can_compress else None
         if before is None or before.shape != value.bits.shape or before.dtype != value.bits.dtype:
             return None
         encoding, data = encode_difference(before, value.bits)
-        return _block(value, encoding, data) if data.nbytes < value.bits.nbytes else None
+        if data.nbytes >= value.bits.nbytes:
+            return None
+        return EncodedBlock(value.block, encoding, value.dtype, len(value.bits), data, value.state)
 
     def _remember(self, value: StateValue) -> None:
-        if not self._packs:
+        if not self._can_compress:
             return
         key = value.block, value.state
         before = self._before.get(key)
@@ -364,7 +356,3 @@ class StateEncoder:
             self._before[key] = value.bits.copy()
         else:
             np.copyto(before, value.bits)
-
-
-def _block(value: StateValue, encoding: Encoding, data: Bytes) -> EncodedBlock:
-    return EncodedBlock(value.block, encoding, value.dtype, len(value.bits), data, value.state)

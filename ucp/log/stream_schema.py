@@ -1,6 +1,6 @@
-"""Names of the states that a log may hold. An entry of a table names its state by an index into the manifest's list.
+"""The schema of a stream: parameters, optimizer tensors, the blocks that they are cut into, and the names of states.
 
-What a log is about: parameters, optimizer tensors and the blocks that they are cut into.
+A table entry refers to its state by an index into the manifest's list of state kinds.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ GRADIENT: Final = "grad"
 PARAM: Final = "param"  # the tensor that the optimizer updates
 BUFFER: Final = "buffer"  # a buffer of the model: the block is one of the stream's buffers
 
-# What every manifest of a recorder begins its list with.
+# The first entries of every list of state kinds.
 FIRST_KINDS: Final = (GRADIENT, PARAM, BUFFER)
 
-_OWN: Final = re.compile(r"own:(.+):\(([0-9,]*)\)")
-_ESCAPE: Final = "state:"  # before the name of a state that would mean something else here
-_TAKEN: Final = re.compile(rf"{GRADIENT}|{PARAM}|{BUFFER}|weight|master|(own|state)[:/].*", re.DOTALL)
+_SHAPED: Final = re.compile(r"own:(.+):\(([0-9,]*)\)")
+_ESCAPE: Final = "state:"  # prefix of an optimizer state whose name has a meaning of its own in a log
+_RESERVED: Final = re.compile(rf"{GRADIENT}|{PARAM}|{BUFFER}|weight|master|(own|state)[:/].*", re.DOTALL)
 
 
 def logged_kind(kind: str) -> str:
-    """What a log calls a state of the optimizer: its own name, out of the way of the names that mean something here."""
-    return _ESCAPE + kind if _TAKEN.fullmatch(kind) else kind
+    """The name of an optimizer state in a log: its own name, with a prefix if that is reserved."""
+    return _ESCAPE + kind if _RESERVED.fullmatch(kind) else kind
 
 
 def kind_of_logged(name: str) -> str:
-    """The state that a log calls so."""
+    """The optimizer state with this name in a log."""
     return name.removeprefix(_ESCAPE)
 
 
 def shaped_kind(kind: str, shape: Shape) -> str:
-    """The name of a state with a shape of its own: a counter, a factored moment. Its entry is of the first block."""
+    """The name of a state that does not have the parameter's shape: a counter, a factored moment.
+
+    Its entry refers to the first block of the optimizer tensor.
+    """
     return f"own:{kind}:({','.join(map(str, shape))})"
 
 
 def parse_shaped_kind(name: str) -> tuple[str, Shape] | None:
-    """(state, its shape) where a name is of a state with a shape of its own."""
-    found = _OWN.fullmatch(name)
+    """(state, its shape) if a name is one of `shaped_kind`, else None."""
+    found = _SHAPED.fullmatch(name)
     if found is None:
         return None
     return found[1], tuple(int(n) for n in found[2].split(",") if n)
@@ -57,14 +60,14 @@ def parse_shaped_kind(name: str) -> tuple[str, Shape] | None:
 
 @dataclass(frozen=True, slots=True)
 class LoggedParameter:
-    """A parameter of the model, whole and free of any layout."""
+    """A parameter of the model, whole and free of any parallel layout."""
 
     name: str
     shape: Shape
     dtype: str  # of the module's weight
     group: int  # index into the optimizer's groups
     rule: Rule = REPLICATED
-    padded_shape: Shape | None = None  # where tensor-parallel ranks hold more rows than the parameter has
+    padded_shape: Shape | None = None  # if tensor-parallel ranks have more rows than the parameter
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "group": self.group}
@@ -91,13 +94,13 @@ class LoggedParameter:
 class OptimizerTensor:
     """A tensor that the optimizer's kernel is called on: a parameter, or a flat partition of several.
 
-    `numel` counts padding as well: elements that no block covers. Their gradient is zero.
+    `numel` includes padding: elements that no block covers. Their gradient is zero.
     """
 
     numel: int
     group: int
     dtype: str  # of the tensor itself (the master)
-    grad_dtype: str  # of the gradient as it is recorded; a block may be stored narrower
+    grad_dtype: str  # of the recorded gradient; a block may be stored narrower
     names: tuple[str, ...]  # parameters that share this tensor's step count
 
     def to_json(self) -> dict[str, Any]:
@@ -122,10 +125,10 @@ class OptimizerTensor:
 
 @dataclass(frozen=True, slots=True)
 class LogBlock:
-    """At most `LOG_BLOCK_ELEMENTS` elements of one parameter that lie together in one optimizer tensor.
+    """At most `LOG_BLOCK_ELEMENTS` elements of one parameter that are contiguous in one optimizer tensor.
 
-    `region` says which elements of the whole parameter they are, in order (it may reach past the parameter's shape:
-    vocabulary padding). They are elements `[offset, offset + count)` of optimizer tensor `tensor`.
+    `region` is where they are in the whole parameter, in order (it may exceed the parameter's shape: vocabulary
+    padding). They are elements `[offset, offset + count)` of optimizer tensor `tensor`.
     """
 
     id: int
@@ -148,13 +151,13 @@ class LogBlock:
 
 @dataclass(slots=True)
 class StreamSchema:
-    """Everything that one writer logs; does not change during an epoch."""
+    """Everything that one rank logs; does not change during an epoch."""
 
     stream: int
     rank: Rank
     tensors: list[OptimizerTensor] = field(default_factory=list)
     blocks: list[LogBlock] = field(default_factory=list)  # block i has id i
-    buffers: list[LogBlock] = field(default_factory=list)  # numbered alike; `parameter` is an index into the buffers
+    buffers: list[LogBlock] = field(default_factory=list)  # numbered likewise; `parameter` is an index into the buffers
 
     def to_json(self) -> dict[str, Any]:
         out = {
@@ -177,13 +180,12 @@ class StreamSchema:
             [LogBlock.from_json(block) for block in data["blocks"]],
             [LogBlock.from_json(block) for block in data.get("buffers", ())],
         )
-        numbered = all([b.id for b in some] == list(range(len(some))) for some in (schema.blocks, schema.buffers))
-        if not numbered:
+        if any([b.id for b in some] != list(range(len(some))) for some in (schema.blocks, schema.buffers)):
             raise IntegrityError(f"stream {schema.stream}: its blocks are not numbered 0, 1, 2, …")
         return schema
 
     def hash(self) -> bytes:
-        """16 bytes that stand for the schema in every segment of the stream."""
+        """16 bytes that identify the schema in every segment of the stream."""
         return xxhash.xxh3_128_digest(pack_json(self.to_json()))
 
     def blocks_of(self, tensor: int) -> list[LogBlock]:
@@ -196,15 +198,15 @@ class StreamSchema:
 
 
 def cut_blocks(
-    first_id: int, tensor: int, shares: Iterable[tuple[int, Region, int]], limit: int | None = None
+    first_id: int, tensor: int, parts: Iterable[tuple[int, Region, int]], limit: int | None = None
 ) -> Iterator[LogBlock]:
-    """Blocks of an optimizer tensor from its shares (parameter index, region of the whole, first element).
+    """Cut an optimizer tensor into blocks, given its parts as (parameter index, region, first element in the tensor).
 
-    Cuts fall on multiples of the limit, counted from the start of the optimizer tensor: kernels that treat the last
-    few elements of a tensor otherwise are replayed in its coordinates.
+    Cuts are at multiples of the limit from the start of the optimizer tensor: kernels that treat the last few elements
+    of a tensor differently are replayed in its coordinates.
     """
     size = settings.LOG_BLOCK_ELEMENTS if limit is None else limit
-    for parameter, region, start in shares:
+    for parameter, region, start in parts:
         at, end = start, start + region.numel
         while at < end:
             stop = min(end, (at // size + 1) * size)

@@ -2,10 +2,7 @@
 
 Time is wasted while a base stalls training, while steps are recorded, while a batch becomes durable, and after a
 failure: the steps that were not durable are trained again, a base is loaded, and the log since it is replayed.
-
-What a log says about the costs of its own recording.
-
-The waste over the interval between bases, drawn: an SVG written by hand, or a PNG where matplotlib is installed.
+`measure_costs` takes the costs from a log, `write_plot` draws the waste.
 """
 
 from __future__ import annotations
@@ -28,21 +25,21 @@ from ucp.storage.pictures import write_picture
 
 @dataclass(frozen=True, slots=True)
 class RecordingCosts:
-    """What things take, in seconds. A step takes `step` without any recording."""
+    """Costs of a job and of its recording, in seconds unless the name ends in `bytes`."""
 
-    step: float
+    step: float  # one training step without recording
     mtbf: float  # mean time between failures of the whole job
-    base_stall: float  # that training waits for one base
-    sync_stall: float = 0.0  # that training waits for one durable batch
-    record: float = 0.0  # to record one step
-    replay: float = 0.0  # to replay one step
-    restart: float = 0.0  # to load a base
-    base_time: float = 0.0  # from the beginning of a base to its end, in the background
-    step_bytes: float = 0.0  # of the log
-    quota_bytes: float = math.inf  # that the log may take between two bases
+    base_stall: float  # training waits this long for one base
+    sync_stall: float = 0.0  # training waits this long for one durable batch
+    record: float = 0.0  # recording one step
+    replay: float = 0.0  # replaying one step
+    restart: float = 0.0  # loading a base
+    base_time: float = 0.0  # saving one base in the background
+    step_bytes: float = 0.0  # log of one step
+    quota_bytes: float = math.inf  # largest size of the log between two bases
 
     def check(self) -> None:
-        """Refuse numbers that mean nothing."""
+        """Refuse impossible values."""
         if not (self.step > 0 and self.mtbf > 0):
             raise UsageError("the time of a step and the mean time between failures must be more than zero")
         for name in ("base_stall", "sync_stall", "record", "replay", "restart", "base_time", "step_bytes"):
@@ -53,7 +50,7 @@ class RecordingCosts:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Fractions of the time of training that are wasted, by cause."""
+    """Fractions of the training time that are wasted, by cause."""
 
     bases: float
     recording: float
@@ -68,7 +65,7 @@ class Waste:
 
     @property
     def overhead(self) -> float:
-        """What recording and bases cost while nothing fails."""
+        """The cost of recording and bases without failures."""
         return self.bases + self.recording + self.syncs
 
 
@@ -94,26 +91,26 @@ def waste(costs: RecordingCosts, base_every: float, batch_steps: float) -> Waste
 
 
 def best_interval(costs: RecordingCosts) -> float:
-    """Steps between bases that waste least, as a real number: √(2 σ M / (ρ τ)). Infinite where replay costs nothing."""
+    """Steps between bases with the least waste, as a real number: √(2 σ M / (ρ τ)). Infinite if replay is free."""
     if costs.replay == 0:
         return math.inf if costs.base_stall > 0 else 1.0
     return math.sqrt(2 * costs.base_stall * costs.mtbf / (costs.replay * costs.step))
 
 
 def best_batch(costs: RecordingCosts) -> float:
-    """Steps that should become durable together, as a real number: √(2 σ M) / τ."""
+    """Steps per durable batch with the least waste, as a real number: √(2 σ M) / τ."""
     return math.sqrt(2 * costs.sync_stall * costs.mtbf) / costs.step
 
 
 def young_interval(costs: RecordingCosts) -> float:
-    """Steps between checkpoints without any log: Young's √(2 σ M), in steps."""
+    """Steps between checkpoints without a log: Young's √(2 σ M), in steps."""
     return math.sqrt(2 * costs.base_stall * costs.mtbf) / costs.step
 
 
 def collapsed(base_bytes: float, bandwidth: float, merge: float, mtbf: float) -> tuple[float, float]:
-    """(batch time, base frequency) of LowDiff's closed form, for logs whose differences are merged before use.
+    """(batch time, base frequency) by LowDiff's closed form, for logs whose differences are merged before use.
 
-    `merge` is the time to merge one difference. In these, frequency × time² is the merge time.
+    `merge` is the time to merge one difference; it equals frequency × batch time².
     """
     batch = (2 * base_bytes * merge * mtbf / bandwidth) ** (1 / 3)
     frequency = (merge * bandwidth**2 / (4 * base_bytes**2 * mtbf**2)) ** (1 / 3)
@@ -121,15 +118,15 @@ def collapsed(base_bytes: float, bandwidth: float, merge: float, mtbf: float) ->
 
 
 def choose(costs: RecordingCosts, longest: int = 1_000_000) -> TuningChoice:
-    """The whole numbers of steps that waste least, within what disk and bases allow."""
+    """The whole numbers of steps with the least waste, within the limits of disk space and base duration."""
     costs.check()
-    low = max(1, math.ceil(costs.base_time / costs.step))  # a base must be finished before the next begins
+    low = max(1, math.ceil(costs.base_time / costs.step))  # a base must be finished before the next starts
     high = longest
     if costs.step_bytes > 0 and math.isfinite(costs.quota_bytes):
         high = min(high, int(costs.quota_bytes // costs.step_bytes))
     if high < low:
         raise UsageError(
-            f"a base takes {low} steps to save, but the log may only hold {high}",
+            f"a base takes {low} steps to save, but the log may only hold {high} steps",
             hint="allow the log more space, or save bases faster",
         )
     every = _best_integer(best_interval(costs), low, high, lambda k: waste(costs, k, 1).total)
@@ -137,16 +134,16 @@ def choose(costs: RecordingCosts, longest: int = 1_000_000) -> TuningChoice:
     return TuningChoice(every, batch, waste(costs, every, batch))
 
 
-def _best_integer(about: float, low: int, high: int, total: Callable[[int], float]) -> int:
-    """The whole number in [low, high] beside the best real one that wastes less; waste grows away from that."""
-    if not math.isfinite(about):
+def _best_integer(real: float, low: int, high: int, total: Callable[[int], float]) -> int:
+    """The better of the whole numbers next to the best real one, within [low, high]."""
+    if not math.isfinite(real):
         return high
-    beside = {min(max(number, low), high) for number in (math.floor(about), math.ceil(about))}
-    return min(sorted(beside), key=total)
+    neighbours = {min(max(number, low), high) for number in (math.floor(real), math.ceil(real))}
+    return min(sorted(neighbours), key=total)
 
 
 def curve(costs: RecordingCosts, batch_steps: int, longest: int = 1_000_000) -> Iterator[tuple[int, Waste]]:
-    """Waste over intervals, two a factor of 1.1 apart, around the best one."""
+    """Waste by interval: intervals around the best one, each 1.1 times the previous."""
     centre = best_interval(costs)
     centre = 1000.0 if not math.isfinite(centre) else max(centre, 1.0)
     seen = set()
@@ -158,14 +155,14 @@ def curve(costs: RecordingCosts, batch_steps: int, longest: int = 1_000_000) -> 
 
 
 class Tuner:
-    """Chooses again and again while costs are measured; changes its mind only where that saves enough."""
+    """Repeats the choice while costs are measured; changes it only if that saves enough."""
 
     def __init__(self, improvement: float = 0.05) -> None:
         self.improvement = improvement
         self.choice: TuningChoice | None = None
 
     def update(self, costs: RecordingCosts) -> TuningChoice:
-        """The choice to go on with. A new one must waste `improvement` less than the old one would."""
+        """The choice for the next steps. A new one must waste at least the fraction `improvement` less."""
         new = choose(costs)
         if self.choice is not None:
             old = waste(costs, self.choice.base_every, self.choice.batch_steps)
@@ -177,17 +174,17 @@ class Tuner:
 
 
 def estimated_mtbf(seconds: float, failures: int, prior_seconds: float, prior_failures: float = 1.0) -> float:
-    """Mean time between failures from what was seen and what was believed before."""
+    """Mean time between failures from an observation and a prior."""
     return (prior_seconds + seconds) / (prior_failures + failures)
 
 
-# Where nothing better is known: replay on one core of a few years' age, and a modest disk.
-REPLAY_SECONDS: Final = 3e-9  # an element and step
-READ_BYTES: Final = 500e6  # a second
+# Assumed if nothing better is known: replay on one core that is a few years old, and a modest disk.
+REPLAY_SECONDS: Final = 3e-9  # per element and step
+READ_BYTES: Final = 500e6  # per second
 
 
 def measure_costs(log: Log, mtbf: float) -> RecordingCosts:
-    """Costs from the newest epoch: wall clock and costs noted with its steps, and sizes. What is not known is assumed.
+    """Measure costs from the newest epoch: times and costs logged with its steps, and sizes. The rest is assumed.
 
     Replay and restart are assumed to run on as many ranks as were recorded.
     """
@@ -195,21 +192,21 @@ def measure_costs(log: Log, mtbf: float) -> RecordingCosts:
     steps = epoch.steps
     if len(steps) < 3:
         raise UsageError(
-            f"{epoch.folder}: {len(steps)} steps are too few to measure anything", hint="give the costs as options"
+            f"{epoch.folder}: {len(steps)} steps are too few to measure costs", hint="give the costs as options"
         )
     stream = next(iter(epoch.streams.values()))
     times = [stream.record(step).time_ns for step in steps]
     step_time = median(b - a for a, b in pairwise(times)) / 1e9
-    noted: dict[str, Any] = (stream.aux(steps[-1]) or {}).get("costs", {})
-    count = max(1, int(noted.get("steps", len(steps))))
-    record = float(noted.get("record_seconds", 0.0)) / count
-    bases = int(noted.get("bases", 0))
-    base_stall = float(noted.get("base_seconds", 0.0)) / bases if bases else 0.0
-    syncs = int(noted.get("syncs", 0))
-    sync_stall = float(noted.get("stall_seconds", 0.0)) / syncs if syncs else 0.0
+    logged: dict[str, Any] = (stream.aux(steps[-1]) or {}).get("costs", {})
+    count = max(1, int(logged.get("steps", len(steps))))
+    record = float(logged.get("record_seconds", 0.0)) / count
+    bases = int(logged.get("bases", 0))
+    base_stall = float(logged.get("base_seconds", 0.0)) / bases if bases else 0.0
+    syncs = int(logged.get("syncs", 0))
+    sync_stall = float(logged.get("stall_seconds", 0.0)) / syncs if syncs else 0.0
     ranks = max(1, len(epoch.streams))
     numel = sum(schema.numel for schema in epoch.manifest.streams)
-    size = sum(logged.nbytes for each in epoch.streams.values() for logged in [each.scan.steps[steps[-1]]])
+    size = sum(each.scan.steps[steps[-1]].nbytes for each in epoch.streams.values())
     saved = list_bases(log.run_folder)
     restart = _folder_bytes(saved[-1].path) / READ_BYTES / ranks if saved else 0.0
     return RecordingCosts(
@@ -239,7 +236,7 @@ text{font:12px system-ui,sans-serif;fill:#1f2430}.title{font-size:16px;font-weig
 
 
 def write_plot(costs: RecordingCosts, choice: TuningChoice, path: Path, title: str) -> None:
-    """Draw to `path`, an SVG or PNG by its suffix."""
+    """Draw the waste over the interval between bases to `path`: an SVG, or a PNG with matplotlib."""
     points = list(curve(costs, choice.batch_steps))
     write_picture(
         path,
@@ -254,7 +251,7 @@ def _values(waste: Waste) -> tuple[float, float, float]:
 
 
 def waste_svg(points: list[tuple[int, Waste]], choice: TuningChoice, title: str) -> str:
-    """The plot as text: steps between bases on a logarithmic axis, wasted time upwards."""
+    """The plot as SVG: wasted time over steps between bases, on a logarithmic axis."""
     top, right, bottom, left = _MARGIN
     width, height = _SIZE
     inner_w, inner_h = width - left - right, height - top - bottom

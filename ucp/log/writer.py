@@ -1,13 +1,7 @@
-"""What a writer of a log counts.
+"""The writer of a stream: takes filled slots from the training loop and writes them in a thread of its own.
 
-The memory between a trainer and its log: a few slots, each with room for the gradients of one step.
-
-What a stream has and may lose: jobs are appended, made durable several at a time, and then done.
-
-What a failed write or sync has lost is written again, into a new segment. When that fails as well, `error` says why,
-and nothing more is written.
-
-The writer of a stream: takes filled slots from a trainer, and has a thread that writes them (see batches).
+Steps are appended, made durable several at a time, and their slots then returned. What a failed write or sync has lost
+is written again, to a new segment; if that fails as well, the stream ends.
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ from ucp.log.frames import FrameHeader, FrameType, padded
 from ucp.log.payloads import StepRecord, pack_json
 from ucp.log.segment_writer import (
     Buffer,
-    FileLessWriter,
+    FilelessWriter,
     SegmentWriter,
     StateEncoder,
     StateFrames,
@@ -46,15 +40,15 @@ from ucp.log.stream_schema import StreamSchema
 
 @dataclass(slots=True)
 class WriterStats:
-    """What a writer has done so far. Seconds are of the wall clock, unless they say CPU."""
+    """Totals of a writer so far. Seconds are wall-clock time, unless the name contains `cpu`."""
 
     steps: int = 0
     bytes: int = 0
     syncs: int = 0
     segments: int = 0
     dropped_segments: int = 0
-    rewrites: int = 0  # a failed write or sync was made good in a new segment
-    stalls: int = 0  # the trainer found no free slot
+    rewrites: int = 0  # failed writes or syncs that were repeated in a new segment
+    stalls: int = 0  # the training loop found no free slot
     stall_seconds: float = 0.0
     sync_seconds: float = 0.0
     cpu_seconds: float = 0.0  # of the writer's thread
@@ -64,27 +58,29 @@ class WriterStats:
         return asdict(self)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Slots: memory between the training loop and the writer's thread
+
+
 @dataclass(slots=True)
 class StepSlot:
-    """Room for one step. Whoever has acquired it fills `arrays` of some blocks, names them in `present`, sets the rest.
+    """Memory for one step. The owner fills `arrays` of some blocks, lists these in `present`, and sets the rest.
 
-    `arrays` never change place: they may be wrapped once and used for every step.
+    `arrays` stay at the same addresses, so they may be wrapped as tensors once.
     """
 
     number: int
-    arrays: list[Bits]  # one a block of the schema, in its gradient's own type, as bit patterns
+    arrays: list[Bits]  # one per block of the schema: bit patterns in the gradient's own dtype
     dtypes: list[DType]
     step: int = 0
     record: StepRecord = field(default_factory=StepRecord)
     present: list[int] = field(default_factory=list)  # ids of the blocks that the step has
-    values: list[StateValue] = field(
-        default_factory=list
-    )  # states and buffers; theirs is the memory of who filled the slot
+    values: list[StateValue] = field(default_factory=list)  # states and buffers; their memory belongs to the caller
     aux: Any = None  # JSON values
 
     @property
     def nbytes(self) -> int:
-        """Of everything that the step has."""
+        """Bytes of gradients, states and buffers."""
         grads = sum(self.arrays[block].nbytes for block in self.present)
         return grads + sum(value.bits.nbytes for value in self.values)
 
@@ -96,9 +92,9 @@ class StepSlot:
 
 
 def make_slots(schema: StreamSchema, count: int | None = None, *, gradients: bool = True) -> list[StepSlot]:
-    """Slots for a stream; as many as `LOG_RING_BYTES` allow, but at least four, unless `count` is given.
+    """Slots for a stream: `count`, or as many as fit in `LOG_RING_BYTES`, but 4 to 64.
 
-    Without `gradients` they have no memory of their own, and there are two: states are more to hold than gradients.
+    Without `gradients` they have no memory of their own, and there are two: a step's states take more than gradients.
     """
     if not gradients:
         return [StepSlot(number, [], []) for number in range(count or 2)]
@@ -110,7 +106,7 @@ def make_slots(schema: StreamSchema, count: int | None = None, *, gradients: boo
     slots = []
     for number in range(count):
         memory = np.empty(max(total, 1), np.uint8)
-        memory.fill(0)  # touches every page: the first steps should not pay for that
+        memory.fill(0)  # touch every page now, so that the first steps need not
         arrays: list[Bits] = []
         at = 0
         for size, dtype in zip(sizes, dtypes, strict=True):
@@ -120,24 +116,31 @@ def make_slots(schema: StreamSchema, count: int | None = None, *, gradients: boo
     return slots
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The thread's side: batches of steps that become durable together
+
+
 @dataclass(slots=True)
 class WriteJob:
-    """Something to append: a step in a slot, or one small frame. `lsn` is where it went first."""
+    """Something to append: a step in a slot, or one small frame. `lsn` is the number of its first frame."""
 
     slot: StepSlot | None = None
     kind: FrameType = FrameType.AUX
     step: int = 0
     payload: bytes = b""
     lsn: int = -1
-    states: StateFrames | None = None  # made once: a difference is to what was written before
+    states: StateFrames | None = None  # encoded once: differences are from what was written before
 
 
 class DurableBatches:
-    """Appends jobs to a stream, in one thread. `release` gets every slot back when it is durable, or given up."""
+    """Appends jobs to a stream, in one thread. Every slot is passed to `release` when it is durable or given up.
+
+    `error` is set when nothing more can be written.
+    """
 
     def __init__(
         self,
-        appender: SegmentWriter,
+        writer: SegmentWriter,
         stats: WriterStats,
         release: Callable[[StepSlot], None],
         *,
@@ -146,47 +149,41 @@ class DurableBatches:
         compress: bool,
         sparse: bool,
     ) -> None:
-        """At least `steps` steps wait for the disk together where they are small, and never more than `most_steps`."""
+        """At least `steps` steps share a sync if they are small, and never more than `most_steps`."""
         self.error: UcpError | None = None
         self.steps = steps
         self.stats = stats
-        self._appender = appender
+        self._writer = writer
         self._release = release
         self._most_steps = most_steps
         self._compress = compress
         self._sparse = sparse
         self._pending: list[WriteJob] = []  # written, not yet durable
         self._pending_bytes = 0
-        self._oldest = 0.0  # when the first of them was written
+        self._oldest = 0.0  # when the first pending job was written
         self._last_step = stats.durable_step
         self._values = StateEncoder()
-        self._done: list[tuple[Path, int]] = []  # closed segments of this writer and their last steps
+        self._closed: list[tuple[Path, int]] = []  # closed segments of this writer and their last steps
 
-    @property
-    def is_empty(self) -> bool:
-        """Is nothing waiting to become durable?"""
-        return not self._pending
-
-    def patience(self) -> float | None:
-        """Seconds that what is pending may wait for more; None where there is nothing that waits."""
-        if not self._pending or self._failed():
+    def seconds_until_sync(self) -> float | None:
+        """How long pending jobs may still wait for others; None if there are none."""
+        if not self._pending or self.error is not None:
             return None
         return max(0.0, self._oldest + settings.LOG_BATCH_SECONDS - time.monotonic())
 
-    def begin_with(self, step: int, values: Sequence[StateValue]) -> None:
-        """These are the states that the log starts from: the differences of the first step are to them."""
-        self._values.begin_with(step, values)
+    def set_base_values(self, step: int, values: Sequence[StateValue]) -> None:
+        self._values.set_base_values(step, values)
 
     def add(self, job: WriteJob) -> None:
-        """Append, and sync where that fills a batch."""
+        """Append a job, and sync if that fills a batch."""
         if self.error is not None:
             self.give_back(job)
             return
         if job.kind == FrameType.EPOCH_END:
             job.step = max(self._last_step, 0)
-        if job.slot is not None and self._appender.end > settings.LOG_SEGMENT_BYTES:
+        if job.slot is not None and self._writer.end > settings.LOG_SEGMENT_BYTES:
             self.rotate()
-            if self._failed():
+            if self._has_failed():
                 self.give_back(job)
                 return
         if not self._pending:
@@ -200,20 +197,20 @@ class DurableBatches:
         try:
             self._write(job, batch_end=sync)
         except OSError as error:
-            self._recover(error)
+            self._rewrite(error)
         if sync:
             self.sync()
 
     def sync(self) -> None:
-        """Make everything pending durable, publish it, and give its slots back."""
+        """Make all pending jobs durable, publish `durable_step`, and give their slots back."""
         if not self._pending or self.error is not None:
             return
         begin = time.perf_counter()
         try:
-            self._appender.sync()
+            self._writer.sync()
         except OSError as error:
-            self._recover(error)
-            if self._failed():
+            self._rewrite(error)
+            if self._has_failed():
                 return
         self.stats.syncs += 1
         self.stats.sync_seconds += time.perf_counter() - begin
@@ -226,24 +223,24 @@ class DurableBatches:
             self.give_back(job)
 
     def rotate(self) -> None:
-        """Close the segment; the next step begins another."""
+        """Close the segment; the next step starts another."""
         self.sync()
-        path = self._appender.path  # after the sync: it may have moved on to another
-        if path is None or self._failed():
+        path = self._writer.path  # after the sync, which may have moved to another file
+        if path is None or self._has_failed():
             return
         try:
-            self._appender.close_segment()
+            self._writer.close_segment()
         except OSError as error:
             self.error = log_write_error(path, error)
             self.give_up()
             return
-        if not self._done or self._done[-1][0] != path:
-            self._done.append((path, self._last_step))
+        if not self._closed or self._closed[-1][0] != path:
+            self._closed.append((path, self._last_step))
 
     def drop_segments_upto(self, step: int) -> None:
         """Delete closed segments of this writer whose steps are all at most `step`."""
-        while self._done and self._done[0][1] <= step:
-            path, _ = self._done.pop(0)
+        while self._closed and self._closed[0][1] <= step:
+            path, _ = self._closed.pop(0)
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -253,26 +250,26 @@ class DurableBatches:
             self.stats.dropped_segments += 1
 
     def give_up(self) -> None:
-        """Give the slots of all that is pending back."""
+        """Give back the slots of all pending jobs."""
         for job in self._pending:
             self.give_back(job)
         self._pending = []
 
     def give_back(self, job: WriteJob) -> None:
-        """Give a job's slot back, whatever became of the job."""
+        """Give back a job's slot, whether it was written or not."""
         if job.slot is not None:
             self._release(job.slot)
             job.slot = None
 
-    def _failed(self) -> bool:
-        return self.error is not None
+    def _has_failed(self) -> bool:
+        return self.error is not None  # a call, because mypy does not expect the attribute to change
 
     def _write(self, job: WriteJob, *, batch_end: bool) -> None:
-        appender, slot = self._appender, job.slot
-        job.lsn = appender.next_lsn
-        opened = appender.path
+        writer, slot = self._writer, job.slot
+        job.lsn = writer.next_lsn
+        path = writer.path
         if slot is None:
-            appender.append(job.kind, job.step, [job.payload])
+            writer.append(job.kind, job.step, [job.payload])
         else:
             blocks = [
                 encode_block(
@@ -282,37 +279,40 @@ class DurableBatches:
             ]
             if slot.values and job.states is None:
                 job.states = self._values.encode(slot.step, slot.values, compress=self._compress)
-            written = append_step(
-                appender, slot.step, slot.record, blocks, states=job.states, aux=slot.aux, batch_end=batch_end
+            self.stats.bytes += append_step(
+                writer, slot.step, slot.record, blocks, states=job.states, aux=slot.aux, batch_end=batch_end
             )
-            self.stats.bytes += written
             self._last_step = slot.step
-        if appender.path != opened:
+        if writer.path != path:
             self.stats.segments += 1
 
-    def _recover(self, error: OSError) -> None:
-        """After a failed write or sync: everything pending once more, into a new segment. A sync is never repeated:
+    def _rewrite(self, error: OSError) -> None:
+        """After a failed write or sync, write all pending jobs again, to a new segment.
 
-        after it has failed, the system may have thrown away what it could not write and say yes the next time.
+        A failed sync is never repeated on the same file: the system may have discarded what it could not write, and
+        report success the next time.
         """
-        first = next((job.lsn for job in self._pending if job.lsn >= 0), self._appender.next_lsn)
-        failed = self._appender.path or self._appender.folder
+        first = next((job.lsn for job in self._pending if job.lsn >= 0), self._writer.next_lsn)
+        failed = self._writer.path or self._writer.folder
         try:
-            self._appender.abandon(first)
+            self._writer.abandon(first)
             for job in self._pending:
                 self._write(job, batch_end=False)
-            self._appender.sync()
+            self._writer.sync()
             self.stats.rewrites += 1
         except OSError:
             self.error = log_write_error(failed, error)
             self.give_up()
 
 
-class StreamWriter:
-    """Writes one stream of one epoch. The trainer's thread calls; a thread of its own writes.
+# ----------------------------------------------------------------------------------------------------------------------
 
-    Slots come back to the ring when they are durable, so that what a failed write has lost can be written again. When
-    that fails as well the stream is closed, and the next call of the trainer raises `StorageError`.
+
+class StreamWriter:
+    """Writes one stream of one epoch. The training loop calls it; a thread of its own writes.
+
+    Slots return to the ring when they are durable, so that what a failed write has lost can be written again. If that
+    fails as well, the stream is closed, and the next call from the training loop raises `StorageError`.
     """
 
     def __init__(
@@ -328,19 +328,20 @@ class StreamWriter:
         batch_steps: int = 1,
         next_lsn: int = 0,
         durable_step: int = -1,
-        tap: Callable[[FrameHeader, Sequence[Buffer]], None] | None = None,
+        on_frame: Callable[[FrameHeader, Sequence[Buffer]], None] | None = None,
     ) -> None:
-        """`folder` is the stream's; without one, nothing is written and `tap` has all there is. `batch_steps` is how
-        many steps, at least, wait for the disk together. `tap` is shown every frame that was written, in the writer's
-        thread; what it wants to keep it copies.
+        """`folder` is the stream's; without one, frames go to `on_frame` only.
+
+        At least `batch_steps` steps share a sync. `on_frame` is called in the writer's thread with every frame that was
+        written; it must copy what it keeps.
         """
         self.folder = folder
         self.stats = WriterStats(durable_step=durable_step)
         if folder is None:
-            appender: SegmentWriter = FileLessWriter(epoch, schema.stream, schema.hash())
+            writer: SegmentWriter = FilelessWriter(epoch, schema.stream, schema.hash())
         else:
-            appender = SegmentWriter(folder, epoch, schema.stream, schema.hash(), next_lsn)
-        appender.tap = tap
+            writer = SegmentWriter(folder, epoch, schema.stream, schema.hash(), next_lsn)
+        writer.on_frame = on_frame
         self._slots = make_slots(schema, slots, gradients=gradients)
         self._free: queue.SimpleQueue[StepSlot] = queue.SimpleQueue()
         for slot in self._slots:
@@ -348,8 +349,8 @@ class StreamWriter:
         self._work: queue.SimpleQueue[WriteJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._bug: BaseException | None = None
         self._closed = False
-        self._batches = DurableBatches(  # the thread's own, but for `error` and `steps`
-            appender,
+        self._batches = DurableBatches(  # belongs to the thread, except for `error` and `steps`
+            writer,
             self.stats,
             self.release,
             steps=batch_steps,
@@ -359,10 +360,7 @@ class StreamWriter:
         )
         self._thread = threading.Thread(target=self._run, name="ucp-log", daemon=True)
         self._thread.start()
-        atexit.register(self._at_exit)  # a program that ends without `close` should lose nothing either
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # The trainer's side
+        atexit.register(self._at_exit)  # a program that ends without `close` should not lose steps either
 
     @property
     def slots(self) -> list[StepSlot]:
@@ -370,7 +368,7 @@ class StreamWriter:
 
     @property
     def batch_steps(self) -> int:
-        """How many steps, at least, wait for the disk together."""
+        """How many steps, at least, share a sync."""
         return self._batches.steps
 
     @batch_steps.setter
@@ -379,11 +377,11 @@ class StreamWriter:
 
     @property
     def durable_step(self) -> int:
-        """The last step that survives a crash; what the writer began with before the first."""
+        """The last step that survives a crash; initially the one given to the constructor."""
         return self.stats.durable_step
 
     def raise_error(self) -> None:
-        """Raise what went wrong in the thread."""
+        """Raise the error of the thread, if it has failed."""
         if self._bug is not None:
             raise self._bug
         if self._batches.error is not None:
@@ -406,26 +404,26 @@ class StreamWriter:
         return slot
 
     def release(self, slot: StepSlot) -> None:
-        """Give a slot back that holds nothing."""
+        """Clear a slot and return it to the ring."""
         slot.clear()
         self._free.put(slot)
 
     def submit(self, slot: StepSlot) -> None:
-        """Hand a filled slot over."""
+        """Hand over a filled slot."""
         self.raise_error()
         self._work.put(WriteJob(slot, step=slot.step))
 
     def append(self, kind: FrameType, step: int, payload: bytes) -> None:
-        """Append a small frame that is part of no step, after everything that was submitted before."""
+        """Append a small frame between steps, after everything that was submitted before."""
         self.raise_error()
         self._work.put(WriteJob(None, kind, step, payload))
 
-    def begin_with(self, step: int, values: Sequence[StateValue]) -> None:
-        """These are the states that the log starts from: the differences of the first step are to them."""
-        self._work.put(lambda: self._batches.begin_with(step, values))
+    def set_base_values(self, step: int, values: Sequence[StateValue]) -> None:
+        """Set the states that the log starts from: the differences of the first step are from these."""
+        self._work.put(lambda: self._batches.set_base_values(step, values))
 
     def rotate(self) -> None:
-        """Begin a new segment with the next step."""
+        """Start a new segment with the next step."""
         self._work.put(self._batches.rotate)
 
     def drop_segments_upto(self, step: int) -> None:
@@ -433,7 +431,7 @@ class StreamWriter:
         self._work.put(lambda: self._batches.drop_segments_upto(step))
 
     def flush(self) -> int:
-        """Wait until everything submitted so far is durable; gives `durable_step`."""
+        """Wait until everything submitted so far is durable; returns `durable_step`."""
         if self._closed:
             return self.durable_step
         done = threading.Event()
@@ -452,7 +450,7 @@ class StreamWriter:
         return self.durable_step
 
     def close(self, reason: str = "closed") -> None:
-        """Write what is left, end the stream and the thread."""
+        """Write what is left, and end the stream and the thread."""
         if self._closed:
             return
         self._closed = True
@@ -467,32 +465,30 @@ class StreamWriter:
         with contextlib.suppress(UcpError):
             self.close("the program ended")
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # The thread's side
-
     def _run(self) -> None:
+        """The thread."""
         try:
             while True:
                 try:
-                    work = self._work.get(timeout=self._batches.patience())
+                    work = self._work.get(timeout=self._batches.seconds_until_sync())
                 except queue.Empty:
                     self._batches.sync()
                     continue
                 if work is None:
                     self._batches.rotate()
-                    self._let_go()
+                    self._release_all()
                     return
                 if isinstance(work, WriteJob):
                     self._batches.add(work)
                 else:
                     work()
                 self.stats.cpu_seconds = time.thread_time()
-        except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread
+        except BaseException as error:  # noqa: BLE001 - raised in the training loop's thread
             self._bug = error
-            self._let_go()
+            self._release_all()
 
-    def _let_go(self) -> None:
-        """Give every slot back, so that the trainer never waits for a writer that has stopped."""
+    def _release_all(self) -> None:
+        """Give back every slot, so that the training loop never waits for a writer that has stopped."""
         self._batches.give_up()
         while True:
             try:
@@ -502,7 +498,7 @@ class StreamWriter:
             if isinstance(work, WriteJob):
                 self._batches.give_back(work)
             elif work is not None:
-                work()  # flush: somebody waits for its end
+                work()  # `flush` waits for its end
             else:
                 self._work.put(None)
                 return

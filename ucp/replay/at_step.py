@@ -19,6 +19,7 @@ from ucp.errors import UsageError
 from ucp.log.base_folders import BaseCheckpoint, list_bases
 from ucp.log.payloads import StateDigest
 from ucp.log.reader import EpochSpan, Log
+from ucp.log.stream_schema import PARAM
 from ucp.replay.exactness import (
     ALL_PARAMETERS,
     BUFFERS_NOT_LOGGED,
@@ -26,7 +27,6 @@ from ucp.replay.exactness import (
     approximation_reasons,
     find_kernel,
 )
-from ucp.replay.kernels import PARAM
 from ucp.replay.logged_states import PARAM_NAMES, LoggedFiles, with_buffers
 from ucp.replay.non_tensor_state import advance_extras, with_following_hyper
 from ucp.replay.replay_index import SpanBuilder

@@ -10,8 +10,8 @@ import numpy as np
 
 from ucp.core.dtypes import BFLOAT16, DType
 from ucp.errors import InconsistentError
-from ucp.log.codecs import Encoding
-from ucp.log.reader import LoggedBlock, LogStream
+from ucp.log.codecs import EncodedBlock, Encoding
+from ucp.log.reader import LogStream
 from ucp.log.stream_schema import LogBlock
 from ucp.replay.thread_buffers import ReusedBuffer, reused_buffer, scratch_tensor
 
@@ -55,7 +55,7 @@ class Gradients:
             whole[low:high].copy_(part[skipped : skipped + high - low])
         return whole
 
-    def _stored(self, stream: LogStream, step: int, block: LogBlock, room: ReusedBuffer) -> LoggedBlock:
+    def _stored(self, stream: LogStream, step: int, block: LogBlock, room: ReusedBuffer) -> EncodedBlock:
         stored = stream.read_block(step, block.id, room)
         if stored is None or stored.count != block.count:
             raise InconsistentError(
@@ -79,7 +79,7 @@ def consumed(reduced: torch.Tensor, factor: float | None, dtype: torch.dtype) ->
     return reduced.to(torch.float32).mul_(torch.tensor(factor, dtype=torch.float32)).to(dtype)
 
 
-def _elements(stored: LoggedBlock, room: ReusedBuffer) -> torch.Tensor:
+def _elements(stored: EncodedBlock, room: ReusedBuffer) -> torch.Tensor:
     """A block's elements in their own type, or in bfloat16 where that holds them."""
     dtype = BFLOAT16 if stored.encoding == _NARROWED else stored.dtype
     if stored.encoding in _AS_THEY_ARE and stored.data.nbytes == stored.count * dtype.itemsize:

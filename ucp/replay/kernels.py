@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ucp.core.optimizers import Hyper, Optimizer, optimizer_of_kernel
 from ucp.errors import UsageError
+from ucp.log.stream_schema import PARAM
 from ucp.replay.thread_buffers import scratch_tensor
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 # Vectorized kernels treat the last few elements of a tensor differently. Chunks that start at multiples of this many
 # elements of the optimizer's tensor, and end at one or with the tensor, give every element the same treatment.
 CHUNK_ALIGNMENT: Final = 64
-
-PARAM: Final = "param"  # the tensor that the optimizer updates, among its states
 
 PYTHON_NUMBER: Final = "number"  # `lr_kind` of a learning rate that is not a tensor; else the tensor's dtype
 

@@ -13,12 +13,11 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import COMPUTED, WEIGHT, Atom, ComputedFiles, ForkableFiles, Fragment, Parameter
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
-from ucp.log.codecs import DTYPES, Bits, apply_difference
+from ucp.log.codecs import DTYPES, Bits, EncodedBlock, apply_difference
 from ucp.log.frames import FrameType
-from ucp.log.reader import EpochSpan, LoggedBlock, LogStream
+from ucp.log.reader import EpochSpan, LogStream
 from ucp.log.stream_recovery import FrameRef
-from ucp.log.stream_schema import BUFFER, parse_shaped_kind
-from ucp.replay.kernels import PARAM
+from ucp.log.stream_schema import BUFFER, PARAM, parse_shaped_kind
 
 # Names under which a log may keep the tensor that the optimizer updates.
 PARAM_NAMES = frozenset({PARAM, "master", "weight"})
@@ -73,7 +72,7 @@ class LoggedStates:
         }
         return {kind: DTYPES[int(entry.row["dtype"])] for kind, entry in found.items()}
 
-    def own(self, block: int, last: int) -> dict[str, tuple[Shape, LoggedBlock]]:
+    def own(self, block: int, last: int) -> dict[str, tuple[Shape, EncodedBlock]]:
         """States with a shape of their own of the tensor that begins with a block, as they are after `last`."""
         found = {}
         for held, name in self._entries:
@@ -83,7 +82,7 @@ class LoggedStates:
                 found[told[0]] = told[1], newest
         return found
 
-    def newest(self, block: int, kind: str, last: int) -> LoggedBlock | None:
+    def newest(self, block: int, kind: str, last: int) -> EncodedBlock | None:
         """The newest absolute value up to a step."""
         entries = [e for e in self._entries.get((block, kind), ()) if e.step <= last and e.base_step is None]
         if not entries:
@@ -153,7 +152,7 @@ def fold_differences(deltas: Sequence[Bits]) -> Bits:
 class LoggedFiles:
     """Values of a log by the names of their computed files; all others are `inner`'s."""
 
-    def __init__(self, values: Mapping[str, LoggedBlock], inner: ComputedFiles) -> None:
+    def __init__(self, values: Mapping[str, EncodedBlock], inner: ComputedFiles) -> None:
         self.identity = inner.identity
         self.inner = inner
         self._values = values
@@ -176,7 +175,7 @@ class LoggedFiles:
         self.inner.in_fork(workers)
 
 
-def logged_atom(name: str, kind: str, shape: Shape, value: LoggedBlock, file: str) -> Atom:
+def logged_atom(name: str, kind: str, shape: Shape, value: EncodedBlock, file: str) -> Atom:
     """An atom that is in the log as it is: a number itself, anything else as a computed file."""
     region = Region.all_of(shape)
     if not shape:
@@ -187,10 +186,10 @@ def logged_atom(name: str, kind: str, shape: Shape, value: LoggedBlock, file: st
 
 def with_buffers(
     parameters: Mapping[str, Parameter], span: EpochSpan, stored: Mapping[int, LoggedStates]
-) -> tuple[dict[str, Parameter], dict[str, LoggedBlock]]:
+) -> tuple[dict[str, Parameter], dict[str, EncodedBlock]]:
     """Parameters with the buffers as they are after the span, and the values of those that have changed."""
     found = dict(parameters)
-    values: dict[str, LoggedBlock] = {}
+    values: dict[str, EncodedBlock] = {}
     buffers = span.epoch.manifest.buffers
     for number, stream in span.epoch.streams.items():
         for block in stream.schema.buffers:

@@ -15,10 +15,11 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment
 from ucp.core.dtypes import BY_NAME, FLOAT32, DType
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
-from ucp.log.reader import EpochSpan, LoggedBlock
-from ucp.log.stream_schema import LogBlock, LoggedParameter, kind_of_logged, logged_kind
+from ucp.log.codecs import EncodedBlock
+from ucp.log.reader import EpochSpan
+from ucp.log.stream_schema import PARAM, LogBlock, LoggedParameter, kind_of_logged, logged_kind
 from ucp.replay.exactness import why_not_replayed
-from ucp.replay.kernels import PARAM, ReplayKernel
+from ucp.replay.kernels import ReplayKernel
 from ucp.replay.logged_states import LoggedStates, logged_atom
 from ucp.replay.logged_updates import OptimizerUpdate, StreamUpdates, all_steps_skipped
 from ucp.replay.replayer import BaseParameter, ReplayedTensor, computed_file_name
@@ -159,7 +160,7 @@ class SpanBuilder:
         self._own_steps = steps
         self._origins = BaseParameters(base, self._files, self.manifest.parameters, step, steps)
         self.stored: dict[int, LoggedStates] = {}  # by stream, once `tensors` was called
-        self.logged: dict[str, LoggedBlock] = {}  # computed files that are in the log as they are
+        self.logged: dict[str, EncodedBlock] = {}  # computed files that are in the log as they are
 
     def tensors(self) -> list[ReplayedTensor]:
         """Every optimizer tensor of the span."""

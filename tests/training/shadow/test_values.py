@@ -22,10 +22,10 @@ from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import UcpError, UsageError
-from ucp.log.codecs import Encoding
+from ucp.log.codecs import EncodedBlock, Encoding
 from ucp.log.frames import BadBytesError, FrameHeader, FrameType, checksum
 from ucp.log.payloads import pack_table, table_bytes
-from ucp.log.segment_writer import EncodedBlock, build_table
+from ucp.log.segment_writer import build_table
 from ucp.log.stream_schema import FIRST_KINDS, LogBlock, OptimizerTensor, StreamSchema, shaped_kind
 from ucp.sources import OpenCheckpoint
 from ucp.training.shadow.protocol import ShadowAddress

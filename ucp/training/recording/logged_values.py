@@ -292,5 +292,5 @@ class StepValues:
         if self._sink is not None:
             self._sink.tell_kinds(sorted(numbers, key=lambda name: numbers[name]))
         first = [replace(value, state=numbers[self._names[value.state]]) for value in self._first]
-        self._writer.begin_with(self._start.step, first)
+        self._writer.set_base_values(self._start.step, first)
         self._first, states.numbers = [], numbers

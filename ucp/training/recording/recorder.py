@@ -90,7 +90,7 @@ class Recorder:
         self.step, self.epoch = start.step, start.epoch
         self._intervals = BaseInterval(base_every, mtbf or 0.0, self.step)
         if self._sink is not None:
-            writer = {**writer, "tap": self._sink.offer}
+            writer = {**writer, "on_frame": self._sink.offer}
         self._schema = start.agreed.mine
         self._keys = start.keys
         folder = None if start.folder is None else stream_folder(start.folder, self._schema.stream)

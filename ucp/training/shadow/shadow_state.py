@@ -21,15 +21,15 @@ from ucp.core.box import Shape
 from ucp.core.dtypes import DType
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, UsageError
-from ucp.log.codecs import Bits, apply_difference, bits_type
+from ucp.log.codecs import Bits, EncodedBlock, apply_difference, bits_type
 from ucp.log.epoch_manifest import EpochManifest
 from ucp.log.payloads import StateDigest, StepRecord
-from ucp.log.reader import LoggedBlock, LogStream, ReadBuffer
+from ucp.log.reader import LogStream, ReadBuffer
 from ucp.log.stream_recovery import StreamScan
-from ucp.log.stream_schema import BUFFER, LogBlock, StreamSchema, parse_shaped_kind
+from ucp.log.stream_schema import BUFFER, PARAM, LogBlock, StreamSchema, parse_shaped_kind
 from ucp.replay.exactness import ApproximationLabel
 from ucp.replay.gradients import as_torch, torch_dtype
-from ucp.replay.kernels import PARAM, StateChunk
+from ucp.replay.kernels import StateChunk
 from ucp.replay.logged_states import PARAM_NAMES
 from ucp.replay.logged_updates import OptimizerUpdate, group_hyper
 from ucp.replay.replayer import ChunkReplay, ReplayedTensor, tensor_bytes
@@ -49,7 +49,7 @@ class ShadowValue:
     data: bytes
 
     @staticmethod
-    def of(shape: Shape, block: LoggedBlock) -> ShadowValue:
+    def of(shape: Shape, block: EncodedBlock) -> ShadowValue:
         return ShadowValue(shape, block.dtype, block.bits().tobytes())
 
 
@@ -82,7 +82,7 @@ class SingleStepStream(LogStream):
         super().__init__(folder, schema, StreamScan(folder, schema.stream))
         self.now: ReceivedStep | None = None
 
-    def read_block(self, step: int, block: int, room: ReadBuffer | None = None) -> LoggedBlock | None:
+    def read_block(self, step: int, block: int, room: ReadBuffer | None = None) -> EncodedBlock | None:
         del step, room
         return None if self.now is None else self.now.blocks.get(block)
 

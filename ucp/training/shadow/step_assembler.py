@@ -20,7 +20,7 @@ import math
 import os
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,7 @@ from ucp import settings
 from ucp.core.dtypes import BY_NAME
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import StorageError
-from ucp.log.codecs import DTYPES, Bytes, Encoding
+from ucp.log.codecs import DTYPES, Bytes, EncodedBlock, Encoding
 from ucp.log.epoch_manifest import EpochManifest
 from ucp.log.frames import (
     FRAME_BYTES,
@@ -41,23 +41,23 @@ from ucp.log.frames import (
     FrameHeader,
     FrameType,
     SegmentHeader,
+    check_padding,
     checksum,
     padded,
 )
 from ucp.log.payloads import (
     TABLE_HEAD,
     StateDigest,
-    StepCommit,
     StepRecord,
     Table,
     data_start,
     table_bytes,
+    table_size,
     unpack_digests,
     unpack_json,
     unpack_table,
 )
-from ucp.log.reader import LoggedBlock
-from ucp.log.stream_recovery import LogSegment, list_segments
+from ucp.log.stream_recovery import FrameRole, LogSegment, StepSequence, list_segments
 from ucp.log.stream_schema import BUFFER, FIRST_KINDS, LogBlock, StreamSchema, parse_shaped_kind
 from ucp.training.shadow.protocol import Buffer, ByteChannel, receive
 
@@ -144,7 +144,7 @@ _OF_DIFFERENCES: Final = frozenset({Encoding.UNCHANGED, Encoding.DELTA})
 class TableBlocks:
     """The blocks of one table that are wanted, each checked."""
 
-    found: tuple[LoggedBlock, ...]
+    found: tuple[EncodedBlock, ...]
     base_step: int = -1  # that the differences of a DIFF frame are to
 
     def copied(self) -> TableBlocks:
@@ -187,8 +187,6 @@ class BlockTables:
 
     def read(self, header: FrameHeader, payload: memoryview) -> TableBlocks:
         """The blocks of a whole payload that are wanted."""
-        if len(payload) < TABLE_HEAD.size:
-            raise BadBytesError("a table of blocks ends early")
         size = self.size_of_table(header, payload)
         table, base_step = self.table(header, payload[:size])
         found = []
@@ -199,17 +197,14 @@ class BlockTables:
 
     def size_of_table(self, header: FrameHeader, head: bytes | bytearray | memoryview) -> int:
         """Bytes of head and entries, from the head of a payload."""
-        count = TABLE_HEAD.unpack_from(head)[0]
-        size = table_bytes(count)
-        if header.type not in TABLE_TYPES or count > self._most(header.type) or size > header.length:
-            raise BadBytesError("a table of blocks is longer than its frame, or than the stream has blocks")
+        size = table_size(header, head)
+        if header.type not in TABLE_TYPES or size > table_bytes(self._most(header.type)):
+            raise BadBytesError("a table of blocks has more entries than the stream has blocks")
         return size
 
     def table(self, header: FrameHeader, data: bytes | memoryview) -> tuple[Table, int]:
         """(entries, step that differences are to) from head and entries; no entry is there twice."""
-        if checksum(data) != header.checksum:
-            raise BadBytesError("the checksum of a table of blocks is wrong")
-        table, base_step = unpack_table(data, header.length)
+        table, base_step = unpack_table(header, data)
         named = {(int(entry["block"]), int(entry["state"])) for entry in table}
         if len(named) < len(table):
             raise BadBytesError("a block is there twice")
@@ -235,7 +230,7 @@ class BlockTables:
             raise BadBytesError(f"block {number} is none of the stream")
         return self._own[state] if frame is not FrameType.GRAD and state in self._own else blocks[number].count
 
-    def block(self, frame: FrameType, entry: Any, data: Bytes) -> LoggedBlock:
+    def block(self, frame: FrameType, entry: Any, data: Bytes) -> EncodedBlock:
         """A block from its entry and its bytes."""
         number, encoding = int(entry["block"]), int(entry["encoding"])
         if checksum(data.data) != int(entry["checksum"]):
@@ -243,7 +238,7 @@ class BlockTables:
         if (encoding in _OF_DIFFERENCES) != (frame is FrameType.DIFF):
             raise BadBytesError(f"block {number} is encoded as it must not be in a {frame.name} frame")
         dtype = DTYPES[int(entry["dtype"])]
-        return LoggedBlock(number, int(entry["state"]), encoding, dtype, int(entry["count"]), data)
+        return EncodedBlock(number, encoding, dtype, int(entry["count"]), data, int(entry["state"]))
 
 
 Key = tuple[int, int]  # block, state
@@ -271,8 +266,8 @@ class ReceivedFrame:
 class ReceivedValues:
     """States and buffers after a step: as they are, or as differences to what they were after an earlier one."""
 
-    full: dict[Key, LoggedBlock] = field(default_factory=dict)
-    differences: dict[Key, tuple[LoggedBlock, int]] = field(default_factory=dict)  # with the step that they are to
+    full: dict[Key, EncodedBlock] = field(default_factory=dict)
+    differences: dict[Key, tuple[EncodedBlock, int]] = field(default_factory=dict)  # with the step that they are to
 
     def add(self, frame: FrameType, blocks: TableBlocks) -> None:
         for block in blocks.found:
@@ -297,10 +292,25 @@ class ReceivedStep:
 
     step: int
     record: StepRecord
-    blocks: Mapping[int, LoggedBlock]  # gradients, by block
-    aux: Any  # JSON values, or None
-    nbytes: int
+    blocks: dict[int, EncodedBlock] = field(default_factory=dict)  # gradients, by block
+    aux: Any = None  # JSON values
+    nbytes: int = 0
     values: ReceivedValues = field(default_factory=ReceivedValues)
+
+    def add(self, frame: ReceivedFrame, blocks: TableBlocks | None) -> None:
+        """Add a frame between STEP and COMMIT; `blocks` are those of a table frame."""
+        if blocks is None:
+            if frame.header.type is FrameType.AUX:
+                self.aux = unpack_json(bytes(frame.payload))
+        elif frame.header.type is FrameType.GRAD:
+            self.blocks.update({block.block: block for block in blocks.found})
+        else:
+            self.values.add(frame.header.type, blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of its blocks as they came."""
+        return sum(block.data.nbytes for block in self.blocks.values()) + self.values.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +344,8 @@ class StepAssembler:
         self.pending_bytes = 0  # of steps in `ready`, and of the one that is coming
         self.newest: int | None = None  # the newest step of which any frame has come
         self.committed: int | None = None  # the newest step that is complete
-        self._opened: _OpenStep | None = None
+        self._sequence = StepSequence()
+        self._coming: ReceivedStep | None = None
 
     def offer(self, frame: ReceivedFrame) -> bool:
         """Take a frame; False for one that was taken before. `GapError` where frames are missing before it."""
@@ -359,40 +370,28 @@ class StepAssembler:
         return item
 
     def _take(self, frame: ReceivedFrame) -> None:
-        header, opened = frame.header, self._opened
-        if header.type is FrameType.STEP:
-            if opened is not None:
-                raise BadBytesError(f"step {header.step} begins before step {opened.step} has ended")
+        header = frame.header
+        # Nothing changes before the frame is known to be right: after damage, it may be read again from elsewhere.
+        blocks = self._blocks(frame) if header.type in TABLE_TYPES else None
+        if blocks is None:
             check_checksum(frame)
-            self._opened = _OpenStep(header.step, header.lsn, StepRecord.unpack(bytes(frame.payload)))
+        role = self._sequence.add(header, lambda: bytes(frame.payload))
+        if role is FrameRole.OPENS_STEP:
+            assert self._sequence.open is not None
+            self._coming = ReceivedStep(header.step, self._sequence.open.record)
             self.newest = header.step
-        elif opened is None:
-            if header.type in (FrameType.GRAD, FrameType.COMMIT):
-                raise BadBytesError(f"a {header.type.name} frame outside of a step")
+        elif role is FrameRole.BETWEEN_STEPS:
             if header.type is FrameType.DIGEST:
-                check_checksum(frame)
                 digests = unpack_digests(bytes(frame.payload))
                 self._add(ReceivedDigests(header.stream, header.step, digests, header.length))
-            elif frame.blocks is None:
-                check_frame(frame, self.tables)  # nothing of it is used, but its number counts: it must be the job's
-        elif header.step != opened.step:
-            raise BadBytesError(f"a frame of step {header.step} inside step {opened.step}")
-        elif header.type is FrameType.GRAD:
-            opened.blocks.update({block.block: block for block in self._blocks(frame).found})
-            opened.grads.append((header.length, header.checksum))
-        elif header.type in (FrameType.FULL, FrameType.DIFF):
-            opened.values.add(header.type, self._blocks(frame))
-        elif header.type is FrameType.AUX:
-            check_checksum(frame)
-            opened.aux = unpack_json(bytes(frame.payload))
-        elif header.type is FrameType.COMMIT:
-            check_checksum(frame)
-            if StepCommit.unpack(bytes(frame.payload)) != StepCommit.of(opened.grads, opened.lsn):
-                raise BadBytesError(f"the commit of step {opened.step} does not agree with its frames")
-            size = FRAME_BYTES + sum(block.data.nbytes for block in opened.blocks.values()) + opened.values.nbytes
-            self._add(ReceivedStep(opened.step, opened.record, opened.blocks, opened.aux, size, opened.values))
-            self._opened = None
+        elif role is FrameRole.COMMITS_STEP:
+            assert self._coming is not None
+            self._coming.nbytes = FRAME_BYTES + self._coming.block_bytes
+            self._add(self._coming)
+            self._coming = None
             self.committed = header.step
+        elif self._coming is not None:
+            self._coming.add(frame, blocks)
 
     def _blocks(self, frame: ReceivedFrame) -> TableBlocks:
         if frame.blocks is not None:
@@ -403,19 +402,6 @@ class StepAssembler:
     def _add(self, item: ReceivedStep | ReceivedDigests) -> None:
         self.ready.append(item)
         self.pending_bytes += item.nbytes
-
-
-@dataclass(slots=True)
-class _OpenStep:
-    """A step that is coming."""
-
-    step: int
-    lsn: int
-    record: StepRecord
-    blocks: dict[int, LoggedBlock] = field(default_factory=dict)
-    grads: list[tuple[int, int]] = field(default_factory=list)
-    values: ReceivedValues = field(default_factory=ReceivedValues)
-    aux: Any = None
 
 
 def check_frame(frame: ReceivedFrame, tables: BlockTables) -> None:
@@ -513,14 +499,12 @@ class LogTail:
         """The frame at byte `_offset` of the file, or None where it is not whole (yet)."""
         assert self._header is not None
         try:
-            header = FrameHeader.unpack(os.pread(fd, FRAME_BYTES, self._offset), self._header.salt)
-            if (header.offset, header.lsn) != (self._offset, self._lsn):
-                raise BadBytesError(f"frame {header.lsn} where frame {self._lsn} should be")
+            data = os.pread(fd, FRAME_BYTES, self._offset)
+            header = FrameHeader.unpack_at(data, self._header, self._offset, self._lsn)
             if header.length > payload_limit(header.type, self.tables):
                 raise BadBytesError(f"a frame of {header.length} bytes")
             payload = _read_exactly(fd, padded(header.length), header.offset + FRAME_BYTES)
-            if payload[header.length :].tobytes().strip(b"\0"):
-                raise BadBytesError("the bytes after a payload are not zero")
+            check_padding(payload, header.length)
             frame = ReceivedFrame(header, payload[: header.length])
             check_frame(frame, self.tables)
         except BadBytesError:
