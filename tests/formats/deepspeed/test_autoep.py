@@ -80,9 +80,8 @@ def test_exchanged_files_of_experts(real: Callable[[int], Path], tmp_path: Path,
     one.rename(tmp_path / "aside")
     two.rename(one)
     (tmp_path / "aside").rename(two)
-    wrong = (
-        rf"layer_0_expert_0_.* is named for expert 0 of .*layers\.0.*, but contains .*layers\.{other[0]}\..*\.{other[1]}:"
-    )
+    found = rf".*layers\.{other[0]}\..*\.{other[1]}:"
+    wrong = rf"layer_0_expert_0_.* is named for expert 0 of .*layers\.0.*, but contains {found}"
     with pytest.raises(InconsistentError, match=wrong):
         read(folder)
 

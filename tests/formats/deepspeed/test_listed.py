@@ -94,7 +94,10 @@ def test_a_group_for_every_parameter_is_in_the_order_of_the_module(tmp_path: Pat
     optimizer["param_groups"].append({"lr": 0.6, "params": [5]})
     checkpoint = read(zero_off(tmp_path / "c", optimizer, **{"twin.weight": torch.ones(4, 3)}))
     assert [group.names for group in checkpoint.groups] == [[name] for name in (*SHAPES, "twin.weight")]
-    assert any(note.id == "names-inferred" and "every parameter has a group of its own" in note.text for note in checkpoint.notes)
+    assert any(
+        note.id == "names-inferred" and "every parameter has a group of its own" in note.text
+        for note in checkpoint.notes
+    )
 
 
 def test_a_group_for_every_parameter_but_frozen_ones(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from ucp.errors import StorageError, UsageError
 from ucp.storage.paths import scan_folder
 
 STATES_FOLDER: Final = "zero"
+STATE_SUFFIX: Final = ".pt"  # of the state files: zero/<parameter>/<state>.pt
+MASTER_FILE: Final = "fp32"
 OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
 LATEST_UNIVERSAL: Final = "latest_universal"
 

@@ -1,4 +1,4 @@
-"""Extras: trees of rank files without the tensors that became atoms, and the files that a trainer adds."""
+"""Extras: the trees of rank files without the tensors that became atoms, and the files that a trainer adds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.settings import MIB
 from ucp.storage.paths import scan_folder
 
-# Layout tables of the source: the index says the same in its own words.
+# Tables that describe the layout of the source: the index contains the same information.
 _LAYOUT_KEYS: Final = frozenset(
     {
         "param_shapes",
@@ -29,9 +29,9 @@ _LAYOUT_KEYS: Final = frozenset(
         "param_alignment_paddings",
     }
 )
-_MAX_UNKNOWN_SIZE: Final = 16 * MIB  # a larger file of unknown role is reported and left behind
+_MAX_UNKNOWN_SIZE: Final = 16 * MIB  # larger files with an unknown role are noted and not carried
 
-# Beside the step folder of a trainer: state as torch files; files carried as bytes; copies of weights; of no account.
+# Next to the step folder of a trainer: state in torch files; files carried as bytes; copies of weights; ignored files.
 _TREE_PATTERNS: Final = ("scheduler*.pt", "scheduler*.bin", "rng_state*.pth", "random_states*.pkl", "sampler*.bin",
                  "dl_state_dict*.bin", "custom_checkpoint_*.pkl", "scaler.pt")  # fmt: skip
 _CARRIED_PATTERNS: Final = ("*.json", "*.txt", "*.md", "*.model", "*.jinja", "*.yaml", "*.yml", "training_args.bin")
@@ -40,7 +40,7 @@ _IGNORED_PATTERNS: Final = ("latest*", "zero_to_fp32.py", "zero_to_torch.py", ".
 
 
 class TreeCarrier:
-    """Turns the tree of one file into what extras carry: without the tensors that became atoms, others as atoms."""
+    """Converts the tree of one file for extras: drops the tensors that became atoms, and turns others into atoms."""
 
     def __init__(self, context: ReadContext, file: RankFile, label: str) -> None:
         self._context = context
@@ -50,11 +50,11 @@ class TreeCarrier:
 
     @property
     def made_atoms(self) -> bool:
-        """Whether tensors of this file are in what was carried: it then belongs to this file alone."""
+        """Whether the carried tree contains tensors of this file, so that other files cannot share it."""
         return bool(self._names)
 
     def carry(self) -> Any:
-        """The tree, or None when nothing of it is left."""
+        """The converted tree, or None if nothing remains."""
         carried = map_leaves(
             without_layout_tables(self._file.tree),
             lambda value: isinstance(value, (TensorRef, StorageRef)) or _is_unreadable_tensor(value),
@@ -66,7 +66,9 @@ class TreeCarrier:
 
     def _carry_leaf(self, value: Any, path: str) -> Any:
         if not isinstance(value, TensorRef):
-            self._context.note("extra-unreadable", f"{path}: a tensor whose bytes are not its values; left out")
+            self._context.note(
+                "extra-unreadable", f"{path}: a tensor whose values are not stored directly; not carried"
+            )
             return DROP
         return DROP if self._context.is_claimed(value) else extra_atom(self._file, value, self._unused(path))
 
@@ -80,12 +82,12 @@ class TreeCarrier:
 
 
 def _is_unreadable_tensor(value: Any) -> bool:
-    """A conjugate or negative view, a quantized tensor: what torch makes of memory by a rule that is not read."""
+    """Whether a value is a conjugate or negative view or a quantized tensor, whose bytes are not its values."""
     return isinstance(value, Inert) and any(isinstance(arg, StorageRef) for arg in value.args)
 
 
 def without_layout_tables(tree: Any) -> Any:
-    """A tree without the tables of the source's layout."""
+    """A tree without the tables that describe the layout of the source."""
     if not isinstance(tree, dict):
         return tree
     kept = _without_tables(tree)
@@ -100,7 +102,7 @@ def _without_tables(tree: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def extra_atom(file: RankFile, ref: TensorRef, name: str) -> Atom:
-    """A tensor that is no parameter state, as an atom of kind `extra`."""
+    """A tensor that is not a parameter state, as an atom of kind `extra`."""
 
     def make() -> Any:
         if ref.numel:
@@ -111,13 +113,14 @@ def extra_atom(file: RankFile, ref: TensorRef, name: str) -> Atom:
 
 
 def carry_neighbours(context: ReadContext, root: Path, trees: dict[str, Any], files: dict[str, str]) -> None:
-    """What a trainer keeps beside the step folder: scheduler, RNG and loader states as trees, the rest as bytes."""
+    """Carry what a trainer keeps next to the step folder: scheduler, RNG and loader states as trees, else as bytes."""
     for name in _files_in(root):
         if _matches_any(name, _IGNORED_PATTERNS):
             continue
         if _matches_any(name, _WEIGHT_PATTERNS):
             context.note(
-                "weights-beside", f"{name}: a copy of the weights for inference; left behind, the masters are exact"
+                "weights-beside",
+                f"{name}: a copy of the weights for inference; not carried, the master weights are exact",
             )
         elif _matches_any(name, _TREE_PATTERNS):
             _carry_tree(context, name, trees, files)
@@ -128,7 +131,7 @@ def carry_neighbours(context: ReadContext, root: Path, trees: dict[str, Any], fi
 
 
 def carry_unknown_files(context: ReadContext, step: Path, names: Collection[str], files: dict[str, str]) -> None:
-    """Files of the step folder that DeepSpeed does not write."""
+    """Carry the files of the step folder that DeepSpeed does not write."""
     for name in sorted(names):
         if not _matches_any(name, _IGNORED_PATTERNS):
             _carry_unknown_file(context, name, context.prefix + name, step / name, files)
@@ -138,7 +141,7 @@ def _carry_tree(context: ReadContext, name: str, trees: dict[str, Any], files: d
     try:
         file = context.files.open(name)
     except NotUnderstoodError:
-        files[name] = name  # a bare pickle or a file of an older torch: not ours to interpret
+        files[name] = name  # a bare pickle or a file of an older torch, which is not interpreted
         return
     tree = TreeCarrier(context, file, name).carry()
     if tree is not None:
@@ -149,9 +152,9 @@ def _carry_unknown_file(context: ReadContext, name: str, where: str, path: Path,
     size = path.stat().st_size
     if size <= _MAX_UNKNOWN_SIZE:
         files[name] = where
-        context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; carried as it is")
+        context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; carried unchanged")
     else:
-        context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; left behind, it has {size} bytes")
+        context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; not carried, it has {size} bytes")
 
 
 def _files_in(folder: Path) -> list[str]:

@@ -1,10 +1,11 @@
-"""Reads the states of all ranks into the shard table: weights first, then the optimizer, in any form."""
+"""Read the states of all ranks into the shard table: weights first, then the optimizer, in any ZeRO stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from ucp.containers.inert import Inert
 from ucp.core.box import Shape
@@ -39,13 +40,13 @@ from ucp.formats.deepspeed.read.save_consistency import RankGrid
 from ucp.formats.deepspeed.step_files import StepFiles
 from ucp.formats.sharded.shard_table import RankCoord
 
-_COMPLETE_HINT = "restore the missing files, or give a checkpoint that is complete"
-_MIXED_SAVES_HINT = "look for a file of another run or of another save among them"
+_COMPLETE_HINT: Final = "restore the missing files, or give a checkpoint that is complete"
+_MIXED_SAVES_HINT: Final = "look for a file of another run or of another save among them"
 
 
 @dataclass(slots=True)
 class OpenRankFiles:
-    """Opened model and optimizer files by coord; the position in a list is the data-parallel rank."""
+    """Opened model and optimizer files by model-parallel rank; the position in a list is the data-parallel rank."""
 
     models: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
     optims: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
@@ -59,11 +60,11 @@ class OpenRankFiles:
 
 @dataclass(frozen=True, slots=True)
 class DetectedLayout:
-    """What the optimizer files show about themselves."""
+    """Facts that were detected from the form of the optimizer state."""
 
-    stage: int = 0  # ZeRO stage by the form of the state, not by the config
+    stage: int = 0  # ZeRO stage by the form of the state, not by the configuration
     ep: int = 1
-    optimizer: str = ""  # which DeepSpeed optimizer wrote the state, as far as its form tells
+    optimizer: str = ""  # the DeepSpeed optimizer that wrote the state, if its form shows it
     elastic: bool = False
 
 
@@ -76,7 +77,7 @@ def read_states(
     if context.shards.placements and grid.mp > 1:
         raise NotUnderstoodError(
             f"{first.name}: AutoEP together with {grid.tp} tensor-parallel ranks and {grid.pp} pipeline stages is not"
-            " read",
+            " supported",
             hint="save with an autotp_size of 1 and without a pipeline",
         )
     if ranks.optims and not grid.sharded_model and _zero_stage(ranks) < 3:
@@ -87,7 +88,7 @@ def read_states(
 
 
 def _zero_stage(ranks: OpenRankFiles) -> int:
-    """The ZeRO stage that an optimizer file names; BF16_Optimizer names none and cuts as stage 1."""
+    """The ZeRO stage that an optimizer file records; 1 for BF16_Optimizer, which partitions like stage 1."""
     first = next(iter(ranks.optims.values()))[0].mapping("optimizer_state_dict").get("zero_stage")
     if isinstance(first, Inert) and first.args and type(first.args[0]) is int:
         return first.args[0]
@@ -119,15 +120,15 @@ def _shared_parameters(ranks: OpenRankFiles) -> dict[str, str]:
 
 
 def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
-    """ZeRO-1, ZeRO-2 and BF16_Optimizer."""
+    """Read ZeRO-1, ZeRO-2 or BF16_Optimizer."""
     shapes: dict[RankCoord, list[dict[str, Shape]] | None] = {}
-    partitions: dict[RankCoord, list[Zero12File]] = {}
+    optims: dict[RankCoord, list[Zero12File]] = {}
     for coord, (model, *_) in ranks.models.items():
-        partitions[coord] = open_zero12_files(ranks.optims[coord])
+        optims[coord] = open_zero12_files(ranks.optims[coord])
         shapes[coord] = param_shapes(model, ranks.optims[coord][0])
     if files.layers:
         stages = {
-            coord.pp: StageNames(_stage_names(shapes[coord], partitions[coord]), buffer_names(model))
+            coord.pp: StageNames(_stage_names(shapes[coord], optims[coord]), buffer_names(model))
             for coord, (model, *_) in ranks.models.items()
             if coord.tp == 0
         }
@@ -146,10 +147,10 @@ def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: 
     ep = 1
     for coord in ranks.models:
         data_first = _is_data_first(ranks.optims[coord])
-        ep = max(ep, read_zero12(context, coord, shapes[coord], partitions[coord], data_first))
+        ep = max(ep, read_zero12(context, coord, shapes[coord], optims[coord], data_first))
         if shapes[coord] is None:
             check_order(context, coord, ranks.models[coord][0])
-    top = next(iter(partitions.values()))[0].top
+    top = next(iter(optims.values()))[0].top
     return DetectedLayout(
         stage=_zero_stage(ranks),
         ep=ep,
@@ -158,15 +159,13 @@ def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: 
     )
 
 
-def _stage_names(shapes: list[dict[str, Shape]] | None, partitions: list[Zero12File]) -> Mapping[str, Shape | None]:
-    return {**_merge_shapes(shapes)} if shapes is not None else _slice_mapping_names(partitions)
-
-
-def _slice_mapping_names(partitions: list[Zero12File]) -> dict[str, Shape | None]:
-    """Names of the slice mappings, where `param_shapes` is missing; they come without shapes."""
+def _stage_names(shapes: list[dict[str, Shape]] | None, optims: list[Zero12File]) -> Mapping[str, Shape | None]:
+    """The optimizer's parameters of one stage: from `param_shapes`, else from the slice mappings, without shapes."""
+    if shapes is not None:
+        return {**_merge_shapes(shapes)}
     names: dict[str, Shape | None] = {}
-    for partition in partitions:
-        mappings = partition.top.get("param_slice_mappings")
+    for optim in optims:
+        mappings = optim.top.get("param_slice_mappings")
         for mapping in mappings if isinstance(mappings, (list, tuple)) else ():
             names.update({str(name): None for name in mapping} if isinstance(mapping, dict) else {})
     return names
@@ -179,23 +178,24 @@ def _read_zero3(
     shared = _shared_parameters(ranks)
     for coord, models in ranks.models.items():
         optims = ranks.optims[coord]
+        data_first = _is_data_first(optims)
         shapes = param_shapes(models[0], optims[0]) or []
         _check_same_shapes(context, coord, models)
         check_frozen(context, coord, models[0])
         read_module(context, coord, models[0], _merge_shapes(shapes), shared)
         _claim_other_modules(context, models[1:])
-        check_placements(context, models, _is_data_first(optims))
-        slices = open_zero3_files(optims, grid.tp, coord.tp)
-        share = read_zero3(context, coord, shapes, slices, swap, _is_data_first(optims))
-        read_frozen_slices(context, coord, models, share)
+        check_placements(context, models, data_first)
+        opened = open_zero3_files(optims, grid.tp, coord.tp)
+        count = read_zero3(context, coord, shapes, opened, swap, data_first)
+        read_frozen_slices(context, coord, models, count)
     _read_experts(context, files, grid, ranks)
     _note_frozen(context, ranks, 3)
-    degrees = (spread.degree for spread in context.shards.placements.values())
+    degrees = (placement.degree for placement in context.shards.placements.values())
     return DetectedLayout(stage=3, ep=max(degrees, default=1), optimizer="ZeRO")
 
 
 def _is_data_first(optims: Sequence[RankFile]) -> bool:
-    """Whether consecutive ranks share experts, as `use_data_before_expert_parallelism` wants it."""
+    """Whether consecutive ranks share experts (`use_data_before_expert_parallelism`)."""
     config = optims[0].mapping().get("ds_config")
     return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
 
@@ -205,7 +205,7 @@ def _check_same_shapes(context: ReadContext, coord: RankCoord, models: list[Rank
     for dp, model in enumerate(models[1:], 1):
         tree = model.mapping()
         for key in ("param_shapes", "frozen_param_shapes"):
-            # Ranks that wrote the same pickle share its tree: nothing to compare then.
+            # Ranks that wrote the same pickle share its tree: then there is nothing to compare.
             if tree.get(key) is not first.get(key) and tree.get(key) != first.get(key):
                 context.problems.add(
                     f"{model.name} (dp rank {dp}, {coord}): {key} differs from that of {models[0].name}"
@@ -213,7 +213,7 @@ def _check_same_shapes(context: ReadContext, coord: RankCoord, models: list[Rank
 
 
 def _claim_other_modules(context: ReadContext, models: list[RankFile]) -> None:
-    """Buffers of further data-parallel ranks are copies of the first's; their empty parameters are nothing."""
+    """Claim the modules of further data-parallel ranks: copies of the first's buffers, and empty parameters."""
     seen: set[int] = set()
     for model in models:
         module = model.mapping().get("module")
@@ -223,29 +223,27 @@ def _claim_other_modules(context: ReadContext, models: list[RankFile]) -> None:
 
 
 def _read_zero0(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
-    """ZeRO off."""
+    models = {coord: model for coord, (model, *_) in ranks.models.items()}
     if files.layers:
-        stages = {h.pp: StageNames({}, buffer_names(model)) for h, (model, *_) in ranks.models.items() if h.tp == 0}
+        stages = {coord.pp: StageNames({}, buffer_names(model)) for coord, model in models.items() if coord.tp == 0}
         _read_pipeline(context, files, grid, stages)
     shared = _shared_parameters(ranks)
-    for coord, (model, *_) in ranks.models.items():
+    for coord, model in models.items():
         shapes = param_shapes(model, None)
         read_module(context, coord, model, _merge_shapes(shapes) if shapes is not None else None, shared)
         read_frozen(context, coord, model)
     _read_experts(context, files, grid, ranks)
     context.problems.raise_any(_MIXED_SAVES_HINT)
-    info = next(iter(ranks.models.values()))[0].mapping().get("universal_checkpoint_info")
-    if not files.expert_optim and all(not m.mapping().get("optimizer") for (m, *_) in ranks.models.values()):
+    if not files.expert_optim and all(not model.mapping().get("optimizer") for model in models.values()):
         context.note(
             "optimizer-missing", "no optimizer state: there are no *_optim_states.pt files, only weights were read"
         )
-        if files.layers:
-            name_tied_modules(context, info)
-        return DetectedLayout()
-    ep = read_zero0(context, files, grid.tp, {h: model for h, (model, *_) in ranks.models.items()})
+        layout = DetectedLayout()
+    else:
+        layout = DetectedLayout(ep=read_zero0(context, files, grid.tp, models))
     if files.layers:
-        name_tied_modules(context, info)
-    return DetectedLayout(ep=ep)
+        name_tied_modules(context, next(iter(models.values())).mapping().get("universal_checkpoint_info"))
+    return layout
 
 
 def _read_pipeline(context: ReadContext, files: StepFiles, grid: RankGrid, stages: Mapping[int, StageNames]) -> None:
@@ -257,33 +255,33 @@ def _read_pipeline(context: ReadContext, files: StepFiles, grid: RankGrid, stage
 
 def _read_experts(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> None:
     models = {coord: model for coord, (model, *_) in ranks.models.items()}
-    must = {coord: _needs_expert_files(context, grid, model) for coord, model in models.items()}
-    listed = [param_shapes(model, None) for model in models.values()]
-    named = {name for shapes in listed for name in _merge_shapes(shapes or ())}
-    read_experts(context, files, grid.tp, models, must, None if None in listed else named)
+    has_experts = {coord: _needs_expert_files(context, grid, model) for coord, model in models.items()}
+    shapes = [param_shapes(model, None) for model in models.values()]
+    trained = {name for groups in shapes for name in _merge_shapes(groups or ())}
+    read_experts(context, files, grid.tp, models, has_experts, None if None in shapes else trained)
 
 
 def _needs_expert_files(context: ReadContext, grid: RankGrid, model: RankFile) -> bool:
-    """Whether experts must have files of their own. `num_experts` alone may be a key of the client's."""
-    if context.shards.placements and not grid.sharded_model:  # ZeRO-3 keeps those of AutoEP with all other parameters
+    """Whether experts must be in files of their own. (`num_experts` alone proves nothing: clients use that key too.)"""
+    if context.shards.placements and not grid.sharded_model:  # ZeRO-3 keeps AutoEP's with all other parameters
         return True
     return any(expert_number(name) is not None for name in _merge_shapes(param_shapes(model, None) or ()))
 
 
 def _note_frozen(context: ReadContext, ranks: OpenRankFiles, stage: int) -> None:
-    """ZeRO-2 and 3 list frozen parameters, unless they were told to leave them out."""
+    """Note a save without frozen parameters. (ZeRO-2 and 3 list them unless they are excluded.)"""
     model = next(iter(ranks.models.values()))[0].mapping()
     if stage >= 2 and "frozen_param_shapes" in model and model["frozen_param_shapes"] is None:
         context.note(
             "frozen-excluded",
-            "saved with exclude_frozen_parameters: if the model has frozen parameters, this checkpoint has not",
+            "saved with exclude_frozen_parameters: if the model has frozen parameters, this checkpoint lacks them",
         )
 
 
 def _drop_second_copy(context: ReadContext, model: RankFile) -> None:
-    """bf16 with a pipeline and ZeRO off: the model file repeats the optimizer file of data-parallel rank 0."""
+    """Drop the copy of dp rank 0's optimizer in the model file (bf16 with a pipeline and ZeRO off)."""
     optimizer = model.mapping().get("optimizer")
     if optimizer is not None and unwrap_optimizer(model, optimizer) is None and context.claim_all(optimizer):
         context.note(
-            "second-copy", f"{model.name}: its 'optimizer' repeats the optimizer file of dp rank 0; left behind"
+            "second-copy", f"{model.name}: its 'optimizer' repeats the optimizer file of dp rank 0; not carried"
         )

@@ -1,6 +1,6 @@
-"""Reads a DeepSpeed checkpoint of any kind into an index.
+"""Index a DeepSpeed checkpoint of any ZeRO stage; the docstring of `ReadContext` lists the stages of the work.
 
-What a checkpoint says about itself that people want to see: versions, dtype, flags, loss scale, files.
+The second half extracts the facts about the checkpoint that `ucp inspect` shows: versions, dtype, flags, loss scale.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.tree import equal as equal_trees
-from ucp.core.checkpoint import Checkpoint, Extras, Note
+from ucp.core.checkpoint import Checkpoint, Extras
 from ucp.core.mesh import Mesh
 from ucp.errors import StorageError
 from ucp.formats.deepspeed import folder
@@ -27,7 +27,7 @@ from ucp.formats.deepspeed.read.carry_extras import (
 from ucp.formats.deepspeed.read.infer_missing import note_missing
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
 from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
-from ucp.formats.deepspeed.read.read_ranks import OpenRankFiles, read_states
+from ucp.formats.deepspeed.read.read_ranks import DetectedLayout, OpenRankFiles, read_states
 from ucp.formats.deepspeed.read.resolve_rules import assemble, check_ranks, merge_stage_groups, order_names, resolve_all
 from ucp.formats.deepspeed.read.save_consistency import (
     FOREIGN_NOTE,
@@ -43,23 +43,28 @@ from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import scan_folder
 
-if TYPE_CHECKING:
-    from ucp.formats.deepspeed.read.read_ranks import DetectedLayout
-
-
-_RESTORE_HINT = "restore the files of one save; nothing was written"
-_RECENT_TREES = 4  # with which what a file carries is compared: of the first rank, the last one, each kind of file
+_RESTORE_HINT: Final = "restore the files of one save; nothing was written"
+_RECENT_TREES: Final = 4  # to compare a file's tree with: enough for the first rank, the last one and each kind of file
+_ZERO_FLAGS: Final = (
+    "round_robin_gradients",
+    "elastic_checkpoint",
+    "parameter_alignment",
+    "sub_group_size",
+    "zero_hpz_partition_size",
+    "mics_shard_size",
+    "stage3_gather_16bit_weights_on_model_save",
+)
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
-    """Index the checkpoint at `path`: names, shapes and places of all states; no tensor is loaded."""
+    """Index the checkpoint at `path`: names, shapes and locations of all states. No tensor is loaded."""
     place = folder.find(path, options.tag)
     try:
         sizes = _file_sizes(place)
     except OSError as error:
         raise StorageError(f"{error.filename or place.step}: cannot be read: {error.strerror}") from error
-    own = [name for name in (file.removeprefix(place.prefix) for file in sizes) if "/" not in name]
-    files = classify_files([name for name in own if place.prefix + name in sizes])
+    names = [file.removeprefix(place.prefix) for file in sizes]
+    files = classify_files([name for name in names if "/" not in name])
     with SourceFiles(place.root) as source, _gc_paused():
         problems = Problems(str(place.step))
         context = ReadContext(place.prefix, RankFiles(place.root), source, problems, DeepSpeedShardTable(problems))
@@ -68,16 +73,16 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Trees of a thousand ranks are many objects and no garbage: looking for some takes a third of the time."""
+    """Pause the garbage collector: it would spend a third of the time on the trees of a thousand ranks in vain."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            if gc.get_freeze_count() == 0:  # nobody else has put something aside
+            if gc.get_freeze_count() == 0:  # unfreeze would undo a freeze of the caller
                 gc.freeze()
-                gc.unfreeze()  # all is old now, and not looked at at once
+                gc.unfreeze()  # moves all objects to the oldest generation, which is not scanned at once
             gc.enable()
 
 
@@ -86,29 +91,29 @@ def _read(
 ) -> Checkpoint:
     grid = find_grid(files, context.files, context.prefix, context.problems)
     context.problems.raise_any(
-        "restore what is missing, and remove what another save left; or give a checkpoint that is complete"
+        "restore the missing files and remove those of another save, or give a checkpoint that is complete"
     )
     ranks = _open_ranks(context, files, grid)
     check_saved_names(context, files)
     check_same_save(ranks.named_models(), ranks.named_optims(), context.problems)
     context.problems.raise_any(_RESTORE_HINT)
-    shown = read_states(context, place.step, files, grid, ranks)
+    layout = read_states(context, place.step, files, grid, ranks)
     check_ranks(context, grid.tp)
     context.problems.raise_any(_RESTORE_HINT)
     _sort_parameters(context)
     first = ranks.models[RankCoord(0, 0)][0]
     info = first.mapping().get("universal_checkpoint_info")
-    rulings = resolve_all(context, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
-    parameters = assemble(context, rulings)
+    rules = resolve_all(context, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
+    parameters = assemble(context, rules)
     context.problems.raise_any(_RESTORE_HINT)
-    mesh = Mesh(grid.tp, grid.pp, grid.dp_world, shown.ep, shown.stage)
+    mesh = Mesh(grid.tp, grid.pp, grid.dp_world, layout.ep, layout.stage)
     groups = merge_stage_groups(context, parameters)
     extras = _read_extras(context, place, files)
     for name in files.foreign:
         context.note(
             FOREIGN_NOTE,
-            f"{context.prefix}{name}: a model file of another ZeRO stage than {shown.stage}, left from another save; it"
-            " was not read. Keep it elsewhere",
+            f"{context.prefix}{name}: not a model file of ZeRO stage {layout.stage} but left over from another save;"
+            " it was not read. Move it elsewhere",
         )
     note_missing(context, (files[0] for files in ranks.models.values()))
     _closing_notes(context)
@@ -121,14 +126,14 @@ def _read(
         step=step_of(first),
         groups=groups,
         extras=extras,
-        notes=_without_duplicates(context.notes),
+        notes=list(dict.fromkeys(context.notes)),
         sizes=_checkpoint_sizes(sizes, place, extras),
-        details=details_of(context, place, files, ranks, shown),
+        details=details_of(context, place, files, ranks, layout),
     )
 
 
 def _file_sizes(place: folder.StepFolder) -> dict[str, int]:
-    """Every file of the step folder (swap files included) and those beside it, by path relative to the root."""
+    """The size of every file of the step folder, swap files included, by path relative to the root."""
     sizes: dict[str, int] = {}
     with scan_folder(place.step) as entries:
         for entry in entries:
@@ -143,7 +148,7 @@ def _file_sizes(place: folder.StepFolder) -> dict[str, int]:
 
 
 def _checkpoint_sizes(sizes: dict[str, int], place: folder.StepFolder, extras: Extras) -> dict[str, int]:
-    """The sizes of what this checkpoint consists of: the step folder, and the neighbours that are carried."""
+    """The sizes of all files of the checkpoint: the step folder, and the carried files next to it."""
     found = dict(sizes)
     for name in (*extras.files.values(), *extras.trees):
         path = place.root / name
@@ -153,12 +158,12 @@ def _checkpoint_sizes(sizes: dict[str, int], place: folder.StepFolder, extras: E
 
 
 def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenRankFiles:
-    """Open the files of all ranks, those of one data-parallel rank together: their pickles are often the same."""
+    """Open the files of all ranks, one data-parallel rank after the other: their pickles are often the same."""
     ranks = OpenRankFiles()
     coords = [RankCoord(mp // grid.tp, mp % grid.tp) for mp in range(grid.mp)]
 
     def open_all(names: Sequence[Sequence[str]]) -> dict[RankCoord, list[RankFile]]:
-        """Files by coord, for lists that have a name a coord."""
+        """The files by rank. Every row has one name per model-parallel rank."""
         opened = [[context.files.open(context.prefix + name) for name in row] for row in names]
         return {coord: [row[mp] for row in opened] for mp, coord in enumerate(coords)}
 
@@ -173,7 +178,7 @@ def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenR
 
 
 def _sort_parameters(context: ReadContext) -> None:
-    """Put the roles into the order of the model, experts into their layers."""
+    """Put the parameters into the order of the model, experts into their layers."""
     shards = context.shards
     roles = shards.roles
     experts = {*shards.experts, *shards.placements}
@@ -190,8 +195,8 @@ def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFile
         *files.experts.values(),
         *files.expert_optim.values(),
     ]
-    carried: dict[int, Any] = {}  # what is carried of trees that several files have together, by their identity
-    before: deque[tuple[Any, Any]] = deque(maxlen=_RECENT_TREES)  # trees, and what is carried of them
+    carried: dict[int, Any] = {}  # id of a tree, which several files may share → the carried tree
+    recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT_TREES)  # (tree, the carried tree)
 
     def both_claimed(a: Any, b: Any) -> bool:
         """Tensors that have become atoms are not in extras, whatever their values are."""
@@ -204,20 +209,20 @@ def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFile
         else:
             bare = without_layout_tables(file.tree)
             # Rank files repeat each other, and comparing two takes a third of the time of carrying and writing one.
-            known = next((entry for entry in before if equal_trees(bare, entry[0], both_claimed)), None)
+            known = next((entry for entry in recent if equal_trees(bare, entry[0], both_claimed)), None)
             if known is not None:
                 tree = carried[id(file.tree)] = known[1]
             else:
                 carrier = TreeCarrier(context, file, name)
                 tree = carrier.carry()
                 if not carrier.made_atoms:
-                    before.appendleft((bare, tree))
+                    recent.appendleft((bare, tree))
                     carried[id(file.tree)] = tree
         if tree is not None:
             extras.trees[name] = tree
-    # Without a trainer, too, there may be a model's configuration: that of weights which were converted to this.
-    beside = folder.detect_wrapper(place.root) is not None or (place.root / "config.json").is_file()
-    if beside and place.root != place.step:
+    # A checkpoint that was converted from Hugging Face weights has the model's configuration, but no trainer's files.
+    has_neighbours = folder.detect_wrapper(place.root) is not None or (place.root / "config.json").is_file()
+    if has_neighbours and place.root != place.step:
         carry_neighbours(context, place.root, extras.trees, extras.files)
     carry_unknown_files(context, place.step, files.other, extras.files)
     return extras
@@ -229,46 +234,32 @@ def _closing_notes(context: ReadContext) -> None:
             "slice-mappings-wrong",
             f"param_slice_mappings is wrong for {len(context.wrong_mappings)} of {len(context.checked_mappings)}"
             " parameters (DeepSpeed computes it from the wrong order under round_robin_gradients); the layout was taken"
-            " from param_shapes, which is right",
+            " from param_shapes, which is correct",
         )
-    for kind, why in context.unplaced_states.items():
+    for kind, reason in context.unplaced_states.items():
         context.note(
             "state-unplaced",
-            f"optimizer state '{kind}' belongs to no element of a parameter ({why}); carried in extras as it is",
+            f"optimizer state '{kind}' cannot be assigned to elements of parameters ({reason}); carried in extras"
+            " unchanged",
         )
-
-
-def _without_duplicates(notes: list[Note]) -> list[Note]:
-    return list(dict.fromkeys(notes))
-
-
-_ZERO_FLAGS = (
-    "round_robin_gradients",
-    "elastic_checkpoint",
-    "parameter_alignment",
-    "sub_group_size",
-    "zero_hpz_partition_size",
-    "mics_shard_size",
-    "stage3_gather_16bit_weights_on_model_save",
-)
 
 
 def framework_of(model: RankFile) -> str:
-    """`DeepSpeed 0.19.8`."""
+    """The framework and its version, such as `DeepSpeed 0.19.8`."""
     version = model.mapping().get("ds_version")
     return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
 
 
 def step_of(model: RankFile) -> int | None:
-    """Optimizer steps taken."""
+    """The number of optimizer steps."""
     steps = model.mapping().get("global_steps")
     return steps if type(steps) is int else None
 
 
 def details_of(
-    context: ReadContext, place: folder.StepFolder, files: StepFiles, ranks: OpenRankFiles, shown: DetectedLayout
+    context: ReadContext, place: folder.StepFolder, files: StepFiles, ranks: OpenRankFiles, layout: DetectedLayout
 ) -> dict[str, Any]:
-    """Facts worth showing, as JSON values; what the checkpoint does not say is left out."""
+    """Facts about the checkpoint as JSON values; those that it does not record are omitted."""
     model = next(iter(ranks.models.values()))[0].mapping()
     config = model.get("ds_config")
     config = config if isinstance(config, dict) else {}
@@ -277,9 +268,9 @@ def details_of(
         "wrapper": _wrapper_name(place, model),
         "client": _client_name(model),
         "dtype": _configured_dtype(config),
-        "zero": _zero_details(config, shown),
+        "zero": _zero_details(config, layout),
         "optimizer": _configured_optimizer(config),
-        "optimizer_wrapper": shown.optimizer or None,
+        "optimizer_wrapper": layout.optimizer or None,
         "groups": len(next(iter(context.shards.groups.values()), [])),
         "loss_scale": _loss_scale(ranks),
         "universal_checkpoint_version": _info_version(model),
@@ -294,7 +285,7 @@ def details_of(
 def universal_details(context: ReadContext, file: RankFile) -> dict[str, Any]:
     """Facts about a universal folder, from a model file of the checkpoint that it was made from.
 
-    How gradients were dealt out is not among them: the folder keeps nothing in that order.
+    `round_robin_gradients` is not among them: nothing in the folder is in that order.
     """
     model = file.mapping()
     config = model.get("ds_config")
@@ -316,7 +307,7 @@ def _wrapper_name(place: folder.StepFolder, model: Any) -> str | None:
 
 
 def _client_name(model: Any) -> str | None:
-    """Megatron-DeepSpeed shows by the client state that it leaves in the model file."""
+    """Recognise Megatron-DeepSpeed by its client state in the model file."""
     args = model.get("args")
     is_megatron = isinstance(args, Inert) and args.path == "argparse.Namespace" and "checkpoint_version" in model
     return "Megatron-DeepSpeed" if is_megatron else None
@@ -330,7 +321,7 @@ def _configured_dtype(config: Any) -> str:
     return "float32"
 
 
-def _zero_details(config: Any, shown: DetectedLayout) -> dict[str, Any]:
+def _zero_details(config: Any, layout: DetectedLayout) -> dict[str, Any]:
     section = config.get("zero_optimization")
     section = section if isinstance(section, dict) else {}
     facts = {key: section[key] for key in _ZERO_FLAGS if isinstance(section.get(key), (bool, int, float))}
@@ -340,7 +331,7 @@ def _zero_details(config: Any, shown: DetectedLayout) -> dict[str, Any]:
         offload = section.get(key)
         if isinstance(offload, dict) and isinstance(offload.get("device"), str):
             facts[key] = offload["device"]
-    if shown.elastic:
+    if layout.elastic:
         facts["elastic_checkpoint"] = True
     return facts
 

@@ -1,14 +1,11 @@
-"""DeepSpeed's universal folders (the output of `ds_to_universal`) as a source.
+"""Index a universal folder: the output of DeepSpeed's `ds_to_universal`.
 
-`zero/<parameter>/<state>.pt` holds whole states. The model files beside it were copied unchanged: they give names,
-shapes, roles, rules and the module's own weights, still cut as the source was. A folder below `zero/` proves nothing
-about its name: the converter also makes one, upcast and without moments, for every buffer, alias and frozen parameter.
-
-`zero/<parameter>/<state>.pt` of a universal folder: one whole state a file, with a few words on how it was cut.
-
-`zero/optimizer_state.pt` of a universal folder: rank 0's optimizer state, under ZeRO-3 with its shards.
-
-How parameters of a universal folder were cut, where its model files do not say: from the state files.
+- `zero/<parameter>/<state>.pt` has one whole state, and keys that describe how it was split. The existence of such a
+  folder does not mean that the parameter is trained: the converter also creates one, upcast and without moments, for
+  every buffer, alias and frozen parameter.
+- `zero/optimizer_state.pt` is rank 0's optimizer state; under ZeRO-3 it includes rank 0's shards.
+- The model files were copied unchanged from the source. They have names, shapes, roles, rules and the module's own
+  weights, still split as in the source. If they have no rules, the state files or their shapes provide them.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ from ucp.formats.deepspeed.read.reader import framework_of, step_of, universal_d
 from ucp.formats.deepspeed.read.resolve_rules import assemble, merge_stage_groups, resolve_all
 from ucp.formats.deepspeed.read.save_consistency import RankGrid, check_same_save, find_grid
 from ucp.formats.deepspeed.step_files import StepFiles, classify_files, model_file_name, sharded_model_file_name
-from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE, STATES_FOLDER, find
+from ucp.formats.deepspeed.universal_folder import MASTER_FILE, OPTIMIZER_STATE, STATE_SUFFIX, STATES_FOLDER, find
 from ucp.formats.deepspeed.universal_info import fused_rule, has_tp_rules
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_fragments import StoredShard, scalar_fragments
@@ -78,7 +75,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 @dataclass(slots=True)
 class _UniversalReader:
-    """One universal folder on its way into the index."""
+    """One universal folder while it is being indexed."""
 
     context: ReadContext
     root: Path
@@ -127,7 +124,7 @@ class _UniversalReader:
     def _model_names(self) -> StepFiles:
         with scan_folder(self.root) as entries:
             found = classify_files([entry.name for entry in entries if entry.is_file()])
-        if found.model:  # a folder made for both families has both kinds; the plain ones hold the weights
+        if found.model:  # a folder for all stages has both kinds; those without dp rank contain the weights
             whole = len(found.model) == 1 and all(tp == 0 for _, tp in found.layers)
             return StepFiles(model=found.model, layers=found.layers if whole else {}, other=found.other)
         if found.sharded_model:
@@ -138,7 +135,7 @@ class _UniversalReader:
         )
 
     def _grid(self, names: StepFiles) -> RankGrid:
-        # The check for missing files is for native checkpoints, which have optimizer files: ours follows.
+        # Ignore its report of missing files: unlike a native checkpoint, a universal folder has no optimizer files.
         grid = find_grid(names, self.context.files, "", Problems(""))
         mps = range(max([*names.model, *(mp for _, mp in names.sharded_model), grid.mp - 1]) + 1)
         if names.model:
@@ -152,7 +149,7 @@ class _UniversalReader:
         return grid
 
     def _models(self, names: StepFiles, grid: RankGrid) -> list[list[RankFile]]:
-        """By model-parallel rank its model files: one, or one a data-parallel rank under ZeRO-3."""
+        """The model files of each model-parallel rank: one, or under ZeRO-3 one per data-parallel rank."""
         files = self.context.files
         if names.model:
             models = [[files.open(names.model[mp])] for mp in range(grid.mp)]
@@ -173,7 +170,7 @@ class _UniversalReader:
     ) -> None:
         file = members[0]
         trained = {name: shape for group in _shapes_by_group(file) for name, shape in group.items()}
-        if not trained:  # ZeRO off: what the optimizer kept anything for
+        if not trained:  # ZeRO off: the parameters that the optimizer has states of
             module = module_tensors(file)
             refs = {name: module.get(name) for name, folder in folders.items() if folder.has_moments}
             trained = {name: ref.shape for name, ref in refs.items() if isinstance(ref, TensorRef)}
@@ -186,7 +183,7 @@ class _UniversalReader:
             self.context.shards.put(name, coord, shape, "trained", file.name)
 
     def _put_in_order(self, models: Sequence[Sequence[RankFile]]) -> None:
-        """Aliases out; and layer by layer for a pipeline, whose layer files DeepSpeed does not copy."""
+        """Remove aliases, and sort by layer for a pipeline, whose layer files DeepSpeed does not copy."""
         shards = self.context.shards
         shards.roles = {name: role for name, role in shards.roles.items() if name not in shards.aliases}
         if self.context.pipeline or any(module_tensors(members[0]) for members in models):
@@ -195,7 +192,7 @@ class _UniversalReader:
         shards.roles = dict(sorted(shards.roles.items(), key=lambda item: _layer_number(item[0])))
         self.context.note(
             "universal-no-module",
-            "a pipeline's layer files are not part of a universal folder: no module weights"
+            "a universal folder does not contain a pipeline's layer files: there are no module weights"
             + (
                 f", and {len(lost)} buffers are lost ({', '.join(lost[:5])}{', …' if len(lost) > 5 else ''})"
                 if lost
@@ -205,11 +202,11 @@ class _UniversalReader:
 
     def _add_states(self, parameters: dict[str, Parameter], folders: Mapping[str, StateFolder]) -> None:
         problems, aliases = self.context.problems, self.context.shards.aliases
-        made_up = 0
+        copies = 0
         for name, folder in folders.items():
             parameter = parameters.get(name)
             if not folder.has_moments and (name in aliases or (parameter is not None and parameter.role != "trained")):
-                made_up += 1
+                copies += 1
                 continue
             if parameter is None:
                 parameter = parameters[name] = self._unknown(folder)
@@ -226,15 +223,17 @@ class _UniversalReader:
         for name, parameter in parameters.items():
             if parameter.role == "trained" and MASTER not in parameter.atoms:
                 problems.add(f"parameter {name} is trained, but {STATES_FOLDER}/{name}/fp32.pt is missing")
-        if made_up:
+        if copies:
             self.context.note(
                 "universal-copies",
-                f"{made_up} folders below {STATES_FOLDER}/ upcast of buffers, aliases and frozen parameters: not used",
+                f"{copies} folders below {STATES_FOLDER}/ are upcast copies of buffers, aliases and frozen parameters:"
+                " not used",
             )
 
     def _unknown(self, folder: StateFolder) -> Parameter:
-        """A folder whose name no model file has: trained if the optimizer kept anything for it."""
-        self.context.note("universal-unlisted", f"{folder.name}: no model file lists it; its shape is the state file's")
+        """The parameter of a state folder that no model file lists: trained if it has optimizer states."""
+        text = f"{folder.name}: no model file lists it; the shape was taken from its state file"
+        self.context.note("universal-unlisted", text)
         atom = read_state(self.context.files, folder.name, MASTER, next(iter(folder.kinds.values())), None)
         shape = atom.shape if atom is not None else ()
         role: Any = "trained" if folder.has_moments else "frozen"
@@ -264,7 +263,7 @@ class _UniversalReader:
             self.context.claim(ref)
 
     def _trees(self, models: Sequence[Sequence[RankFile]], optimizer: RankFile | None) -> dict[str, Any]:
-        """What model files and optimizer state say besides: without what became atoms or repeats it."""
+        """The rest of model files and optimizer state: without the tensors that became atoms or repeat them."""
         trees = {}
         for file in (*(file for members in models for file in members), *([optimizer] if optimizer else [])):
             tree = TreeCarrier(self.context, file, file.name).carry()
@@ -304,26 +303,24 @@ def _file_sizes(root: Path) -> dict[str, int]:
     return dict(list_files(root))
 
 
-MASTER_FILE: Final = "fp32"
-STATE_SUFFIX: Final = ".pt"
-_MAX_FOLDER_DEPTH: Final = 8  # folders in folders: more are no name of a parameter, but links that lead back
+_MAX_FOLDER_DEPTH: Final = 8  # nested folders; deeper ones are not parameter names but cyclic links
 
 
 @dataclass(slots=True)
 class StateFolder:
-    """The state files of one name. `kinds` maps our kind of state to the file's name below the root."""
+    """The state files of one name. `kinds` maps the kind of state to the file's path relative to the root."""
 
     name: str
     kinds: dict[str, str] = field(default_factory=dict)
 
     @property
     def has_moments(self) -> bool:
-        """Whether an optimizer kept anything here. Without, the name need not be a trained parameter's."""
+        """Whether there are optimizer states. If not, the name may not be a trained parameter."""
         return bool(self.kinds.keys() - {MASTER})
 
 
 def state_folders(root: Path, states: str) -> dict[str, StateFolder]:
-    """Every folder of states below `root/states`, by parameter name, sorted. Names with `/` are folders in folders."""
+    """Every folder of states below `root/states`, by parameter name, sorted. Names with `/` are nested folders."""
     found: dict[str, StateFolder] = {}
     try:
         _find_state_folders(root, states, "", found)
@@ -352,10 +349,10 @@ def _find_state_folders(root: Path, states: str, above: str, found: dict[str, St
 
 
 def read_state(files: RankFiles, name: str, kind: str, path: str, shape: Shape | None) -> Atom | None:
-    """One state file as an atom of `shape` (None: as stored); None when it is a number that no atom can hold.
+    """One state file as an atom of `shape` (None: as stored); None if it is a number of more than 64 bits.
 
-    A tensor with as many elements but another shape (ZeRO-3 states are flat, fused ones may be viewed) takes `shape`;
-    any other shape stays as stored, for the caller to judge, and so does a number, be the parameter one element or not.
+    A tensor with the same number of elements but another shape (ZeRO-3 states are flat, fused ones may be viewed) gets
+    `shape`. Any other shape stays as stored for the caller to check, and so does a number.
     """
     file = files.open(path)
     value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
@@ -376,14 +373,14 @@ def _state_atom(file: RankFile, ref: TensorRef, name: str, kind: str, shape: Sha
 
 
 def zero_stage(optimizer: RankFile) -> int:
-    """The ZeRO stage of the source; BF16_Optimizer does not name it and counts as 1."""
+    """The ZeRO stage of the source; 1 for BF16_Optimizer, which does not record it."""
     stage = optimizer.mapping().get("zero_stage")
     value = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
     return value if type(value) is int else 1
 
 
 def read_groups(context: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> list[ParamGroup]:
-    """Parameter groups of one pipeline stage; `shapes` has one dict a flat group (a sub-group under ZeRO-3)."""
+    """Parameter groups of one pipeline stage; `shapes` has one dict per flat group (sub-group under ZeRO-3)."""
     found = optimizer.mapping().get("param_groups") or _inner_state_dict(optimizer).get("param_groups")
     stored = [group for group in found if isinstance(group, dict)] if isinstance(found, (list, tuple)) else []
     groups = [ParamGroup(group_hyper_parameters(context, optimizer, group), []) for group in stored]
@@ -394,7 +391,7 @@ def read_groups(context: ReadContext, optimizer: RankFile, shapes: Sequence[Mapp
 
 
 def parameter_steps(optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[tuple[str, StoredShard]]:
-    """(parameter, its step): under ZeRO-3 the step lies here, by sub-group, and not beside the parameter."""
+    """Yield (parameter, step): under ZeRO-3 the step is stored here by sub-group, not in the parameter's folder."""
     states = _inner_states(optimizer)
     for index, names in enumerate(shapes):
         value = states.get(index, {}).get(STEP)
@@ -405,7 +402,7 @@ def parameter_steps(optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) 
 
 
 def rank0_tensors(optimizer: RankFile) -> Iterator[TensorRef]:
-    """Rank 0's shards under ZeRO-3: they repeat part of what the parameters' folders hold whole."""
+    """Rank 0's shards under ZeRO-3: they repeat part of the whole states in the parameters' folders."""
     masters = optimizer.mapping().get("fp32_flat_groups")
     rows = [state.values() for state in _inner_states(optimizer).values()]
     for value in (*(masters if isinstance(masters, (list, tuple)) else ()), *(value for row in rows for value in row)):
@@ -424,7 +421,7 @@ def _inner_states(optimizer: RankFile) -> dict[Any, Mapping[Any, Any]]:
 
 
 def _group_of_each(groups: Sequence[Mapping[Any, Any]], flat: int) -> list[int]:
-    """Group of each flat group: as `params` lists them, else by position."""
+    """The parameter group of each flat group: as listed in `params`, else by position."""
     owner: dict[int, int] = {}
     for index, group in enumerate(groups):
         listed = group.get("params")
@@ -435,7 +432,7 @@ def _group_of_each(groups: Sequence[Mapping[Any, Any]], flat: int) -> list[int]:
 
 
 def rules_from_states(context: ReadContext, user: RuleBook | None, folders: Mapping[str, StateFolder]) -> RuleBook:
-    """Rules where the model files have none: the user's, as the state files say, or from whole and local shapes."""
+    """Rules if the model files have none: the user's, those of the state files, or from whole and local shapes."""
     book = RuleBook()
     for name, folder in folders.items():
         path = folder.kinds.get(MASTER)
@@ -445,16 +442,17 @@ def rules_from_states(context: ReadContext, user: RuleBook | None, folders: Mapp
         if named is not None or path is None or not folder.has_moments or name not in context.shards:
             continue
         tree = context.files.open(path).tree
-        said = _stored_rule(tree)
+        stored = _stored_rule(tree)
         local = next(iter(context.shards.row(name).values())).shape
         param = tree.get("param") if isinstance(tree, dict) else tree
         whole = param.shape if isinstance(param, TensorRef) else local
-        book.add(f"^{re.escape(name)}$", _effective_rule(said, whole, local, tree), "universal: " + _rule_source(said))
+        origin = "as the state file says" if stored is not None else "whole and local shape compared"
+        book.add(f"^{re.escape(name)}$", _effective_rule(stored, whole, local, tree), f"universal: {origin}")
     return book
 
 
 def _stored_rule(tree: Any) -> Rule | None:
-    """How a state file says that its parameter was cut; None where it does not say (replicated, averaged, mapped)."""
+    """The rule that a state file records for its parameter; None if it does not (replicated, averaged, affine map)."""
     if not isinstance(tree, Mapping):
         return None
     dim = tree.get("cat_dim")
@@ -470,14 +468,10 @@ def _stored_rule(tree: Any) -> Rule | None:
     return Rule("split", dim) if isinstance(dim, int) else None
 
 
-def _effective_rule(said: Rule | None, whole: Shape, local: Shape, tree: Any) -> Rule:
-    if said is None or said.cut != "split":
+def _effective_rule(stored: Rule | None, whole: Shape, local: Shape, tree: Any) -> Rule:
+    if stored is None or stored.cut != "split":
         dims = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=False)) if a != b]
         return Rule("split", dims[0]) if len(dims) == 1 else REPLICATED
-    if isinstance(tree, dict) and tree.get("vocab_tensor") and said.dim == 0 and whole:
-        return replace(said, cut="vocab", true_size=whole[0])
-    return said
-
-
-def _rule_source(rule: Rule | None) -> str:
-    return "as the state file says" if rule is not None else "whole and local shape compared"
+    if isinstance(tree, dict) and tree.get("vocab_tensor") and stored.dim == 0 and whole:
+        return replace(stored, cut="vocab", true_size=whole[0])
+    return stored

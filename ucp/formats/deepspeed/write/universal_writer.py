@@ -15,7 +15,13 @@ from ucp.core.mesh import Mesh
 from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.deepspeed import step_files
-from ucp.formats.deepspeed.read.universal_reader import STATE_SUFFIX
+from ucp.formats.deepspeed.universal_folder import (
+    LATEST_UNIVERSAL,
+    MASTER_FILE,
+    OPTIMIZER_STATE,
+    STATE_SUFFIX,
+    STATES_FOLDER,
+)
 from ucp.formats.deepspeed.write.model_files import ModelFiles
 from ucp.formats.deepspeed.write.optimizer_files import flat_groups, sub_groups, zero_stage_object
 from ucp.formats.deepspeed.write.state_tensors import ScalarStates, element_kinds, whole_tensor
@@ -23,8 +29,6 @@ from ucp.formats.deepspeed.write.target_layout import TargetLayout
 from ucp.formats.registry import WriteOptions
 from ucp.formats.sharded.slicer import TargetSlice
 from ucp.storage.local import SourceFiles
-
-_MASTER_FILE = "fp32"
 
 
 class UniversalWriter:
@@ -90,7 +94,7 @@ class UniversalWriter:
             scalars = ScalarStates(files)
             made = [torch_file(f"{self.folder}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
         latest = self.folder.encode()
-        return Target((*made, OutputFile("latest_universal", len(latest), (Literal(0, latest),))))
+        return Target((*made, OutputFile(LATEST_UNIVERSAL, len(latest), (Literal(0, latest),))))
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
         """Nothing: the format has no manifest."""
@@ -101,8 +105,8 @@ class UniversalWriter:
         for parameter in self.source.parameters.values():
             _check_name(parameter.name)
             for kind, tree in self._states(parameter, scalars):
-                yield f"zero/{parameter.name}/{kind}.pt", tree
-        yield "zero/optimizer_state.pt", self._optimizer_state(scalars)
+                yield f"{STATES_FOLDER}/{parameter.name}/{kind}{STATE_SUFFIX}", tree
+        yield OPTIMIZER_STATE, self._optimizer_state(scalars)
         yield from self._model_files()
 
     def _states(self, parameter: Parameter, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
@@ -110,11 +114,11 @@ class UniversalWriter:
             # As DeepSpeed's own converter does: these have no optimizer state, and their fp32 is the weight itself.
             weight = parameter.atoms.get(WEIGHT)
             if weight is not None:
-                yield _MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
+                yield MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
             return
         cut = _tp_slicing_keys(parameter) if parameter.name not in self._stacked else self._how_to_spread(parameter)
         master = replace(self.world.master(parameter), shape=parameter.shape)  # the loader pads vocabularies itself
-        yield _MASTER_FILE, {"param": whole_tensor(master), **cut}
+        yield MASTER_FILE, {"param": whole_tensor(master), **cut}
         local = self._whole(parameter)
         for kind in element_kinds([local]):
             yield state_of_kind(kind), {"param": whole_tensor(parameter.atoms[kind]), **cut}
