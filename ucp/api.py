@@ -226,7 +226,7 @@ def report(
     `level` is that of `verify`; `sample` bounds the elements of each state that statistics are measured on.
     """
     from ucp import __version__
-    from ucp.checks.findings import Level
+    from ucp.core.findings import Level
     from ucp.reports.html_page import ReportOptions, write_report
 
     try:

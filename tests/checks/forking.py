@@ -14,12 +14,12 @@ from typing import Any
 from tests.engine.forking import WORKERS, Happening, count_forks, tell
 from ucp import settings
 from ucp.checks import task_processes
-from ucp.checks.findings import Finding
 from ucp.checks.render import FORMATS, render
 from ucp.checks.runner import verify
 from ucp.checks.tasks import CheckTask, ReadMeter, run_task
 from ucp.checks.verify_report import Report
 from ucp.cli.main import run
+from ucp.core.findings import Finding
 from ucp.errors import UcpError
 from ucp.storage.local import SourceFiles
 

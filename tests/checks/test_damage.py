@@ -15,11 +15,11 @@ import torch
 import ucp
 from tests.checks.made import flip
 from ucp.api import convert
-from ucp.checks.findings import Finding
 from ucp.checks.render import render
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report
 from ucp.containers.torch_file import TorchFile
+from ucp.core.findings import Finding
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_fragments import RankFragments
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.checks.made import make
 from ucp import settings
-from ucp.checks.findings import Finding
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report
 from ucp.core.checkpoint import Checkpoint, Note
 from ucp.core.dtypes import BFLOAT16
+from ucp.core.findings import Finding
 from ucp.core.region import Region
 from ucp.errors import UsageError
 

@@ -15,8 +15,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from tests.checks.test_index import only
-from ucp.checks.findings import Finding
 from ucp.checks.runner import verify
+from ucp.core.findings import Finding
 from ucp.core.mesh import Rank
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -84,7 +84,7 @@ def test_a_folder_of_another_step_is_a_warning(tp2: Path) -> None:
     (tp2 / "latest").write_text("global_step4")
     finding = alarm(tp2, "iteration")
     assert finding.severity == "warning"
-    assert "saved at step 3, but lies in a folder global_step4" in finding.message
+    assert "saved at step 3, but is in the folder global_step4" in finding.message
     (tp2 / "global_step4").rename(tp2 / "best")
     (tp2 / "latest").write_text("best")
     assert [f for f in verify(tp2, "quick").findings if f.severity != "note"] == []

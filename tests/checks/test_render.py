@@ -14,11 +14,11 @@ from tests.checks.made import flip
 from tests.checks.test_atoms import ATOM, write
 from ucp.checks import verify_report
 from ucp.checks.catalogue import CHECKS
-from ucp.checks.findings import Finding, Level
 from ucp.checks.render import FORMATS, render, verdict
 from ucp.checks.verify_report import Policy, Report, make_policy
 from ucp.cli import verify as cli
 from ucp.cli.main import run
+from ucp.core.findings import Finding, Level
 from ucp.core.mesh import Rank
 
 DAMAGE = Finding(

@@ -11,10 +11,10 @@ import pytest
 from tests.checks.made import flip, make
 from tests.checks.test_atoms import ATOM, write
 from ucp.checks.catalogue import CHECKS
-from ucp.checks.findings import Finding, Level
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report
 from ucp.cli.main import run
+from ucp.core.findings import Finding, Level
 
 
 def report_of(*findings: Finding) -> Report:

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from ucp.api import convert
-from ucp.checks.companions import lost_companions
-from ucp.checks.megatron_ranks import exchanged_ranks
 from ucp.checks.runner import verify
 from ucp.containers.pickle_reader import read_pickle
 from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter
 from ucp.core.dtypes import FLOAT32
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
+from ucp.formats.deepspeed.checks import missing_sidecars
+from ucp.formats.megatron.checks import exchanged_ranks, missing_objects
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.storage.paths import list_files
 
@@ -85,12 +85,12 @@ def test_what_the_trainer_keeps_beside_the_step(world: int, scheduler: object, f
     sizes = dict.fromkeys(["trainer_state.json", *files.split()], 1)
     extras = Extras({"mp_rank_00_model_states.pt": {"lr_scheduler": scheduler}})
     checkpoint = Checkpoint("deepspeed", Path("out"), Mesh(dp=world), {}, extras=extras, sizes=sizes)
-    assert [finding.file for finding in lost_companions(checkpoint)] == lost.split()
+    assert [finding.file for finding in missing_sidecars(checkpoint)] == lost.split()
 
 
 def test_random_states_of_accelerate() -> None:
     sizes = dict.fromkeys(["random_states_0.pkl", "random_states_2.pkl"], 1)
-    (finding,) = lost_companions(Checkpoint("deepspeed", Path("out"), Mesh(dp=3), {}, sizes=sizes))
+    (finding,) = missing_sidecars(Checkpoint("deepspeed", Path("out"), Mesh(dp=3), {}, sizes=sizes))
     assert (finding.file, finding.severity) == ("random_states_1.pkl", "warning")
     assert "the random states of rank 1" in finding.message
 
@@ -120,12 +120,12 @@ def test_rank_folders_of_megatron_that_were_exchanged(ranks: dict[str, int | Non
 def test_objects_of_old_megatron_folders() -> None:
     sizes = dict.fromkeys([f"a._extra_state/shard_{i}.{j}_2.3.pt" for i in range(2) for j in range(3)], 1)
     checkpoint = Checkpoint("torch-dist", Path("iter"), Mesh(), {}, sizes=sizes)
-    assert list(lost_companions(checkpoint)) == []
+    assert list(missing_objects(checkpoint)) == []
     del sizes["a._extra_state/shard_1.0_2.3.pt"]
-    (finding,) = lost_companions(checkpoint)
+    (finding,) = missing_objects(checkpoint)
     assert finding.file == "a._extra_state/shard_1.0_2.3.pt"
     sizes["b/shard_0_99999999999.pt"] = 1
-    assert len(list(lost_companions(checkpoint))) == 1  # no job had as many
+    assert len(list(missing_objects(checkpoint))) == 1  # no job had as many
 
 
 def test_optimizer_files_without_states_are_there(project: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.reports.made import zero1
-from ucp.checks.findings import Finding, Level
 from ucp.checks.verify_report import Report
 from ucp.core.checkpoint import Checkpoint, Note
+from ucp.core.findings import Finding, Level
 from ucp.reports.html_page import embedded, html_page
 from ucp.reports.page_data import page_data
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from ucp import settings
 from ucp.checks.deep_state import DeepState, ReadRecorder
-from ucp.checks.findings import Finding, Severity, describe_fragment
 from ucp.checks.raw_values import (
     ElementMismatches,
     ReadBlock,
@@ -38,6 +37,8 @@ from ucp.checks.spans import StateBytes
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
 from ucp.core.box import Box, slabs
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, Parameter, Role
+from ucp.core.findings import Finding, Severity, describe_fragment
+from ucp.formats.registry import checks_of_format
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import RawArray, can_cast, cast, raw_dtype
 from ucp.read.verbatim import can_flatten
@@ -57,7 +58,7 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
                 else:
                     yield _slab_task(context, parameter, item)
     # The digests of atom files and stores are sequential: two threads must not read parts of the same file.
-    whole = context.checkpoint.format in ("atoms", "store") and not context.checkpoint.details.get("virtual")
+    whole = checks_of_format(context.checkpoint.format).reads_in_order(context.checkpoint)
     for forms in aligned_forms:
         context.shared.extend(forms.mismatches)
         if context.deep is not None:

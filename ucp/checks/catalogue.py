@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ucp.checks.findings import Level
+from ucp.core.findings import Level
 from ucp.errors import InconsistentError, IntegrityError
 
 
@@ -30,22 +30,22 @@ _DAMAGE: Final = IntegrityError.exit_code
 _QUICK, _DEFAULT, _DEEP = Level.QUICK, Level.DEFAULT, Level.DEEP
 
 CHECKS: Final = (
-    Check("source-unchanged", "the source files of virtual atoms have not changed", _QUICK, "manifests", _DAMAGE),
-    Check("manifest-files", "the files of the manifest exist in the listed sizes", _QUICK, "manifests", _DAMAGE),
-    Check("store", "superblocks and slot headers of a mapped store are intact", _QUICK, "stores", _DAMAGE),
+    Check("source-unchanged", "the source files of virtual atoms have not changed", _QUICK, "format_hooks", _DAMAGE),
+    Check("manifest-files", "the files of the manifest exist in the listed sizes", _QUICK, "format_hooks", _DAMAGE),
+    Check("store", "superblocks and slot headers of a mapped store are intact", _QUICK, "format_hooks", _DAMAGE),
     Check("zip-crc", "every member of every torch file has the CRC that its archive records", _DEEP, "scan", _DAMAGE),
     Check("zip-structure", "the zip headers of every torch file agree with its directory", _DEEP, "scan", _DAMAGE),
     Check("manifest-checksums", "every part of every file has the checksum of its manifest", _DEEP, "scan", _DAMAGE),
-    Check("headers", "the header of every atom file agrees with the manifest", _DEFAULT, "headers", _DAMAGE),
+    Check("headers", "the header of every atom file agrees with the manifest", _DEFAULT, "format_hooks", _DAMAGE),
     Check("readable", "every file could be indexed and the shards fit together", _QUICK, ""),
-    Check("grid", "no rank's file is missing, and every file belongs to a rank", _QUICK, "rank_grid"),
+    Check("grid", "no rank's file is missing, and every file belongs to a rank", _QUICK, "format_hooks"),
     Check("coverage", "every element of every atom is stored exactly once, plus replicas", _QUICK, "atom_coverage"),
     Check("states", "every trained parameter has all states that its siblings have", _QUICK, "parameter_states"),
     Check("shapes", "every state has the shape that its parameter and siblings imply", _QUICK, "parameter_states"),
     Check("dtypes", "all ranks and siblings store a state in one dtype", _QUICK, "parameter_states"),
     Check("steps", "all ranks and parameters of a group took the same number of steps", _DEFAULT, "parameter_states"),
-    Check("iteration", "all ranks have the same iteration and scheduler state", _QUICK, "rank_agreement"),
-    Check("hyper-parameters", "all ranks have the same hyper-parameters and loss scale", _QUICK, "rank_agreement"),
+    Check("iteration", "all ranks have the same iteration and scheduler state", _QUICK, "format_hooks"),
+    Check("hyper-parameters", "all ranks have the same hyper-parameters and loss scale", _QUICK, "format_hooks"),
     Check("master-matches-weight", "the master cast to the weight's dtype is the saved weight", _DEFAULT, "agreement"),
     Check("replicas", "all copies of a state are equal, bit for bit", _DEFAULT, "agreement"),
     Check("padding", "padding of flat buffers is zero", _DEEP, "scan"),

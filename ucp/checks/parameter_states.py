@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from ucp.checks.findings import Finding, Level, Severity, describe_fragment
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 from ucp.core.dtypes import scalar_value
+from ucp.core.findings import Finding, Level, Severity, describe_fragment
 from ucp.core.optimizers import missing_moment
 from ucp.storage.local import SourceFiles
 

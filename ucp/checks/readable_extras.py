@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ucp.checks.findings import Finding
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
 from ucp.containers.tree import walk
 from ucp.core.checkpoint import Atom, Checkpoint
+from ucp.core.findings import Finding
 from ucp.errors import IntegrityError, UcpError
 from ucp.settings import MIB
 

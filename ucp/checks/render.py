@@ -10,8 +10,8 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from ucp.checks.catalogue import BY_ID, CHECKS, Check
-from ucp.checks.findings import Finding
 from ucp.checks.verify_report import Report
+from ucp.core.findings import Finding
 from ucp.version import VERSION
 
 FORMATS: Final = ("text", "json", "junit", "sarif", "github")

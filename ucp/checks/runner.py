@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from ucp import settings
 from ucp.checks.catalogue import CHECKS, Check, checks_of
-from ucp.checks.findings import Finding, Level
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, run_tasks
 from ucp.checks.verify_report import Policy, Report
 from ucp.core.checkpoint import Checkpoint
+from ucp.core.findings import Finding, Level
 from ucp.errors import UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.storage.local import SourceFiles
@@ -160,7 +160,7 @@ def _report_unreadable(
     progress: ReadProgress,
 ) -> None:
     """Report why a checkpoint cannot be opened, and what else is wrong with its files."""
-    from ucp.checks.unreadable import diagnose
+    from ucp.checks.format_hooks import diagnose
 
     # CRCs of small members are compared at every level: a pickle that cannot be parsed may be a damaged one.
     report.checks = [c.id for c in CHECKS if c.id == "zip-crc" or (c in checks and c.id in _WITHOUT_INDEX)]

@@ -12,15 +12,15 @@ import numpy as np
 from ucp import settings
 from ucp.checks.catalogue import BY_ID
 from ucp.checks.deep_state import DeepState, ReadRecorder, SpanChecksum
-from ucp.checks.findings import Finding
 from ucp.checks.raw_values import ReadBlock, aligned, block_bytes
-from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, manifest_spans, plain_spans, torch_spans
-from ucp.checks.stores import store_spans
+from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, checksum_spans, plain_spans, torch_spans
 from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, failure_finding
 from ucp.checks.zip_structure import structure_bytes, structure_defects
 from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint
+from ucp.core.findings import Finding
 from ucp.core.optimizers import NONZERO_PADDING, fills_padding
 from ucp.errors import IntegrityError, UcpError, first_few
+from ucp.formats.registry import checks_of_format
 from ucp.storage.local import SourceFiles
 
 _LARGEST_ELEMENT: Final = 16  # bytes; blocks are multiples of it, so that no element is split
@@ -31,12 +31,10 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
     checkpoint = context.checkpoint
     assert context.deep is not None
     file_map = FileMap(context)
-    padding = _largest_padding(checkpoint)
     found: list[Finding | ChecksumSpan | TorchArchive] = []
-    if checkpoint.format == "atoms":
-        found.extend(manifest_spans(checkpoint.root, file_map))
-    if checkpoint.format == "store":
-        found.extend(store_spans(checkpoint, file_map))
+    hooks = checks_of_format(checkpoint.format)
+    padding = _largest_padding(checkpoint) if hooks.has_flat_buffers else 0
+    found.extend(checksum_spans(hooks.checksums(checkpoint), file_map))
     for file in dict.fromkeys((*checkpoint.sizes, *file_map.files)):
         try:
             found.extend(torch_spans(checkpoint.root, file, file_map, padding))
@@ -51,9 +49,8 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
 
 def _largest_padding(checkpoint: Checkpoint) -> int:
     """Most elements of padding in one place of a flat buffer; 0 if padding is not checked, because it is not zero."""
-    # Universal folders contain complete tensors: gaps there are rows beyond the vocabulary. ZeRO-3 pads masters with
-    # whatever was in memory, and weight decay carries it into the states.
-    if checkpoint.format == "deepspeed-universal" or checkpoint.mesh.zero == 3:
+    # ZeRO-3 pads masters with whatever was in memory, and weight decay carries it into the states.
+    if checkpoint.mesh.zero == 3:
         return 0
     if any(fills_padding(group.hyper) for group in checkpoint.groups):
         return 0

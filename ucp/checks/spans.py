@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
-
-import xxhash
+from typing import BinaryIO, Final
 
 from ucp import settings
-from ucp.checks.findings import Finding
 from ucp.checks.tasks import CheckContext
 from ucp.containers.torch_file import TorchFile
 from ucp.core.checkpoint import Atom, Fragment, Parameter, Role
 from ucp.core.dtypes import DType
+from ucp.core.findings import Finding
 from ucp.core.mesh import Rank
 from ucp.errors import NotUnderstoodError
-from ucp.formats.atoms import manifest as manifests
+from ucp.formats.format_checks import RecordedChecksum, RunningDigest
 
 # The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
 _TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")
@@ -94,14 +92,6 @@ class FileMap:
         return [state for state in self._states[file][first:last] if state.stop > start]
 
 
-class RunningDigest(Protocol):
-    """A checksum that is fed from front to back."""
-
-    def update(self, data: memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ChecksumSpan:
     """Bytes `[start, stop)` of a file that one recorded checksum covers: a member of a torch file, a part of an atom
@@ -135,17 +125,13 @@ class TorchArchive:
     index: TorchFile
 
 
-def manifest_spans(root: Path, file_map: FileMap) -> Iterator[ChecksumSpan]:
-    """The spans that a manifest has checksums of. Missing and truncated files are reported by another check."""
-    for file, entry in manifests.load_manifest(root)["files"].items():
-        path = root / file
-        size = path.stat().st_size if path.is_file() else -1
-        for start, nbytes, digest in entry["parts"]:
-            stop = start + nbytes
-            if stop <= size:
-                title = f"bytes [{start}, {stop})"
-                states = file_map.between(file, start, stop)
-                yield ChecksumSpan("manifest-checksums", file, start, stop, title, digest, xxhash.xxh3_128, states)
+def checksum_spans(checksums: Iterable[RecordedChecksum], file_map: FileMap) -> Iterator[ChecksumSpan]:
+    """The spans of checksums that the format records."""
+    for checksum in checksums:
+        file, start, stop = checksum.file, checksum.start, checksum.stop
+        states = file_map.between(file, start, stop)
+        title = f"bytes [{start}, {stop})"
+        yield ChecksumSpan("manifest-checksums", file, start, stop, title, checksum.hexdigest, checksum.new, states)
 
 
 def torch_spans(

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Final
 
 from ucp import settings
-from ucp.checks.findings import Finding
 from ucp.checks.tasks import CheckTask, ForkMergeable, ReadMeter, run_task
+from ucp.core.findings import Finding
 from ucp.core.mesh import Rank
 from ucp.engine import pool
 from ucp.engine.pool import BatchedProgress, PipeChannel, WorkerProcess, WorkerProcesses

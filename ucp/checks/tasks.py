@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucp import settings
-from ucp.checks.findings import Finding, Level
 from ucp.core.checkpoint import Atom, Checkpoint
+from ucp.core.findings import Finding, Level
 from ucp.errors import UcpError
 from ucp.storage.local import SourceFiles
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ucp.checks.catalogue import BY_ID
-from ucp.checks.findings import SEVERITIES, Finding, Level, Severity
+from ucp.core.findings import SEVERITIES, Finding, Level, Severity
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError, UsageError
 
 FailOn = Literal["error", "warning", "note", "never"]

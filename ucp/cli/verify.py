@@ -92,10 +92,10 @@ def command(
     """
     # numpy's algebra has no part in this: its threads would take a while to start, and again to stop before a fork.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from ucp.checks.findings import Level
     from ucp.checks.render import render
     from ucp.checks.runner import verify
     from ucp.checks.verify_report import make_policy
+    from ucp.core.findings import Level
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")

@@ -210,7 +210,7 @@ class _MetadataMerger:
             except FileNotFoundError:
                 raise InconsistentError(
                     f"{self._root / file}: is missing; it holds {key}",
-                    hint="copy the file from the node that wrote it; without it the checkpoint is not whole",
+                    hint="copy the file from the node that wrote it; without it the checkpoint is not complete",
                 ) from None
             except OSError as error:
                 raise StorageError(f"{self._root / file}: {error.strerror}") from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from ucp.core.checkpoint import Checkpoint, Note
 from ucp.core.dtypes import DType
@@ -20,6 +20,9 @@ from ucp.core.rules import RuleBook
 from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
 from ucp.storage.paths import RemotePath, is_shadow
+
+if TYPE_CHECKING:
+    from ucp.formats.format_checks import FormatChecks
 
 _ENTRY_POINTS: Final = "ucp.formats"
 _MAX_SEARCHED: Final = 100  # neighbours of a path that is not a checkpoint, searched for one that is
@@ -82,13 +85,14 @@ class Format:
 
     `recognise(path) -> bool` decides by file names and at most one small file. `read(path, options) -> Checkpoint`
     indexes a checkpoint without reading tensor bytes, except to infer missing rules. `write(checkpoint, options) ->
-    FormatWriter` lays out a target.
+    FormatWriter` lays out a target. `checks` is a subclass of `FormatChecks`, or makes one.
     """
 
     name: str  # of `Checkpoint.format` and of `--to`
     recognise: Hook = None
     read: Hook = None
     write: Hook = None
+    checks: Hook = None
     options: frozenset[str] = frozenset()  # the fields of `WriteOptions` that `write` supports
     framework: Literal["deepspeed", "megatron", "torch"] | None = None  # loads it; extras are translated for it
     states: Literal["any", "all", "weights"] = "any"  # which states a target may consist of
@@ -107,15 +111,22 @@ _BUILT_IN: Final = (
         "ucp.formats.atoms:recognises",
         "ucp.formats.atoms.reader:read",
         "ucp.formats.atoms.writer:AtomsWriter",
+        "ucp.formats.atoms.checks:AtomsChecks",
         options=frozenset({"link", "dtype"}),
         selects_dtype=True,
     ),
-    Format("store", "ucp.formats.store:recognises", "ucp.formats.store.reader:read"),
+    Format(
+        "store",
+        "ucp.formats.store:recognises",
+        "ucp.formats.store.reader:read",
+        checks="ucp.formats.store.checks:StoreChecks",
+    ),
     Format(
         "deepspeed-universal",
         "ucp.formats.deepspeed.universal_folder:recognises",
         "ucp.formats.deepspeed.read.universal_reader:read",
         "ucp.formats.deepspeed.write.universal_writer:UniversalWriter",
+        "ucp.formats.deepspeed.checks:UniversalChecks",
         options=frozenset({"dtype"}),
         framework="deepspeed",
         states="all",
@@ -125,6 +136,7 @@ _BUILT_IN: Final = (
         "ucp.formats.deepspeed.folder:recognises",
         "ucp.formats.deepspeed.read.reader:read",
         "ucp.formats.deepspeed.write.writer:DeepSpeedWriter",
+        "ucp.formats.deepspeed.checks:DeepSpeedChecks",
         options=_LAYERS,
         framework="deepspeed",
         states="all",
@@ -134,12 +146,14 @@ _BUILT_IN: Final = (
         "ucp.formats.megatron.folder:recognises",
         "ucp.formats.megatron.read.reader:read",
         "ucp.formats.megatron.write.legacy_writer:MegatronWriter",
+        "ucp.formats.megatron.checks:MegatronChecks",
         options=_MEGATRON,
         framework="megatron",
     ),
     Format(  # read by the entry before
         "torch-dist",
         write="ucp.formats.megatron.write.torch_dist_writer:TorchDistWriter",
+        checks="ucp.formats.megatron.checks:TorchDistChecks",
         options=_MEGATRON | {"optimizer_sharding"},
         framework="megatron",
     ),
@@ -148,6 +162,7 @@ _BUILT_IN: Final = (
         "ucp.formats.dcp.folder:recognises",
         "ucp.formats.dcp.reader:read",
         "ucp.formats.dcp.writer:DcpWriter",
+        "ucp.formats.dcp.checks:DcpChecks",
         options=_RANKS | {"max_shard_size"},
         framework="torch",
     ),
@@ -156,6 +171,7 @@ _BUILT_IN: Final = (
         "ucp.formats.huggingface.reader:recognises",
         "ucp.formats.huggingface.reader:read",
         "ucp.formats.huggingface.writer:HuggingFaceWriter",
+        "ucp.formats.huggingface.checks:HuggingFaceChecks",
         options=frozenset({"dtype", "max_shard_size"}),
         states="weights",
     ),
@@ -176,6 +192,13 @@ def all_formats() -> Iterator[Format]:
     """Every format: those of this package, then those of others. Stop early: looking for others costs time."""
     yield from _BUILT_IN
     yield from _third_party()
+
+
+def checks_of_format(name: str) -> FormatChecks:
+    """The checks of a format; those of `FormatChecks`, which do nothing, if it has none of its own."""
+    from ucp.formats.format_checks import FormatChecks  # inspecting and converting do without it
+
+    return cast(FormatChecks, (load_hook(find_format(name).checks) or FormatChecks)())
 
 
 def load_hook(hook: Hook) -> Any:
@@ -232,7 +255,7 @@ def _format_at(path: Path) -> Format:
             f"{path}: is half-done: ucp started writing it and did not finish",
             hint="repeat the command that writes it with --resume, or remove it",
         )
-    entry = _recognizing_format(path)
+    entry = recognizing_format(path)
     if entry is not None:
         return entry
     if path.is_dir() and not any(path.iterdir()):
@@ -246,7 +269,7 @@ def _format_at(path: Path) -> Format:
     )
 
 
-def _recognizing_format(path: Path) -> Format | None:
+def recognizing_format(path: Path) -> Format | None:
     """The first format that recognises what is at `path`."""
     return next((e for e in all_formats() if e.recognise is not None and load_hook(e.recognise)(path)), None)
 
@@ -257,7 +280,7 @@ def _checkpoints_nearby(path: Path) -> str | None:
         return None
     try:
         others = sorted(path.iterdir())[:_MAX_SEARCHED] if path.is_dir() else [path.parent]
-        found = [str(other) for other in others if other.is_dir() and _recognizing_format(other) is not None]
+        found = [str(other) for other in others if other.is_dir() and recognizing_format(other) is not None]
     except (OSError, UcpError):
         return None  # it is only a suggestion
     return f"perhaps one of: {', '.join(found[:_MAX_SUGGESTED])}" if found else None

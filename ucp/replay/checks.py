@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ucp import settings
-from ucp.checks.findings import Finding, Level
 from ucp.checks.raw_values import bits_of, can_scan, negative, not_finite
 from ucp.checks.runner import ReadProgress, verify
 from ucp.checks.verify_report import Policy, Report
 from ucp.core.box import slabs
 from ucp.core.checkpoint import Checkpoint
+from ucp.core.findings import Finding, Level
 from ucp.core.optimizers import NON_NEGATIVE
 from ucp.errors import IntegrityError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint

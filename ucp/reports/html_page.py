@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import ucp.checks as checks
-from ucp.checks.findings import Level
 from ucp.checks.verify_report import Report
 from ucp.compare.atom_pass import AtomGroup, ReadFailure, run_pass
 from ucp.core.checkpoint import Checkpoint
+from ucp.core.findings import Level
 from ucp.engine.convert import Progress
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint

@@ -1,0 +1,70 @@
+"""Run the checks that a format adds, and explain with its help why a checkpoint cannot be opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, failure_finding
+from ucp.core.findings import Finding, Level
+from ucp.errors import UcpError
+from ucp.formats.format_checks import FileCheck
+from ucp.formats.registry import ReadOptions, checks_of_format, recognizing_format
+from ucp.settings import MIB
+from ucp.storage.local import SourceFiles
+
+_SMALL_MEMBER: Final = 1 * MIB  # members up to this size, which include the pickles, are read at any level
+
+
+def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
+    """The findings of the checkpoint's format, and a task for every header that it checks."""
+    hooks = checks_of_format(context.checkpoint.format)
+    yield from hooks.quick(context.checkpoint, list(context.atoms()))
+    if context.level >= Level.DEFAULT:
+        for check in hooks.file_checks(context.checkpoint):
+            yield CheckTask(check.check, 0, partial(_run_file_check, check), check.parameter)
+
+
+def _run_file_check(check: FileCheck, meter: ReadMeter) -> Iterable[Finding]:
+    meter.check()
+    return check.run()
+
+
+def diagnose(
+    path: Path, options: ReadOptions, level: Level, files: SourceFiles, error: UcpError
+) -> Iterator[Finding | CheckTask]:
+    """Explain why the checkpoint cannot be opened: missing or changed files, damaged archives."""
+    try:
+        entry = recognizing_format(path)
+        if entry is None:
+            return
+        hooks = checks_of_format(entry.name)
+        yield from hooks.unreadable(path, options.tag)
+        archives = list(hooks.torch_files(path, options.tag))
+    except (UcpError, OSError):
+        return  # reported as the reason why it cannot be opened
+    if archives:
+        yield from _check_archives(files, archives, level, error)
+
+
+def _check_archives(
+    files: SourceFiles, archives: Iterable[Path], level: Level, known: UcpError
+) -> Iterator[Finding | CheckTask]:
+    """A pickle that makes no sense is most often damaged: its CRC shows that."""
+    from ucp.checks.deep_state import DeepState  # imports numpy
+    from ucp.checks.scan import scan_tasks
+    from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, torch_spans
+
+    found: list[Finding | ChecksumSpan | TorchArchive] = []
+    for file in archives:
+        name = file.relative_to(files.root).as_posix()
+        try:
+            for item in torch_spans(files.root, name, FileMap(None)):
+                if level is Level.DEEP or (isinstance(item, ChecksumSpan) and item.nbytes <= _SMALL_MEMBER):
+                    found.append(item)
+        except UcpError as error:
+            if error.what != known.what:
+                found.append(failure_finding("zip-crc", error))
+    yield from scan_tasks(files, DeepState(), found)
