@@ -24,7 +24,7 @@ WALLS: dict[str, set[str]] = {
     "engine": _BYTES,
     "checks": _BYTES | {"formats", "engine"},
     "compare": _BYTES | {"formats", "engine"},
-    "reports": _BYTES | {"formats", "engine", "checks", "compare"},
+    "reports": _BYTES | {"formats", "engine", "checks", "compare", "log"},
     "log": _BYTES,
     "replay": _BYTES | {"formats", "engine", "checks", "log"},
     "training": _BYTES | {"formats", "engine", "checks", "log", "replay"},

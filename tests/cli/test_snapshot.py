@@ -55,10 +55,10 @@ def test_what_would_be_with_other_numbers(folder: Path, capsys: pytest.CaptureFi
 def test_it_is_drawn(folder: Path) -> None:
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.svg")]) == 0
     svg = (folder / "plan.svg").read_text()
-    assert svg.count('class="plan"') == 3
-    assert svg.count('class="did"') == 2
+    assert svg.count('class="planned"') == 3
+    assert svg.count('class="measured"') == 2
     assert svg.count('class="late"') == 1
-    assert svg.count('class="end"') == 2
+    assert svg.count('class="deadline"') == 2
     assert "first|weight" in svg
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.txt")]) == 2
 
@@ -76,7 +76,7 @@ def test_parts_of_several_steps_and_rests_are_shown(folder: Path, capsys: pytest
     svg = (folder / "plan.svg").read_text()
     assert "stall 20.00 ms planned, 10.00 ms measured" in svg  # 600 bytes, room for 400
     assert "11: first|weight" in svg
-    assert svg.count('class="held"') == 1
+    assert svg.count('class="blocked"') == 1
     assert run(["snapshot", "plan", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parts"] == [11, 12]

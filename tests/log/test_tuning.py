@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.without import without_matplotlib
-from ucp.errors import StorageError, UsageError
+from ucp.errors import UsageError
 from ucp.log.tuning import (
     RecordingCosts,
     Tuner,
@@ -21,11 +18,8 @@ from ucp.log.tuning import (
     best_interval,
     choose,
     collapsed,
-    curve,
     estimated_mtbf,
     waste,
-    waste_svg,
-    write_plot,
     young_interval,
 )
 
@@ -144,24 +138,3 @@ def test_the_tuner_changes_its_mind_only_where_it_pays() -> None:
 def test_the_time_between_failures_is_learned() -> None:
     assert estimated_mtbf(0, 0, prior_seconds=1000) == 1000
     assert estimated_mtbf(100_000, 99, prior_seconds=1000) == pytest.approx(1010)
-
-
-def test_the_curve_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = RecordingCosts(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
-    choice = choose(c)
-    drawing = ET.fromstring(waste_svg(list(curve(c, choice.batch_steps)), choice, "a <b> & c"))
-    lines = [line for line in drawing.iter() if line.tag.endswith("polyline")]
-    assert len(lines) == 3
-    heights = [float(point.split(",")[1]) for point in lines[0].attrib["points"].split()]
-    assert heights[0] < max(heights) > heights[-1], "y grows downwards: the best interval is the lowest point"
-    write_plot(c, choice, tmp_path / "waste.svg", "waste")
-    assert (tmp_path / "waste.svg").stat().st_size > 1000
-    with pytest.raises(UsageError, match=r"\.svg or a \.png"):
-        write_plot(c, choice, tmp_path / "waste.gif", "waste")
-    with pytest.raises(StorageError):
-        write_plot(c, choice, tmp_path / "nowhere" / "waste.svg", "waste")
-    write_plot(c, choice, tmp_path / "waste.png", "waste")
-    assert (tmp_path / "waste.png").read_bytes().startswith(b"\x89PNG")
-    without_matplotlib(monkeypatch)
-    with pytest.raises(UsageError, match="matplotlib"):
-        write_plot(c, choice, tmp_path / "again.png", "waste")

@@ -12,13 +12,12 @@ import click
 
 from ucp.cli.parameters import FILE, PATH, format_bytes, format_table, parse_bytes
 from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.reports.charts import ScheduleRow, write_schedule_chart
 from ucp.training.snapshots.copy_schedule import (
     BlockedTimes,
     CopyRates,
     CopySchedule,
-    ScheduleRow,
     TensorDeadline,
-    draw_schedule,
     is_feasible,
     iterations_needed,
     make_schedule,
@@ -82,7 +81,7 @@ def plan(
     planned, measured = summary["planned"]["stall"], summary["measured"]["stall"]
     if output is not None:
         stall = f"stall {_ms(planned)} ms planned, {_ms(measured)} ms measured"
-        draw_schedule(rows, output, f"snapshot of step {told['step']}: {stall}", blocked)
+        write_schedule_chart(rows, output, f"snapshot of step {told['step']}: {stall}", blocked)
     if as_json:
         schedules = [{"step": part.step, **part.schedule.to_json()} for part in parts]
         click.echo(json.dumps({"schema": 1, **summary, "schedules": schedules, "tensors": told["tensors"]}))

@@ -64,9 +64,9 @@ def command(
     costs = _costs(log, mtbf, quota, given)
     choice = choose(costs)
     if plot is not None:
-        from ucp.log.tuning import write_plot
+        from ucp.reports.charts import write_waste_chart
 
-        write_plot(costs, choice, plot, "Base interval" if log is None else f"Base interval for {log}")
+        write_waste_chart(costs, choice, plot, "Base interval" if log is None else f"Base interval for {log}")
     young = max(1, round(young_interval(costs)))
     without = waste(replace(costs, replay=costs.step, record=0.0, sync_stall=0.0), young, 1)
     lost = choice.batch_steps / 2

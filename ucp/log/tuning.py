@@ -2,7 +2,7 @@
 
 Time is wasted while a base stalls training, while steps are recorded, while a batch becomes durable, and after a
 failure: the steps that were not durable are trained again, a base is loaded, and the log since it is replayed.
-`measure_costs` takes the costs from a log, `write_plot` draws the waste.
+`measure_costs` takes the costs from a log.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -20,7 +19,6 @@ from typing import Any, Final
 from ucp.errors import UsageError
 from ucp.log.base_folders import list_bases
 from ucp.log.reader import Log
-from ucp.storage.pictures import write_picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,84 +221,3 @@ def measure_costs(log: Log, mtbf: float) -> RecordingCosts:
 
 def _folder_bytes(folder: Path) -> int:
     return sum((Path(at) / name).stat().st_size for at, _, names in os.walk(folder) for name in names)
-
-
-_SIZE: Final = (760, 420)
-_MARGIN: Final = (64, 24, 64, 84)  # top, right, bottom, left
-_LINES: Final = (("total", "#1e40af"), ("overhead", "#0f766e"), ("after failures", "#b45309"))
-_STYLE: Final = """
-text{font:12px system-ui,sans-serif;fill:#1f2430}.title{font-size:16px;font-weight:600}.muted{fill:#667085}
-.back{fill:#fff}.grid{stroke:#e4e7ec}.best{stroke:#98a2b3;stroke-dasharray:4 3}
-@media(prefers-color-scheme:dark){text{fill:#e6e8ee}.muted{fill:#98a2b3}.back{fill:#14161b}.grid{stroke:#2a2f3a}}
-"""
-
-
-def write_plot(costs: RecordingCosts, choice: TuningChoice, path: Path, title: str) -> None:
-    """Draw the waste over the interval between bases to `path`: an SVG, or a PNG with matplotlib."""
-    points = list(curve(costs, choice.batch_steps))
-    write_picture(
-        path,
-        lambda: waste_svg(points, choice, title),
-        lambda axes: _draw(axes, points, choice, title),
-        inches=(8.0, 4.5),
-    )
-
-
-def _values(waste: Waste) -> tuple[float, float, float]:
-    return waste.total, waste.overhead, waste.total - waste.overhead
-
-
-def waste_svg(points: list[tuple[int, Waste]], choice: TuningChoice, title: str) -> str:
-    """The plot as SVG: wasted time over steps between bases, on a logarithmic axis."""
-    top, right, bottom, left = _MARGIN
-    width, height = _SIZE
-    inner_w, inner_h = width - left - right, height - top - bottom
-    first, last = math.log(points[0][0]), math.log(max(points[-1][0], points[0][0] + 1))
-    ceiling = min(max(waste.total for _, waste in points), 4 * choice.waste.total) or 1.0
-
-    def x(every: float) -> float:
-        return left + inner_w * (math.log(every) - first) / (last - first)
-
-    def y(value: float) -> float:
-        return top + inner_h * (1 - min(value / ceiling, 1.0))
-
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">',
-        f'<style>{_STYLE}</style><rect class="back" width="100%" height="100%"/>',
-        f'<text class="title" x="{left}" y="28">{escape(title)}</text>',
-        f'<text class="muted" x="{left}" y="48">time wasted, by steps between bases</text>',
-    ]
-    for part in range(5):
-        value = ceiling * part / 4
-        at = y(value)
-        out.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        out.append(f'<text class="muted" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{value:.2%}</text>')
-    for part in range(5):
-        every = round(math.exp(first + (last - first) * part / 4))
-        out.append(
-            f'<text class="muted" x="{x(every):.1f}" y="{height - bottom + 20}" text-anchor="middle">{every}</text>'
-        )
-    at = x(min(max(choice.base_every, points[0][0]), points[-1][0]))
-    out.append(f'<line class="best" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{height - bottom}"/>')
-    out.append(f'<text x="{at + 6:.1f}" y="{top + 12}">{choice.base_every} steps: {choice.waste.total:.2%}</text>')
-    for number, (name, colour) in enumerate(_LINES):
-        path = " ".join(f"{x(every):.1f},{y(_values(waste)[number]):.1f}" for every, waste in points)
-        out.append(
-            f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"><title>{name}</title></polyline>'
-        )
-        out.append(f'<text x="{left + 130 * number}" y="{height - 14}" style="fill:{colour}">{name}</text>')
-    return "\n".join([*out, "</svg>\n"])
-
-
-def _draw(axes: Any, points: list[tuple[int, Waste]], choice: TuningChoice, title: str) -> None:
-    for number, (name, colour) in enumerate(_LINES):
-        shown = [100 * _values(waste)[number] for _, waste in points]
-        axes.plot([every for every, _ in points], shown, color=colour, label=name)
-    axes.axvline(choice.base_every, linestyle="--", color="#98a2b3")
-    axes.set_xscale("log")
-    axes.set_ylim(0, 400 * choice.waste.total or 1)
-    axes.set_xlabel("steps between bases")
-    axes.set_ylabel("time wasted, %")
-    axes.set_title(title, parse_math=False)
-    axes.legend()

@@ -1,4 +1,4 @@
-"""Relative updates drawn."""
+"""Charts as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import pytest
 from tests.without import without_matplotlib
 from ucp.compare.updates import RelativeUpdate, RelativeUpdates, layer_of
 from ucp.errors import StorageError, UsageError
-from ucp.reports.charts import update_chart_svg, write_update_chart
+from ucp.log.tuning import RecordingCosts, choose, curve
+from ucp.reports.charts import (
+    ScheduleRow,
+    schedule_chart_svg,
+    update_chart_svg,
+    waste_chart_svg,
+    write_schedule_chart,
+    write_update_chart,
+    write_waste_chart,
+)
 
 HOSTILE = 'evil.7.</title><script>alert(1)</script>&"'
 
@@ -96,3 +105,41 @@ def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         write_update_chart(updates(), tmp_path / "plot.png", "title")
     assert ".svg" in (refused.value.hint or "")
     assert not (tmp_path / "plot.png").exists()
+
+
+def test_the_chart_of_wasted_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = RecordingCosts(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
+    choice = choose(c)
+    drawing = ET.fromstring(waste_chart_svg(list(curve(c, choice.batch_steps)), choice, "a <b> & c"))
+    lines = [line for line in drawing.iter() if line.tag.endswith("polyline")]
+    assert len(lines) == 3
+    heights = [float(point.split(",")[1]) for point in lines[0].attrib["points"].split()]
+    assert heights[0] < max(heights) > heights[-1], "y grows downwards: the best interval is the lowest point"
+    write_waste_chart(c, choice, tmp_path / "waste.svg", "waste")
+    assert (tmp_path / "waste.svg").stat().st_size > 1000
+    with pytest.raises(UsageError, match=r"\.svg or a \.png"):
+        write_waste_chart(c, choice, tmp_path / "waste.gif", "waste")
+    with pytest.raises(StorageError):
+        write_waste_chart(c, choice, tmp_path / "nowhere" / "waste.svg", "waste")
+    write_waste_chart(c, choice, tmp_path / "waste.png", "waste")
+    assert (tmp_path / "waste.png").read_bytes().startswith(b"\x89PNG")
+    without_matplotlib(monkeypatch)
+    with pytest.raises(UsageError, match="matplotlib"):
+        write_waste_chart(c, choice, tmp_path / "again.png", "waste")
+
+
+def test_the_chart_of_a_schedule(tmp_path: Path) -> None:
+    rows = [
+        ScheduleRow("a.weight", 4, [(0.0, 0.1), (0.2, 0.3)], (0.0, 0.25), 0.4, step=1),
+        ScheduleRow(HOSTILE, 4, [(0.1, 0.2)], None, None, late=True, step=2),
+    ]
+    drawing = ET.fromstring(schedule_chart_svg(rows, "a <b> & c", more=3, blocked=[(0.05, 0.1)]))
+    space = "{http://www.w3.org/2000/svg}"
+    styles = [rect.get("class") for rect in drawing.iter(f"{space}rect")]
+    assert styles == ["back", "blocked", "planned", "planned", "measured", "planned"]
+    texts = [text.text for text in drawing.iter(f"{space}text")]
+    label = "…" + f"2: {HOSTILE}"[-43:]
+    assert {"1: a.weight", label, "… and 3 more tensors"} <= set(texts), "steps differ, so they are named"
+    for name in ("plan.svg", "plan.png"):
+        write_schedule_chart(rows, tmp_path / name, "title", [(0.05, 0.1)])
+        assert (tmp_path / name).stat().st_size > 1000
