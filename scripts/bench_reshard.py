@@ -35,10 +35,10 @@ from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_ch
 source = open_checkpoint(Path(sys.argv[1]), ReadOptions())
 begin = time.process_time()
 target = make_writer("deepspeed", source, WriteOptions(zero=int(sys.argv[2]), dp=int(sys.argv[3]))).target()
-from ucp.engine.convert import fingerprint
-from ucp.engine.plan import copy_tasks
+from ucp.engine.copy_tasks import copy_tasks
+from ucp.engine.plan import fingerprint
 fingerprint(target, source)
-count = sum(len(task.extents) for task in copy_tasks(target))
+count = sum(len(task.ranges) for task in copy_tasks(target))
 print(json.dumps([time.process_time() - begin, len(source.parameters), count]))
 """
 WITHOUT_TORCH = """

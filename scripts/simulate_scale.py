@@ -35,11 +35,10 @@ PLANNING = """
 import gc, json, sys, time
 gc.set_threshold(200_000, 50, 50)  # as the command does
 from ucp import api
-from ucp.engine.plan import copy_tasks
 begin = time.process_time()
 conversion = api.plan(sys.argv[1], sys.argv[2], to="deepspeed", **json.loads(sys.argv[3]))
 planned = time.process_time()
-count = sum(1 for _ in copy_tasks(conversion.target))
+count = sum(1 for _ in conversion.tasks())
 print(json.dumps({"plan": planned - begin, "parts": time.process_time() - planned, "number of parts": count}))
 """
 

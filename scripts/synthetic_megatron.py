@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from ucp.containers.pickle_writer import bare_object
-from ucp.conversion import Plan
 from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
 from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.core.rules import resolve
+from ucp.engine.plan import Plan
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import RULE_ORIGIN, order_key, split_rule
 from ucp.formats.registry import WriteOptions, make_writer

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ucp.conversion import DEFAULT_MEMORY, Plan, default_jobs
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.selection import Only
+from ucp.engine.plan import DEFAULT_MEMORY, Plan, default_jobs
 from ucp.errors import UsageError
 from ucp.options import as_strings, byte_count, check_choices, check_counts
 from ucp.planning import plan
@@ -27,7 +27,7 @@ from ucp.sources import OpenCheckpoint, index_state, read_options, renamed
 if TYPE_CHECKING:
     from ucp.checks.verify_report import Report
     from ucp.compare.comparison import Comparison
-    from ucp.engine.convert import Progress
+    from ucp.engine.pool import Progress
     from ucp.reports.html_page import WrittenReport
 
 __all__ = ["Engine", "OpenCheckpoint", "Plan", "convert", "diff", "open_checkpoint", "plan", "report", "verify"]
@@ -66,60 +66,39 @@ def convert(
     resume: bool = False,
     restart: bool = False,
     durable: bool = False,
-    part: tuple[int, int] | None = None,
+    shard: tuple[int, int] | None = None,
     finish: bool = False,
     engine: Engine = "local",
     ray_address: str = "auto",
-    parts: int | None = None,
+    shards: int | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Convert the checkpoint at `src` to a new folder `dst`; `options` as in `plan`. Gives the source's index.
 
     `memory` is a number of bytes, or a size as the command line takes it: `512M`.
-    Of several processes each may write one `part`, `(1, n)` to `(n, n)`; a last call with `finish` lets `dst` appear.
-    With the engine `ray`, `parts` tasks of the Ray cluster at `ray_address` write it, each with `jobs` CPUs.
+    Several processes may each write one `shard`, `(1, n)` to `(n, n)`; a last call with `finish` publishes `dst`. With
+    the engine `ray`, `shards` tasks of the Ray cluster at `ray_address` write it, each with `jobs` CPUs.
     """
     from ucp.engine.work_shard import WorkShard
 
     check_choices(engine=(engine, Engine))
-    check_counts(jobs=jobs, parts=parts)
+    check_counts(jobs=jobs, shards=shards)
     memory = byte_count("memory", memory)
+    if engine == "ray" and (shard is not None or finish):
+        raise UsageError("shard and finish cannot be combined with engine='ray'", hint="leave them out")
+    planned = plan(src, dst, **options)
+    how: dict[str, Any] = {"memory": memory, "resume": resume, "restart": restart, "durable": durable}
     if engine == "ray":
-        if part is not None or finish:
-            raise UsageError("with the engine ray, part and finish are its own affair", hint="leave them out")
-        from ucp.on_ray import absolute_options, absolute_path, run_on_ray
+        from ucp.engine.on_ray import run_on_ray
 
-        src, options = absolute_path(src), absolute_options(options)
-        conversion = plan(src, absolute_path(dst), **options)
-        run_on_ray(
-            conversion,
-            src,
-            options,
-            address=ray_address,
-            parts=parts,
-            jobs=jobs,
-            memory=memory,
-            resume=resume,
-            restart=restart,
-            durable=durable,
-            progress=progress,
-        )
-        return conversion.source
-    conversion = plan(src, dst, **options)
-    if finish:
-        conversion.finish(durable=durable)
+        run_on_ray(planned, plan, address=ray_address, shards=shards, jobs=jobs, progress=progress, **how)
+    elif finish:
+        planned.finish(durable=durable)
     else:
-        conversion.run(
-            jobs=jobs,
-            memory=memory,
-            resume=resume,
-            restart=restart,
-            durable=durable,
-            share=None if part is None else WorkShard(part[0] - 1, part[1]),
-            progress=progress,
-        )
-    return conversion.source
+        own = None if shard is None else WorkShard(shard[0] - 1, shard[1])
+        planned.run(jobs=jobs, shard=own, progress=progress, **how)
+    return planned.source
 
 
 def verify(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from ucp.conversion import Plan
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.dtypes import DType, parse_dtype
 from ucp.core.selection import Only, Selection, select
+from ucp.engine.plan import Plan
 from ucp.errors import UsageError
 from ucp.formats.registry import (
     ExpertForm,
@@ -25,10 +25,12 @@ from ucp.formats.registry import (
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.options import as_integers, as_strings, byte_count, check_choices, check_counts
 from ucp.sources import index_state, read_options, renamed
-from ucp.storage.paths import is_url, parse_path
+from ucp.storage.paths import is_shadow, is_url, parse_path
 
 if TYPE_CHECKING:
     import torch
+
+_PATH_OPTIONS: Final = ("like", "rules", "model_config", "log")
 
 
 def plan(
@@ -74,6 +76,7 @@ def plan(
     dimensions. `optimizer` names the one of Megatron's that is to load the target, `optimizer_sharding` how its sharded
     checkpoint keeps the state of the distributed one. `log`, `step` and `exact` as in `open_checkpoint`.
     """
+    arguments = dict(locals())
     check_choices(
         only=(only, Only),
         experts=(experts, ExpertForm),
@@ -121,7 +124,30 @@ def plan(
     if link:
         _check_link(src, dst, form, source)
     writer = make_writer(to, source, options)
-    return Plan(source, writer, writer.target(), parse_path(dst))
+    return Plan(source, writer, writer.target(), parse_path(dst), _request(arguments))
+
+
+def _request(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `plan` as JSON values that mean the same in every folder and process."""
+    src, dst = _absolute(arguments.pop("src")), _absolute(arguments.pop("dst"))
+    options: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if value is None or value is False or value == ():
+            continue
+        is_path = name in _PATH_OPTIONS or (name == "names" and Path(value).is_file())  # else a word, such as `hf`
+        if is_path:
+            value = _absolute(value)
+        elif not isinstance(value, str | int | float):
+            value = list(value) if isinstance(value, Sequence) else str(value)
+        options[name] = value
+    return {"src": src, "dst": dst, "options": options}
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """A path that means the same in every folder; a URL is unchanged."""
+    if is_url(path):
+        return str(path)
+    return str(path) if is_shadow(path) else os.path.abspath(path)
 
 
 def _translated(

@@ -13,13 +13,14 @@ from typing import Any
 
 from tests.engine.forking import WORKERS, Happening, count_forks, tell
 from ucp import settings
-from ucp.checks import task_processes
+from ucp.checks import tasks
 from ucp.checks.render import FORMATS, render
 from ucp.checks.runner import verify
-from ucp.checks.tasks import CheckTask, ReadMeter, run_task
+from ucp.checks.tasks import CheckTask, run_task
 from ucp.checks.verify_report import Report
 from ucp.cli.main import run
 from ucp.core.findings import Finding
+from ucp.engine.pool import Meter
 from ucp.errors import UcpError
 from ucp.storage.local import SourceFiles
 
@@ -37,7 +38,7 @@ def main(what: str, *sources: str) -> None:
         tell("forked", len(WORKERS))
         return
     if what == "break a worker":
-        task_processes.run_task = _divide
+        tasks.run_task = _divide
     if what == "truncate a file":
         SourceFiles.read_into = _after_truncation  # type: ignore[method-assign]
     level, progress = ("default", None) if what == "default" else ("deep", Happening(what))
@@ -57,7 +58,7 @@ def said(report: Report) -> dict[str, Any]:
     return {"report": report.to_json(), **{form: render(report, form) for form in FORMATS}}
 
 
-def _divide(task: CheckTask, meter: ReadMeter) -> list[Finding]:
+def _divide(task: CheckTask, meter: Meter) -> list[Finding]:
     found = run_task(task, meter)
     assert 1 // 0
     return found

@@ -11,8 +11,8 @@ from tests.checks.made import flip, make
 from tests.checks.test_index import only
 from ucp import settings
 from ucp.checks.runner import verify
-from ucp.conversion import Plan
 from ucp.core.findings import Level
+from ucp.engine.plan import Plan
 from ucp.formats.registry import WriteOptions, make_writer
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import ucp
 from tests.checks.forking import SIZES, said
-from tests.engine.test_forked import wait_until_gone, workers
+from tests.engine.forking import wait_until_gone, workers
 from ucp import settings
 from ucp.checks.runner import verify
 from ucp.containers.torch_file import TorchFile

@@ -12,8 +12,9 @@ from tests.checks.made import flip, make, step
 from tests.checks.test_index import only
 from ucp import settings
 from ucp.checks.runner import verify
-from ucp.checks.tasks import CheckStoppedError, CheckTask, ReadMeter, run_tasks
+from ucp.checks.tasks import CheckTask, run_tasks
 from ucp.core.checkpoint import Checkpoint
+from ucp.engine.pool import Meter, StoppedError
 
 
 @pytest.fixture(params=[1 << 20, 12], ids=["one slab", "many slabs"])
@@ -133,17 +134,17 @@ def test_a_file_that_is_gone_is_a_finding_and_the_rest_is_still_checked(checkpoi
 def test_a_bug_in_a_check_is_raised_and_stops_the_others() -> None:
     seen: list[str] = []
 
-    def wait(meter: ReadMeter) -> list[None]:
+    def wait(meter: Meter) -> list[None]:
         try:
             while True:
-                meter.read(1)
-        except CheckStoppedError:
+                meter.advance(1)
+        except StoppedError:
             seen.append("stopped")
             raise
 
-    def broken(_: ReadMeter) -> list[None]:
+    def broken(_: Meter) -> list[None]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_tasks([CheckTask("replicas", 2, wait), CheckTask("replicas", 1, broken)], 2, ReadMeter(lambda _: None))  # type: ignore[arg-type]
+        run_tasks([CheckTask("replicas", 2, wait), CheckTask("replicas", 1, broken)], 2, Meter(lambda _: None))  # type: ignore[arg-type]
     assert seen == ["stopped"]

@@ -24,8 +24,8 @@ BEFORE_IT_DIES = 40  # lines of the journal
 def misbehave() -> None:
     """Runs in every worker when it starts. Also notes who wrote what."""
     from ucp import settings
-    from ucp.conversion import Plan
     from ucp.engine.journal import Journal
+    from ucp.engine.plan import Plan
     from ucp.engine.worker import WrittenRange
 
     settings.JOURNAL_SECONDS = 0.0
@@ -43,7 +43,7 @@ def misbehave() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def waited(self: Plan, **options: Any) -> None:
-        while options["share"].number == 0 and wait.exists():
+        while options["shard"].number == 0 and wait.exists():
             time.sleep(0.05)
         run(self, **options)
 

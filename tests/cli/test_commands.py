@@ -227,7 +227,7 @@ def test_no_space_and_no_permission(clean: Path, tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    refused(full, 5, "bytes are needed")
+    refused(full, 5, "not enough space")
     assert sorted(p.name for p in tmp_path.iterdir()) == []
 
 
@@ -295,7 +295,7 @@ def test_a_selection_that_leaves_nothing_is_refused(clean: Path, tmp_path: Path)
 def test_mistyped_names_and_parts(clean: Path, tmp_path: Path) -> None:
     refused(ucp("inspect", clean, "--param", "blocks.0.attn.qkv.wieght"), 2, "perhaps one of: blocks.0.attn.qkv.weight")
     for part in ("1/0", "²/4", "a/b"):
-        assert "is not a part such as 1/4" in ucp("convert", clean, tmp_path / "out", "--part", part).stderr
+        assert "is not a shard such as 1/4" in ucp("convert", clean, tmp_path / "out", "--shard", part).stderr
 
 
 @pytest.mark.parametrize("name, suggestion", [("inspct", "'inspect'"), ("converts", "'convert'")])

@@ -14,7 +14,7 @@ import ucp
 from tests.trees import contents
 from ucp import api
 from ucp.cli.convert import shard_of_launcher
-from ucp.engine.convert import Progress
+from ucp.engine.pool import Progress
 from ucp.engine.work_shard import WorkShard
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "environment, share",
+    "environment, shard",
     [
         ({}, None),
         ({"RANK": "1", "WORLD_SIZE": "4"}, None),  # a container's, for every shell in it
@@ -66,8 +66,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"PMI_RANK": "two", "PMI_SIZE": "2"}, None),
     ],
 )
-def test_who_am_i(environment: dict[str, str], share: WorkShard | None) -> None:
-    assert shard_of_launcher(environment) == share
+def test_which_shard_this_process_is(environment: dict[str, str], shard: WorkShard | None) -> None:
+    assert shard_of_launcher(environment) == shard
 
 
 def test_all_write_and_the_first_publishes(tmp_path: Path, whole: Path) -> None:
@@ -88,7 +88,7 @@ def test_one_that_fails_ends_the_others_with_its_words(tmp_path: Path, whole: Pa
     assert "File too large" in said
     code, said = end(first)
     assert code == 5
-    assert "part 2/2 failed" in said
+    assert "shard 2/2 failed" in said
     assert "File too large" in said
     assert not out.exists()
     again = [start(rank, 2, out) for rank in range(2)]  # the note of the failure is not believed any more
@@ -100,9 +100,9 @@ def test_one_that_never_comes_is_missed(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "out"
     code, said = end(start(0, 2, out, patience=0.5))
     assert code == 5
-    assert "part 2/2 is not done, and no process works on it" in said
-    assert "--part 2/2" in said
-    ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, part=(2, 2))
+    assert "shard 2/2 is not done, and no process works on it" in said
+    assert "--shard 2/2" in said
+    ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, shard=(2, 2))
     ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, finish=True)
     assert contents(out) == contents(whole)
 
@@ -155,7 +155,7 @@ class Heard(Progress):
 
 def test_the_first_tells_of_the_bytes_of_all(tmp_path: Path) -> None:
     out, heard = tmp_path / "out", Heard()
-    ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, part=(2, 2))
+    ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, shard=(2, 2))
     conversion = api.plan(SOURCE, out, to="deepspeed", tp=1, dp=3)
-    conversion.run_together(WorkShard(0, 2), heard)
+    conversion.run(shard=WorkShard(0, 2), in_launch=True, progress=heard)
     assert heard.total == heard.done == conversion.target.nbytes

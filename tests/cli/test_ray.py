@@ -18,10 +18,12 @@ import pytest
 import ucp
 from tests.trees import contents
 from ucp.cli.main import run
+from ucp.engine.journal import journal_name
+from ucp.engine.on_ray import choose_shards
 from ucp.engine.staging import staging_folder
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import UsageError
-from ucp.on_ray import absolute_options, absolute_path, choose_shards
+from ucp.planning import _request
 from ucp.storage.paths import COMPLETION_MARKER
 
 ROOT = Path(__file__).parent.parent.parent
@@ -66,7 +68,7 @@ class Cluster:
         return code, said
 
     def convert(self, out: Path | str) -> tuple[int, str]:
-        return self.run("convert", str(SOURCE), str(out), *LAYOUT, "--engine", "ray", "--parts", "2", "--jobs", "1")
+        return self.run("convert", str(SOURCE), str(out), *LAYOUT, "--engine", "ray", "--shards", "2", "--jobs", "1")
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -135,9 +137,9 @@ def test_a_worker_that_is_killed_is_run_again_and_keeps_what_it_did(
     assert not (cluster.folder / "die").exists(), "it was killed"
     assert contents(tmp_path / "out") == contents(whole)
     lines = [line.split() for line in (cluster.folder / "written").read_text().splitlines()]
-    second = [line for line in lines if line[0] == WorkShard(1, 2).journal]
+    second = [line for line in lines if line[0] == journal_name(WorkShard(1, 2))]
     workers = [worker for _, worker, *_ in second]
-    assert len(set(workers)) > 1, "another process went on with part 2"
+    assert len(set(workers)) > 1, "another process continued with shard 2"
     assert 0 < workers.count(workers[0]) < len(workers)
     assert len({(file, offset) for *_, file, offset in lines}) == len(lines), "nothing was written twice"
 
@@ -149,10 +151,10 @@ def test_one_part_that_fails_ends_all_with_its_words(tmp_path: Path, cluster: Cl
     second = target.files[min(WorkShard(1, 2).files(target))].path
     obstacle = staging_folder(out) / second
     obstacle.mkdir(parents=True)
-    (cluster.folder / "wait").touch()  # part 1 would never end
+    (cluster.folder / "wait").touch()  # shard 1 would never end
     code, said = cluster.convert(out)
     assert code == 5, said
-    assert "part 2/2: " in said
+    assert "shard 2/2: " in said
     assert Path(second).name in said or str(staging_folder(out)) in said
     assert "Is a directory" in said
     assert not out.exists()
@@ -163,7 +165,7 @@ def test_one_part_that_fails_ends_all_with_its_words(tmp_path: Path, cluster: Cl
     assert contents(out) == contents(whole)
     code, said = cluster.convert(out)
     assert code == 2
-    assert "exists already" in said
+    assert "already exists" in said
 
 
 @pytest.mark.slow
@@ -172,8 +174,8 @@ def test_into_an_object_store(cluster: Cluster, whole: Path) -> None:
 
     fs = s3fs.S3FileSystem(skip_instance_cache=True)
     fs.mkdir("ray")
-    # A part that was begun, by a run that did not end.
-    code, said = cluster.run("convert", str(SOURCE), "s3://ray/out", *LAYOUT, "--part", "1/2")
+    # A shard that was started by a run that did not finish.
+    code, said = cluster.run("convert", str(SOURCE), "s3://ray/out", *LAYOUT, "--shard", "1/2")
     assert code == 0, said
     code, said = cluster.convert("s3://ray/out")
     assert code == 0, said
@@ -182,13 +184,13 @@ def test_into_an_object_store(cluster: Cluster, whole: Path) -> None:
     assert {name: fs.cat_file(f"ray/out/{name}") for name in names if name != COMPLETION_MARKER} == contents(whole)
     code, said = cluster.convert("s3://ray/out")
     assert code == 2
-    assert "exists already" in said
+    assert "already exists" in said
 
 
 @pytest.mark.parametrize(
-    "cpus, parts, jobs, expected",
+    "cpus, shards, jobs, expected",
     [
-        ([2], None, None, (2, 2)),  # one part would publish itself
+        ([2], None, None, (2, 2)),  # a single shard would publish itself
         ([64, 64, 0], None, None, (16, 8)),
         ([64, 4], None, None, (17, 4)),
         ([64] * 100, None, 1, (1000, 1)),  # no more than files
@@ -198,38 +200,38 @@ def test_into_an_object_store(cluster: Cluster, whole: Path) -> None:
     ],
 )
 def test_parts_for_what_a_cluster_has(
-    cpus: list[int], parts: int | None, jobs: int | None, expected: tuple[int, int]
+    cpus: list[int], shards: int | None, jobs: int | None, expected: tuple[int, int]
 ) -> None:
-    assert choose_shards(cpus, parts, jobs, most=1000) == expected
+    assert choose_shards(cpus, shards, jobs, most=1000) == expected
 
 
 def test_clusters_that_have_too_little() -> None:
-    with pytest.raises(UsageError, match="no node of the Ray cluster has a CPU"):
+    with pytest.raises(UsageError, match="no node of the Ray cluster has a free CPU"):
         choose_shards([0, 0], None, None, most=10)
-    with pytest.raises(UsageError, match="no node of the Ray cluster has 9 CPUs: the largest has 8"):
+    with pytest.raises(UsageError, match=r"no node of the Ray cluster has 9 CPUs \(the largest has 8"):
         choose_shards([4, 8], None, 9, most=10)
 
 
 def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "table.toml").touch()
-    assert absolute_options({"like": Path("a"), "names": "table.toml", "dp": 2, "log": None}) == {
-        "like": tmp_path / "a",
-        "names": str(tmp_path / "table.toml"),
-        "dp": 2,
-        "log": None,
+    request = _request({"src": "run", "dst": "out", "like": Path("a"), "names": "table.toml", "dp": 2, "log": None})
+    options = {"like": str(tmp_path / "a"), "names": str(tmp_path / "table.toml"), "dp": 2}
+    assert request == {"src": str(tmp_path / "run"), "dst": str(tmp_path / "out"), "options": options}
+    assert _request({"src": "shadow://host:1", "dst": "out", "names": "hf"}) == {
+        "src": "shadow://host:1",
+        "dst": str(tmp_path / "out"),
+        "options": {"names": "hf"},
     }
-    assert absolute_options({"names": "hf"}) == {"names": "hf"}
-    assert absolute_path("shadow://host:1") == "shadow://host:1"
 
 
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--engine", "ray", "--part", "1/2"], "leave --part and --finish out"),
-        (["--engine", "ray", "--finish"], "leave --part and --finish out"),
-        (["--parts", "2"], "add --engine ray"),
-        (["--engine", "ray", "--parts", "1"], "x>=2"),
+        (["--engine", "ray", "--shard", "1/2"], "leave --shard and --finish out"),
+        (["--engine", "ray", "--finish"], "leave --shard and --finish out"),
+        (["--shards", "2"], "add --engine ray"),
+        (["--engine", "ray", "--shards", "1"], "x>=2"),
     ],
 )
 def test_options_that_do_not_go_together(

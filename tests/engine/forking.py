@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 from ucp import api, settings
 from ucp.engine import worker
-from ucp.engine.convert import Progress
-from ucp.engine.plan import CopyTask
+from ucp.engine.copy_tasks import CopyTask
+from ucp.engine.pool import Progress
 from ucp.errors import UcpError
 
 WORKERS: list[int] = []
@@ -79,16 +81,37 @@ def tell(*words: object) -> None:
 _write = worker.CopyWorker.write
 
 
-def _divide(self: worker.CopyWorker, part: CopyTask) -> list[worker.WrittenRange]:
-    del self, part
+def _divide(self: worker.CopyWorker, task: CopyTask) -> list[worker.WrittenRange]:
+    del self, task
     return [worker.WrittenRange(1 // 0, 0, 0, "")]
 
 
-def _at_a_truncated_file(self: worker.CopyWorker, part: CopyTask) -> list[worker.WrittenRange]:
-    for fragment in part.atom.fragments if part.atom is not None else ():
+def _at_a_truncated_file(self: worker.CopyWorker, task: CopyTask) -> list[worker.WrittenRange]:
+    for fragment in task.atom.fragments if task.atom is not None else ():
         if fragment.file:
-            os.truncate(self.work.source.root / fragment.file, fragment.offset)
-    return _write(self, part)
+            os.truncate(self.source.root / fragment.file, fragment.offset)
+    return _write(self, task)
+
+
+def workers(said: str) -> list[int]:
+    return [int(pid) for line in said.splitlines() if line.startswith("workers ") for pid in line.split()[1:]]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait until processes have ended; a zombie has ended too."""
+    end = time.monotonic() + 60
+    for pid in pids:
+        while _lives(pid):
+            assert time.monotonic() < end, f"worker {pid} lives"
+            time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX" and os.getpgid(pid) > 0
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     getattr(journal, end)()
     journal.close()
     again = Journal(tmp_path / "journal", OutputBusyError("busy"))
-    assert again.taken
+    assert again.has_entries
     assert again.load("run") == [PART]
     again.close()
 
@@ -50,5 +50,5 @@ def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_killed_run_that_had_said_nothing_begins_again(tmp_path: Path) -> None:
     begun(tmp_path / "journal").close()
     again = Journal(tmp_path / "journal", OutputBusyError("busy"))
-    assert not again.taken
+    assert not again.has_entries
     again.close()

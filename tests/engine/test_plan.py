@@ -1,151 +1,109 @@
-"""Plans: every byte once, no more reading than needed, and no more planning than there is to write."""
+"""A plan is a value: it goes through JSON and comes back as the same plan, which writes the same bytes."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from math import prod
+import json
+import shutil
+import tempfile
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.strategies import boxes
-from tests.engine.shards import Cut, regions, shapes
-from ucp import settings
-from ucp.core.box import Box, Shape, intersect, slabs
-from ucp.core.checkpoint import Atom, Fragment
-from ucp.core.dtypes import FLOAT32
-from ucp.core.region import Region
-from ucp.core.rules import Rule
-from ucp.core.strided_runs import StridedRun
-from ucp.core.target import OutputFile, Target, WriteItem
-from ucp.engine.plan import CopyTask, OverlapSweep, copy_tasks, task_queues
-from ucp.engine.worker import OutputDescriptors
+import ucp
+from tests.trees import contents
+from ucp.cli.main import run
+from ucp.engine.plan import Plan
 from ucp.errors import StorageError
 
-
-@given(data=st.data(), shape=shapes(), limit=st.integers(1, 40))
-def test_a_sweep_misses_no_meeting(data: st.DataObject, shape: Shape, limit: int) -> None:
-    held = data.draw(st.lists(boxes(shape), max_size=8))
-    sweep = OverlapSweep((box, number) for number, box in enumerate(held))
-    for slab in slabs(shape, limit):
-        met = {number for _, number in sweep.meeting(slab)}
-        assert met >= {number for number, box in enumerate(held) if intersect(box, slab) is not None}
-
-
-# Growth -------------------------------------------------------------------------------------------------------------
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("z1_bf16_dp2", {}),
+    ("z1_bf16_dp2", {"only": "weights", "dtype": "bf16", "include": ["*.weight"]}),
+    ("z1_bf16_tp2_dp2", {"to": "deepspeed", "tp": 1, "dp": 3, "zero": 3}),
+    ("z1_bf16_tp2_dp2", {"to": "deepspeed", "like": FIXTURES / "z3_fp32_dp3"}),
+    ("z3_fp32_dp3", {"to": "safetensors", "max_shard_size": "100K"}),
+    ("z3_fp32_dp3", {"to": "dcp"}),
+]
 
 
-def atom_of(shape: Shape) -> Atom:
-    return Atom("p", "weight", shape, FLOAT32, (Fragment(Region.all_of(shape), "source", 0, FLOAT32),))
+def through_json(plan: Plan) -> Plan:
+    return Plan.from_json(json.loads(json.dumps(plan.to_json())), ucp.plan)
 
 
-def shares(atom: Atom, ranks: int) -> Target:
-    """One file a rank, as ZeRO-3 cuts."""
-    held = regions(Cut(Rule("replicated"), 1, tuple(1000 * rank // ranks for rank in range(1, ranks))), atom.shape)
-    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (WriteItem(atom, r, 0),)) for n, r in enumerate(held)))
+@pytest.mark.parametrize("source, options", LAYOUTS)
+def test_a_plan_from_json_is_equal_and_writes_the_same_bytes(
+    source: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    plan = ucp.plan(FIXTURES / source, tmp_path / "out", **options)
+    again = through_json(plan)
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert [task.ranges for task in again.tasks()] == [task.ranges for task in plan.tasks()]
+    again.run(jobs=2)
+    ucp.convert(FIXTURES / source, tmp_path / "direct", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "direct")
 
 
-def columns(atom: Atom, ranks: int) -> Target:
-    """One file a rank, with some of the columns: nothing that can be flattened."""
-    height, width = atom.shape
-    held = [Region.of([Box((rank * height // ranks, 0), (height // ranks, width - 1))]) for rank in range(ranks)]
-    return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (WriteItem(atom, r, 0),)) for n, r in enumerate(held)))
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@given(
+    tp=st.sampled_from([None, 1, 2]),
+    dp=st.integers(1, 4),
+    zero=st.integers(0, 3),
+    exclude=st.lists(st.sampled_from(["*.bias", "blocks.0.*"]), max_size=2),
+)
+def test_any_layout_goes_through_json(tp: int | None, dp: int, zero: int, exclude: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"to": "deepspeed", "tp": tp, "dp": dp, "zero": zero, "exclude": exclude}
+        plan = ucp.plan(FIXTURES / "z1_bf16_tp2_dp2", Path(folder) / "out", **options)
+        assert through_json(plan) == plan
+        nbytes = sum(task.nbytes for task in plan.tasks())
+        trailers = sum(file.size for file in plan.target.files) - nbytes
+        assert 0 <= trailers < 0.5 * plan.target.nbytes, "only trailers are not known before the run"
 
 
-def calls(target: Target) -> int:
-    """Python function calls that planning takes: a clock that no other process disturbs."""
-    count = 0
-
-    def tick(_: Any, event: str, __: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(tick)
-    try:
-        for _ in copy_tasks(target):
-            pass
-    finally:
-        sys.setprofile(None)
-    return count
+def test_a_plan_does_not_depend_on_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(FIXTURES / "z1_bf16_dp2", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    data = ucp.plan("run", "out").to_json()
+    monkeypatch.chdir("/")
+    assert Plan.from_json(data, ucp.plan).to_json() == data
+    assert data["source"]["path"] == str(tmp_path / "run")
+    assert data["destination"] == str(tmp_path / "out")
 
 
-@pytest.mark.parametrize("cut", [shares, columns])
-def test_planning_grows_with_the_ranks_and_not_with_their_square(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4 * 1000)
-    small, large = (calls(cut(atom_of((100 * ranks, 10)), ranks)) for ranks in (50, 200))
-    assert large < 5 * small
+def test_another_source_or_target_is_another_plan(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "z1_bf16_dp2", tmp_path / "run")
+    plan = ucp.plan(tmp_path / "run", tmp_path / "out")
+    assert plan == ucp.plan(tmp_path / "run", tmp_path / "out")
+    assert plan != ucp.plan(tmp_path / "run", tmp_path / "elsewhere")
+    assert plan != ucp.plan(tmp_path / "run", tmp_path / "out", only="weights")
+    data = plan.to_json()
+    file = next(path for path in (tmp_path / "run").rglob("*.pt"))
+    file.touch()
+    with pytest.raises(StorageError, match="differs from the plan"):
+        Plan.from_json(data, ucp.plan)
 
 
-# What is read -------------------------------------------------------------------------------------------------------
+def test_a_plan_is_frozen_and_states_its_cost(tmp_path: Path) -> None:
+    plan = ucp.plan(FIXTURES / "z1_bf16_dp2", tmp_path / "out")
+    with pytest.raises(FrozenInstanceError):
+        plan.path = tmp_path  # type: ignore[misc]
+    cost = plan.cost(jobs=2, memory=600)
+    assert (cost.reads, cost.writes, cost.memory) == (cost.reads, plan.target.nbytes, 600)
+    assert 0 < cost.reads <= cost.writes
 
 
-def wanted_of(part: CopyTask) -> Iterator[Box]:
-    """What a part writes of the atom, or of the flattened one."""
-    for extent in part.extents:
-        if isinstance(extent.place, StridedRun):
-            (first,), (count,) = part.block
-            runs = extent.place.within(first, first + count)
-            yield from (Box((first + a,), (b - a,)) for a, b in runs.intervals())
-        elif extent.place is not None:
-            yield extent.place
-
-
-def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4 * 100)
-    atom = atom_of((1000,))
-    region = Region.all_of((1000,))
-    items = (WriteItem(atom, region.cut(250, 260), 0), WriteItem(atom, region.cut(295, 520), 40))
-    found = list(copy_tasks(Target((OutputFile("f", 940, (), items),))))
-    assert [str(part.block) for part in found] == ["[250:300]", "[300:400]", "[400:500]", "[500:520]"]
-    assert sum(prod(box.shape) for part in found for box in wanted_of(part)) == 235
-
-
-# Threads ------------------------------------------------------------------------------------------------------------
-
-
-@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12), count=st.integers(1, 4))
-def test_stretches_are_the_plan_in_pieces_of_about_the_same_size(sizes: list[int], count: int) -> None:
-    atoms = [atom_of((size,)) for size in sizes]
-    items = [WriteItem(atom, Region.all_of(atom.shape), 0) for atom in atoms]
-    target = Target(tuple(OutputFile(str(n), item.nbytes, (), (item,)) for n, item in enumerate(items)))
-    pieces = [list(stretch) for stretch in task_queues(target, count)]
-    assert [part for piece in pieces for part in piece] == list(copy_tasks(target))
-    assert len(pieces) == count
-    largest = max(sum(part.nbytes for part in piece) for piece in pieces)
-    assert largest <= target.nbytes / count + 4 * max(sizes)
-
-
-# Open files ---------------------------------------------------------------------------------------------------------
-
-
-def test_outputs_close_what_was_longest_unused(tmp_path: Path) -> None:
-    files = [OutputFile(str(n), 3) for n in range(5)]
-    for file in files:
-        (tmp_path / file.path).write_bytes(b"---")
-    before = set(os.listdir("/proc/self/fd"))
-    outputs = OutputDescriptors(tmp_path, files, 2)
-    for number in (0, 1, 0, 2, 3, 4, 0):
-        outputs.write(number, 1, memoryview(b"x%d" % number))
-        assert len(set(os.listdir("/proc/self/fd")) - before) <= 2
-    outputs.close()
-    assert set(os.listdir("/proc/self/fd")) <= before
-    assert [(tmp_path / file.path).read_bytes() for file in files] == [b"-x%d" % n for n in range(5)]
-
-
-def test_outputs_name_the_file_that_cannot_be_written(tmp_path: Path) -> None:
-    outputs = OutputDescriptors(tmp_path, [OutputFile("gone", 3)], 2)
-    with pytest.raises(StorageError, match="gone: cannot be written"):
-        outputs.write(0, 0, memoryview(b"abc"))
-    os.mkfifo(tmp_path / "gone")
-    reading = os.open(tmp_path / "gone", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        with pytest.raises(StorageError, match="gone: cannot write bytes at 0"):
-            outputs.write(0, 0, memoryview(b"abc"))
-    finally:
-        outputs.close()
-        os.close(reading)
+def test_dry_run_prints_a_plan_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = FIXTURES / "z1_bf16_dp2"
+    assert (
+        run(["convert", str(source), str(tmp_path / "out"), "--to", "deepspeed", "--dp", "3", "--dry-run", "--json"])
+        == 0
+    )
+    plan = Plan.from_json(json.loads(capsys.readouterr().out), ucp.plan)
+    assert plan == ucp.plan(source, tmp_path / "out", to="deepspeed", dp=3)
+    plan.run(jobs=1)
+    assert (tmp_path / "out").is_dir()

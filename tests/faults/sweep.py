@@ -118,7 +118,7 @@ class Sweep:
         resume = ["--resume"] if len(self.commands) == 1 else []
         for number in range(self.hit, len(self.commands)):
             ended = child([*self._arguments(number, place), *resume], Injector().install)
-            exists = ended.code == 2 and "exists already" in ended.said and (place / "out").is_dir()
+            exists = ended.code == 2 and "already exists" in ended.said and (place / "out").is_dir()
             if ended.code and not exists:
                 yield f"run again, it ended with {ended.code}: {ended.said}"
         if not (place / "out").is_dir() or contents(place / "out") != self.expected:

@@ -19,8 +19,8 @@ ONE = ["--include", "*attn.q*", "-j", "1"]
 ATOMS = [["convert", str(SOURCE), "{out}", *ONE, "--durable"]]
 RESHARD = [["convert", str(SOURCE), "{out}", "-j", "1", "--to", "deepspeed", "--dp", "3"]]
 PARTS = [
-    ["convert", str(SOURCE), "{out}", *ONE, "--part", "1/2"],
-    ["convert", str(SOURCE), "{out}", *ONE, "--part", "2/2"],
+    ["convert", str(SOURCE), "{out}", *ONE, "--shard", "1/2"],
+    ["convert", str(SOURCE), "{out}", *ONE, "--shard", "2/2"],
     ["convert", str(SOURCE), "{out}", *ONE, "--finish"],
 ]
 

@@ -91,7 +91,7 @@ def test_of_two_with_the_same_target_one_wins_and_one_is_told(tmp_path: Path, wh
     for options in ((), ("--resume",), ("--restart",)):
         code, said = end(start(tmp_path / "out", *options))
         assert code == 2
-        assert "another process is writing it now" in said
+        assert "another process is writing it" in said
     first.kill()
     first.communicate()
     assert end(start(tmp_path / "out", "--resume"))[0] == 0, "whoever dies lets go"

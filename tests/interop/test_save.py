@@ -171,7 +171,7 @@ def test_failures_are_raised_on_every_rank_and_leave_nothing(worlds: Worlds, tmp
     (tmp_path / "there").mkdir()
     results = worlds.run(2, RANKS + "save_fails", tmp_path / "a", spec=asdict(Spec()), path=tmp_path / "there")
     assert [result["class"] for result in results] == ["UsageError", "OtherRankError"]
-    assert all("exists already" in result["text"] and result["code"] == 2 for result in results)
+    assert all("already exists" in result["text"] and result["code"] == 2 for result in results)
     results = worlds.run(2, RANKS + "save_fails", tmp_path / "b", spec=asdict(Spec()), path=tmp_path / "no" / "such")
     assert all("no such folder" in result["text"] and result["code"] == 5 for result in results)
     results = worlds.run(

@@ -82,7 +82,8 @@ def test_casts_scales_means_and_inline_numbers_are_not_verbatim(tmp_path: Path) 
 CONVERSION = """
 import sys
 from pathlib import Path
-from ucp.engine.convert import Progress, RunOptions, run
+from ucp.engine.convert import RunOptions, run
+from ucp.engine.pool import Progress
 from ucp.engine.worker import WorkerBudget
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.core.dtypes import FLOAT32

@@ -11,7 +11,6 @@ import pytest
 import ucp
 from tests.remote.test_targets import SOURCE, here, seen, there
 from ucp import settings
-from ucp.engine.convert import Progress
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, StorageError, UsageError
 from ucp.planning import plan
@@ -33,7 +32,7 @@ def launch(url: str, count: int) -> list[BaseException | None]:
 
     def work(number: int) -> None:
         try:
-            plan(SOURCE, url).run_together(WorkShard(number, count), Progress(), jobs=1)
+            plan(SOURCE, url).run(shard=WorkShard(number, count), in_launch=True, jobs=1)
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             ended[number] = error
 
@@ -52,7 +51,7 @@ def test_a_launch_writes_what_one_process_writes(memory: str, tmp_path: Path) ->
     assert [name for name in there(f"{memory}/out") if name.startswith(".ucp-")] == [".ucp-complete.json"]
     for error in launch(f"{memory}/out", 2):
         assert isinstance(error, UsageError)
-        assert "exists already" in str(error)
+        assert "already exists" in str(error)
 
 
 def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
@@ -73,7 +72,7 @@ def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
         patch.setattr(ObjectStore, "upload", fails)
         first, other = launch(url, 2)
     assert "the wire is cut" in str(other)
-    assert "part 2/2 failed: the wire is cut" in str(first)
+    assert "shard 2/2 failed: the wire is cut" in str(first)
     with pytest.raises(InconsistentError, match="half-done"):
         ucp.open(url)
     assert launch(url, 2) == [None, None]
@@ -83,9 +82,9 @@ def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
 
 def test_one_that_never_comes_is_missed(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "MISSING_PROCESS_SECONDS", 0.2)
-    with pytest.raises(StorageError, match="part 2/2 is not done, and no process works on it") as failure:
-        plan(SOURCE, f"{memory}/out").run_together(WorkShard(0, 2), Progress(), jobs=1)
-    assert "--part 2/2, then --finish" in str(failure.value)
-    ucp.convert(SOURCE, f"{memory}/out", part=(2, 2))
+    with pytest.raises(StorageError, match="shard 2/2 is not done, and no process works on it") as failure:
+        plan(SOURCE, f"{memory}/out").run(shard=WorkShard(0, 2), in_launch=True, jobs=1)
+    assert "--shard 2/2, then --finish" in str(failure.value)
+    ucp.convert(SOURCE, f"{memory}/out", shard=(2, 2))
     ucp.convert(SOURCE, f"{memory}/out", finish=True)
     assert ucp.diff(f"{memory}/out", SOURCE, only="weights").same

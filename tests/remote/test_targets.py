@@ -126,7 +126,7 @@ def test_a_second_run_sends_what_the_first_had_not(
     interrupted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = seen(interrupted)
-    with pytest.raises(UsageError, match="half-done output is here") as failure:
+    with pytest.raises(UsageError, match="partial output is here") as failure:
         ucp.convert(SOURCE, interrupted)
     assert "--resume" in str(failure.value)
     sent: list[str] = []
@@ -139,7 +139,7 @@ def test_a_second_run_sends_what_the_first_had_not(
     assert seen(interrupted) == here(tmp_path / "out")
     assert sent
     assert not {f"{interrupted}/{name}" for name in before} & set(sent)
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         ucp.convert(SOURCE, interrupted)
     ucp.convert(SOURCE, interrupted, resume=True)  # it is done, and says nothing else
 
@@ -160,7 +160,7 @@ def test_a_half_done_target_is_gone_on_with_by_its_own_run_only(interrupted: str
     assert ucp.diff(interrupted, FIXTURES / "z1_fp16_dp2").same
 
 
-def test_of_two_writers_one_is_told(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_writers_is_stopped(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 64 * KIB)
     real, url = ObjectStore.upload, f"{memory}/out"
 
@@ -170,7 +170,7 @@ def test_of_two_writers_one_is_told(memory: str, monkeypatch: pytest.MonkeyPatch
         return real(self, file, key, streams)
 
     monkeypatch.setattr(ObjectStore, "upload", other_begins)
-    with pytest.raises(UsageError, match="another process writes it now"):
+    with pytest.raises(UsageError, match="another process is writing it"):
         ucp.convert(SOURCE, url, jobs=1)
     assert ucp.diff(url, SOURCE, only="weights").same
 
@@ -188,7 +188,7 @@ def test_a_source_that_turns_out_damaged_leaves_nothing_behind(memory: str, monk
 def test_large_files_wait_for_room(memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ucp.convert(SOURCE, tmp_path / "out", to="deepspeed")
     largest = max(len(data) for data in here(tmp_path / "out").values())
-    monkeypatch.setattr("ucp.engine.upload._spool_bytes", lambda *_: largest)
+    monkeypatch.setattr("ucp.engine.upload._spool_capacity", lambda *_: largest)
     kept: list[int] = []
     real = ObjectStore.upload
 
@@ -203,16 +203,16 @@ def test_large_files_wait_for_room(memory: str, tmp_path: Path, monkeypatch: pyt
     assert seen(f"{memory}/out") == here(tmp_path / "out")
 
 
-def test_parts_are_written_anywhere_and_added_up(memory: str, tmp_path: Path) -> None:
+def test_shards_are_written_anywhere_and_finished(memory: str, tmp_path: Path) -> None:
     url = f"{memory}/out"
-    ucp.convert(SOURCE, url, part=(2, 2))
-    with pytest.raises(UsageError, match="part 1/2 was not begun"):
+    ucp.convert(SOURCE, url, shard=(2, 2))
+    with pytest.raises(UsageError, match="shard 1/2 was not started"):
         ucp.convert(SOURCE, url, finish=True)
     with pytest.raises(InconsistentError, match="half-done"):
         ucp.open(url)
-    with pytest.raises(UsageError, match="made in 2 part"):
-        ucp.convert(SOURCE, url, part=(1, 3))
-    ucp.convert(SOURCE, url, part=(1, 2))
+    with pytest.raises(UsageError, match="written in 2 shard"):
+        ucp.convert(SOURCE, url, shard=(1, 3))
+    ucp.convert(SOURCE, url, shard=(1, 2))
     ucp.convert(SOURCE, url, finish=True)
     ucp.convert(SOURCE, tmp_path / "out")
     assert seen(url) == here(tmp_path / "out")
@@ -220,7 +220,7 @@ def test_parts_are_written_anywhere_and_added_up(memory: str, tmp_path: Path) ->
 
 def test_a_folder_that_holds_something_is_not_written_into(memory: str) -> None:
     url = upload(SOURCE, memory)
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         ucp.convert(SOURCE, url)
     assert seen(url) == here(SOURCE)
 
@@ -264,5 +264,5 @@ def test_nothing_is_linked_into_a_store(memory: str) -> None:
 def test_a_damaged_mark_is_told(memory: str) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe_file(f"{memory}/out/.ucp-complete.json", b"no JSON")
-    with pytest.raises(IntegrityError, match=r"\.ucp-complete\.json: is no note"):
+    with pytest.raises(IntegrityError, match=r"\.ucp-complete\.json: not an upload journal"):
         ucp.convert(SOURCE, f"{memory}/out", resume=True)

@@ -19,8 +19,8 @@ import ucp
 from tests.replay.lion import Lion
 from tests.replay.made import Run, assert_same, start, state_of
 from ucp import settings
-from ucp.conversion import Plan
 from ucp.core.checkpoint import Checkpoint
+from ucp.engine.plan import Plan
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.formats.registry import WriteOptions, make_writer
 from ucp.log.codecs import apply_difference, difference

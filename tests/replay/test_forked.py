@@ -13,7 +13,7 @@ import ucp
 from tests.replay.made import Run, assert_same, start, state_of
 from tests.trees import contents
 from ucp import settings
-from ucp.engine import pool
+from ucp.engine.worker import CopyWork, WorkerBudget
 from ucp.log.epoch_manifest import ParentEpoch
 from ucp.storage.local import SourceFiles
 
@@ -86,4 +86,5 @@ class Connected:
 
 
 def test_connections_are_not_shared(tmp_path: Path) -> None:
-    assert not pool.can_copy_in_processes(SourceFiles(tmp_path, computed=Connected()))
+    source = SourceFiles(tmp_path, computed=Connected())
+    assert not CopyWork(source, tmp_path, (), WorkerBudget(2, 1 << 20)).prepare_fork()

@@ -14,7 +14,7 @@ import pytest
 
 import ucp
 from ucp import settings
-from ucp.engine.journal import Journal
+from ucp.engine.journal import Journal, journal_name
 from ucp.engine.staging import busy_error
 from ucp.engine.work_shard import UNSHARDED
 from ucp.errors import UsageError
@@ -168,7 +168,7 @@ def test_what_other_jobs_have_left(tmp_path: Path) -> None:
     (run / "step-00000080").mkdir(parents=True)
     for name in (".step-00000007.ucp-partial", ".step-00000008.ucp-partial", ".mine.ucp-partial"):
         (run / name).mkdir()
-    at_work = Journal(run / ".step-00000008.ucp-partial" / UNSHARDED.journal, busy_error(run / "step-00000008"))
+    at_work = Journal(run / ".step-00000008.ucp-partial" / journal_name(UNSHARDED), busy_error(run / "step-00000008"))
     with ucp.snapshot(run, net, optimizer, every=1, busy="wait", keep=1) as snapshots:
         for step in range(1, 4):
             train(net, optimizer, step)

@@ -34,10 +34,11 @@ from ucp.checks.raw_values import (
     unequal,
 )
 from ucp.checks.spans import StateBytes
-from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
+from ucp.checks.tasks import CheckContext, CheckTask
 from ucp.core.box import Box, slabs
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, Parameter, Role
 from ucp.core.findings import Finding, Severity, describe_fragment
+from ucp.engine.pool import Meter
 from ucp.formats.registry import checks_of_format
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import RawArray, can_cast, cast, raw_dtype
@@ -253,7 +254,7 @@ def _compare_aligned(
     deep: DeepState | None,
     forms: AlignedForms,
     intervals: Sequence[tuple[Boxes, int, int]],
-    meter: ReadMeter,
+    meter: Meter,
 ) -> Iterator[Finding]:
     """Read all covers over these intervals and compare. The result is in the mismatches of `forms`."""
     limit = max(1, block_bytes() // max(cover.atom.dtype.itemsize for cover in forms.covers))
@@ -326,7 +327,7 @@ def common_intervals(
 class _CoverReader:
     """Reads blocks of covers. In a deep pass each is recorded for its checksum and scanned for invalid values."""
 
-    def __init__(self, files: SourceFiles, deep: DeepState | None, parameter: Parameter, meter: ReadMeter) -> None:
+    def __init__(self, files: SourceFiles, deep: DeepState | None, parameter: Parameter, meter: Meter) -> None:
         self._files = files
         self._deep = deep
         self._parameter = parameter
@@ -340,7 +341,7 @@ class _CoverReader:
         at = run.byte(start)
         data = block.for_range(at, (stop - start) * dtype.itemsize)
         self._files.read_into(fragment.file, at, data.data)
-        self._meter.read(data.size)
+        self._meter.advance(data.size)
         raw = aligned(data, dtype.itemsize).view(raw_dtype(dtype))
         if self._deep is None or self._recorder is None:
             return raw, True
@@ -353,7 +354,7 @@ class _CoverReader:
             self._recorder.close()
 
 
-def _report_mismatches(aligned_forms: Sequence[AlignedForms], meter: ReadMeter) -> Iterator[Finding]:
+def _report_mismatches(aligned_forms: Sequence[AlignedForms], meter: Meter) -> Iterator[Finding]:
     del meter
     for forms in aligned_forms:
         if forms.rounding is not None and forms.rounding.count:
@@ -377,7 +378,7 @@ def _slab_task(context: CheckContext, parameter: Parameter, atoms: tuple[Atom, .
     return CheckTask("replicas", nbytes, run, parameter.name, atoms[0].kind)
 
 
-def _compare_master(files: SourceFiles, weight: Atom, master: Atom, meter: ReadMeter) -> Iterator[Finding]:
+def _compare_master(files: SourceFiles, weight: Atom, master: Atom, meter: Meter) -> Iterator[Finding]:
     flat = can_flatten(weight) and can_flatten(master)
     weights, masters = AtomReader(files, weight, flat=flat), AtomReader(files, master, flat=flat)
     mismatches = ElementMismatches(weight.shape)
@@ -389,13 +390,13 @@ def _compare_master(files: SourceFiles, weight: Atom, master: Atom, meter: ReadM
         precise = master_block[: slab.numel].reshape(slab.shape)
         weights.read(slab, saved)
         masters.read(slab, precise)
-        meter.read(saved.nbytes + precise.nbytes)
+        meter.advance(saved.nbytes + precise.nbytes)
         mismatches.compare(slab, saved, cast(precise, master.dtype, weight.dtype), weights.shape, weight.dtype)
     if mismatches.count:
         yield _master_finding(weight, master, mismatches)
 
 
-def _compare_replicas(files: SourceFiles, atom: Atom, severity: Severity, meter: ReadMeter) -> Iterator[Finding]:
+def _compare_replicas(files: SourceFiles, atom: Atom, severity: Severity, meter: Meter) -> Iterator[Finding]:
     replicas = [replace(atom, fragments=cover, replicas=()) for cover in atom.replicas]
     flat = can_flatten(atom) and all(map(can_flatten, replicas))
     reader = AtomReader(files, atom, flat=flat)
@@ -408,11 +409,11 @@ def _compare_replicas(files: SourceFiles, atom: Atom, severity: Severity, meter:
         ours = our_block[: slab.numel].reshape(slab.shape)
         theirs = their_block[: slab.numel].reshape(slab.shape)
         reader.read(slab, ours)
-        meter.read(ours.nbytes)
+        meter.advance(ours.nbytes)
         for other, mismatches in zip(others, found, strict=True):
             np.copyto(theirs, ours)  # elements that a partial replica does not have cannot differ
             filled = other.overlay(slab, theirs)
-            meter.read(filled * atom.dtype.itemsize)
+            meter.advance(filled * atom.dtype.itemsize)
             mismatches.compare(slab, ours, theirs, reader.shape)
     for cover, mismatches in zip(atom.replicas, found, strict=True):
         if mismatches.count:

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, failure_finding
+from ucp.checks.tasks import CheckContext, CheckTask, failure_finding
 from ucp.core.findings import Finding, Level
+from ucp.engine.pool import Meter
 from ucp.errors import UcpError
 from ucp.formats.format_checks import FileCheck
 from ucp.formats.registry import ReadOptions, checks_of_format, recognizing_format
@@ -27,7 +28,7 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
             yield CheckTask(check.check, 0, partial(_run_file_check, check), check.parameter)
 
 
-def _run_file_check(check: FileCheck, meter: ReadMeter) -> Iterable[Finding]:
+def _run_file_check(check: FileCheck, meter: Meter) -> Iterable[Finding]:
     meter.check()
     return check.run()
 

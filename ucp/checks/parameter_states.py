@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
+from ucp.checks.tasks import CheckContext, CheckTask
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 from ucp.core.dtypes import scalar_value
 from ucp.core.findings import Finding, Level, Severity, describe_fragment
 from ucp.core.optimizers import missing_moment
+from ucp.engine.pool import Meter
 from ucp.storage.local import SourceFiles
 
 _MISSING_HINT: Final = "training would resume without them; was a file of another save mixed in?"
@@ -194,7 +195,7 @@ def _check_sibling_dtypes(siblings: Sequence[Parameter]) -> Iterator[Finding]:
 
 
 def _check_steps(
-    files: SourceFiles, checkpoint: Checkpoint, atoms: list[Atom], severity: Severity, meter: ReadMeter
+    files: SourceFiles, checkpoint: Checkpoint, atoms: list[Atom], severity: Severity, meter: Meter
 ) -> Iterator[Finding]:
     """All ranks, and all parameters of a group, must have taken the same number of steps."""
     groups: dict[int | None, dict[str, float]] = {}
@@ -253,10 +254,10 @@ def _compare_siblings(number: int | None, steps: dict[str, float], severity: Sev
             )
 
 
-def _read_step(files: SourceFiles, fragment: Fragment, meter: ReadMeter) -> float | None:
+def _read_step(files: SourceFiles, fragment: Fragment, meter: Meter) -> float | None:
     """The value of a step counter; None if its dtype cannot be one."""
     data = fragment.inline
     if data is None:
         data = files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
-        meter.read(len(data))
+        meter.advance(len(data))
     return scalar_value(data, fragment.dtype)

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter
+from ucp.checks.tasks import CheckContext, CheckTask
 from ucp.containers.tree import walk
 from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.core.findings import Finding
+from ucp.engine.pool import Meter
 from ucp.errors import IntegrityError, UcpError
 from ucp.settings import MIB
 
@@ -26,7 +27,7 @@ def run_check(context: CheckContext) -> Iterator[CheckTask]:
         yield CheckTask("extras", 0, partial(_read, context.checkpoint))
 
 
-def _read(checkpoint: Checkpoint, meter: ReadMeter) -> Iterator[Finding]:
+def _read(checkpoint: Checkpoint, meter: Meter) -> Iterator[Finding]:
     for name, file in sorted(checkpoint.extras.files.items()):
         meter.check()
         problem = _unreadable(checkpoint.root / file)

@@ -8,46 +8,22 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import Final, cast
 
 from ucp import settings
 from ucp.checks.catalogue import CHECKS, Check, checks_of
-from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, run_tasks
+from ucp.checks.tasks import CheckContext, CheckTask, run_tasks
 from ucp.checks.verify_report import Policy, Report
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.findings import Finding, Level
+from ucp.engine.pool import Meter, Progress
 from ucp.errors import UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import parse_path
 
-if TYPE_CHECKING:
-    from ucp.checks.task_processes import CheckProcesses
-
-
 # Checks that can report on a checkpoint that cannot be opened.
 _WITHOUT_INDEX: Final = ("source-unchanged", "manifest-files", "zip-crc", "zip-structure", "readable", "grid")
-
-
-class ReadProgress(Protocol):
-    """Receives the number of bytes read."""
-
-    def start(self, total: int) -> None: ...
-
-    def advance(self, nbytes: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class _NoProgress:
-    def start(self, total: int) -> None:
-        del total
-
-    def advance(self, nbytes: int) -> None:
-        del nbytes
-
-    def finish(self) -> None:
-        pass
 
 
 def verify(
@@ -56,7 +32,7 @@ def verify(
     *,
     options: ReadOptions | None = None,
     jobs: int = 2,
-    progress: ReadProgress | None = None,
+    progress: Progress | None = None,
     policy: Policy | None = None,
     processes: bool = False,
 ) -> Report:
@@ -73,7 +49,7 @@ def verify(
     options = options or ReadOptions()
     path = source.root if isinstance(source, Checkpoint) else parse_path(source)
     report = Report(str(path), level, [check.id for check in checks], policy=policy or Policy())
-    progress = progress or _NoProgress()
+    progress = progress or Progress()
     try:
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(path, options)
     except UsageError:
@@ -101,7 +77,7 @@ def _report_checks(
     checkpoint: Checkpoint,
     checks: Sequence[Check],
     jobs: int,
-    progress: ReadProgress,
+    progress: Progress,
     processes: bool,
 ) -> None:
     report.format = checkpoint.format
@@ -113,9 +89,8 @@ def _report_checks(
         context = _make_context(checkpoint, files, report.level)
         modules = sorted({check.module for check in checks if check.module}, key=_order)
         items = [item for module in modules for item in _run_module(module, context)]
-        _run_items(
-            report, [*items, *_reader_notes(checkpoint)], jobs, progress, _forking(context) if processes else None
-        )
+        items += _reader_notes(checkpoint)
+        _run_items(report, items, jobs, progress, context if processes else None)
 
 
 def _make_context(checkpoint: Checkpoint, files: SourceFiles, level: Level) -> CheckContext:
@@ -137,14 +112,6 @@ def _run_module(module: str, context: CheckContext) -> Iterator[Finding | CheckT
     return cast("Iterator[Finding | CheckTask]", import_module(f"ucp.checks.{module}").run_check(context))
 
 
-def _forking(context: CheckContext) -> CheckProcesses | None:
-    from ucp.checks import task_processes
-
-    if not task_processes.is_possible(context.files):
-        return None
-    return task_processes.CheckProcesses(context.files, context.shared)
-
-
 def _reader_notes(checkpoint: Checkpoint) -> Iterator[Finding]:
     for note in checkpoint.notes:
         yield Finding("slice-mappings" if note.id.startswith("slice-mappings") else "notes", "note", note.text)
@@ -157,7 +124,7 @@ def _report_unreadable(
     checks: Sequence[Check],
     options: ReadOptions,
     jobs: int,
-    progress: ReadProgress,
+    progress: Progress,
 ) -> None:
     """Report why a checkpoint cannot be opened, and what else is wrong with its files."""
     from ucp.checks.format_hooks import diagnose
@@ -193,8 +160,8 @@ def _run_items(
     report: Report,
     items: Iterable[Finding | CheckTask],
     jobs: int,
-    progress: ReadProgress,
-    forking: CheckProcesses | None = None,
+    progress: Progress,
+    forked: CheckContext | None = None,
 ) -> None:
     """Run the tasks among `items`, and add their findings and all others to the report."""
     findings: list[Finding] = []
@@ -204,14 +171,14 @@ def _run_items(
             tasks.append(item)
         else:
             findings.append(item)
-    meter = ReadMeter(progress.advance)
+    meter = Meter(progress.advance)
     progress.start(sum(task.nbytes for task in tasks))
     try:
-        findings += run_tasks(tasks, jobs, meter, forking)
+        findings += run_tasks(tasks, jobs, meter, forked)
     finally:
         progress.finish()
     report.add(findings)
-    report.bytes_read = meter.bytes_read
+    report.bytes_read = meter.nbytes
     report.sort()
 
 

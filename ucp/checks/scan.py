@@ -14,11 +14,12 @@ from ucp.checks.catalogue import BY_ID
 from ucp.checks.deep_state import DeepState, ReadRecorder, SpanChecksum
 from ucp.checks.raw_values import ReadBlock, aligned, block_bytes
 from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, checksum_spans, plain_spans, torch_spans
-from ucp.checks.tasks import CheckContext, CheckTask, ReadMeter, failure_finding
+from ucp.checks.tasks import CheckContext, CheckTask, failure_finding
 from ucp.checks.zip_structure import structure_bytes, structure_defects
 from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint
 from ucp.core.findings import Finding
 from ucp.core.optimizers import NONZERO_PADDING, fills_padding
+from ucp.engine.pool import Meter
 from ucp.errors import IntegrityError, UcpError, first_few
 from ucp.formats.registry import checks_of_format
 from ucp.storage.local import SourceFiles
@@ -96,9 +97,9 @@ def _span_tasks(files: SourceFiles, deep: DeepState, checksum: SpanChecksum) -> 
         yield CheckTask(span.check, 0, finish, phase=1)
 
 
-def _check_structure(files: SourceFiles, archive: TorchArchive, meter: ReadMeter) -> Iterator[Finding]:
+def _check_structure(files: SourceFiles, archive: TorchArchive, meter: Meter) -> Iterator[Finding]:
     def read(offset: int, size: int) -> bytes:
-        meter.read(size)
+        meter.advance(size)
         return files.read(archive.file, offset, size)
 
     for start, stop, what in structure_defects(read, archive.index, archive.start, archive.stop):
@@ -115,7 +116,7 @@ def _check_structure(files: SourceFiles, archive: TorchArchive, meter: ReadMeter
 
 
 def _scan_part(
-    files: SourceFiles, deep: DeepState, span: ChecksumSpan, start: int, stop: int, meter: ReadMeter
+    files: SourceFiles, deep: DeepState, span: ChecksumSpan, start: int, stop: int, meter: Meter
 ) -> Iterator[Finding]:
     recorder = ReadRecorder(deep.checksums)
     _scan(files, deep, span, start, stop, recorder, meter)
@@ -123,7 +124,7 @@ def _scan_part(
     return iter(())
 
 
-def _finish_span(files: SourceFiles, deep: DeepState, checksum: SpanChecksum, meter: ReadMeter) -> Iterator[Finding]:
+def _finish_span(files: SourceFiles, deep: DeepState, checksum: SpanChecksum, meter: Meter) -> Iterator[Finding]:
     """Read the unread rest of a span, and compare its checksum."""
     span = checksum.span
     recorder = ReadRecorder(deep.checksums)
@@ -141,7 +142,7 @@ def _scan(
     start: int,
     stop: int,
     recorder: ReadRecorder,
-    meter: ReadMeter,
+    meter: Meter,
 ) -> None:
     """Read bytes `[start, stop)` of a span block by block, and scan values and padding. `start` splits no element."""
     size = min(max(block_bytes() // _LARGEST_ELEMENT, 1) * _LARGEST_ELEMENT, stop - start)
@@ -152,7 +153,7 @@ def _scan(
     for at in range(start, stop, size):
         data = block.for_range(at, min(size, stop - at))
         files.read_into(span.file, at, data.data)
-        meter.read(len(data))
+        meter.advance(len(data))
         recorder.record(span.file, at, data.data)
         end = at + len(data)
         for number in range(bisect_right(starts, at - longest - 1), bisect_right(starts, end - 1)):

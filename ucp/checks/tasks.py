@@ -1,22 +1,23 @@
-"""Work that reads bytes: tasks with their cost, and the threads or processes that carry them out."""
+"""Tasks: the reading that checks need, with its cost, and how threads or processes do it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ucp import settings
 from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.core.findings import Finding, Level
+from ucp.core.mesh import Rank
+from ucp.engine.pool import Meter, Work, run_pool
 from ucp.errors import UcpError
 from ucp.storage.local import SourceFiles
 
 if TYPE_CHECKING:
     from ucp.checks.deep_state import DeepState
-    from ucp.checks.task_processes import CheckProcesses
+
+_BATCHES_PER_WORKER: Final = 16  # at least: towards the end, workers should wait for each other only briefly
 
 
 class ForkMergeable(Protocol):
@@ -64,82 +65,94 @@ class CheckTask:
 
     check: str
     nbytes: int
-    run: Callable[[ReadMeter], Iterable[Finding]]
+    run: Callable[[Meter], Iterable[Finding]]
     parameter: str | None = None
     kind: str | None = None
     phase: int = 0
 
 
-class CheckStoppedError(Exception):
-    """Another task failed for good or the person gave up: leave the work where it is."""
+def run_tasks(tasks: Iterable[CheckTask], jobs: int, meter: Meter, forked: CheckContext | None = None) -> list[Finding]:
+    """Run all tasks, the longest first so that workers finish together. A failure to read becomes a finding.
 
-
-class ReadMeter:
-    """Counts the bytes that all threads read. A task tells it each block, and that is where it can be stopped."""
-
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self.bytes_read = 0
-        self._advance = advance
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-
-    def read(self, nbytes: int) -> None:
-        """`nbytes` more were read."""
-        with self._lock:
-            self.bytes_read += nbytes
-        self._advance(nbytes)
-        self.check()
-
-    def check(self) -> None:
-        """Leave here if the work was stopped."""
-        if self._stop.is_set():
-            raise CheckStoppedError
-
-    def stop(self) -> None:
-        self._stop.set()
-
-
-def run_tasks(
-    tasks: Iterable[CheckTask], jobs: int, meter: ReadMeter, forking: CheckProcesses | None = None
-) -> list[Finding]:
-    """Carry out all tasks, the longest first so that workers finish together. A failure to read becomes a finding.
-
-    Workers are threads, or with `forking` processes where there is enough to read.
+    Workers are threads. With `forked`, the context of the tasks, they are processes if there is enough to read.
     """
-    # Those of a part or more are all the same: neighbours in a file stay neighbours.
+    # Longest first, but everything above COPY_TASK_BYTES counts as equal, so that tasks on one file stay adjacent.
     ordered = sorted(tasks, key=lambda task: -min(task.nbytes, settings.COPY_TASK_BYTES))
     findings: list[Finding] = []
     for phase in sorted({task.phase for task in ordered}):
-        findings += _run([task for task in ordered if task.phase == phase], jobs, meter, forking)
+        findings += _run_phase([task for task in ordered if task.phase == phase], jobs, meter, forked)
     return findings
 
 
-def _run(tasks: Sequence[CheckTask], jobs: int, meter: ReadMeter, forking: CheckProcesses | None) -> list[Finding]:
-    if forking is not None and jobs > 1:
-        if sum(task.nbytes for task in tasks) > settings.COPY_TASK_BYTES:
-            return forking.run(tasks, jobs, meter)
-        jobs = 1  # a thread would cost more than it reads, and would be in the way of forks
-    if jobs <= 1 or len(tasks) <= 1:
-        return [finding for task in tasks for finding in run_task(task, meter)]
-    from concurrent.futures import ThreadPoolExecutor, wait  # takes long to import
-
-    with ThreadPoolExecutor(min(jobs, len(tasks)), thread_name_prefix="ucp-check") as pool:
-        futures = [pool.submit(partial(run_task, task, meter)) for task in tasks]
-        try:
-            wait(futures, return_when="FIRST_EXCEPTION")
-        finally:  # an interrupt of the waiting thread ends the workers too
-            if not all(future.done() for future in futures):
-                meter.stop()
-                pool.shutdown(cancel_futures=True)
-        failures = [future.exception() for future in futures if future.done() and not future.cancelled()]
-        failure = next((f for f in failures if f is not None and not isinstance(f, CheckStoppedError)), None)
-        if failure is not None:
-            raise failure
-        return [finding for future in futures for finding in future.result()]
+def _run_phase(tasks: Sequence[CheckTask], jobs: int, meter: Meter, forked: CheckContext | None) -> list[Finding]:
+    total = sum(task.nbytes for task in tasks)
+    if forked is not None and total <= settings.COPY_TASK_BYTES:
+        jobs = 1  # a worker would cost more than the reading, and a thread would prevent forks later
+    jobs = max(1, min(jobs, len(tasks)))
+    work = _CheckWork(min(settings.COPY_TASK_BYTES, total // (_BATCHES_PER_WORKER * jobs)), forked)
+    found: dict[int, list[Finding]] = {}
+    done = found.update
+    run_pool(work, [list(enumerate(tasks))], done, meter, jobs=jobs, processes=forked is not None)
+    return [finding for number in sorted(found) for finding in found[number]]
 
 
-def run_task(task: CheckTask, meter: ReadMeter) -> list[Finding]:
-    """What a task finds; that it could not read is a finding too."""
+class _CheckWork(Work[tuple[int, CheckTask], dict[int, list[Finding]]]):
+    """Runs numbered tasks; a result maps the number of a task to its findings."""
+
+    def __init__(self, batch_bytes: int, forked: CheckContext | None) -> None:
+        self._batch_bytes = max(1, batch_bytes)
+        self._context = forked
+
+    def start(self, meter: Meter) -> _CheckWorker:
+        return _CheckWorker(meter)
+
+    def load(self, item: tuple[int, CheckTask]) -> float:
+        return item[1].nbytes / self._batch_bytes
+
+    def prepare_fork(self) -> bool:
+        if self._context is None or self._context.files.is_remote:
+            return False
+        # Processes that inherit a descriptor share it, and so what the kernel reads ahead for it.
+        self._context.files.close()
+        return True
+
+    def enter_fork(self, workers: int) -> None:
+        del workers
+        assert self._context is not None
+        for item in self._context.shared:
+            item.mark_known()
+
+    def encode(self, result: dict[int, list[Finding]]) -> Any:
+        return [(number, [asdict(finding) for finding in findings]) for number, findings in result.items()]
+
+    def decode(self, value: Any) -> dict[int, list[Finding]]:
+        return {number: [_decode_finding(finding) for finding in findings] for number, findings in value}
+
+    def collect(self) -> Any:
+        assert self._context is not None
+        return [item.changes() for item in self._context.shared] or None
+
+    def merge(self, collected: Any) -> None:
+        assert self._context is not None
+        for item, added in zip(self._context.shared, collected, strict=True):
+            if added is not None:
+                item.merge_changes(added)
+
+
+class _CheckWorker:
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def run(self, item: tuple[int, CheckTask]) -> dict[int, list[Finding]]:
+        number, task = item
+        return {number: run_task(task, self._meter)}
+
+    def close(self) -> None:
+        """Nothing is kept from task to task."""
+
+
+def run_task(task: CheckTask, meter: Meter) -> list[Finding]:
+    """The findings of a task; a failure to read is one of them."""
     meter.check()
     try:
         return list(task.run(meter))
@@ -148,7 +161,7 @@ def run_task(task: CheckTask, meter: ReadMeter) -> list[Finding]:
 
 
 def failure_finding(check: str, error: UcpError, parameter: str | None = None, kind: str | None = None) -> Finding:
-    """A failure to read as a finding of the check that tried; it keeps its own exit code."""
+    """A failure to read as a finding of the check that tried; it keeps its exit code."""
     return Finding(
         check,
         "error",
@@ -157,4 +170,15 @@ def failure_finding(check: str, error: UcpError, parameter: str | None = None, k
         kind=kind,
         hint=error.hint,
         exit_code=error.exit_code,
+    )
+
+
+def _decode_finding(value: dict[str, Any]) -> Finding:
+    rank, byte_range = value["rank"], value["byte_range"]
+    return Finding(
+        **{
+            **value,
+            "rank": None if rank is None else Rank(*rank),
+            "byte_range": None if byte_range is None else (byte_range[0], byte_range[1]),
+        }
     )

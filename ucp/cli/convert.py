@@ -29,9 +29,8 @@ from ucp.cli.parameters import (
     selection_options,
     source_argument,
 )
-from ucp.conversion import Plan, default_jobs
 from ucp.core.checkpoint import Note
-from ucp.core.target import Target
+from ucp.engine.plan import Plan, default_jobs
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import UsageError
 from ucp.formats.registry import TARGETS
@@ -54,7 +53,7 @@ def _parse_shard(ctx: click.Context, param: click.Parameter, value: str | None) 
         return None
     number, slash, count = value.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and int(count)):
-        raise click.BadParameter(f"{value!r} is not a part such as 1/4")
+        raise click.BadParameter(f"{value!r} is not a shard such as 1/4")
     return WorkShard(int(number) - 1, int(count))
 
 
@@ -117,12 +116,12 @@ def _parse_shard(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option("--restart", is_flag=True, help="Discard a half-done output and start over.")
 @click.option("--durable", is_flag=True, help="Flush everything to disk before the output appears.")
 @click.option(
-    "--part",
+    "--shard",
     callback=_parse_shard,
     metavar="I/N",
-    help="Write only this part of the output (1/4 to 4/4), on any machine.",
+    help="Write only this shard of the output (1/4 to 4/4), on any machine.",
 )
-@click.option("--finish", is_flag=True, help="Make the output appear, once all its parts are written.")
+@click.option("--finish", is_flag=True, help="Publish the output when all its shards are written.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
@@ -134,7 +133,7 @@ def _parse_shard(ctx: click.Context, param: click.Parameter, value: str | None) 
     "--ray-address", metavar="ADDRESS", help="Address of the Ray cluster. [default: auto, the one on this machine]"
 )
 @click.option(
-    "--parts", type=click.IntRange(2), help="Number of Ray tasks. [default: as many as the cluster runs at once]"
+    "--shards", type=click.IntRange(2), help="Number of Ray tasks. [default: as many as the cluster runs at once]"
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan (files, bytes, reads, writes, memory) and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was planned or done as JSON.")
@@ -148,11 +147,11 @@ def command(
     resume: bool,
     restart: bool,
     durable: bool,
-    part: WorkShard | None,
+    shard: WorkShard | None,
     finish: bool,
     engine: api.Engine,
     ray_address: str | None,
-    parts: int | None,
+    shards: int | None,
     **options: Any,
 ) -> None:
     """Turn the checkpoint SRC into the new folder DST.
@@ -173,24 +172,18 @@ def command(
     Layout options that you leave out keep the source's value. The output appears whole or not at all; a run that was
     killed continues with --resume.
 
-    Under torchrun, srun or mpirun the processes share the work. Without a launcher, run --part 1/4 to --part 4/4 on any
-    machines that see both folders, then --finish; or let a Ray cluster do it with --engine ray.
+    Under torchrun, srun or mpirun the processes share the work. Without a launcher, run --shard 1/4 to --shard 4/4 on
+    any machines that see both folders, then --finish; or let a Ray cluster do it with --engine ray.
     """
     from ucp.cli.progress import ProgressBar
+    from ucp.engine.convert import resume_hint
     from ucp.engine.staging import staging_folder
 
     if resume and restart:
-        raise UsageError(
-            "--resume goes on with a half-done output, --restart throws it away", hint="choose one of them"
-        )
-    launched = None if part is not None or finish else shard_of_launcher()
-    _check_engine(engine, part is not None or finish, launched, ray_address is not None or parts is not None)
-    source: str | Path = src
-    if engine == "ray":
-        from ucp.on_ray import absolute_options, absolute_path
-
-        source, options = absolute_path(src), absolute_options(options)
-    conversion = api.plan(source, absolute_path(dst) if engine == "ray" else dst, **options)
+        raise UsageError("--resume continues partial output, but --restart discards it", hint="choose one of them")
+    launched = None if shard is not None or finish else shard_of_launcher()
+    _check_engine(engine, shard is not None or finish, launched, ray_address is not None or shards is not None)
+    conversion = api.plan(src, dst, **options)
     if is_url(dst):
         dst = conversion.path  # spelled like one again
     limit_torch_threads(conversion.source)
@@ -207,30 +200,23 @@ def command(
         how: dict[str, Any] = {"jobs": jobs, "memory": memory, "resume": resume, "restart": restart, "durable": durable}
         try:
             if engine == "ray":
-                from ucp.on_ray import run_on_ray
+                from ucp.engine.on_ray import run_on_ray
 
-                run_on_ray(
-                    conversion,
-                    source,
-                    options,
-                    address=ray_address or "auto",
-                    parts=parts,
-                    progress=ProgressBar(),
-                    **how,
-                )
+                address = ray_address or "auto"
+                run_on_ray(conversion, api.plan, address=address, shards=shards, progress=ProgressBar(), **how)
             elif launched is not None:
-                conversion.run_together(launched, ProgressBar(), **how)
+                conversion.run(shard=launched, in_launch=True, progress=ProgressBar(), **how)
             else:
-                conversion.run(share=part, progress=ProgressBar(), processes=True, **how)
+                conversion.run(shard=shard, progress=ProgressBar(), processes=True, **how)
         except KeyboardInterrupt:
             if (kept := dst if is_url(dst) else staging_folder(dst)).exists():
-                again = "with --resume " if part is None and launched is None and engine == "local" else ""
-                click.echo(f"\nwhat was done is kept in {kept}: repeat the command {again}to go on", err=True)
+                with_resume = shard is None and launched is None and engine == "local"
+                click.echo(f"\n{resume_hint(kept, with_resume=with_resume)}", err=True)
             raise
         if launched is not None and launched.number > 0:
             return
-        if part is not None and not part.is_whole:
-            click.echo(f"{dst}: {part} is written; when all are, add --finish instead of --part", err=True)
+        if shard is not None and not shard.is_whole:
+            click.echo(f"{dst}: {shard} is written; when all are, add --finish instead of --shard", err=True)
             return
     seconds = time.perf_counter() - begin
     target = conversion.target
@@ -247,16 +233,18 @@ def command(
     )
 
 
-def _check_engine(engine: api.Engine, in_parts: bool, launched: WorkShard | None, ray_options: bool) -> None:
-    if engine == "ray" and in_parts:
-        raise UsageError("--engine ray makes the parts and finishes itself", hint="leave --part and --finish out")
+def _check_engine(engine: api.Engine, in_shards: bool, launched: WorkShard | None, ray_options: bool) -> None:
+    if engine == "ray" and in_shards:
+        raise UsageError(
+            "--shard and --finish cannot be combined with --engine ray", hint="leave --shard and --finish out"
+        )
     if engine == "ray" and launched is not None:
         raise UsageError(
             f"a launcher started {launched.count} processes of this command, and --engine ray has Ray start them",
             hint="run it once, without the launcher; or leave --engine out",
         )
     if engine != "ray" and ray_options:
-        raise UsageError("--ray-address and --parts are for --engine ray", hint="add --engine ray")
+        raise UsageError("--ray-address and --shards are for --engine ray", hint="add --engine ray")
 
 
 def _listed(notes: Iterable[Note]) -> list[dict[str, str]]:
@@ -264,36 +252,20 @@ def _listed(notes: Iterable[Note]) -> list[dict[str, str]]:
 
 
 def _print_plan(conversion: Plan, notes: Iterable[Note], jobs: int, memory: int, as_json: bool) -> None:
-    from ucp.engine.worker import WorkerBudget
-
-    target = conversion.target
-    slab = WorkerBudget(jobs, memory).slab_bytes
-    totals = {
-        "reads": _bytes_read(target),
-        "writes": target.nbytes,
-        "memory": 3 * jobs * slab,
-        "jobs": jobs,
-    }
-    mesh = conversion.writer.mesh
+    target, mesh, cost = conversion.target, conversion.writer.mesh, conversion.cost(jobs, memory)
     if as_json:
+        totals = {"reads": cost.reads, "writes": cost.writes, "memory": cost.memory, "jobs": jobs}
         facts = {"mesh": mesh and mesh.to_json(), "notes": _listed(notes)}
-        click.echo(json.dumps({**target.to_json(), **totals, **facts}))
+        click.echo(json.dumps({**conversion.to_json(), **totals, **facts}))
         return
     if mesh is not None:
         click.echo(f"{conversion.source.mesh} → {mesh} ({plural(mesh.world, 'rank')})\n")
     rows = [[file.path, format_bytes(file.size), str(len(file.items))] for file in target.files]
     click.echo(format_table(rows, ["file", "bytes", "tensors"]))
     click.echo(
-        f"\n{plural(len(target.files), 'file')}: reads {format_bytes(totals['reads'])},"
-        f" writes {format_bytes(totals['writes'])}, holds {format_bytes(totals['memory'])} in {plural(jobs, 'thread')}"
+        f"\n{plural(len(target.files), 'file')}: reads {format_bytes(cost.reads)}, writes {format_bytes(cost.writes)},"
+        f" holds {format_bytes(cost.memory)} in {plural(jobs, 'thread')}"
     )
-
-
-def _bytes_read(target: Target) -> int:
-    """Bytes of the source that the target is made of."""
-    atoms = {id(item.atom): item.atom for file in target.files for item in file.items}.values()
-    covers = [cover for a in atoms for cover in (a.fragments, *(a.replicas if a.combine == "average" else ()))]
-    return sum(fragment.nbytes for cover in covers for fragment in cover)
 
 
 # Variables of the rank and of the world, and one that only a launched process has: containers of training jobs set RANK
@@ -307,7 +279,7 @@ _LAUNCHERS: Final = (
 
 
 def shard_of_launcher(environment: Mapping[str, str] = os.environ) -> WorkShard | None:
-    """This process's share of the work, where a launcher started several."""
+    """This process's shard of the work, if a launcher started several processes."""
     for rank, world, proof in _LAUNCHERS:
         if proof in environment and environment.get(rank, "").isdecimal() and environment.get(world, "").isdecimal():
             number, count = int(environment[rank]), int(environment[world])

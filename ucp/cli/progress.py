@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from ucp.cli.parameters import stderr_is_terminal
-from ucp.engine.convert import Progress
+from ucp.engine.pool import Progress
 
 
 class ProgressBar(Progress):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ucp.cli.parameters import FILE, PATH, format_bytes, reading_options
-from ucp.conversion import Plan
+from ucp.engine.plan import Plan
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint

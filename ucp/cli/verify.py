@@ -18,7 +18,7 @@ from ucp.cli.parameters import (
     source_argument,
     stderr_is_terminal,
 )
-from ucp.conversion import default_jobs
+from ucp.engine.plan import default_jobs
 from ucp.errors import StorageError, UsageError
 from ucp.sources import read_options
 

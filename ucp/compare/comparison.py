@@ -22,7 +22,7 @@ from ucp.compare.updates import RelativeUpdates, relative_updates
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint, Note
 from ucp.core.selection import Only
-from ucp.engine.convert import Progress
+from ucp.engine.pool import Progress
 from ucp.storage.local import SourceFiles
 
 SCHEMA: Final = 1  # of the JSON output; raised when a field changes its meaning or is removed

@@ -1,74 +1,94 @@
-"""The journal of one process: a line a finished part, and a lock that goes with the process, however it ends."""
+"""The journal of one process in a staging folder: one line per finished task, and a lock.
+
+The lock is released with the process, however it ends.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ucp import settings
+from ucp.engine.work_shard import WorkShard
 from ucp.engine.worker import WrittenRange
 from ucp.errors import StorageError, UsageError
+from ucp.storage.paths import OWN_PREFIX
+
+_NAME: Final = re.compile(rf"{re.escape(OWN_PREFIX)}journal-(\d+)-of-(\d+)\.jsonl")
 
 
 class OutputBusyError(UsageError):
-    """Another process writes this target, or this part of it, now."""
+    """Another process is writing this target, or this shard of it."""
+
+
+def journal_name(shard: WorkShard) -> str:
+    """Name of a shard's journal in the staging folder."""
+    return OWN_PREFIX + ("journal.jsonl" if shard.is_whole else f"journal-{shard.label}.jsonl")
+
+
+def journalled_shards(folder: Path) -> list[WorkShard]:
+    """The shards of a sharded conversion that have a journal in a staging folder, in order."""
+    matches = (_NAME.fullmatch(path.name) for path in folder.glob(f"{OWN_PREFIX}journal-*.jsonl"))
+    shards = (WorkShard(int(match[1]) - 1, int(match[2])) for match in matches if match)
+    return sorted(shards, key=lambda shard: (shard.count, shard.number))
 
 
 class Journal:
-    """An open journal, locked. `taken` tells whether it holds anything yet.
+    """An open, locked journal. `has_entries` is whether an earlier process has written to it.
 
-    Lines are written together, once in a while: a kill costs the work of that while. A run that is over sooner never
-    writes any, and an empty file is gone at once: blocks of one that has some may have to wait for the disk (see
-    `publish`).
+    Lines are buffered and written about once per second: a kill costs the work of that time. A run that is shorter than
+    that writes no line, and removing the empty file is instant: removing one with blocks may have to wait for the disk
+    (see `publish`).
     """
 
     def __init__(self, path: Path, busy: OutputBusyError) -> None:
-        """Open or make it; `busy` is raised where another process holds it."""
+        """Open or create the journal; raises `busy` if another process has locked it."""
         self.path = path
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)
-        if not (_lock(self._fd) and _is_same_file(self._fd, path)):  # whoever had it may have removed it just now
+        if not (_lock(self._fd) and _is_same_file(self._fd, path)):  # its previous owner may have just removed it
             self.close()
             raise busy
-        self.taken = bool(_whole_lines(path.read_bytes()))  # else it was killed before it had said anything
+        self.has_entries = bool(_complete_lines(path.read_bytes()))
         self._pending: list[bytes] = []  # lines that are not written yet
         self._written_at = time.monotonic()
 
     def begin(self, fingerprint: str) -> None:
-        """Begin anew, with the first line."""
+        """Start over with an empty journal and its first line."""
         assert self._fd is not None
         os.ftruncate(self._fd, 0)
         self._append({"ucp": "journal", "version": 1, "fingerprint": fingerprint})
 
     def load(self, fingerprint: str) -> list[list[WrittenRange]]:
-        """What an earlier process finished, part by part; what its end tore, or the machine's, is cut off."""
-        whole = _whole_lines(self.path.read_bytes())
+        """The tasks that an earlier process finished; an incomplete last line is cut off."""
+        complete = _complete_lines(self.path.read_bytes())
         assert self._fd is not None
-        os.ftruncate(self._fd, len(whole))  # no one reads on behind a torn line
-        return JournalRecord.parse(whole, fingerprint, self.path).parts
+        os.ftruncate(self._fd, len(complete))  # new lines must not follow an incomplete one
+        return JournalRecord.parse(complete, fingerprint, self.path).tasks
 
     def record(self, written: Sequence[WrittenRange]) -> None:
-        """Note a finished part."""
+        """Record a finished task."""
         self._append({"written": [_entry(w) for w in written]})
 
     def finish(self) -> None:
-        """Note that this process has done all that it had to do."""
+        """Record that this process has done all its work."""
         self._append({"done": True})
-        self._write()
+        self._flush()
 
     def keep(self) -> None:
-        """Write down what is known, as far as the system lets us: what it does not will be done again."""
+        """Write the buffered lines if possible: what cannot be recorded will be done again."""
         try:
-            self._write()
+            self._flush()
         except StorageError:
             self._pending.clear()
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -76,9 +96,9 @@ class Journal:
     def _append(self, record: dict[str, Any]) -> None:
         self._pending.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         if time.monotonic() - self._written_at >= settings.JOURNAL_SECONDS:
-            self._write()
+            self._flush()
 
-    def _write(self) -> None:
+    def _flush(self) -> None:
         assert self._fd is not None
         lines = memoryview(b"".join(self._pending))
         self._pending.clear()
@@ -91,37 +111,42 @@ class Journal:
 
 
 class JournalRecord:
-    """What a journal says: the finished parts, and whether its process did all of its work."""
+    """The contents of a journal: the finished tasks, and whether its process did all its work."""
 
-    def __init__(self, parts: list[list[WrittenRange]], done: bool) -> None:
-        self.parts = parts
+    def __init__(self, tasks: list[list[WrittenRange]], done: bool) -> None:
+        self.tasks = tasks
         self.done = done
 
     @classmethod
     def parse(cls, data: bytes, fingerprint: str, path: Path) -> JournalRecord:
-        """Read a journal's lines up to the first torn one; one of another run is refused."""
+        """Parse the lines up to the first incomplete one; the journal of another conversion is refused."""
         records = list(_records(data.splitlines()))
         if not records or records[0].get("fingerprint") != fingerprint:
-            raise UsageError(
-                f"{path.parent}: the half-done output belongs to another source, target or version",
-                hint="add --restart instead of --resume to throw it away and begin again",
-            )
-        parts = [[WrittenRange(*entry) for entry in record["written"]] for record in records[1:] if "written" in record]
-        return cls(parts, bool(records[-1].get("done")))
+            raise other_conversion_error(path.parent)
+        tasks = [[WrittenRange(*entry) for entry in record["written"]] for record in records[1:] if "written" in record]
+        return cls(tasks, bool(records[-1].get("done")))
 
     @staticmethod
     def belongs(data: bytes, fingerprint: str) -> bool:
-        """Whether a journal is of this run. One that a crash has left empty may be."""
+        """Whether a journal is of this conversion. One that a crash has left empty may be."""
         first = next(_records(data.splitlines()), None)
         return first is None or first.get("fingerprint") == fingerprint
 
     @property
     def nbytes(self) -> int:
-        return sum(written.nbytes for part in self.parts for written in part)
+        return sum(written.nbytes for task in self.tasks for written in task)
+
+
+def other_conversion_error(path: Path) -> UsageError:
+    """The partial output at `path` cannot be resumed by this conversion."""
+    return UsageError(
+        f"{path}: the partial output belongs to another source, target or version",
+        hint="add --restart instead of --resume to discard it and start over",
+    )
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a live process holds this journal."""
+    """Whether a live process has locked this journal."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -147,15 +172,15 @@ def _is_same_file(fd: int, path: Path) -> bool:
         return False
 
 
-def _whole_lines(data: bytes) -> bytes:
-    """The lines of a journal up to the first that is not whole."""
+def _complete_lines(data: bytes) -> bytes:
+    """The lines of a journal up to the first that is incomplete."""
     lines = data.split(b"\n")[:-1]
     count = sum(1 for _ in _records(lines))
     return b"".join(line + b"\n" for line in lines[:count])
 
 
 def _entry(written: WrittenRange) -> list[int | str]:
-    """A journal entry; `Written(*entry)` reads it."""
+    """A journal entry; `WrittenRange(*entry)` reads it."""
     entry: list[int | str] = [written.file, written.offset, written.nbytes, written.digest]
     return entry if written.crc is None else [*entry, written.crc]
 

@@ -1,19 +1,17 @@
-"""The place of a target: where its unfinished form is, and what may stand in its way.
+"""Output into a local folder: it appears whole or not at all, and a killed run resumes where it stopped.
 
-The last act: what was written is looked over, gets its manifest, and appears under its name.
+Files are written to `.<name>.ucp-partial` next to the target. A journal there has one line per finished task with the
+digests of what was written. Resuming reads those ranges back and trusts only those whose digest still matches, so it
+does not matter what a crash did to the page cache. The last step is a rename.
 
-Staging: output appears whole or not at all, and a killed run goes on where it was.
-
-Work goes to `.<name>.ucp-partial` beside the target. A journal there has one line a finished part with the digests of
-what was written. Resuming reads journalled ranges back and believes only those whose digest still fits, so it does not
-matter what a crash did to the page cache. The last act is a rename.
-
-Several processes may share the work: each has a journal of its own and writes whole files; one of them publishes.
+Several processes may share the work: each has its own journal and writes whole files, and one of them publishes.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,83 +20,337 @@ import xxhash
 
 from ucp import settings
 from ucp.containers.crc32 import Crc32
-from ucp.core.target import Digests, OutputFile, Target
-from ucp.engine.journal import Journal, JournalRecord, OutputBusyError, is_locked
-from ucp.engine.plan import CopyTask, OutputRange
-from ucp.engine.work_shard import UNSHARDED, WorkShard, journalled_shards
-from ucp.engine.worker import WrittenRange
+from ucp.core.target import Digests, Target
+from ucp.engine.copy_tasks import CopyTask, OutputRange, task_queues
+from ucp.engine.destination import ManifestBuilder, ShardFailure, ShardProgress
+from ucp.engine.journal import (
+    Journal,
+    JournalRecord,
+    OutputBusyError,
+    is_locked,
+    journal_name,
+    journalled_shards,
+)
+from ucp.engine.pool import Meter
+from ucp.engine.work_shard import UNSHARDED, WorkShard
+from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
 from ucp.errors import StorageError, UsageError
-from ucp.storage.local import free_bytes, make_file, remove_tree, sync, write_all
+from ucp.storage.local import SourceFiles, free_bytes, make_file, remove_tree, sync, write_all
 from ucp.storage.paths import OWN_PREFIX
 
 
-def staging_folder(target: Path) -> Path:
-    """Where the unfinished form of `target` lives: its files, and journals, whose names begin with `OUR_NOTES`."""
-    return target.parent / f".{target.name}.ucp-partial"
+def staging_folder(path: Path) -> Path:
+    """Where the unfinished form of the target `path` is; names of journals and notes in it start with `OWN_PREFIX`."""
+    return path.parent / f".{path.name}.ucp-partial"
 
 
-def busy_error(path: Path, share: WorkShard = UNSHARDED) -> OutputBusyError:
-    """What is said where another process writes `path`, or this share of it."""
-    whose = "" if share.is_whole else f"{share}: "
-    return OutputBusyError(
-        f"{path}: {whose}another process is writing it now", hint="wait for it, or choose another target"
-    )
+class StagingFolder:
+    """An output folder under construction, as one process sees it; a `Destination`."""
 
+    def __init__(self, path: Path, target: Target, fingerprint: str, shard: WorkShard = UNSHARDED) -> None:
+        self.path = path
+        self.target = target
+        self.fingerprint = fingerprint
+        self.shard = shard
+        self.folder = staging_folder(path)
+        self.location = str(self.folder)
+        self.poll_seconds = settings.LIVENESS_SECONDS / 5
+        self.files = shard.files(target)
+        self._journal: Journal | None = None
+        self._finished: dict[tuple[tuple[int, int, int], ...], list[WrittenRange]] = {}  # tasks, by their ranges
 
-def discard_partial_output(path: Path) -> None:
-    """Remove what an earlier run has left of `path`, in one piece or in parts; refused while a process is at it."""
-    folder = staging_folder(path)
-    if not folder.exists():
-        return
-    if any(is_locked(folder / share.journal) for share in journalled_shards(folder)):
-        raise busy_error(path)
-    held = Journal(folder / UNSHARDED.journal, busy_error(path))  # so that nobody begins while it goes
-    remove_tree(folder)
-    held.close()
+    # The transaction ------------------------------------------------------------------------------------------------
+
+    def was_published(self, *, durable: bool) -> bool:
+        journals = [
+            self.path / journal_name(shard)
+            for shard in (UNSHARDED, *journalled_shards(self.path))
+            if (self.path / journal_name(shard)).exists()
+        ]
+        if not journals or any(
+            is_locked(journal) or not JournalRecord.belongs(journal.read_bytes(), self.fingerprint)
+            for journal in journals
+        ):
+            return False
+        self._remove_own_files(durable)
+        return True
+
+    def begin(self, *, resume: bool, restart: bool) -> None:
+        check_destination(self.path)
+        try:
+            if self.folder.exists():
+                self._check_partial_output(resume, restart)
+            self._open(restart)
+        except OSError as error:
+            raise StorageError(f"{self.folder}: cannot be created: {error.strerror}") from error
+
+    def _check_partial_output(self, resume: bool, restart: bool) -> None:
+        """Refuse partial output that this run must not continue. A shard always continues its own."""
+        others = journalled_shards(self.folder)
+        if self.shard.is_whole:
+            if restart:
+                discard_partial_output(self.path)
+            elif is_locked(self.folder / journal_name(UNSHARDED)):
+                raise busy_error(self.path)
+            elif others or not resume:
+                option = f"--shard N/{others[0].count} and --finish" if others else "--resume"
+                raise UsageError(
+                    f"{self.folder}: partial output of an earlier run is here"
+                    + (f", written in {others[0].count} shards" if others else ""),
+                    hint=f"add {option} to continue where it stopped, or --restart to discard it and start over",
+                )
+        elif (self.folder / journal_name(UNSHARDED)).exists() or any(o.count != self.shard.count for o in others):
+            how = f"in {others[0].count} shards" if others else "by one process"
+            raise UsageError(
+                f"{self.folder}: partial output is here that was written {how}",
+                hint="continue it as it was started, or remove that folder to start over",
+            )
+
+    def _open(self, restart: bool) -> None:
+        is_new = not self.folder.exists()
+        try:
+            self.folder.mkdir(exist_ok=True)
+            busy = busy_error(self.path, self.shard)
+            journal = self._journal = Journal(self.folder / journal_name(self.shard), busy)
+            check_destination(self.path)  # again: from now on no other process can publish it
+            if journal.has_entries and not restart:
+                for written in journal.load(self.fingerprint):
+                    self._add_finished(written)
+            else:
+                journal.begin(self.fingerprint)
+            own = [self.target.files[number] for number in sorted(self.files)]
+            _check_space(self.path.parent, sum(file.size for file in own) - self.finished_bytes)
+            for file in own:
+                make_file(self.folder / file.path, file.size)
+        except BaseException as error:
+            if is_new and self.shard.is_whole and (self._journal is not None or isinstance(error, OSError)):
+                self.discard()
+            self.close()
+            raise
+
+    @property
+    def finished_bytes(self) -> int:
+        return sum(w.nbytes for w in self.written())
+
+    def write(self, source: SourceFiles, budget: WorkerBudget, meter: Meter) -> None:
+        count = settings.PLAN_RANGES_PER_WORKER * max(1, budget.jobs)
+        queues = [self.remaining(queue) for queue in task_queues(self.target, count, self.files)]
+        # Processes would each verify what is resumed: threads do it once.
+        first = budget.in_threads() if self._finished else budget
+        run_copy_tasks(queues, source, self.folder, self.target.files, first, self.record, meter)
+        trailers = self.remaining(trailer_tasks(self.target, list(self.written()), self.files))
+        run_copy_tasks([trailers], source, self.folder, self.target.files, budget.in_threads(), self.record, meter)
+
+    def remaining(self, tasks: Iterable[CopyTask]) -> Iterator[CopyTask]:
+        """The tasks that are not on disk yet; finished ones are read back and verified."""
+        for task in tasks:
+            key = tuple((r.file, r.offset, r.nbytes) for r in task.ranges)
+            written = self._finished.get(key)
+            if written is None or not all(map(self._is_intact, task.ranges, written)):
+                self._finished.pop(key, None)
+                yield task
+
+    def _is_intact(self, wanted: OutputRange, written: WrittenRange) -> bool:
+        new = xxhash.xxh3_128 if written.crc is None else Crc32
+        if wanted.data is not None:
+            digest = new()
+            digest.update(wanted.data)
+            if digest.hexdigest() != written.digest:
+                return False
+        path = self.folder / self.target.files[written.file].path
+        return digest_range(path, written.offset, written.nbytes, new()) == written.digest
+
+    def written(self) -> Iterator[WrittenRange]:
+        """Everything that is on disk, in no particular order."""
+        for written in self._finished.values():
+            yield from written
+
+    def _add_finished(self, written: list[WrittenRange]) -> None:
+        self._finished[tuple((w.file, w.offset, w.nbytes) for w in written)] = written
+
+    def record(self, written: list[WrittenRange]) -> None:
+        """Record a finished task in the journal."""
+        assert self._journal is not None
+        self._add_finished(written)
+        self._journal.record(written)
+
+    def end_shard(self, *, durable: bool) -> None:
+        assert self._journal is not None
+        if durable:
+            for number in self.files:
+                sync(self.folder / self.target.files[number].path)
+        self._journal.finish()
+        self.close()
+
+    def collect_shards(self) -> None:
+        check_destination(self.path)
+        shards = journalled_shards(self.folder)
+        if not shards:
+            raise UsageError(
+                f"{self.folder}: no shard of this target is here",
+                hint="write the shards first, with --shard 1/N to --shard N/N",
+            )
+        problems: list[str] = []
+        for shard in (WorkShard(number, shards[0].count) for number in range(shards[0].count)):
+            journal = self.folder / journal_name(shard)
+            try:
+                record = JournalRecord.parse(journal.read_bytes(), self.fingerprint, journal)
+            except FileNotFoundError:
+                problems.append(f"{shard} was not started")
+                continue
+            if not record.done:
+                problems.append(f"{shard} " + ("is still running" if is_locked(journal) else "did not finish"))
+            for task in record.tasks:
+                for written in task:  # a range that was written again is in the journal twice
+                    self._finished[((written.file, written.offset, written.nbytes),)] = [written]
+        if problems:
+            raise incomplete_shards_error(self.path, problems)
+        for file, ranges in zip(self.target.files, self._digests(), strict=True):
+            if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (self.folder / file.path).is_file():
+                raise StorageError(
+                    f"{self.folder / file.path}: not all of it was written",
+                    hint="do all machines see the same folder? Remove it and run the shards again",
+                )
+
+    def _digests(self) -> Digests:
+        return digests_of(self.target, self.written())
+
+    def commit(self, manifest: ManifestBuilder, *, durable: bool) -> None:
+        """Write the manifest into the staging folder, then rename that folder to the target's name.
+
+        Journals are removed after the rename: on file systems that free blocks synchronously, removing a folder with
+        them would wait until everything written before has reached the disk.
+        """
+        last = manifest(self._digests())
+        try:
+            if last is not None:
+                _write_file(self.folder / last.path, b"".join(literal.data for literal in last.literals))
+            files = (*self.target.files, *(() if last is None else (last,)))
+            _remove_strays(self.folder, {file.path for file in files})
+            if durable:
+                _sync_tree(self.folder)
+            os.rename(self.folder, self.path)
+            self._remove_own_files(durable)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be published: {error.strerror}") from error
+        self.close()
+
+    def _remove_own_files(self, durable: bool) -> None:
+        """Remove journals and notes from published output, which is complete even if that fails."""
+        for own in self.path.glob(f"{OWN_PREFIX}*"):
+            with suppress(OSError):
+                own.unlink()
+        if durable:
+            sync(self.path.parent)
+
+    def keep(self) -> None:
+        if self._journal is not None:
+            self._journal.keep()
+        self.close()
+
+    def has_partial_output(self) -> bool:
+        return self.folder.exists()
+
+    def discard(self) -> None:
+        if self.shard.is_whole:
+            remove_tree(self.folder)
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    # Other processes ------------------------------------------------------------------------------------------------
+
+    def started_shards(self, *, restart: bool) -> list[WorkShard]:
+        check_destination(self.path)
+        if restart:
+            discard_partial_output(self.path)
+        shards = journalled_shards(self.folder)
+        if any(is_locked(self.folder / journal_name(shard)) for shard in shards):
+            raise busy_error(self.path)
+        return shards
+
+    def shard_progress(self, shard: WorkShard) -> ShardProgress:
+        journal = self.folder / journal_name(shard)
+        try:
+            data = journal.read_bytes()
+        except FileNotFoundError:
+            return ShardProgress(False, 0)
+        if b"\n" not in data:
+            return ShardProgress(False, 0)
+        record = JournalRecord.parse(data, self.fingerprint, journal)
+        return ShardProgress(record.done, record.nbytes)
+
+    def sign_of_life(self, shard: WorkShard) -> object:
+        return time.monotonic() if is_locked(self.folder / journal_name(shard)) else None
+
+    def send_sign_of_life(self) -> None:
+        """Not needed: a process is alive as long as its journal is locked."""
+
+    def end_signs_of_life(self) -> None:
+        """Not needed."""
+
+    def prepare_launch(self) -> None:
+        self._failure_note(self.shard).unlink(missing_ok=True)
+
+    def report_failure(self, text: str) -> None:
+        note = self._failure_note(self.shard)
+        if self.folder.is_dir():
+            temporary = note.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps({"error": text}))
+            temporary.rename(note)
+
+    def failure(self, shard: WorkShard) -> ShardFailure | None:
+        note = self._failure_note(shard)
+        try:
+            return ShardFailure(note.stat().st_mtime_ns, str(json.loads(note.read_text())["error"]))
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def _failure_note(self, shard: WorkShard) -> Path:
+        return self.folder / f"{OWN_PREFIX}failed-{shard.label}.json"
 
 
 def check_destination(path: Path) -> None:
-    """Refuse a target that is there already, or that has no folder to be in."""
+    """Refuse a target that already exists, or whose parent folder does not."""
     if not path.parent.is_dir():
-        raise StorageError(f"{path.parent}: no such folder", hint="make it first, or choose another target")
+        raise StorageError(f"{path.parent}: no such folder", hint="create it first, or choose another target")
     if os.path.lexists(path):
-        raise UsageError(f"{path}: exists already", hint="choose another target, or remove it first")
+        raise already_exists_error(path)
 
 
-def collect_shards(path: Path, target: Target, fingerprint: str) -> Digests:
-    """What the shares of a conversion have written together; refused where something is missing."""
-    check_destination(path)
+def discard_partial_output(path: Path) -> None:
+    """Remove what earlier runs have left of the target `path`; refused while a process is writing it."""
     folder = staging_folder(path)
-    shares = journalled_shards(folder)
-    if not shares:
-        raise UsageError(
-            f"{folder}: no part of this target is here", hint="write the parts first, with --part 1/N to --part N/N"
-        )
-    count = shares[0].count
-    written: dict[tuple[int, int, int], WrittenRange] = {}  # what was written again is in a journal twice
-    lacking: list[str] = []
-    for share in (WorkShard(number, count) for number in range(count)):
-        journal = folder / share.journal
-        try:
-            record = JournalRecord.parse(journal.read_bytes(), fingerprint, journal)
-        except FileNotFoundError:
-            lacking.append(f"{share} was not begun")
-            continue
-        if not record.done:
-            lacking.append(f"{share} " + ("is at work" if is_locked(journal) else "did not end"))
-        written.update(((w.file, w.offset, w.nbytes), w) for part in record.parts for w in part)
-    if lacking:
-        raise UsageError(
-            f"{path}: {'; '.join(lacking)}", hint="run these parts (again: what they have done is kept), then --finish"
-        )
-    digests = digests_of(target, written.values())
-    for file, ranges in zip(target.files, digests, strict=True):
-        if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (folder / file.path).is_file():
-            raise StorageError(
-                f"{folder / file.path}: not all of it was written",
-                hint="do all machines see the same folder? Remove it and run the parts again",
-            )
-    return digests
+    if not folder.exists():
+        return
+    if any(is_locked(folder / journal_name(shard)) for shard in journalled_shards(folder)):
+        raise busy_error(path)
+    lock = Journal(folder / journal_name(UNSHARDED), busy_error(path))  # no process starts while it is removed
+    remove_tree(folder)
+    lock.close()
+
+
+def already_exists_error(path: Path) -> UsageError:
+    return UsageError(f"{path}: already exists", hint="choose another target, or remove it first")
+
+
+def incomplete_shards_error(path: Path, problems: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"{path}: {'; '.join(problems)}",
+        hint="run these shards (again: finished work is kept), then --finish",
+    )
+
+
+def busy_error(path: Path, shard: WorkShard = UNSHARDED) -> OutputBusyError:
+    """Another process is writing `path`, or this shard of it."""
+    which = "" if shard.is_whole else f"{shard}: "
+    return OutputBusyError(
+        f"{path}: {which}another process is writing it", hint="wait for that process, or choose another target"
+    )
 
 
 def digests_of(target: Target, written: Iterable[WrittenRange]) -> Digests:
@@ -111,54 +363,36 @@ def digests_of(target: Target, written: Iterable[WrittenRange]) -> Digests:
     return table
 
 
-def publish(path: Path, target: Target, last: OutputFile | None, *, durable: bool) -> None:
-    """Write `last` (the manifest) into the staging folder of `path`, then let that folder appear under its name.
-
-    Journals come along and go last: where blocks of a disk are given back at once, to remove a folder of their own
-    would take as long as all that was written before takes to reach the disk.
-    """
-    folder = staging_folder(path)
+def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 | Crc32) -> str | None:
+    """The digest (hex) of a byte range; None if the file is missing or shorter."""
+    block = memoryview(bytearray(min(max(nbytes, 1), settings.SLAB_BYTES)))
     try:
-        if last is not None:
-            _write_whole(folder / last.path, b"".join(literal.data for literal in last.literals))
-        _remove_strays(folder, {file.path for file in (*target.files, *(() if last is None else (last,)))})
-        if durable:
-            _sync_tree(folder)
-        os.rename(folder, path)
-        _remove_own_files(path)
-        if durable:
-            sync(path.parent)
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while nbytes:
+                count = file.readinto(block[: min(nbytes, len(block))])
+                if not count:
+                    return None
+                digest.update(block[:count])
+                nbytes -= count
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        raise StorageError(f"{path}: cannot be published: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot read what an earlier run has written: {error.strerror}") from error
+    return digest.hexdigest()
 
 
-def was_published(path: Path, fingerprint: str, *, durable: bool) -> bool:
-    """Whether an earlier run let the output appear, and was killed before it had put its things away. Does that now."""
-    journals = [
-        path / share.journal for share in (UNSHARDED, *journalled_shards(path)) if (path / share.journal).exists()
-    ]
-    if not journals or not all(_is_abandoned(journal, fingerprint) for journal in journals):
-        return False
-    _remove_own_files(path)
-    if durable:
-        sync(path.parent)
-    return True
-
-
-def _is_abandoned(journal: Path, fingerprint: str) -> bool:
-    """Is it of this run, and of a process that is gone?"""
-    return not is_locked(journal) and JournalRecord.belongs(journal.read_bytes(), fingerprint)
-
-
-def _remove_own_files(path: Path) -> None:
-    """Remove our own files from an output that has appeared. It is whole, whatever becomes of them."""
-    for own in path.glob(f"{OWN_PREFIX}*"):
-        with suppress(OSError):
-            own.unlink()
+def _check_space(folder: Path, needed: int) -> None:
+    free, reserve = free_bytes(folder), settings.SPACE_RESERVE_BYTES
+    if needed + reserve > free:
+        raise StorageError(
+            f"{folder}: not enough space ({needed:,} bytes needed, plus {reserve:,} in reserve; {free:,} are free)",
+            hint="free some space, or choose a target on another file system (ucp convert --link copies nothing)",
+        )
 
 
 def _remove_strays(folder: Path, known: Container[str]) -> None:
-    """Remove files that are no part of the output: a run that was killed while it threw them away left them."""
+    """Remove files that are not part of the output: a run that was killed while it discarded them left them."""
     for base, _, names in os.walk(folder):
         for name in names:
             path = Path(base) / name
@@ -167,7 +401,7 @@ def _remove_strays(folder: Path, known: Container[str]) -> None:
                 path.unlink()
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -181,180 +415,3 @@ def _sync_tree(folder: Path) -> None:
         for name in files:
             sync(Path(base) / name)
         sync(Path(base))
-
-
-class Staging:
-    """An output folder under construction, as one process sees it. `publish` makes it appear."""
-
-    def __init__(
-        self,
-        path: Path,
-        target: Target,
-        fingerprint: str,
-        *,
-        resume: bool,
-        restart: bool,
-        share: WorkShard = UNSHARDED,
-    ) -> None:
-        """`fingerprint` identifies target and source: a journal of another one is never continued."""
-        self.path = path
-        self.target = target
-        self.fingerprint = fingerprint
-        self.share = share
-        self.folder = staging_folder(path)
-        self.files = share.files(target)
-        self._journal: Journal | None = None
-        self.finished: dict[tuple[tuple[int, int, int], ...], list[WrittenRange]] = {}
-        check_destination(path)
-        try:
-            self._check_half_done(resume, restart)
-            self._begin(restart)
-        except OSError as error:
-            raise StorageError(f"{self.folder}: cannot be made: {error.strerror}") from error
-
-    def _check_half_done(self, resume: bool, restart: bool) -> None:
-        """What is here already must be ours to go on with. A share always goes on: its neighbours may be at work."""
-        if not self.folder.exists():
-            return
-        others = journalled_shards(self.folder)
-        if self.share.is_whole:
-            if restart:
-                discard_partial_output(self.path)
-            elif is_locked(self.folder / UNSHARDED.journal):
-                raise busy_error(self.path)
-            elif others or not resume:
-                on = f"--part N/{others[0].count} and --finish" if others else "--resume"
-                raise UsageError(
-                    f"{self.folder}: a half-done output of an earlier run is here"
-                    + (f", made in {others[0].count} parts" if others else ""),
-                    hint=f"add {on} to go on where it stopped, or --restart to throw it away and begin again",
-                )
-        elif (self.folder / UNSHARDED.journal).exists() or any(other.count != self.share.count for other in others):
-            how = f"in {others[0].count} parts" if others else "in one piece"
-            raise UsageError(
-                f"{self.folder}: a half-done output is here that was made {how}",
-                hint="go on with it as it was begun, or remove that folder to begin again",
-            )
-
-    def _begin(self, restart: bool) -> None:
-        made = not self.folder.exists()
-        try:
-            self.folder.mkdir(exist_ok=True)
-            journal = self._journal = Journal(self.folder / self.share.journal, busy_error(self.path, self.share))
-            check_destination(self.path)  # again: now no one else can publish it
-            if journal.taken and not restart:
-                for written in journal.load(self.fingerprint):
-                    self._finished(written)
-            else:
-                journal.begin(self.fingerprint)
-            own = [file for number, file in enumerate(self.target.files) if number in self.files]
-            _check_space(self.path.parent, sum(file.size for file in own) - self.finished_bytes)
-            for file in own:
-                make_file(self.folder / file.path, file.size)
-        except BaseException as error:
-            if made and self.share.is_whole and (self._journal is not None or isinstance(error, OSError)):
-                self.discard()
-            self.close()
-            raise
-
-    @property
-    def finished_bytes(self) -> int:
-        """Bytes that the journal says are on disk."""
-        return sum(w.nbytes for w in self.written())
-
-    def remaining(self, parts: Iterable[CopyTask]) -> Iterator[CopyTask]:
-        """The parts that are not yet on disk, journalled ones being read back and checked."""
-        for part in parts:
-            key = tuple((e.file, e.offset, e.nbytes) for e in part.extents)
-            written = self.finished.get(key)
-            if written is None or not all(map(self._intact, part.extents, written)):
-                self.finished.pop(key, None)
-                yield part
-
-    def _intact(self, extent: OutputRange, written: WrittenRange) -> bool:
-        new = xxhash.xxh3_128 if written.crc is None else Crc32
-        if extent.data is not None:
-            digest = new()
-            digest.update(extent.data)
-            if digest.hexdigest() != written.digest:
-                return False
-        path = self.folder / self.target.files[written.file].path
-        return digest_range(path, written.offset, written.nbytes, new()) == written.digest
-
-    def written(self) -> Iterator[WrittenRange]:
-        """Everything that is on disk, in no particular order."""
-        for written in self.finished.values():
-            yield from written
-
-    def _finished(self, written: list[WrittenRange]) -> None:
-        self.finished[tuple((w.file, w.offset, w.nbytes) for w in written)] = written
-
-    def record(self, written: list[WrittenRange]) -> None:
-        """Journal a finished part."""
-        assert self._journal is not None
-        self._finished(written)
-        self._journal.record(written)
-
-    def end_share(self, *, durable: bool) -> None:
-        """All files of this share are written: say so, and let go."""
-        assert self._journal is not None
-        if durable:
-            for number in self.files:
-                sync(self.folder / self.target.files[number].path)
-        self._journal.finish()
-        self.close()
-
-    def digests(self) -> Digests:
-        """For each file of the target, what was written: `(offset, nbytes, digest)` in order of offset."""
-        return digests_of(self.target, self.written())
-
-    def publish(self, last: OutputFile | None, *, durable: bool) -> None:
-        """Write `last` (the manifest), then let the folder appear under its name."""
-        publish(self.path, self.target, last, durable=durable)
-        self.close()
-
-    def discard(self) -> None:
-        """Remove the staging folder. A share leaves it to the others."""
-        if self.share.is_whole:
-            remove_tree(self.folder)
-        self.close()
-
-    def leave(self) -> None:
-        """Let go; what was done stays for --resume."""
-        if self._journal is not None:
-            self._journal.keep()
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the lock."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-
-
-def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 | Crc32) -> str | None:
-    """The digest (hex) of a byte range; None where the file is shorter or not there."""
-    block = memoryview(bytearray(min(max(nbytes, 1), settings.SLAB_BYTES)))
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            while nbytes:
-                got = file.readinto(block[: min(nbytes, len(block))])
-                if not got:
-                    return None
-                digest.update(block[:got])
-                nbytes -= got
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(f"{path}: cannot read what an earlier run has written: {error.strerror}") from error
-    return digest.hexdigest()
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = free_bytes(folder)
-    if needed + settings.SPACE_RESERVE_BYTES > free:
-        raise StorageError(
-            f"{folder}: {needed:,} bytes are needed, and {settings.SPACE_RESERVE_BYTES:,} to spare; {free:,} are free",
-            hint="free some space, or choose a target on another file system (ucp convert --link copies nothing)",
-        )

@@ -1,55 +1,52 @@
-"""What an unfinished folder in an object store says of itself: notes beside its objects, and a mark when it is whole.
+"""Output into an object store: files are made on this machine, a few at a time, and uploaded whole.
 
-Nothing can be renamed there, so objects are put where they belong, and notes say that they do not count yet. Each
-process has some: the first tells what is being written and by whom, each of the others which objects it has put there
-with what digests. The mark is put when everything else is; then the notes go. A folder with notes and without the mark
-is half-done, and readers do not see into it. A folder with neither was put there by somebody else.
+Objects are written front to back and files are not, so a file is made in a spool folder first; while some files are
+being uploaded, the next ones are made. Small files of known bytes, such as `latest`, are uploaded after the tensors,
+the manifest after everything else, and the completion marker last.
 
-A folder of an object store under construction: what is there already, what counts, and the last act.
-
-A conversion into an object store: files are made on this machine, a few at a time, and put there whole.
-
-Objects are written front to back and files are not, so a file is made in a spool folder first; while some are being
-sent, the next are made. What a checkpoint is known by (small files of known bytes, such as `latest`) goes after the
-tensors, the manifest after everything, and the mark that makes the folder whole after that.
+Nothing can be renamed in an object store, so objects are put where they belong, and a journal next to them says that
+they do not count yet. Each shard has a folder of journal entries, which are objects as well: the first names the
+conversion and the process that writes it, each of the others lists uploaded files with their digests. When everything
+is uploaded the completion marker is written, and then the journals are removed. Readers ignore a folder that has a
+journal and no marker; a folder that has neither was not written by ucp.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from uuid import uuid4
 
 from ucp import settings
-from ucp.core.target import Digests, OutputFile, Target
-from ucp.engine.execute import copy_all, trailer_tasks
-from ucp.engine.plan import CopyTask, task_queues
-from ucp.engine.staging import digests_of
+from ucp.core.target import Target
+from ucp.engine.copy_tasks import CopyTask, task_queues
+from ucp.engine.destination import ManifestBuilder, ShardFailure, ShardProgress
+from ucp.engine.journal import OutputBusyError, other_conversion_error
+from ucp.engine.pool import Meter
+from ucp.engine.staging import already_exists_error, digests_of, incomplete_shards_error
 from ucp.engine.work_shard import UNSHARDED, WorkShard
-from ucp.engine.worker import WrittenRange
+from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.storage.local import SourceFiles, free_bytes, make_file, remove_tree
 from ucp.storage.object_store import ObjectInfo
 from ucp.storage.paths import COMPLETION_MARKER, UPLOAD_JOURNAL, RemotePath
 
-if TYPE_CHECKING:
-    from ucp.core.checkpoint import Checkpoint
-    from ucp.engine.convert import Progress, RunOptions
-
-
-FIRST_ENTRY: Final = "000000.json"
+_FIRST_ENTRY: Final = "000000.json"
+_ALIVE: Final = "alive.json"
+_FAILED: Final = "failed.json"
+_UPLOADS: Final = 8  # files that are uploaded at once, in two streams of parts each; fewer files have more streams
 
 
 @dataclass(frozen=True, slots=True)
 class UploadedFile:
-    """A file of the target that is in the store: what was written into it, and what the store says of the object."""
+    """A file of the target that is in the store: what was written into it, and the store's stamp of the object."""
 
     file: int
     size: int
@@ -57,308 +54,324 @@ class UploadedFile:
     written: tuple[WrittenRange, ...]
 
 
-def journal_folder(share: WorkShard) -> str:
-    """Name of the folder that has the notes of a share."""
-    return f"{UPLOAD_JOURNAL}{share.number + 1}-of-{share.count}"
+class StoreDestination:
+    """A folder of an object store under construction, as one process sees it; a `Destination`."""
+
+    def __init__(self, path: RemotePath, target: Target, fingerprint: str, shard: WorkShard = UNSHARDED) -> None:
+        self.path = path
+        self.target = target
+        self.fingerprint = fingerprint
+        self.shard = shard
+        self.location = str(path)
+        self.poll_seconds = settings.REMOTE_LIVENESS_SECONDS
+        self.files = shard.files(target)
+        self._journal = UploadJournal(path, shard)
+        self._uploaded: dict[int, UploadedFile] = {}
+        self._is_owner = False
+        self._signs_sent = 0
+
+    # The transaction ------------------------------------------------------------------------------------------------
+
+    def was_published(self, *, durable: bool) -> bool:
+        del durable
+        marker = _read_entry(self.path / COMPLETION_MARKER)
+        if marker is None or marker.get("fingerprint") != self.fingerprint:
+            return False
+        self._remove(name for name in self._objects() if name.startswith(UPLOAD_JOURNAL))
+        return True
+
+    def begin(self, *, resume: bool, restart: bool) -> None:
+        objects = self._objects()
+        shards = self._shards_among(objects)
+        if shards and self.shard.is_whole and not restart and (not resume or shards != [UNSHARDED]):
+            option = "--resume" if shards == [UNSHARDED] else f"--shard N/{shards[0].count} and --finish"
+            raise UsageError(
+                f"{self.path}: partial output is here, or another process is writing it",
+                hint=f"add {option} to continue where it stopped, or --restart to discard it and start over",
+            )
+        if any(other.count != self.shard.count for other in shards) and not restart:
+            raise UsageError(
+                f"{self.path}: partial output is here that was written in {shards[0].count} shard(s)",
+                hint="continue it as it was started, or remove that folder to start over",
+            )
+        if restart and shards:
+            self._remove(objects)
+        elif self.shard in shards:
+            self._load(objects, self.shard)
+        self._journal.begin(self.fingerprint)
+        self._is_owner = True
+
+    @property
+    def finished_bytes(self) -> int:
+        return sum(one.size for one in self._uploaded.values())
+
+    def _load(self, objects: Mapping[str, ObjectInfo], shard: WorkShard) -> bool:
+        """Load the uploads of a shard whose objects are still unchanged; returns whether the shard is done."""
+        record = read_upload_journal(self.path, objects, shard, self.fingerprint)
+        for number, one in record.files.items():
+            info = objects.get(self.target.files[number].path)
+            if info is not None and (info.size, info.stamp) == (one.size, one.stamp):
+                self._uploaded[number] = one
+        return record.done
+
+    def write(self, source: SourceFiles, budget: WorkerBudget, meter: Meter) -> None:
+        target = self.target
+        left = [number for number in self.files if number not in self._uploaded]
+        spool = Path(tempfile.mkdtemp(prefix="ucp-spool-"))
+        uploads = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="ucp-upload")
+        pending: list[Future[UploadedFile]] = []
+        pending_bytes = 0
+        try:
+            capacity = _spool_capacity(spool, max((target.files[number].size for number in left), default=0))
+            for group in upload_groups(target, left, max(1, min(settings.REMOTE_SPOOL_BYTES, capacity // 2))):
+                nbytes = sum(target.files[number].size for number in group)
+                # Files of known bytes, such as `latest`, wait until everything that they refer to is uploaded.
+                if pending_bytes + nbytes > capacity or not target.files[group[0]].items:
+                    self._wait_for(pending)
+                    pending, pending_bytes = [], 0
+                written = self._make_files(group, source, spool, budget, meter)
+                self._wait_for(pending)
+                streams = max(1, 2 * _UPLOADS // min(_UPLOADS, len(group)))
+                upload = partial(self._upload, spool=spool, streams=streams)
+                pending = [uploads.submit(upload, number, written=tuple(written[number])) for number in group]
+                pending_bytes = nbytes
+            self._wait_for(pending)
+        finally:
+            uploads.shutdown(cancel_futures=True)
+            remove_tree(spool)
+
+    def _make_files(
+        self, group: Sequence[int], source: SourceFiles, spool: Path, budget: WorkerBudget, meter: Meter
+    ) -> dict[int, list[WrittenRange]]:
+        """Write some files into the spool folder; returns what was written into each."""
+        files = self.target.files
+        for number in group:
+            make_file(spool / files[number].path, files[number].size, 0o600)
+        written: dict[int, list[WrittenRange]] = {number: [] for number in group}
+
+        def record(ranges: list[WrittenRange]) -> None:
+            for one in ranges:
+                written[one.file].append(one)
+
+        def write(queues: Sequence[Iterable[CopyTask]]) -> None:
+            run_copy_tasks(queues, source, spool, files, budget, record, meter)
+
+        only = frozenset(group)
+        write(task_queues(self.target, max(1, budget.jobs), only))
+        write([trailer_tasks(self.target, [one for some in written.values() for one in some], only)])
+        return written
+
+    def _upload(self, number: int, *, spool: Path, streams: int, written: tuple[WrittenRange, ...]) -> UploadedFile:
+        """Upload a file from the spool folder and remove it there."""
+        file = self.target.files[number]
+        info = self.path.store.upload(spool / file.path, (self.path / file.path).key, streams)
+        (spool / file.path).unlink()
+        return UploadedFile(number, file.size, info.stamp, written)
+
+    def _wait_for(self, uploads: Iterable[Future[UploadedFile]]) -> None:
+        """Wait for uploads, record those that succeeded, and raise the first error of the others."""
+        futures = list(uploads)
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        uploaded = [future.result() for future in futures if future.exception() is None]
+        if uploaded:
+            self._uploaded.update((one.file, one) for one in uploaded)
+            self._journal.record(uploaded)
+        if failures:
+            raise failures[0]
+
+    def end_shard(self, *, durable: bool) -> None:
+        del durable
+        self._journal.record((), done=True)
+
+    def collect_shards(self) -> None:
+        objects = self._objects()
+        shards = _shards_with_journals(objects)
+        if not shards:
+            raise UsageError(
+                f"{self.path}: no shard of this target is here",
+                hint="write the shards first, with --shard 1/N to --shard N/N",
+            )
+        problems = []
+        for shard in (WorkShard(number, shards[0].count) for number in range(shards[0].count)):
+            if shard not in shards:
+                problems.append(f"{shard} was not started")
+            elif not self._load(objects, shard):
+                problems.append(f"{shard} did not finish")
+        missing = [file.path for number, file in enumerate(self.target.files) if number not in self._uploaded]
+        if not problems and missing:
+            problems.append(f"{missing[0]} is missing" + (f", and {len(missing) - 1} more" * (len(missing) > 1)))
+        if problems:
+            raise incomplete_shards_error(self.path, problems)
+
+    def commit(self, manifest: ManifestBuilder, *, durable: bool) -> None:
+        """Upload the manifest, remove objects that do not belong to the output, and write the completion marker."""
+        del durable
+        if self._is_owner:
+            self._journal.check_owner()
+        store = self.path.store
+        sizes = {file.path: file.size for file in self.target.files}
+        last = manifest(digests_of(self.target, (w for one in self._uploaded.values() for w in one.written)))
+        if last is not None:
+            data = b"".join(literal.data for literal in last.literals)
+            store.put((self.path / last.path).key, data)
+            sizes[last.path] = len(data)
+        objects = self._objects()
+        journals = {name for name in objects if name.startswith(UPLOAD_JOURNAL)}
+        for name, size in sizes.items():
+            if name not in objects or objects[name].size != size:
+                raise StorageError(f"{self.path / name}: is missing or has another size after its upload")
+        self._remove(objects.keys() - journals - sizes.keys())
+        marker = {"ucp": "complete", "version": 1, "fingerprint": self.fingerprint, "files": sizes}
+        store.put((self.path / COMPLETION_MARKER).key, _json(marker))
+        self._remove(journals)
+
+    def keep(self) -> None:
+        """Nothing to do: every upload is recorded as soon as it is complete."""
+
+    def has_partial_output(self) -> bool:
+        return True
+
+    def discard(self) -> None:
+        if self.shard.is_whole:
+            with suppress(StorageError):
+                self._remove(self._objects())
+
+    def _objects(self) -> dict[str, ObjectInfo]:
+        return self.path.store.everything(self.path.key)
+
+    def _shards_among(self, objects: Mapping[str, ObjectInfo]) -> list[WorkShard]:
+        """Shards that have a journal among these objects; a folder that contains something else is refused."""
+        shards = _shards_with_journals(objects)
+        if COMPLETION_MARKER in objects or (objects and not shards):
+            raise already_exists_error(self.path)
+        return shards
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove objects, journals last: what is left if this is interrupted is still recognized as unfinished."""
+        ordered = sorted(names, key=lambda name: (name.startswith(UPLOAD_JOURNAL), name))
+        self.path.store.remove((self.path / name).key for name in ordered)
+
+    # Other processes ------------------------------------------------------------------------------------------------
+
+    def started_shards(self, *, restart: bool) -> list[WorkShard]:
+        objects = self._objects()
+        shards = self._shards_among(objects)
+        if restart and shards:
+            self._remove(objects)
+            return []
+        return shards
+
+    def shard_progress(self, shard: WorkShard) -> ShardProgress:
+        record = read_upload_journal(self.path, self._notes(shard), shard, self.fingerprint)
+        return ShardProgress(record.done, sum(one.size for one in record.files.values()))
+
+    def sign_of_life(self, shard: WorkShard) -> object:
+        info = self._notes(shard).get(f"{_journal_folder(shard)}/{_ALIVE}")
+        return None if info is None else info.stamp
+
+    def prepare_launch(self) -> None:
+        if self.path.store.get((self.path / COMPLETION_MARKER).key) is not None:
+            raise already_exists_error(self.path)
+        self._put_note(_FAILED, None)
+
+    def send_sign_of_life(self) -> None:
+        self._put_note(_ALIVE, {"count": self._signs_sent})
+        self._signs_sent += 1
+
+    def end_signs_of_life(self) -> None:
+        with suppress(StorageError):
+            self._put_note(_ALIVE, None)
+
+    def report_failure(self, text: str) -> None:
+        self._put_note(_FAILED, {"error": text})
+
+    def failure(self, shard: WorkShard) -> ShardFailure | None:
+        name = f"{_journal_folder(shard)}/{_FAILED}"
+        info = self._notes(shard).get(name)
+        note = None if info is None else _read_entry(self.path / name)
+        return None if info is None or note is None else ShardFailure(info.stamp, str(note.get("error")))
+
+    def _notes(self, shard: WorkShard) -> dict[str, ObjectInfo]:
+        """The objects in the journal folder of a shard."""
+        folder = _journal_folder(shard)
+        objects = self.path.store.everything((self.path / folder).key)
+        return {f"{folder}/{name}": info for name, info in objects.items()}
+
+    def _put_note(self, name: str, note: object) -> None:
+        """Write a note of this shard next to its journal entries, or remove it."""
+        key = (self.path / _journal_folder(self.shard) / name).key
+        if note is None:
+            self.path.store.remove([key])
+        else:
+            self.path.store.put(key, _json(note))
 
 
 class UploadJournal:
-    """The notes of one share of a target. Only the process that wrote the first one last may write more."""
+    """The journal entries of one shard. Only the process that last wrote the first entry may write more."""
 
-    def __init__(self, path: RemotePath, share: WorkShard) -> None:
-        self._share = share
+    def __init__(self, path: RemotePath, shard: WorkShard) -> None:
+        self._shard = shard
         self._path = path
-        self._folder = path / journal_folder(share)
+        self._folder = path / _journal_folder(shard)
         self._count = 0
         self._owner = ""
 
     def begin(self, fingerprint: str) -> None:
-        """Say that this process writes the share from now on. Notes of an earlier one stay, and count."""
+        """Make this process the owner of the shard. Entries of an earlier owner stay valid."""
         self._owner = uuid4().hex
         store = self._path.store
-        self._count = len(_journal_entries(store.everything(self._path.key), self._share))
-        told = {"ucp": "upload", "version": 1, "fingerprint": fingerprint, "owner": self._owner}
-        store.put((self._folder / FIRST_ENTRY).key, _json(told))
-        self._count = max(1, self._count)
+        entries = _journal_entries(store.everything(self._path.key), self._shard)
+        first = {"ucp": "upload", "version": 1, "fingerprint": fingerprint, "owner": self._owner}
+        store.put((self._folder / _FIRST_ENTRY).key, _json(first))
+        self._count = max(1, len(entries))
         self.check_owner()
 
     def check_owner(self) -> None:
-        """Refuse to go on where another process has begun with the same share since."""
-        told = _read_entry(self._folder / FIRST_ENTRY)
-        if told is None or told.get("owner") != self._owner:
-            raise UsageError(
-                f"{self._path}: another process writes it now, or has removed it", hint="let one of the two end"
+        """Refuse to continue if another process has started with the same shard since."""
+        first = _read_entry(self._folder / _FIRST_ENTRY)
+        if first is None or first.get("owner") != self._owner:
+            raise OutputBusyError(
+                f"{self._path}: another process is writing it, or has removed it", hint="stop one of the two"
             )
 
     def record(self, uploaded: Iterable[UploadedFile], *, done: bool = False) -> None:
-        """Note files that are in the store; with `done`, that the share is."""
+        """Record files that are in the store; with `done`, that the shard is complete."""
         self.check_owner()
-        told = {"files": [_file_entry(one) for one in uploaded], "done": done}
-        self._path.store.put((self._folder / f"{self._count:06}.json").key, _json(told))
+        entry = {"files": [_file_entry(one) for one in uploaded], "done": done}
+        self._path.store.put((self._folder / f"{self._count:06}.json").key, _json(entry))
         self._count += 1
 
 
 @dataclass(frozen=True, slots=True)
 class UploadRecord:
-    """What the notes of a share say."""
+    """The contents of a shard's journal."""
 
     files: dict[int, UploadedFile]
     done: bool
 
 
 def read_upload_journal(
-    path: RemotePath, found: Mapping[str, ObjectInfo], share: WorkShard, fingerprint: str
+    path: RemotePath, objects: Mapping[str, ObjectInfo], shard: WorkShard, fingerprint: str
 ) -> UploadRecord:
-    """The notes of a share among what was `found`; those of another run are refused."""
-    names = _journal_entries(found, share)
-    if not names:  # a process that was launched to write it did not come so far
+    """The journal of a shard among `objects`; the journal of another conversion is refused."""
+    names = _journal_entries(objects, shard)
+    if not names:  # a process of the launch that has not come this far
         return UploadRecord({}, False)
-    told = [_read_entry(path / name) for name in names]
-    if told[0] is None or told[0].get("fingerprint") != fingerprint:
-        raise UsageError(
-            f"{path}: the half-done output belongs to another source, target or version",
-            hint="add --restart instead of --resume to throw it away and begin again",
-        )
+    first, *entries = [_read_entry(path / name) for name in names]
+    if first is None or first.get("fingerprint") != fingerprint:
+        raise other_conversion_error(path)
     files: dict[int, UploadedFile] = {}
-    for note in told[1:]:
-        for file, size, stamp, written in (note or {}).get("files", ()):
-            files[file] = UploadedFile(file, size, stamp, tuple(WrittenRange(*entry) for entry in written))
-    return UploadRecord(files, any(bool(note and note.get("done")) for note in told[1:]))
-
-
-def uploading_shards(found: Iterable[str]) -> list[WorkShard]:
-    """The shares that have notes, in order."""
-    names = {name.partition("/")[0].removeprefix(UPLOAD_JOURNAL) for name in found if name.startswith(UPLOAD_JOURNAL)}
-    numbers = sorted((int(count), int(number)) for number, _, count in (name.partition("-of-") for name in names))
-    return [WorkShard(number - 1, count) for count, number in numbers]
-
-
-def write_completion_marker(path: RemotePath, fingerprint: str, sizes: Mapping[str, int]) -> None:
-    """Say that the folder is whole."""
-    told = {"ucp": "complete", "version": 1, "fingerprint": fingerprint, "files": dict(sizes)}
-    path.store.put((path / COMPLETION_MARKER).key, _json(told))
-
-
-def completed_by(path: RemotePath) -> str | None:
-    """Fingerprint of the run that has made the folder whole, where one has."""
-    told = _read_entry(path / COMPLETION_MARKER)
-    return None if told is None else str(told.get("fingerprint"))
-
-
-def _journal_entries(found: Iterable[str], share: WorkShard) -> list[str]:
-    """Names of the notes of a share, in order; what else is beside them is of a launch."""
-    notes = [name for name in found if name.startswith(journal_folder(share) + "/")]
-    return sorted(name for name in notes if name.rpartition("/")[2].removesuffix(".json").isdigit())
-
-
-def _file_entry(one: UploadedFile) -> list[Any]:
-    return [one.file, one.size, one.stamp, [[w.file, w.offset, w.nbytes, w.digest, w.crc] for w in one.written]]
-
-
-def _json(told: Any) -> bytes:
-    return json.dumps(told, separators=(",", ":")).encode()
-
-
-def _read_entry(path: RemotePath) -> dict[str, Any] | None:
-    data = path.store.get(path.key)
-    if data is None:
-        return None
-    try:
-        told = json.loads(data)
-    except ValueError:
-        told = None
-    if not isinstance(told, dict):
-        raise IntegrityError(f"{path}: is no note of ucp's", hint="remove the half-done output, and begin again")
-    return told
-
-
-ManifestBuilder = Callable[[Digests], "OutputFile | None"]
-"""Gets all digests, gives the file that is written last."""
-
-
-class Upload:
-    """A folder of an object store under construction, as one process sees it."""
-
-    def __init__(self, path: RemotePath, target: Target, fingerprint: str, share: WorkShard) -> None:
-        self.path = path
-        self.target = target
-        self.fingerprint = fingerprint
-        self.share = share
-        self.files = share.files(target)
-        self.notes = UploadJournal(path, share)
-        self.done: dict[int, UploadedFile] = {}
-        self._gathered = False
-
-    def begin(self, *, resume: bool, restart: bool) -> None:
-        """Take the place; what is there already must be ours to go on with, or to throw away."""
-        found = self._everything()
-        shares = _shards_among(self.path, found)
-        if shares and self.share.is_whole and not restart and (not resume or shares != [UNSHARDED]):
-            on = "--resume" if shares == [UNSHARDED] else f"--part N/{shares[0].count} and --finish"
-            raise UsageError(
-                f"{self.path}: a half-done output is here, or another process is writing it now",
-                hint=f"add {on} to go on where it stopped, or --restart to throw it away and begin again",
-            )
-        if any(other.count != self.share.count for other in shares) and not restart:
-            raise UsageError(
-                f"{self.path}: a half-done output is here that was made in {shares[0].count} part(s)",
-                hint="go on with it as it was begun, or remove that folder to begin again",
-            )
-        if restart and shares:
-            _remove_objects(self.path, found)
-        elif self.share in shares:
-            self._take_up(found, self.share)
-        self.notes.begin(self.fingerprint)
-
-    def _take_up(self, found: dict[str, ObjectInfo], share: WorkShard) -> bool:
-        """Believe notes of objects that are as they were when the notes were made. Gives whether the share is done."""
-        told = read_upload_journal(self.path, found, share, self.fingerprint)
-        for number, one in told.files.items():
-            there = found.get(self.target.files[number].path)
-            if there is not None and (there.size, there.stamp) == (one.size, one.stamp):
-                self.done[number] = one
-        return told.done
-
-    def gather(self) -> None:
-        """Take what all shares have written together; refused where something is missing."""
-        found = self._everything()
-        shares = uploading_shards(found)
-        if not shares:
-            raise UsageError(
-                f"{self.path}: no part of this target is here", hint="write the parts first, --part 1/N to --part N/N"
-            )
-        count = shares[0].count
-        lacking = []
-        for share in (WorkShard(number, count) for number in range(count)):
-            if share not in shares:
-                lacking.append(f"{share} was not begun")
-            elif not self._take_up(found, share):
-                lacking.append(f"{share} did not end")
-        missing = [file.path for number, file in enumerate(self.target.files) if number not in self.done]
-        if not lacking and missing:
-            lacking.append(f"{missing[0]} is not there" + (f", nor are {len(missing) - 1} more" * (len(missing) > 1)))
-        if lacking:
-            raise UsageError(
-                f"{self.path}: {'; '.join(lacking)}",
-                hint="run these parts (again: what they have done is kept), then --finish",
-            )
-        self._gathered = True
-
-    def publish(self, last: ManifestBuilder) -> None:
-        """Put the manifest there, remove what does not belong, and mark the folder as whole."""
-        if not self._gathered:
-            self.notes.check_owner()
-        sizes = {file.path: file.size for file in self.target.files}
-        written = (w for one in self.done.values() for w in one.written)
-        manifest = last(digests_of(self.target, written))
-        if manifest is not None:
-            data = b"".join(literal.data for literal in manifest.literals)
-            self.path.store.put((self.path / manifest.path).key, data)
-            sizes[manifest.path] = len(data)
-        found = self._everything()
-        ours = {name for name in found if name.startswith(UPLOAD_JOURNAL)}
-        for name, size in sizes.items():
-            if name not in found or found[name].size != size:
-                raise StorageError(f"{self.path / name}: was written, but is not there as it was")
-        _remove_objects(self.path, found.keys() - ours - sizes.keys())
-        write_completion_marker(self.path, self.fingerprint, sizes)
-        _remove_objects(self.path, ours)
-
-    def was_published(self) -> bool:
-        """Whether an earlier run has made the folder whole, and was killed before it had put its notes away."""
-        if completed_by(self.path) != self.fingerprint:
-            return False
-        _remove_objects(self.path, (name for name in self._everything() if name.startswith(UPLOAD_JOURNAL)))
-        return True
-
-    def _everything(self) -> dict[str, ObjectInfo]:
-        return self.path.store.everything(self.path.key)
-
-    def discard(self) -> None:
-        """Remove what was begun, as far as the store lets us. A share leaves it to the others."""
-        if self.share.is_whole:
-            with suppress(StorageError):
-                _remove_objects(self.path, self._everything())
-
-
-def started_shards(path: RemotePath, *, restart: bool) -> list[WorkShard]:
-    """Shares of a target that were begun there; with `restart` they are thrown away."""
-    found = path.store.everything(path.key)
-    shares = _shards_among(path, found)
-    if restart and shares:
-        _remove_objects(path, found)
-        return []
-    return shares
-
-
-def _shards_among(path: RemotePath, found: dict[str, ObjectInfo]) -> list[WorkShard]:
-    """Shares that have notes among what was found; a folder that has something else is refused."""
-    shares = uploading_shards(found)
-    if COMPLETION_MARKER in found or (found and not shares):
-        raise UsageError(f"{path}: exists already", hint="choose another target, or remove it first")
-    return shares
-
-
-def _remove_objects(path: RemotePath, names: Iterable[str]) -> None:
-    """Remove objects, notes last: what is left half-way is still known to be half-done."""
-    path.store.remove((path / name).key for name in sorted(names, key=_journal_last))
-
-
-def _journal_last(name: str) -> tuple[bool, str]:
-    return name.startswith(UPLOAD_JOURNAL), name
-
-
-_SENDERS: Final = 8  # files that are sent at once, by two streams of parts each; fewer files have more streams
-
-
-def upload_target(
-    target: Target,
-    source: Checkpoint,
-    path: RemotePath,
-    options: RunOptions,
-    last: ManifestBuilder,
-    progress: Progress,
-    fingerprint: str,
-) -> None:
-    """Write `target`, or a share of it, to the folder `path` of an object store."""
-    upload = Upload(path, target, fingerprint, options.share)
-    if options.resume and upload.was_published():
-        return
-    upload.begin(resume=options.resume, restart=options.restart)
-    try:
-        progress.start(sum(target.files[number].size for number in upload.files))
-        progress.advance(sum(one.size for one in upload.done.values()))
-        with SourceFiles(source.root, computed=source.computed) as files:
-            _make_and_send(upload, files, options, progress)
-        if options.share.is_whole:
-            upload.publish(last)
-        else:
-            upload.notes.record((), done=True)
-    except (KeyboardInterrupt, StorageError, UsageError) as error:
-        if isinstance(error, StorageError) and error.hint is None:
-            again = "with --resume " if options.share.is_whole else ""
-            error.hint = f"what was done is kept in {path}: repeat the command {again}to go on"
-        raise
-    except BaseException:
-        upload.discard()
-        raise
-    finally:
-        progress.finish()
-
-
-def finish_upload(target: Target, path: RemotePath, last: ManifestBuilder, fingerprint: str) -> None:
-    """Make the folder whole when all shares are written."""
-    upload = Upload(path, target, fingerprint, UNSHARDED)
-    if not upload.was_published():
-        upload.gather()
-        upload.publish(last)
+    for entry in entries:
+        for file, size, stamp, written in (entry or {}).get("files", ()):
+            files[file] = UploadedFile(file, size, stamp, tuple(WrittenRange(*one) for one in written))
+    return UploadRecord(files, any(bool(entry and entry.get("done")) for entry in entries))
 
 
 def upload_groups(target: Target, numbers: Iterable[int], limit: int) -> Iterator[list[int]]:
-    """Files to make and send together, at most `limit` bytes or one file; those of known bytes come last."""
+    """Files to make and upload together, at most `limit` bytes or one file; files of known bytes come last."""
     known = [n for n in sorted(numbers) if not target.files[n].items]
     others = [n for n in sorted(numbers) if target.files[n].items]
-    # A file beside all others says more of the checkpoint than one in a folder of it: `latest` is the last of all.
+    # Deeper paths first, so that top-level markers such as `latest` are uploaded last.
     known.sort(key=lambda n: (-target.files[n].path.count("/"), n))
     for some in (others, known):
         group: list[int] = []
@@ -373,92 +386,50 @@ def upload_groups(target: Target, numbers: Iterable[int], limit: int) -> Iterato
             yield group
 
 
-def _make_and_send(upload: Upload, source: SourceFiles, options: RunOptions, progress: Progress) -> None:
-    target = upload.target
-    left = [number for number in upload.files if number not in upload.done]
-    spool = Path(tempfile.mkdtemp(prefix="ucp-spool-"))
-    pool = ThreadPoolExecutor(_SENDERS, thread_name_prefix="ucp-upload")
-    sending: list[Future[UploadedFile]] = []
-    held = 0  # bytes that are being sent
+def _journal_folder(shard: WorkShard) -> str:
+    return f"{UPLOAD_JOURNAL}{shard.label}"
+
+
+def _shards_with_journals(objects: Iterable[str]) -> list[WorkShard]:
+    names = {name.partition("/")[0].removeprefix(UPLOAD_JOURNAL) for name in objects if name.startswith(UPLOAD_JOURNAL)}
+    numbers = sorted((int(count), int(number)) for number, _, count in (name.partition("-of-") for name in names))
+    return [WorkShard(number - 1, count) for count, number in numbers]
+
+
+def _journal_entries(objects: Iterable[str], shard: WorkShard) -> list[str]:
+    """Names of a shard's journal entries, in order, without the notes of a launch next to them."""
+    names = [name for name in objects if name.startswith(_journal_folder(shard) + "/")]
+    return sorted(name for name in names if name.rpartition("/")[2].removesuffix(".json").isdigit())
+
+
+def _file_entry(one: UploadedFile) -> list[Any]:
+    return [one.file, one.size, one.stamp, [[w.file, w.offset, w.nbytes, w.digest, w.crc] for w in one.written]]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _read_entry(path: RemotePath) -> dict[str, Any] | None:
+    data = path.store.get(path.key)
+    if data is None:
+        return None
     try:
-        room = _spool_bytes(spool, max((target.files[number].size for number in left), default=0))
-        for group in upload_groups(target, left, max(1, min(settings.REMOTE_SPOOL_BYTES, room // 2))):
-            nbytes = sum(target.files[number].size for number in group)
-            # What says what the checkpoint is waits for all that it tells of.
-            if held + nbytes > room or not target.files[group[0]].items:
-                _wait_for_uploads(upload, sending)
-                sending, held = [], 0
-            written = _make(upload, group, source, spool, options, progress)
-            _wait_for_uploads(upload, sending)
-            send = partial(_send, upload, spool=spool, streams=max(1, 2 * _SENDERS // min(_SENDERS, len(group))))
-            sending = [pool.submit(send, number, written=tuple(written[number])) for number in group]
-            held = nbytes
-        _wait_for_uploads(upload, sending)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        remove_tree(spool)
+        entry = json.loads(data)
+    except ValueError:
+        entry = None
+    if not isinstance(entry, dict):
+        raise IntegrityError(f"{path}: not an upload journal of ucp", hint="remove the partial output and start over")
+    return entry
 
 
-def _make(
-    upload: Upload,
-    group: Sequence[int],
-    source: SourceFiles,
-    spool: Path,
-    options: RunOptions,
-    progress: Progress,
-) -> dict[int, list[WrittenRange]]:
-    """Write some files into the spool folder. Gives what was written into each."""
-    target, jobs = upload.target, max(1, options.budget.jobs)
-    written: list[WrittenRange] = []
-    for number in group:
-        make_file(spool / target.files[number].path, target.files[number].size, 0o600)
-    only = frozenset(group)
-
-    def write(parts: Sequence[Iterable[CopyTask]]) -> None:
-        copy_all(
-            parts,
-            source=source,
-            folder=spool,
-            files=target.files,
-            budget=options.budget,
-            done=written.extend,
-            progress=progress.advance,
-        )
-
-    write(task_queues(target, jobs, only))
-    write([trailer_tasks(target, list(written), only)])
-    of_files: dict[int, list[WrittenRange]] = {number: [] for number in group}
-    for one in written:
-        of_files[one.file].append(one)
-    return of_files
-
-
-def _send(upload: Upload, number: int, *, spool: Path, streams: int, written: tuple[WrittenRange, ...]) -> UploadedFile:
-    """Put a file where it belongs, and remove it here."""
-    file = upload.target.files[number]
-    found = upload.path.store.upload(spool / file.path, (upload.path / file.path).key, streams)
-    (spool / file.path).unlink()
-    return UploadedFile(number, file.size, found.stamp, written)
-
-
-def _wait_for_uploads(upload: Upload, sending: Iterable[Future[UploadedFile]]) -> None:
-    """Wait for what is being sent, note what has arrived, and raise what went wrong with the rest."""
-    futures = list(sending)
-    failures = [error for future in futures if (error := future.exception()) is not None]
-    sent = [future.result() for future in futures if future.exception() is None]
-    if sent:
-        upload.done.update((one.file, one) for one in sent)
-        upload.notes.record(sent)
-    if failures:
-        raise failures[0]
-
-
-def _spool_bytes(spool: Path, largest: int) -> int:
+def _spool_capacity(spool: Path, largest: int) -> int:
     """Bytes that may be on this machine's disk at once."""
-    room = free_bytes(spool) - settings.SPACE_RESERVE_BYTES
-    if largest > room:
+    capacity = free_bytes(spool) - settings.SPACE_RESERVE_BYTES
+    if largest > capacity:
         raise StorageError(
-            f"{spool.parent}: a file of {largest:,} bytes is made here before it is sent, and {room:,} are free",
+            f"{spool.parent}: a file of {largest:,} bytes is made here before its upload, but only {capacity:,} are"
+            " free",
             hint="set TMPDIR to a folder with more space",
         )
-    return room
+    return capacity

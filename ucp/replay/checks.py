@@ -11,12 +11,13 @@ import numpy as np
 
 from ucp import settings
 from ucp.checks.raw_values import bits_of, can_scan, negative, not_finite
-from ucp.checks.runner import ReadProgress, verify
+from ucp.checks.runner import verify
 from ucp.checks.verify_report import Policy, Report
 from ucp.core.box import slabs
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.findings import Finding, Level
 from ucp.core.optimizers import NON_NEGATIVE
+from ucp.engine.pool import Progress
 from ucp.errors import IntegrityError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.reader import Log
@@ -40,7 +41,7 @@ def verify_at(
     *,
     exact: bool = False,
     jobs: int = 2,
-    progress: ReadProgress | None = None,
+    progress: Progress | None = None,
     policy: Policy | None = None,
     processes: bool = False,
 ) -> Report:

@@ -21,7 +21,7 @@ from ucp.checks.verify_report import Report
 from ucp.compare.atom_pass import AtomGroup, ReadFailure, run_pass
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.findings import Level
-from ucp.engine.convert import Progress
+from ucp.engine.pool import Progress
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.reports.atom_statistics import AtomStatistics, measurable

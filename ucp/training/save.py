@@ -13,7 +13,7 @@ from typing import Any
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.region import Region
 from ucp.core.target import OutputFile, Target
-from ucp.engine.staging import Staging, staging_folder
+from ucp.engine.staging import StagingFolder, staging_folder
 from ucp.engine.worker import WrittenRange
 from ucp.errors import StorageError
 from ucp.formats.atoms.writer import AtomsWriter
@@ -113,7 +113,7 @@ class RankSaver:
     writes: list[RankWrite] = field(default_factory=list)
     digest_ranges: list[DigestRange] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    staging: Staging | None = None  # on rank 0
+    staging: StagingFolder | None = None  # on rank 0
     writer: AtomsWriter | None = None  # on rank 0
     target: Target | None = None  # on rank 0
     group: Any = None  # process group of the collectives in `write`
@@ -159,7 +159,9 @@ class RankSaver:
         assignment = WriteAssignment.for_ranks(len(ranks))
         for number, file in enumerate(self.target.files):
             add_file(assignment, number, file, candidates)
-        self.staging = Staging(self.path, self.target, uuid.uuid4().hex, resume=False, restart=True)
+        staging = StagingFolder(self.path, self.target, uuid.uuid4().hex)
+        staging.begin(resume=False, restart=True)
+        self.staging = staging
         return assignment.by_rank([file.path for file in self.target.files])
 
     def add_extra_tensors(self, tensors: dict[str, Any]) -> dict[str, WriteCandidate]:
@@ -225,9 +227,10 @@ class RankSaver:
         assert self.staging is not None
         assert self.writer is not None
         assert self.target is not None
+        writer, target = self.writer, self.target
         for each in written:
             self.staging.record([each])
-        self.staging.publish(self.writer.last(self.target, self.staging.digests()), durable=self.durable)
+        self.staging.commit(lambda digests: writer.last(target, digests), durable=self.durable)
 
 
 Candidates = dict[tuple[str, str], list[WriteCandidate]]  # (name, kind) of an atom → fragments that cover it

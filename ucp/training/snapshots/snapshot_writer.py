@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.target import Target
-from ucp.engine.staging import Staging, discard_partial_output
+from ucp.engine.staging import StagingFolder, discard_partial_output
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.formats.atoms.manifest import plan_extras
 from ucp.formats.atoms.writer import AtomsWriter
@@ -63,7 +63,9 @@ class SnapshotSaver(RankSaver):
         self.writes += assignment.writes[0]
         self.digest_ranges += assignment.digest_ranges[0]
         self.files = [file.path for file in self.target.files]
-        self.staging = Staging(self.path, self.target, uuid.uuid4().hex, resume=False, restart=True)
+        staging = StagingFolder(self.path, self.target, uuid.uuid4().hex)
+        staging.begin(resume=False, restart=True)
+        self.staging = staging
 
 
 def make_layout(saver: SnapshotSaver, view: JobView, state: dict[str, Any], *, spreads: bool) -> SnapshotLayout:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import ucp
 from tests.trees import contents
 from ucp.core.target import OutputFile, Target
+from ucp.engine.journal import journal_name, journalled_shards
 from ucp.engine.staging import staging_folder
-from ucp.engine.work_shard import WorkShard, journalled_shards
+from ucp.engine.work_shard import WorkShard
 from ucp.errors import StorageError, UsageError
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
@@ -41,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("order", list(permutations((1, 2, 3))))
 def test_parts_in_any_order_give_what_one_process_gives(tmp_path: Path, whole: Path, order: tuple[int, ...]) -> None:
     for number in order:
-        ucp.convert(SOURCE, tmp_path / "out", part=(number, 3), **LAYOUT)
+        ucp.convert(SOURCE, tmp_path / "out", shard=(number, 3), **LAYOUT)
         assert not (tmp_path / "out").exists()
     ucp.convert(SOURCE, tmp_path / "out", finish=True, **LAYOUT)
     assert contents(tmp_path / "out") == contents(whole)
@@ -51,31 +52,31 @@ def test_parts_in_any_order_give_what_one_process_gives(tmp_path: Path, whole: P
 def test_atoms_in_parts(tmp_path: Path) -> None:
     ucp.convert(SOURCE, tmp_path / "whole")
     for number in (1, 2):
-        ucp.convert(SOURCE, tmp_path / "parts", part=(number, 2))
+        ucp.convert(SOURCE, tmp_path / "parts", shard=(number, 2))
     ucp.convert(SOURCE, tmp_path / "parts", finish=True)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    with pytest.raises(UsageError, match="no part of this target"):
+    with pytest.raises(UsageError, match="no shard of this target"):
         ucp.convert(SOURCE, path, finish=True, **LAYOUT)
-    ucp.convert(SOURCE, path, part=(2, 3), **LAYOUT)
-    with pytest.raises(UsageError, match="part 1/3 was not begun; part 3/3 was not begun"):
+    ucp.convert(SOURCE, path, shard=(2, 3), **LAYOUT)
+    with pytest.raises(UsageError, match="shard 1/3 was not started; shard 3/3 was not started"):
         ucp.convert(SOURCE, path, finish=True, **LAYOUT)
-    assert [str(share) for share in journalled_shards(staging_folder(path))] == ["part 2/3"]
+    assert [str(share) for share in journalled_shards(staging_folder(path))] == ["shard 2/3"]
 
 
 def test_a_part_that_did_not_end_is_run_again_and_keeps_what_it_did(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     for number in (1, 2):
-        ucp.convert(SOURCE, path, part=(number, 2), **LAYOUT)
-    journal = staging_folder(path) / WorkShard(1, 2).journal
+        ucp.convert(SOURCE, path, shard=(number, 2), **LAYOUT)
+    journal = staging_folder(path) / journal_name(WorkShard(1, 2))
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:-2]) + lines[-2][:20])  # as a kill leaves it
-    with pytest.raises(UsageError, match="part 2/2 did not end"):
+    with pytest.raises(UsageError, match="shard 2/2 did not finish"):
         ucp.convert(SOURCE, path, finish=True, **LAYOUT)
-    ucp.convert(SOURCE, path, part=(2, 2), **LAYOUT)
+    ucp.convert(SOURCE, path, shard=(2, 2), **LAYOUT)
     assert journal.read_bytes().startswith(b"".join(lines[:-2]))
     assert len(journal.read_bytes().splitlines()) == len(lines)
     ucp.convert(SOURCE, path, finish=True, **LAYOUT)
@@ -84,9 +85,9 @@ def test_a_part_that_did_not_end_is_run_again_and_keeps_what_it_did(tmp_path: Pa
 
 def test_a_part_killed_before_its_first_word_begins_anew(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
-    ucp.convert(SOURCE, path, part=(1, 2), **LAYOUT)
-    (staging_folder(path) / WorkShard(1, 2).journal).write_bytes(b'{"ucp":"jour')
-    ucp.convert(SOURCE, path, part=(2, 2), **LAYOUT)
+    ucp.convert(SOURCE, path, shard=(1, 2), **LAYOUT)
+    (staging_folder(path) / journal_name(WorkShard(1, 2))).write_bytes(b'{"ucp":"jour')
+    ucp.convert(SOURCE, path, shard=(2, 2), **LAYOUT)
     ucp.convert(SOURCE, path, finish=True, **LAYOUT)
     assert contents(path) == contents(whole)
 
@@ -94,13 +95,13 @@ def test_a_part_killed_before_its_first_word_begins_anew(tmp_path: Path, whole: 
 def test_a_damaged_part_is_written_again(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     for number in (1, 2):
-        ucp.convert(SOURCE, path, part=(number, 2), **LAYOUT)
+        ucp.convert(SOURCE, path, shard=(number, 2), **LAYOUT)
     largest = max((p for p in staging_folder(path).rglob("*.pt")), key=lambda p: p.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
     for number in (1, 2):
-        ucp.convert(SOURCE, path, part=(number, 2), **LAYOUT)
+        ucp.convert(SOURCE, path, shard=(number, 2), **LAYOUT)
     ucp.convert(SOURCE, path, finish=True, **LAYOUT)
     assert contents(path) == contents(whole)
 
@@ -108,7 +109,7 @@ def test_a_damaged_part_is_written_again(tmp_path: Path, whole: Path) -> None:
 def test_a_file_that_another_machine_does_not_see(tmp_path: Path) -> None:
     path = tmp_path / "out"
     for number in (1, 2):
-        ucp.convert(SOURCE, path, part=(number, 2), **LAYOUT)
+        ucp.convert(SOURCE, path, shard=(number, 2), **LAYOUT)
     next(staging_folder(path).rglob("*.pt")).unlink()
     with pytest.raises(StorageError, match="not all of it was written"):
         ucp.convert(SOURCE, path, finish=True, **LAYOUT)
@@ -116,18 +117,18 @@ def test_a_file_that_another_machine_does_not_see(tmp_path: Path) -> None:
 
 def test_runs_of_different_kinds_are_not_mixed(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
-    ucp.convert(SOURCE, path, part=(1, 2), **LAYOUT)
-    with pytest.raises(UsageError, match="made in 2 parts"):
-        ucp.convert(SOURCE, path, part=(1, 3), **LAYOUT)
-    with pytest.raises(UsageError, match="made in 2 parts"):
+    ucp.convert(SOURCE, path, shard=(1, 2), **LAYOUT)
+    with pytest.raises(UsageError, match="written in 2 shards"):
+        ucp.convert(SOURCE, path, shard=(1, 3), **LAYOUT)
+    with pytest.raises(UsageError, match="written in 2 shards"):
         ucp.convert(SOURCE, path, resume=True, **LAYOUT)
     with pytest.raises(UsageError, match="belongs to another source, target or version"):
-        ucp.convert(SOURCE, path, part=(1, 2), to="deepspeed", dp=4)
+        ucp.convert(SOURCE, path, shard=(1, 2), to="deepspeed", dp=4)
     ucp.convert(SOURCE, path, restart=True, **LAYOUT)
     assert contents(path) == contents(whole)
 
 
 @pytest.mark.parametrize("number, count", [(0, 3), (4, 3), (1, 0)])
 def test_parts_that_do_not_exist(number: int, count: int, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no part"):
-        ucp.convert(SOURCE, tmp_path / "out", part=(number, count))
+    with pytest.raises(UsageError, match="there is no shard"):
+        ucp.convert(SOURCE, tmp_path / "out", shard=(number, count))

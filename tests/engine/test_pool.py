@@ -9,18 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import ucp
+from tests.engine.forking import wait_until_gone, workers
 from tests.trees import contents
-from ucp.engine import pool
-from ucp.engine.pool import PipeChannel, WorkerProcess, WorkerProcesses
+from ucp.engine.pool import PipeChannel, WorkerProcess, WorkerProcesses, can_fork
 from ucp.engine.staging import staging_folder
 from ucp.errors import StorageError
-from ucp.storage.local import SourceFiles
 
 FIXTURE = "z1_bf16_dp2"
 
@@ -35,10 +33,6 @@ def convert(what: str, src: Path, dst: Path, project: Path) -> subprocess.Comple
         timeout=120,
         start_new_session=True,  # a group of its own, which may be interrupted
     )
-
-
-def workers(said: str) -> list[int]:
-    return [int(pid) for line in said.splitlines() if line.startswith("workers ") for pid in line.split()[1:]]
 
 
 @pytest.mark.parametrize("fixture", [FIXTURE, "z1_bf16_tp2_dp2", "z3_fp32_dp3"])
@@ -103,7 +97,7 @@ def test_a_machine_that_allows_no_more_processes_is_named(monkeypatch: pytest.Mo
         pytest.raises(StorageError, match="worker process 1 cannot be started"),
         WorkerProcesses(lambda _: None) as forks,
     ):
-        forks.start(lambda *_: None)
+        forks.start(lambda _: None)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -115,29 +109,12 @@ def test_a_worker_that_is_killed_when_it_has_asked_is_lost() -> None:
     near.close()
 
 
-def test_threads_are_not_forked(tmp_path: Path) -> None:
+def test_a_process_with_threads_is_not_forked() -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
-        assert not pool.can_copy_in_processes(SourceFiles(tmp_path))
+        assert not can_fork()
     finally:
         ended.set()
         thread.join()
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """A process that nobody has waited for yet is gone too."""
-    end = time.monotonic() + 60
-    for pid in pids:
-        while _lives(pid):
-            assert time.monotonic() < end, f"worker {pid} lives"
-            time.sleep(0.01)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX" and os.getpgid(pid) > 0
