@@ -1,4 +1,4 @@
-"""Numbers about one atom: norm, extremes, mean, NaN and infinity, and a histogram; all in one pass."""
+"""Statistics of one atom in one pass: norm, extremes, mean, NaN and infinity, and a histogram."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ucp.compare.elements import numbers, sum_of_squares
 from ucp.core.dtypes import DType
 from ucp.read.casting import RawArray
 
-_BLOCK: Final = 65_536  # elements that are computed with at a time
-_BINS: Final = 1024  # sign, exponent and first bit of the mantissa of a float32
+_BLOCK: Final = 65_536  # elements to compute with at a time
+_BINS: Final = 1024  # sign, exponent and first mantissa bit of a float32
 _HALF: Final = _BINS // 2
 _LEVELS: Final = np.frombuffer(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_", np.uint8)
 
 
 class AtomStatistics:
-    """Takes in slabs of one atom of a real dtype.
+    """Statistics of one atom of a real dtype, computed slab by slab.
 
-    The histogram is one of magnitudes, on both sides of zero: half an octave a bin (1 to 1.5, 1.5 to 2, 2 to 3, …).
-    Unlike bins between the extremes these are known before the extremes are, and they show what underflows.
+    The histogram counts magnitudes, on both sides of zero, with two bins per power of two (1 to 1.5, 1.5 to 2, 2 to 3,
+    …). Unlike bins between the extremes, these are known before the extremes are, and they show what underflows.
     """
 
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
-        self.count = 0  # elements that were looked at
+        self.count = 0  # elements measured
         self.nan = 0
         self.infinite = 0
         self.zeros = 0
-        self.low = math.inf  # of finite elements, as are the sums
+        self.low = math.inf  # extremes and sums are of finite elements
         self.high = -math.inf
         self.total = 0.0
         self.squares = 0.0
@@ -50,7 +50,7 @@ class AtomStatistics:
             values = values.astype(np.float64)
         with np.errstate(all="ignore"):
             total = float(values.sum(dtype=np.float64))
-            if not math.isfinite(total):  # cheaper than to look at each element when all is well
+            if not math.isfinite(total):  # cheaper than testing each element if all are finite
                 nan = int(np.count_nonzero(np.isnan(values)))
                 finite = values[np.isfinite(values)]
                 self.nan += nan
@@ -101,14 +101,14 @@ class AtomStatistics:
         return math.sqrt(self.squares)
 
     def to_json(self) -> list[Any]:
-        """For the page: norm, low, high, mean, deviation, NaN, infinite, zeros, and the histogram of `_histogram`."""
+        """For the page: norm, low, high, mean, deviation, NaN, infinite, zeros, then `_histogram`."""
         numbers_ = [self.norm, self.low, self.high, self.mean, self.deviation]
         return [*(_short(n) for n in numbers_), self.nan, self.infinite, self.zeros, *self._histogram()]
 
     def _histogram(self) -> tuple[int, str, str]:
-        """The first bin in use and the heights below and above zero, one letter a bin: 64 levels, 0 to _.
+        """The first used bin, and the heights below and above zero, one character per bin: 64 levels, 0 to _.
 
-        Bin b is [2^(b//2 - 127), …) in magnitude. A bin that is not empty is at least one level high.
+        Bin b starts at magnitude 2^(b//2 - 127), 1.5 times that if b is odd. A nonempty bin is at least one level.
         """
         sides = self.bins[_HALF:], self.bins[:_HALF]
         used = np.flatnonzero(sides[0] + sides[1])
@@ -127,10 +127,10 @@ def _letters(counts: NDArray[np.int64], peak: int) -> str:
 
 
 def _short(value: float) -> float | None:
-    """Four digits are plenty for people, and make small pages."""
+    """Rounded to four digits, which keeps pages small."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def measurable(dtype: DType) -> bool:
-    """Has this dtype an order, so that it has extremes?"""
+    """Whether values of this dtype are ordered, so that they have extremes."""
     return dtype.family != "complex"

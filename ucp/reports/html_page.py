@@ -1,7 +1,4 @@
-"""The page: a template, its styles and scripts, and the facts, put together into one file that needs no other.
-
-One report from start to finish: a checkpoint in, a page out.
-"""
+"""Write the HTML page of a checkpoint: one file with its data, style and scripts, which needs nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-import ucp.checks as checks
+from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report
 from ucp.compare.atom_pass import AtomGroup, ReadFailure, run_pass
 from ucp.core.checkpoint import Checkpoint
@@ -25,11 +22,11 @@ from ucp.engine.pool import Progress
 from ucp.errors import StorageError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.reports.atom_statistics import AtomStatistics, measurable
-from ucp.reports.page_data import page_data, shown_kinds
+from ucp.reports.page_data import measured_states, page_data
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import local_path, parse_path
 
-# In this order, inside one function: later ones use what earlier ones define.
+# Concatenated into one function in this order: each may use what earlier ones define.
 SCRIPTS: Final = (
     "core.js",
     "model.js",
@@ -43,43 +40,9 @@ SCRIPTS: Final = (
 )
 
 
-def html_page(facts: dict[str, Any], title: str) -> str:
-    """The HTML text. Names in `facts` may be hostile: they are data, and never reach the page as markup."""
-    script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();"
-    style = _asset("page.css")
-    # What is embedded runs, and nothing else does: no network, no inline handlers, no injected script.
-    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
-    parts = {
-        "TITLE": escape(title),
-        "POLICY": escape(policy),
-        "STYLE": style,
-        "SCRIPT": script,
-        "FACTS": embedded(facts),
-    }
-    # Split first and fill in after, so that a name that looks like a mark stays a name.
-    pieces = _asset("page.html").split("%%")
-    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
-
-
-def embedded(facts: dict[str, Any]) -> str:
-    """JSON that can stand inside a `script` element: no character of it can end the element or open a comment."""
-    text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for mark in "<>&\u2028\u2029":
-        text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _asset(name: str) -> str:
-    return (files("ucp.reports") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What goes on the page. `level` is how deep the checks look; `sample` is in elements of each state."""
+    """What the page contains. `level` is that of the checks; `sample` limits the elements read per state."""
 
     level: Level = Level.DEFAULT
     statistics: bool = True
@@ -89,7 +52,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """A page that was written."""
+    """A page that was written, and the report of its checks."""
 
     path: Path
     nbytes: int
@@ -108,7 +71,7 @@ def write_report(
 ) -> WrittenReport:
     """Write the page about the checkpoint at `source` to `target`.
 
-    A checkpoint that cannot be opened still makes a page, of what the checks say about it.
+    If the checkpoint cannot be opened, the page contains the findings of the checks.
     """
     options = options or ReportOptions()
     path, out = parse_path(source), local_path(target, "a page goes")
@@ -122,18 +85,18 @@ def write_report(
     except UcpError:
         if not path.exists():
             raise
-    report = checks.verify(checkpoint or path, options.level, options=reading, jobs=jobs, progress=progress)
+    report = verify(checkpoint or path, options.level, options=reading, jobs=jobs, progress=progress)
     measured: dict[tuple[str, str], AtomStatistics | UcpError] = {}
     if checkpoint is not None and options.statistics:
         measured = measure(checkpoint, jobs=jobs, sample=options.sample, progress=progress)
-    said = page_data(checkpoint, report, measured, source=str(path), version=version, sample=options.sample)
-    text = html_page(said, f"{path.resolve().name} · ucp report")
+    data = page_data(checkpoint, report, measured, source=str(path), version=version, sample=options.sample)
+    text = html_page(data, f"{path.resolve().name} · ucp report")
     _write(out, text)
     return WrittenReport(out, len(text.encode()), len(checkpoint.parameters) if checkpoint else 0, report)
 
 
 def _check_target(out: Path) -> None:
-    """Raise what can be known before any work."""
+    """Raise errors that can be detected before any work is done."""
     try:
         is_folder = out.is_dir()
     except OSError as error:
@@ -145,12 +108,12 @@ def _check_target(out: Path) -> None:
 def measure(
     checkpoint: Checkpoint, *, jobs: int, sample: int | None = None, progress: Progress | None = None
 ) -> dict[tuple[str, str], AtomStatistics | UcpError]:
-    """Statistics of every state; where one cannot be read, why."""
-    wanted = [key for key in shown_kinds(checkpoint) if measurable(checkpoint.parameters[key[0]].atoms[key[1]].dtype)]
-    atoms = [checkpoint.parameters[name].atoms[kind] for name, kind in wanted]
-    with SourceFiles(checkpoint.root) as files:
-        done = run_pass(
-            [AtomGroup(((files, atom),)) for atom in atoms],
+    """Statistics of every state, or the error if it cannot be read."""
+    keys = [key for key in measured_states(checkpoint) if measurable(checkpoint.parameters[key[0]].atoms[key[1]].dtype)]
+    atoms = [checkpoint.parameters[name].atoms[kind] for name, kind in keys]
+    with SourceFiles(checkpoint.root) as source_files:
+        results = run_pass(
+            [AtomGroup(((source_files, atom),)) for atom in atoms],
             lambda number: AtomStatistics(atoms[number].dtype),
             jobs=jobs,
             sample=sample,
@@ -158,20 +121,56 @@ def measure(
             keep_going=True,
         )
     return {
-        key: found.error if isinstance(found, ReadFailure) else found for key, found in zip(wanted, done, strict=True)
+        key: result.error if isinstance(result, ReadFailure) else result
+        for key, result in zip(keys, results, strict=True)
     }
 
 
+def html_page(data: dict[str, Any], title: str) -> str:
+    """The page as text. Names in `data` may be hostile: they are embedded as data, and never become markup."""
+    script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();"
+    style = _asset("page.css")
+    # Only the embedded script may run: no network, no inline handlers, no injected script.
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
+    contents = {
+        "TITLE": escape(title),
+        "POLICY": escape(policy),
+        "STYLE": style,
+        "SCRIPT": script,
+        "FACTS": embedded(data),
+    }
+    # Split before filling in, so that a name that looks like a placeholder is not replaced.
+    pieces = _asset("page.html").split("%%")
+    return "".join(contents[piece] if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def embedded(data: dict[str, Any]) -> str:
+    """JSON for a `script` element: none of its characters can end the element or open a comment."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _asset(name: str) -> str:
+    return (files("ucp.reports") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
 def _write(path: Path, text: str) -> None:
-    """Write beside the target and rename: a page appears whole or not at all. A pipe or device stays what it is."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Write next to the target and rename, so that the page appears complete or not at all. Pipes and devices are
+    written directly."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

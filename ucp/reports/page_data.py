@@ -1,9 +1,8 @@
-"""Which rank holds which part of an atom, said compactly: runs of ranks whose shares follow one another.
+"""The contents of the HTML page as compact JSON. Names that repeat are listed once and referred to by number.
 
-A thousand ranks times ten thousand parameters make millions of fragments. But the shares of a parameter are regular,
-and parameters of one shape are cut alike: a few runs describe a parameter, and many parameters share a description.
-
-What the page says about a checkpoint, as compact JSON. Numbers stand for names that repeat.
+A thousand ranks times ten thousand parameters are millions of fragments. But the shards of a parameter are regular, and
+parameters of one shape are split in the same way: `PartitionMap` describes a parameter by a few runs of fragments, and
+many parameters share a description.
 """
 
 from __future__ import annotations
@@ -25,71 +24,71 @@ from ucp.core.mesh import Rank
 from ucp.errors import UcpError
 from ucp.reports.atom_statistics import AtomStatistics
 
-# Of atoms with this many fragments and more, those of one shape, count and first share are taken to be cut alike.
-_MANY: Final = 64
-_BOXES: Final = 256  # of one region; fused parameters cut along an inner dimension have one a row
+# Atoms with at least this many fragments are assumed to be split alike if shape, count and first fragment are equal.
+_MANY_FRAGMENTS: Final = 64
+_MAX_BOXES: Final = 256  # of one region on the page; fused parameters split along an inner dimension have one per row
 
-# rank, file, boxes, start, length, cover: what is said of one fragment. Lengths do not change along a run.
-_Entry = tuple[int, int, int, int, int, int]
+# A fragment: numbers of its rank, file and boxes; start and length in the boxes; cover (0, or number of the replica).
+_FragmentEntry = tuple[int, int, int, int, int, int]
 
 
 @dataclass(slots=True)
 class PartitionPattern:
-    """How an atom is cut: runs of fragments, and the number of elements that each rank holds."""
+    """How an atom is split: runs of fragments, and the number of elements on each rank."""
 
     runs: tuple[tuple[int, ...], ...]
-    held: dict[int, int]
+    elements: dict[int, int]
 
 
 @dataclass(slots=True)
 class PartitionMap:
-    """Ranks, files, box lists and patterns by number, so that whatever repeats is said once."""
+    """Numbered ranks, files, lists of boxes, and patterns in which atoms are split."""
 
     ranks: list[Rank]
     files: list[str]
     boxes: list[tuple[Box, ...]] = field(default_factory=list)
-    clipped: dict[int, int] = field(default_factory=dict)  # box list → how many boxes it has in truth
+    clipped: dict[int, int] = field(default_factory=dict)  # list of boxes → full length, if too long for the page
     patterns: list[PartitionPattern] = field(default_factory=list)
     _rank_numbers: dict[Rank, int] = field(default_factory=dict)
     _file_numbers: dict[str, int] = field(default_factory=dict)
     _box_numbers: dict[tuple[Box, ...], int] = field(default_factory=dict)
     _pattern_numbers: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
-    _alike: dict[Any, int] = field(default_factory=dict)
+    _patterns_of_large: dict[Any, int] = field(default_factory=dict)
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> PartitionMap:
-        """An empty partition with all ranks of the mesh: tensor-parallel rank fastest, then data, then pipeline."""
+        """An empty map with all ranks of the mesh: tensor-parallel rank fastest, then data, then pipeline."""
         mesh = checkpoint.mesh
         ranks = [Rank(pp, tp, dp) for pp in range(mesh.pp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
         files = sorted(checkpoint.sizes, key=_natural)
-        made = PartitionMap(ranks, files)
-        made._rank_numbers = {rank: number for number, rank in enumerate(ranks)}
-        made._file_numbers = {file: number for number, file in enumerate(files)}
-        return made
+        partition = PartitionMap(ranks, files)
+        partition._rank_numbers = {rank: number for number, rank in enumerate(ranks)}
+        partition._file_numbers = {file: number for number, file in enumerate(files)}
+        return partition
 
     def pattern_of(self, atom: Atom) -> int:
-        """The number of the pattern that this atom is cut in."""
+        """Number of the pattern in which this atom is split."""
         covers = (atom.fragments, *atom.replicas)
-        if sum(map(len, covers)) < _MANY:
+        if sum(map(len, covers)) < _MANY_FRAGMENTS:
             return self._add(covers)
         first = next(iter(atom.fragments))
         key = (atom.shape, atom.kind, tuple(map(len, covers)), first.rank, first.region, first.file)
-        if key not in self._alike:
-            self._alike[key] = self._add(covers)
-        return self._alike[key]
+        if key not in self._patterns_of_large:
+            self._patterns_of_large[key] = self._add(covers)
+        return self._patterns_of_large[key]
 
     def _add(self, covers: Sequence[Sequence[Fragment]]) -> int:
         entries = [self._entry(fragment, number) for number, cover in enumerate(covers) for fragment in cover]
         runs = tuple(_runs(entries))
         if runs not in self._pattern_numbers:
-            held: dict[int, int] = {}
+            elements: dict[int, int] = {}
             for rank, _, _, _, length, _ in entries:
-                held[rank] = held.get(rank, 0) + length
+                elements[rank] = elements.get(rank, 0) + length
             self._pattern_numbers[runs] = len(self.patterns)
-            self.patterns.append(PartitionPattern(runs, held))
+            self.patterns.append(PartitionPattern(runs, elements))
         return self._pattern_numbers[runs]
 
-    def _entry(self, fragment: Fragment, cover: int) -> _Entry:
+    def _entry(self, fragment: Fragment, cover: int) -> _FragmentEntry:
         region = fragment.region
         return (
             self._rank(fragment.rank),
@@ -101,12 +100,12 @@ class PartitionMap:
         )
 
     def _rank(self, rank: Rank) -> int:
-        # The expert axis re-uses data-parallel ranks, so it does not make another rank.
+        # Expert parallelism re-uses data-parallel ranks, so it does not make another rank.
         return self._number(Rank(rank.pp, rank.tp, rank.dp), self._rank_numbers, self.ranks)
 
     def _boxes(self, boxes: tuple[Box, ...]) -> int:
         number = self._number(boxes, self._box_numbers, self.boxes)
-        if len(boxes) > _BOXES and number not in self.clipped:
+        if len(boxes) > _MAX_BOXES and number not in self.clipped:
             self.clipped[number] = len(boxes)
         return number
 
@@ -119,22 +118,22 @@ class PartitionMap:
         return number
 
     def to_json(self) -> dict[str, Any]:
-        """For the page. A box is `[starts…, lengths…]`; a run is described at `_runs`."""
+        """For the page. A box is `[starts…, lengths…]`; `_runs` describes a run."""
         return {
             "ranks": [[rank.pp, rank.tp, rank.dp] for rank in self.ranks],
             "files": self.files,
-            "boxes": [[[*box.start, *box.shape] for box in boxes[:_BOXES]] for boxes in self.boxes],
+            "boxes": [[[*box.start, *box.shape] for box in boxes[:_MAX_BOXES]] for boxes in self.boxes],
             "clipped": {str(number): count for number, count in self.clipped.items()},
             "patterns": [pattern.runs for pattern in self.patterns],
         }
 
 
-def _runs(entries: Iterable[_Entry]) -> Iterable[tuple[int, ...]]:
-    """Fragments as runs: `count`, the six numbers of the first, then what each of them grows by from one to the next.
+def _runs(entries: Iterable[_FragmentEntry]) -> Iterable[tuple[int, ...]]:
+    """Join fragments into runs: their count, the six numbers of the first, and by how much each number increases.
 
-    A single fragment is a run of seven numbers. Lengths never grow, so a run has 7 or 13.
+    The length does not change within a run. A single fragment is a run of 7 numbers, any other of 13.
     """
-    run: list[_Entry] = []
+    run: list[_FragmentEntry] = []
     step: tuple[int, ...] = ()
     for entry in entries:
         if len(run) > 1 and _step(run[-1], entry) == step:
@@ -151,23 +150,23 @@ def _runs(entries: Iterable[_Entry]) -> Iterable[tuple[int, ...]]:
         yield _run(run, step)
 
 
-def _step(one: _Entry, other: _Entry) -> tuple[int, ...]:
+def _step(one: _FragmentEntry, other: _FragmentEntry) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip(one, other, strict=True))
 
 
-def _run(run: Sequence[_Entry], step: tuple[int, ...]) -> tuple[int, ...]:
+def _run(run: Sequence[_FragmentEntry], step: tuple[int, ...]) -> tuple[int, ...]:
     return (len(run), *run[0]) if len(run) == 1 else (len(run), *run[0], *step)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that counts: `rank_2` before `rank_10`."""
+    """Sort key that compares numbers by value: `rank_2` before `rank_10`."""
     words = re.split(r"(\d+)", name)
     return [(1, int(word), "") if word.isdigit() else (0, 0, word) for word in words]
 
 
 SCHEMA: Final = 1
-_FINDINGS: Final = 2_000  # on the page; `ucp verify --json` has all
-_TEXT: Final = 400  # longest text of a detail
+_MAX_FINDINGS: Final = 2_000  # on the page; `ucp verify --json` has all
+_MAX_TEXT: Final = 400  # characters of a detail
 
 
 def page_data(
@@ -179,14 +178,14 @@ def page_data(
     version: str,
     sample: int | None,
 ) -> dict[str, Any]:
-    """Everything on the page. Without a checkpoint, only what the checks found."""
-    said: dict[str, Any] = {"schema": SCHEMA, "version": version, "source": source, "checks": _checks(report)}
+    """Everything on the page. Without a checkpoint, only the findings of the checks."""
+    data: dict[str, Any] = {"schema": SCHEMA, "version": version, "source": source, "checks": _checks(report)}
     if checkpoint is None:
-        return said
+        return data
     kinds = list(dict.fromkeys(atom.kind for atom in checkpoint.atoms()))
     partition = PartitionMap.of(checkpoint)
     parameters, unplaced = _parameters(checkpoint, kinds, partition)
-    said |= {
+    data |= {
         "format": checkpoint.format,
         "framework": checkpoint.framework,
         "step": checkpoint.step,
@@ -200,11 +199,11 @@ def page_data(
         "parameters": parameters,
         "partition": partition.to_json(),
         "unplaced": unplaced,
-        "held": _held(checkpoint, kinds, parameters, partition),
+        "held": _bytes_by_rank(checkpoint, kinds, parameters, partition),
         "statistics": _statistics(checkpoint, kinds, statistics),
         "sampled": sample,
     }
-    return said
+    return data
 
 
 def _totals(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -227,19 +226,19 @@ def _details(checkpoint: Checkpoint) -> list[list[str]]:
 
 
 def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    shown = []
+    groups = []
     for group in checkpoint.groups:
         hyper = {}
         for key, value in group.hyper.items():
             try:
-                hyper[str(key)] = _text(_plainly(value))
+                hyper[str(key)] = _text(_hyper_text(value))
             except UcpError:
                 continue
-        shown.append({"parameters": len(group.names), "hyper": hyper})
-    return shown
+        groups.append({"parameters": len(group.names), "hyper": hyper})
+    return groups
 
 
-def _plainly(value: Any) -> str:
+def _hyper_text(value: Any) -> str:
     if isinstance(value, tuple):
         value = list(value)
     encoded = InertEncoder().encode(value)
@@ -247,16 +246,16 @@ def _plainly(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
 def _parameters(
     checkpoint: Checkpoint, kinds: list[str], partition: PartitionMap
 ) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Columns, one entry a parameter; `states` has for each kind a column of `[dtype, pattern]` (0 where absent).
+    """Columns with one entry per parameter; `states` has a column of `[dtype, pattern]` per kind (0 if absent).
 
-    Where a state has another shape than its parameter (`step`), the shape is the third entry. What cannot be located
-    has pattern -1, and a line in the second value: parameter, kind, why.
+    If a state has another shape than its parameter (`step`), the shape is the third entry. States that cannot be
+    located have pattern -1, and are in the second result: parameter, kind, reason.
     """
     shapes: dict[tuple[int, ...], int] = {}
     layers: dict[str, int] = {}
@@ -308,30 +307,30 @@ def _state(
     except UcpError as error:
         pattern = -1
         unplaced.append([number, kind, error.what])
-    said = [dtypes.setdefault(atom.dtype.name, len(dtypes)), pattern]
-    return said if atom.shape == parameter.shape else [*said, shapes.setdefault(atom.shape, len(shapes))]
+    entry = [dtypes.setdefault(atom.dtype.name, len(dtypes)), pattern]
+    return entry if atom.shape == parameter.shape else [*entry, shapes.setdefault(atom.shape, len(shapes))]
 
 
-def _held(
+def _bytes_by_rank(
     checkpoint: Checkpoint, kinds: list[str], parameters: dict[str, Any], partition: PartitionMap
 ) -> list[list[int]]:
-    """For each kind a column of bytes, one entry a rank."""
-    itemsizes: Counter[tuple[int, int]] = Counter()  # (kind, pattern) → of all atoms that are cut so, together
+    """A column per kind, with the bytes on each rank."""
+    itemsizes: Counter[tuple[int, int]] = Counter()  # (kind, pattern) → sum over the atoms that are split in it
     for number, parameter in enumerate(checkpoint.parameters.values()):
         for kind, column in enumerate(parameters["states"]):
             if column[number] and column[number][1] >= 0:
                 itemsizes[kind, column[number][1]] += parameter.atoms[kinds[kind]].dtype.itemsize
-    held = [[0] * len(partition.ranks) for _ in kinds]
+    columns = [[0] * len(partition.ranks) for _ in kinds]
     for (kind, pattern), itemsize in itemsizes.items():
-        for rank, elements in partition.patterns[pattern].held.items():
-            held[kind][rank] += elements * itemsize
-    return held
+        for rank, elements in partition.patterns[pattern].elements.items():
+            columns[kind][rank] += elements * itemsize
+    return columns
 
 
 def _statistics(
     checkpoint: Checkpoint, kinds: list[str], statistics: Mapping[tuple[str, str], AtomStatistics | UcpError]
 ) -> list[list[Any]] | None:
-    """For each kind a column: 0 where nothing was measured, a text where it could not be read."""
+    """A column per kind: statistics, 0 if not measured, or the error if it could not be read."""
     if not statistics:
         return None
     columns: list[list[Any]] = []
@@ -349,14 +348,14 @@ def _statistics(
 def _checks(report: Report | None) -> dict[str, Any] | None:
     if report is None:
         return None
-    said = report.to_json()
+    data = report.to_json()
     meanings = {check.id: check.meaning for check in CHECKS}
-    said["checks"] = [{**check, "meaning": meanings.get(check["id"], "")} for check in said["checks"]]
-    said["omitted"] = max(0, len(said["findings"]) - _FINDINGS)
-    said["findings"] = said["findings"][:_FINDINGS]
-    return said
+    data["checks"] = [{**check, "meaning": meanings.get(check["id"], "")} for check in data["checks"]]
+    data["omitted"] = max(0, len(data["findings"]) - _MAX_FINDINGS)
+    data["findings"] = data["findings"][:_MAX_FINDINGS]
+    return data
 
 
-def shown_kinds(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """(parameter, kind) of all states whose numbers are worth measuring: not the counts of steps."""
+def measured_states(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """(parameter, kind) of all states to compute statistics of: all but step counts."""
     return [(atom.name, atom.kind) for atom in checkpoint.atoms() if atom.kind != STEP and atom.numel]

@@ -1,9 +1,9 @@
-// What everything else uses: the facts, elements made of text, numbers for people, colours, the tooltip.
+// Used by all other scripts: the data of the page, elements, formatting of numbers, colours, the tooltip.
 
 const facts = JSON.parse(document.getElementById('facts').textContent);
 const byId = (id) => document.getElementById(id);
 
-/** An element with properties, attributes (in `attributes`) and children. Text stays text, whatever it looks like. */
+/** Create an element with properties, attributes (in `attributes`) and children. Strings become text, never markup. */
 function make(tag, properties = {}, ...children) {
   const { attributes = {}, ...rest } = properties;
   const node = Object.assign(document.createElement(tag), rest);
@@ -39,7 +39,7 @@ function numberText(value) {
 const shapeText = (shape) => (shape.length ? shape.join('×') : 'scalar');
 const elementsOf = (shape) => shape.reduce((product, n) => product * n, 1);
 
-// Colours come from the style sheet, so that canvases follow the theme.
+// Colours are those of the style sheet, so that canvases follow the theme.
 let colors = {};
 function color(name) {
   if (!(name in colors)) colors[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -47,7 +47,7 @@ function color(name) {
 }
 const kindColor = (kind) => color(`k${kind % 8}`);
 
-// From the first to the last element of a tensor: grows lighter all the way, so it can be told apart without hues.
+// Colours for positions in a tensor. They get lighter from start to end, so that they differ without hue too.
 const RAMP = (() => {
   const stops = [[67, 56, 190], [118, 48, 196], [176, 42, 175], [220, 62, 128], [243, 115, 74], [250, 181, 48]];
   const steps = [];
@@ -62,7 +62,7 @@ const RAMP = (() => {
 const rampColor = (position) => RAMP[Math.max(0, Math.min(95, Math.floor(position * 96)))];
 const rampGradient = () => `linear-gradient(90deg, ${RAMP.filter((_, i) => i % 19 === 0).join(', ')})`;
 
-/** Size a canvas for the screen's pixels and give its context, cleared. Sizes are in CSS pixels. */
+/** Size a canvas for the pixels of the screen and return its cleared context. Sizes are in CSS pixels. */
 function prepare(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
@@ -75,15 +75,15 @@ function prepare(canvas, width, height) {
   return context;
 }
 
-// Drawing waits for the next frame, and is done once however often it was asked for.
-const waiting = new Set();
+// Drawing is deferred to the next frame, and done once however often it is requested.
+const pending = new Set();
 function later(draw) {
-  if (!waiting.size) requestAnimationFrame(() => {
-    const all = [...waiting];
-    waiting.clear();
+  if (!pending.size) requestAnimationFrame(() => {
+    const all = [...pending];
+    pending.clear();
     for (const one of all) one();
   });
-  waiting.add(draw);
+  pending.add(draw);
 }
 
 const tip = byId('tip');
@@ -96,9 +96,9 @@ function showTip(x, y, title, lines) {
 }
 function hideTip() { tip.hidden = true; }
 
-function say(text) { byId('live').textContent = text; }
+function announce(text) { byId('live').textContent = text; }
 
-// Whoever draws with colours or measures widths asks to be called when they change.
+// Functions to call when colours or widths change.
 const redraws = [];
 window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
   colors = {};

@@ -1,4 +1,4 @@
-// One parameter beside the page: how it is cut, drawn; who holds it; its states in numbers.
+// The panel of one parameter: a drawing of its partition, the ranks that hold it, and statistics of its states.
 
 function openDetail(parameter) {
   view.open = parameter;
@@ -9,7 +9,7 @@ function openDetail(parameter) {
     ['Shape', shapeText(shapeOf(parameter))],
     ['Role', ROLES[columns.role[parameter]]],
     ['Layer', layerOf(parameter)],
-    ['Cut', `${columns.rules[columns.rule[parameter]]} (${columns.origins[columns.origin[parameter]]})`],
+    ['Rule', `${columns.rules[columns.rule[parameter]]} (${columns.origins[columns.origin[parameter]]})`],
     ...(columns.group[parameter] >= 0 ? [['Group', String(columns.group[parameter])]] : []),
     ...(columns.expert[parameter] >= 0 ? [['Expert', String(columns.expert[parameter])]] : []),
     ...(aliasesOf(parameter).length ? [['Also called', aliasesOf(parameter).join(', ')]] : []),
@@ -19,7 +19,7 @@ function openDetail(parameter) {
     make('dl', { className: 'pairs' }, facts_.map(([key, value]) => [make('dt', { textContent: key }), make('dd', { textContent: value })])),
     pictureOf(parameter), holderTable(parameter),
     make('h3', { textContent: 'States' }), ...kinds.map((_, kind) => stateCard(parameter, kind)).filter(Boolean),
-    make('h3', { textContent: 'Every byte of it' }),
+    make('h3', { textContent: 'Byte ranges' }),
     make('pre', { textContent: `ucp inspect ${quoted(facts.source)} --param ${quoted(name)}` }));
   aside.hidden = false;
   document.querySelector('main').classList.add('beside');
@@ -36,7 +36,7 @@ function closeDetail() {
   redraws.forEach(later);
 }
 
-/** The tensor as a rectangle, rows downwards, with a block for each part; pointing at it names the ranks there. */
+/** The tensor as a rectangle, rows downwards, with a block for each part; pointing at a block shows its ranks. */
 function pictureOf(parameter) {
   const state = stateOf(parameter, view.kind);
   if (!state || state.pattern < 0 || !state.elements) return null;
@@ -54,7 +54,7 @@ function pictureOf(parameter) {
       blocks.push({ fragment, position, left: columnsOf[0] / shape[1], right: Math.min(1, columnsOf[1] / shape[1]), top: top / shape[0], bottom: Math.min(1, (top + high) / shape[0]) });
     }
   }
-  const canvas = make('canvas', { className: 'picture', attributes: { role: 'img', 'aria-label': `How ${kinds[view.kind]} is cut over ranks; the table below says the same` } });
+  const canvas = make('canvas', { className: 'picture', attributes: { role: 'img', 'aria-label': `How ${kinds[view.kind]} is split over ranks; the table below has the same information` } });
   const draw = () => {
     if (!canvas.isConnected) return;
     const [width, height] = [canvas.parentElement.clientWidth, state.shape.length > 1 ? 220 : 48];
@@ -77,7 +77,7 @@ function pictureOf(parameter) {
   });
   canvas.addEventListener('pointerleave', hideTip);
   later(draw);
-  return make('div', {}, make('h3', { textContent: `How ${kinds[view.kind]} is cut` }), canvas);
+  return make('div', {}, make('h3', { textContent: `How ${kinds[view.kind]} is split` }), canvas);
 }
 
 function holderTable(parameter) {

@@ -1,8 +1,8 @@
-// Puts the page together.
+// Assemble the page.
 
 byId('source-name').textContent = facts.source.replace(/\/+$/, '').split('/').pop() || facts.source;
 byId('source-name').title = facts.source;
-byId('foot').textContent = `Written by ucp ${facts.version}. This page is complete: it loads nothing and sends nothing.`;
+byId('foot').textContent = `Written by ucp ${facts.version}. This page is self-contained: it loads nothing and sends nothing.`;
 drawOverview();
 drawChecks();
 drawRanks();

@@ -1,6 +1,6 @@
-// The partition map: a row a parameter, a column a rank, coloured by where in the tensor the rank's part lies.
+// The partition map: one row per parameter, one column per rank, coloured by the position of the rank's part in the tensor.
 
-/** A list of the states to look at; all of them follow each other. */
+/** A list to choose the kind of state; all such lists show the same choice. */
 function stateChooser(id) {
   const chooser = make('select', { id, onchange: () => { view.kind = Number(chooser.value); search(view.query); } },
     kinds.map((kind, number) => make('option', { value: number, textContent: kind })));
@@ -13,9 +13,9 @@ const partitionMap = (() => {
   const canvas = make('canvas', { tabIndex: 0, attributes: { role: 'img', 'aria-label': 'Partition map. Arrow keys move over parameters and ranks, Enter opens the parameter.' } });
   const spacer = make('div', {}, canvas);
   const pane = make('div', { className: 'pane' }, spacer);
-  const empty = make('p', { className: 'empty', textContent: 'No parameter fits the search.', hidden: true });
+  const empty = make('p', { className: 'empty', textContent: 'No parameter matches the search.', hidden: true });
   const hover = { row: -1, rank: -1 };
-  let zoom = 0;  // pixels a rank; 0 fits all ranks into the width
+  let zoom = 0;  // pixels per rank; 0 fits all ranks into the width
 
   const gutter = () => Math.round(Math.min(340, Math.max(150, pane.clientWidth * 0.28)));
   const columnWidth = () => zoom || Math.min(120, (pane.clientWidth - gutter()) / Math.max(1, ranks.length));
@@ -65,7 +65,7 @@ const partitionMap = (() => {
       if (rank < first || rank > last) continue;
       const position = positionOf(fragments[0], state.shape);
       context.fillStyle = position < 0 ? color('whole') : rampColor(position);
-      // On whole pixels, so that neighbours leave no seam.
+      // On whole pixels, so that there is no seam between neighbours.
       const x = Math.round(toX(rank));
       context.fillRect(x, y + 1, Math.max(1, Math.round(toX(rank + 1)) - x - gap), ROW - 2);
     }
@@ -101,7 +101,7 @@ const partitionMap = (() => {
     }
   }
 
-  /** The end of a name tells more than its beginning. */
+  /** The end of a name, which says more than its start. */
   function fitted(context, name, width) {
     if (context.measureText(name).width <= width) return name;
     const letters = Math.max(4, Math.floor(width / context.measureText('m').width) - 1);
@@ -118,7 +118,7 @@ const partitionMap = (() => {
     context.textBaseline = 'middle';
     context.textAlign = 'left';
     context.fillText(`${countText(view.shown.length)} parameters`, 10, HEAD / 2);
-    // A tick wherever the slowest axis that fits changes: stages, else every so many ranks.
+    // A tick where the slowest axis that fits changes: pipeline stages, else data-parallel ranks.
     const wide = 84;
     let lastX = -Infinity;
     const staged = facts.mesh.pp > 1 && (ranks.length / facts.mesh.pp) * column >= wide;
@@ -194,7 +194,7 @@ const partitionMap = (() => {
     if (x + columnWidth() > pane.scrollLeft + pane.clientWidth - gutter()) pane.scrollLeft = x + columnWidth() - pane.clientWidth + gutter();
     const box = canvas.getBoundingClientRect();
     point({ row, rank }, box.left + gutter() + x - pane.scrollLeft, box.top + HEAD + top - pane.scrollTop + ROW / 2);
-    say([columns.name[view.shown[row]], ...describe(view.shown[row], rank)].join(', '));
+    announce([columns.name[view.shown[row]], ...describe(view.shown[row], rank)].join(', '));
   }
 
   function start() {
@@ -210,7 +210,7 @@ const partitionMap = (() => {
     byId('map-controls').append(...[
       make('div', { className: 'legend' }, make('span', {}, 'start', ramp, 'end of the tensor'), make('span', {}, swatch('whole'), 'whole copy'), make('span', {}, swatch('empty'), 'nothing')),
       stateChooser('map-state'), ranks.length <= 24 ? null : make('div', { className: 'group', attributes: { role: 'group', 'aria-label': 'Width of a rank' } }, buttons)].filter(Boolean));
-    byId('map-lead').textContent = 'Which rank holds which part of which parameter: a row a parameter, a column a rank (tensor-parallel ranks side by side, then data, then pipeline).';
+    byId('map-lead').textContent = 'Which rank holds which part of which parameter: one row per parameter, one column per rank (tensor-parallel ranks next to each other, then data, then pipeline).';
     byId('map-body').append(pane, empty);
     canvas.addEventListener('pointermove', (event) => point(at(event), event.clientX, event.clientY));
     canvas.addEventListener('pointerleave', leave);

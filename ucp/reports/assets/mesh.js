@@ -1,4 +1,4 @@
-// The ranks as a grid: each cell one rank, the darker the more bytes it holds.
+// The ranks as a grid: one cell per rank, darker if it holds more bytes.
 
 function drawRanks() {
   const body = byId('ranks-body');
@@ -9,8 +9,8 @@ function drawRanks() {
   const idle = bytes.filter((n) => n === 0).length;
   byId('ranks-lead').textContent = ranks.length === 1 ? `One rank holds everything: ${bytesText(most)}.`
     : `What each rank wrote: ${bytesText(Math.min(...bytes))} to ${bytesText(most)}, ${bytesText(mean)} on average`
-      + `${mean ? ` (the fullest holds ${(most / mean).toFixed(2)} × that)` : ''}${idle ? `; ${countText(idle)} hold nothing` : ''}.`
-      + ' Columns are data-parallel ranks, rows tensor-parallel ones. Click on a rank to see its parameters.';
+      + `${mean ? ` (the largest: ${(most / mean).toFixed(2)} × that)` : ''}${idle ? `; ${countText(idle)} hold nothing` : ''}.`
+      + ' Columns are data-parallel ranks, rows tensor-parallel ranks. Click on a rank to see its parameters.';
   if (ranks.length === 1) return;
   const stages = new Map();
   ranks.forEach(([pp], rank) => { if (stages.has(pp)) stages.get(pp).push(rank); else stages.set(pp, [rank]); });
@@ -80,7 +80,7 @@ function stageDrawing(canvas, members, bytes, most, stages) {
     const box = canvas.getBoundingClientRect();
     const [x, y] = place(next);
     point(next, box.left + x + cell / 2, box.top + y + cell / 2);
-    say([rankText(next), ...describe(next)].join(', '));
+    announce([rankText(next), ...describe(next)].join(', '));
   });
   return draw;
 }

@@ -1,4 +1,4 @@
-// The facts as a model: parameters, their states, the ranks, and which rank holds what.
+// The data as a model: parameters, their states, the ranks, and what each rank holds.
 
 const kinds = facts.kinds || [];
 const columns = facts.parameters || { name: [], shapes: [], layers: [], states: [] };
@@ -12,15 +12,15 @@ const shapeOf = (parameter) => columns.shapes[columns.shape[parameter]];
 const layerOf = (parameter) => columns.layers[columns.layer[parameter]];
 const aliasesOf = (parameter) => columns.aliases[parameter] || [];
 
-/** A state of a parameter: dtype, shape, bytes, pattern and statistics; null where there is none. */
+/** A state of a parameter: dtype, shape, bytes, pattern and statistics; null if it has none of this kind. */
 function stateOf(parameter, kind) {
-  const said = columns.states[kind][parameter];
-  if (!said) return null;
-  const dtype = columns.dtypes[said[0]];
-  const shape = said.length > 2 ? columns.shapes[said[2]] : shapeOf(parameter);
+  const entry = columns.states[kind][parameter];
+  if (!entry) return null;
+  const dtype = columns.dtypes[entry[0]];
+  const shape = entry.length > 2 ? columns.shapes[entry[2]] : shapeOf(parameter);
   const elements = elementsOf(shape);
   const measured = facts.statistics ? facts.statistics[kind][parameter] : 0;
-  return { dtype, shape, elements, pattern: said[1], bytes: elements * (ITEM_BYTES[dtype] || 1), measured };
+  return { dtype, shape, elements, pattern: entry[1], bytes: elements * (ITEM_BYTES[dtype] || 1), measured };
 }
 
 const STATISTICS = ['norm', 'low', 'high', 'mean', 'deviation', 'nan', 'infinite', 'zeros'];
@@ -47,7 +47,7 @@ function rankText(rank) {
   return `pp ${pp} · tp ${tp} · dp ${dp}`;
 }
 
-/** A pattern's fragments: rank, file, number of the list of boxes, first element and length in it, cover. */
+/** The fragments of a pattern: rank, file, number of the list of boxes, first element and length in it, cover. */
 function* fragmentsOf(pattern) {
   for (const run of facts.partition.patterns[pattern]) {
     const [count, ...first] = run;
@@ -75,7 +75,7 @@ const holdersOf = (() => {
   };
 })();
 
-/** The boxes of a list as {start, shape}, and their number of elements together. */
+/** The boxes of a list as {start, shape}, and their total number of elements. */
 const boxesOf = (() => {
   const known = new Map();
   return (number) => {
@@ -88,7 +88,7 @@ const boxesOf = (() => {
   };
 })();
 
-/** Where in the tensor a fragment lies, from 0 to 1; -1 for a whole copy. */
+/** Position of a fragment in the tensor, from 0 to 1; -1 for a whole copy. */
 function positionOf(fragment, shape) {
   const { boxes, elements } = boxesOf(fragment.boxes);
   if (!boxes.length || !shape.length) return -1;
@@ -104,7 +104,7 @@ function positionOf(fragment, shape) {
 
 const boxText = (box) => `[${box.start.map((a, d) => `${a}:${a + box.shape[d]}`).join(', ')}]`;
 
-/** What a fragment holds, in words. */
+/** The region of a fragment as text. */
 function regionText(fragment) {
   const { boxes, elements, clipped } = boxesOf(fragment.boxes);
   const more = (clipped || boxes.length) > 3 ? ` + ${(clipped || boxes.length) - 3} more` : '';
@@ -113,7 +113,7 @@ function regionText(fragment) {
   return `elements ${countText(fragment.start)}:${countText(fragment.start + fragment.length)} of ${where}`;
 }
 
-/** The flat interval [start, stop) of a block of this shape as boxes in it. */
+/** The flat interval [start, stop) of a block of this shape, as boxes in it. */
 function intervalBoxes(shape, start, stop) {
   if (start >= stop) return [];
   if (!shape.length) return [{ start: [], shape: [] }];
@@ -145,7 +145,7 @@ function piecesOf(fragment) {
   return found;
 }
 
-// What is looked at: the state, the words that are searched for, the parameters that fit, the one that is open.
+// What is shown: the kind of state, the search, the parameters that match it, the one that is open.
 const view = { kind: Math.max(0, kinds.indexOf('master') >= 0 ? kinds.indexOf('master') : 0), query: '', shown: [], open: -1 };
 const listeners = [];
 function changed() { listeners.forEach((listener) => listener()); }
@@ -179,7 +179,7 @@ function wordTest(word) {
   return (parameter) => pattern.test(columns.name[parameter]) || aliasesOf(parameter).some((alias) => pattern.test(alias));
 }
 
-/** Keep the parameters in which every word of the query occurs. */
+/** Show the parameters that match every word of the query. */
 function search(query) {
   view.query = query;
   const tests = query.trim().split(/\s+/).filter(Boolean).map(wordTest);

@@ -1,4 +1,4 @@
-// The overview and what the checks found.
+// The overview and the findings of the checks.
 
 function tile(title, value, small) {
   return make('div', { className: 'tile' }, make('dt', { textContent: title }),
@@ -8,7 +8,7 @@ function tile(title, value, small) {
 function drawOverview() {
   const body = byId('overview-body');
   if (!facts.totals) {
-    body.append(make('p', { className: 'empty', textContent: 'This checkpoint could not be opened. The checks below say why.' }));
+    body.append(make('p', { className: 'empty', textContent: 'This checkpoint could not be opened. The findings below explain why.' }));
     return;
   }
   const { totals, mesh } = facts;

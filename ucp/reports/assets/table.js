@@ -1,6 +1,6 @@
-// All parameters in a table of which only the visible rows exist; statistics of the chosen state beside them.
+// All parameters in a table, of which only the visible rows exist, with statistics of the chosen state.
 
-/** The sides of zero that a histogram has bars on: the heights from left to right, and whether zero is in the middle. */
+/** The bars of a histogram: heights from left to right, and whether there are bars left and right of zero. */
 function sidesOf(measured) {
   const LEVELS = '0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_';
   const [, below, above] = measured.slice(STATISTICS.length);
@@ -27,7 +27,7 @@ const parameterTable = (() => {
   const rows = make('div', { className: 'rows', attributes: { role: 'rowgroup' } });
   const title = make('div', { className: 'line title', attributes: { role: 'row' } });
   const pane = make('div', { className: 'pane grid', tabIndex: 0, attributes: { role: 'grid', 'aria-label': 'Parameters' } }, title, rows);
-  const empty = make('p', { className: 'empty', textContent: 'No parameter fits the search.', hidden: true });
+  const empty = make('p', { className: 'empty', textContent: 'No parameter matches the search.', hidden: true });
   let sorted = { by: null, down: false };
   let order = [];
   let cursor = -1;
@@ -42,7 +42,7 @@ const parameterTable = (() => {
   const shownColumns = [
     { head: 'Parameter', width: 'minmax(270px, 3fr)', mono: true, value: (p) => columns.name[p], text: (p) => columns.name[p] },
     { head: 'Shape', width: 'minmax(104px, .7fr)', value: (p) => elementsOf(shapeOf(p)), text: (p) => shapeText(shapeOf(p)) },
-    { head: 'Cut', width: 'minmax(88px, .8fr)', value: (p) => columns.rules[columns.rule[p]], text: (p) => columns.rules[columns.rule[p]] },
+    { head: 'Rule', width: 'minmax(88px, .8fr)', value: (p) => columns.rules[columns.rule[p]], text: (p) => columns.rules[columns.rule[p]] },
     { head: 'Role', width: '64px', value: (p) => columns.role[p], text: (p) => ROLES[columns.role[p]] },
     { head: 'Bytes', width: '78px', number: true, value: bytesOf, text: (p) => bytesText(bytesOf(p)) },
     ...measuredColumns,
@@ -58,7 +58,7 @@ const parameterTable = (() => {
     const sign = sorted.down ? -1 : 1;
     order.sort((a, b) => {
       const [x, y] = [keys.get(a), keys.get(b)];
-      if (x === null || y === null) return (x === null) - (y === null) || a - b;  // what has no value comes last
+      if (x === null || y === null) return (x === null) - (y === null) || a - b;  // missing values come last
       return x < y ? -sign : x > y ? sign : a - b;
     });
   }
@@ -103,7 +103,7 @@ const parameterTable = (() => {
       if (column.drawing) { cell.textContent = column.head; return cell; }
       if (sorted.by === column) cell.setAttribute('aria-sort', sorted.down ? 'descending' : 'ascending');
       cell.append(make('button', { type: 'button', textContent: column.head, onclick: () => {
-        // Numbers are asked for from the largest, names from the first; a third click restores the model's order.
+        // Numbers are sorted from the largest, names from the first; a third click restores the order of the model.
         const begins = !!column.number;
         sorted = sorted.by !== column ? { by: column, down: begins } : sorted.down === begins ? { by: column, down: !begins } : { by: null, down: false };
         refresh();
@@ -125,7 +125,7 @@ const parameterTable = (() => {
     if (cursor * ROW < pane.scrollTop) pane.scrollTop = cursor * ROW;
     if ((cursor + 1) * ROW > pane.scrollTop + room) pane.scrollTop = (cursor + 1) * ROW - room;
     openDetail(order[cursor]);
-    say(columns.name[order[cursor]]);
+    announce(columns.name[order[cursor]]);
   }
 
   function start() {
@@ -133,7 +133,7 @@ const parameterTable = (() => {
     byId('parameters-controls').append(stateChooser('table-state'));
     const sampled = facts.sampled ? ` Measured on a sample of about ${countText(facts.sampled)} elements of each state.` : '';
     byId('parameters-lead').textContent = facts.statistics
-      ? `Statistics of the chosen state. Histograms count magnitudes on both sides of zero, half an octave a bar.${sampled}`
+      ? `Statistics of the chosen state. Histograms count magnitudes on both sides of zero, two bars per power of two.${sampled}`
       : 'Statistics were not measured (--quick or --no-stats).';
     byId('parameters-body').append(pane, empty);
     pane.addEventListener('scroll', () => later(draw));
