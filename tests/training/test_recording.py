@@ -298,7 +298,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     late.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     late.optimizer.param_groups[1]["params"][0].grad = torch.ones(2)
     late.optimizer.zero_grad = lambda: None  # keeps that gradient
-    with pytest.raises(UsageError, match="did not have when recording began, or that was frozen"):
+    with pytest.raises(UsageError, match="did not have when recording started, or that was frozen"):
         late.train(1)
 
 
@@ -312,7 +312,7 @@ def test_aux_is_logged_with_every_step(tmp_path: Path) -> None:
     stream = Log.open(tmp_path).epochs[0].streams[0]
     assert [stream.aux(step)["user"]["position"] for step in stream.steps] == [10, 20, 30]
     wrong = Trained(tmp_path / "wrong", optimizers()["sgd"][0], aux=lambda: {1, 2})
-    with pytest.raises(UsageError, match="no JSON"):
+    with pytest.raises(UsageError, match="not valid JSON"):
         wrong.train(1)
 
 
@@ -372,7 +372,7 @@ def test_zero_partitions_stay_with_their_ranks() -> None:
 def test_a_gradient_that_is_not_what_was_recorded_is_noticed(tmp_path: Path) -> None:
     """The check that guards the reduced gradients, with a recorder whose slot was changed behind its back."""
     job = Trained(tmp_path, optimizers()["adamw single"][0])
-    taker = job.recorder._taker
+    taker = job.recorder._capture
     gradient = torch.randn(7)
     taker.take(2, gradient)
     taker.check(2, gradient)
@@ -501,12 +501,12 @@ def halve(job: Trained) -> None:
         (clamp_data, "rare was changed by something else, through .data"),
         (forget_states, "a state of rare was changed"),
         (zero_moments, "a state of rare was changed"),
-        (average_what_rests, "frozen, which the recorded optimizer does not step, was changed"),
-        (replace_what_rests, "frozen, which the recorded optimizer does not step, was changed"),
-        (fuse, "its settings were changed"),
-        (couple_decay, "its settings were changed"),
+        (average_what_rests, "frozen, which the recorded optimizer does not update, was changed"),
+        (replace_what_rests, "frozen, which the recorded optimizer does not update, was changed"),
+        (fuse, "settings that are not logged"),
+        (couple_decay, "settings that are not logged"),
         (load_states, "states were loaded"),
-        (halve, "is not what the optimizer is given"),
+        (halve, "is not the one that the optimizer consumes"),
     ],
 )
 def test_what_the_log_would_not_know_ends_the_recording(tmp_path: Path, change: Any, message: str) -> None:
@@ -553,7 +553,7 @@ def test_a_parameter_that_changes_its_group_ends_the_recording(tmp_path: Path) -
     ucp.record(tmp_path, model, optimizer)
     optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
     model(torch.randn(2, 3)).sum().backward()
-    with pytest.raises(UsageError, match="moved to another group"):
+    with pytest.raises(UsageError, match="moved to another param group"):
         optimizer.step()
 
 
@@ -564,14 +564,14 @@ def test_a_second_optimizer_of_the_model_is_noticed(tmp_path: Path) -> None:
     model(torch.randn(2, 3)).sum().backward()
     first.step()
     second.step()
-    with pytest.raises(UsageError, match="bias, which the recorded optimizer does not step"):
+    with pytest.raises(UsageError, match="bias, which the recorded optimizer does not update"):
         first.step()
     assert Log.open(tmp_path).recoverable_step == 1
 
 
 def test_types_that_a_log_does_not_hold_are_refused_at_once(tmp_path: Path) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])
-    with pytest.raises(UsageError, match="parameter 0 has the element type complex64"):
+    with pytest.raises(UsageError, match="parameter 0 has dtype complex64"):
         ucp.record(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -583,7 +583,7 @@ def test_a_job_that_another_takes_the_folder_from_is_told(tmp_path: Path, monkey
     first.train(2)
     first.recorder.flush()
     second = Trained(tmp_path, optimizers()["adamw single"][0], step=1)
-    with pytest.raises(UsageError, match="another job records here"):
+    with pytest.raises(UsageError, match="another job has started to record here"):
         first.train(1)
     second.train(3)
     second.recorder.close()

@@ -294,6 +294,11 @@ def steps_counted(job: LiveJob) -> int | None:
     return max((count for count in counted if count is not None), default=None)
 
 
+def steps_taken(job: LiveJob) -> int:
+    """The number of steps that the job has taken, as counted by the engine or the optimizer; 0 if neither counts."""
+    return int(job.engine.global_steps) if job.engine is not None else steps_counted(job) or 0
+
+
 def _framework(job: LiveJob) -> str:
     import torch
 

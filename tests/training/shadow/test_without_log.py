@@ -43,7 +43,7 @@ def test_the_shadow_alone_has_every_step(tmp_path: Path, pairs: list[Pair], begi
         job.train()
         wait_for(pairs[0].shadow, step)
         assert_same(state_of(held(pairs[0].shadow)), job.history[step])
-    with pytest.raises(UsageError, match="another job feeds"):
+    with pytest.raises(UsageError, match="another job is connected"):
         Alone(pairs[0].url, None)
     assert job.recorder.stats()["shadow"]["dropped"] == 0
     job.recorder.close()

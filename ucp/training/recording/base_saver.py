@@ -1,7 +1,4 @@
-"""What recording costs a job, counted in the trainer's thread, and the intervals that follow from it.
-
-The bases that a recorder takes: saved in the background, and what they make superfluous dropped.
-"""
+"""The bases of a recording: when to save one, saving it in the background, and dropping old bases and log segments."""
 
 from __future__ import annotations
 
@@ -21,22 +18,22 @@ from ucp.log.writer import StreamWriter, WriterStats
 from ucp.training.collectives import all_gather
 from ucp.training.save import SaveHandle
 
-TUNE_EVERY: Final = 100  # steps, with an automatic interval between bases
+TUNE_EVERY: Final = 100  # steps between two choices of an automatic interval
 
 
 @dataclass(slots=True)
 class RecorderTimings:
-    """Seconds of the wall clock, unless they say CPU."""
+    """Time spent on recording in the trainer's thread. Wall-clock seconds unless named CPU."""
 
     hook_seconds: float = 0.0  # at the ends of steps
     hook_cpu_seconds: float = 0.0
-    base_seconds: float = 0.0  # that training waited for bases after the first
-    bases: int = 0  # after the first
+    base_seconds: float = 0.0  # waiting for bases, except the first
+    bases: int = 0  # except the first
     first_base_seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     def to_json(self, steps: int, record_seconds: float, stats: WriterStats) -> dict[str, Any]:
-        """For the log: `ucp tune` reads it. `record_seconds` were spent in hooks, all told."""
+        """The costs that `ucp tune` reads from the log. `record_seconds` is the total time in all hooks."""
         return {
             "steps": steps,
             "record_seconds": round(record_seconds, 6),
@@ -48,53 +45,53 @@ class RecorderTimings:
 
 
 class BaseInterval:
-    """How many steps lie between bases: so many, none, or what is best by what was measured (`"auto"`)."""
+    """The number of steps between bases: fixed, none, or chosen from measurements (`"auto"`)."""
 
     def __init__(self, base_every: int | Literal["auto"] | None, mtbf: float, start: int) -> None:
-        """`mtbf` are seconds, for `"auto"`; `start` is the step that recording began with."""
+        """`mtbf` is in seconds, for `"auto"`; `start` is the step at which recording started."""
         self.base_every = None if base_every == "auto" else base_every
         self._tuner = Tuner() if base_every == "auto" else None
         self._mtbf = mtbf
         self._start = start
 
-    def are_chosen_after(self, step: int) -> bool:
-        """Is it time to choose again?"""
+    def is_tuning_step(self, step: int) -> bool:
+        """Whether to choose the interval again after `step`."""
         return self._tuner is not None and (step - self._start) % TUNE_EVERY == 0
 
-    def want_base(self, step: int, last: int) -> bool:
-        """Is it time for a base after `step`? The newest is of step `last`."""
+    def is_base_due(self, step: int, last: int) -> bool:
+        """Whether to save a base after `step`; the newest one is of step `last`."""
         return self.base_every is not None and step - last >= self.base_every
 
-    def want_all(self, step: int, last: int) -> bool:
-        """Do the ranks do something together after `step`, unless one of them has failed?"""
-        return self.are_chosen_after(step) or self.want_base(step, last)
+    def is_collective_step(self, step: int, last: int) -> bool:
+        """Whether all ranks run a collective after `step`."""
+        return self.is_tuning_step(step) or self.is_base_due(step, last)
 
     def choose(
         self,
-        spent: RecorderTimings,
+        timings: RecorderTimings,
         stats: WriterStats,
         *,
         steps: int,
         record_seconds: float,
-        whole_base_seconds: float,
+        base_duration: float,
         numel: int,
     ) -> TuningChoice:
-        """The best intervals from what the slowest rank has measured in `steps` steps. Collective.
+        """Choose the intervals from the measurements of the slowest rank over `steps` steps. Collective.
 
-        `record_seconds` were spent in hooks, `whole_base_seconds` from a base's beginning to its end; `numel` elements
-        are logged by this rank.
+        `record_seconds` were spent in hooks, `base_duration` is the time from the start of a base to its end, and
+        `numel` is the number of elements that this rank logs.
         """
         assert self._tuner is not None
         record = record_seconds / steps
-        mine = (
-            (time.perf_counter() - spent.started - spent.base_seconds) / steps - record,
-            spent.base_seconds / spent.bases if spent.bases else spent.first_base_seconds,
+        measured = (
+            (time.perf_counter() - timings.started - timings.base_seconds) / steps - record,
+            timings.base_seconds / timings.bases if timings.bases else timings.first_base_seconds,
             stats.stall_seconds / stats.syncs if stats.syncs else 0.0,
             record,
             numel * REPLAY_SECONDS,
-            whole_base_seconds,
+            base_duration,
         )
-        step, base_stall, sync_stall, record, replay, base_time = map(max, zip(*all_gather(mine), strict=True))
+        step, base_stall, sync_stall, record, replay, base_time = map(max, zip(*all_gather(measured), strict=True))
         costs = RecordingCosts(
             max(step, 1e-9), self._mtbf, base_stall, sync_stall, record, replay, base_time, base_time
         )
@@ -104,7 +101,7 @@ class BaseInterval:
 
 
 class BaseSaver:
-    """Bases of one epoch. `save(folder, asynchronous)` saves the live job; every rank calls alike."""
+    """Saves the bases of one epoch. `save(folder, asynchronous)` saves the job and is called on every rank."""
 
     def __init__(
         self,
@@ -115,9 +112,9 @@ class BaseSaver:
         keep: int | None,
         save: Callable[[Path, bool], SaveHandle],
         rank: int,
-        beside: Callable[[Path], None] | None = None,
+        extra_files: Callable[[Path], None] | None = None,
     ) -> None:
-        """`beside` puts this rank's own things into the folder of a base."""
+        """`extra_files(folder)` writes further files of this rank into the folder of a base."""
         self._run = run
         self._epoch = epoch
         self._start = start
@@ -125,16 +122,16 @@ class BaseSaver:
         self._keep = keep
         self._save = save
         self._rank = rank
-        self._beside = beside
+        self._extra_files = extra_files
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._finished: list[int] = []  # steps of whole bases of this run, oldest first
+        self._finished: list[int] = []  # steps of the complete bases of this run, oldest first
         self.last_step = start
         self.taken = 0
-        self.seconds = 0.0  # that the last whole base took from beginning to end
+        self.seconds = 0.0  # from start to end of the last complete base
 
-    def begin_with(self, step: int) -> str:
-        """Take the first base now; gives its folder relative to the run's."""
+    def save_first(self, step: int) -> str:
+        """Save the first base now; returns its folder relative to the run's."""
         base = self._new(step)
         try:
             self._save(base.path, False).wait()
@@ -144,7 +141,7 @@ class BaseSaver:
         return str(base.folder.relative_to(self._run))
 
     def take(self, step: int) -> None:
-        """Take a base of the state as it is now, in the background. Collective."""
+        """Save a base of the current state in the background. Collective."""
         self.wait()
         base = self._new(step)
         begin = time.perf_counter()
@@ -164,29 +161,29 @@ class BaseSaver:
         self._thread = threading.Thread(target=finish, name="ucp-base")
         self._thread.start()
 
-    def drop_superfluous(self, writer: StreamWriter) -> None:
-        """Let the writer drop what the second newest base has made superfluous. Cheap when there is nothing new."""
+    def drop_old_segments(self, writer: StreamWriter) -> None:
+        """Drop the log segments before the oldest base that is kept. Cheap if there is nothing to drop."""
         keep = self._keep
         while keep is not None and len(self._finished) > keep:
             self._finished.pop(0)
             writer.drop_segments_upto(self._finished[0])
 
     def wait(self) -> None:
-        """Wait for the base that is under way; raise what went wrong with it."""
+        """Wait for the base in progress; raise its error if it failed."""
         error = self.failure()
         if error is not None:
             raise error
 
     def failure(self) -> BaseException | None:
-        """Wait for the base that is under way; what went wrong with it, told once."""
+        """Wait for the base in progress; return its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         return error
 
-    def raise_error(self) -> None:
-        """Raise what went wrong with the last base, if that is known by now. Cheap."""
+    def raise_finished_error(self) -> None:
+        """Raise the error of the last base if it has already failed. Cheap."""
         if self._error is not None:
             self.wait()
 
@@ -194,8 +191,8 @@ class BaseSaver:
         base = BaseCheckpoint(base_folder(self._run, self._next), self._next, step, self._epoch, ATOMS)
         try:
             base.folder.mkdir(parents=True, exist_ok=True)
-            if self._beside is not None:
-                self._beside(base.folder)  # before the save, which ends when every rank has begun it
+            if self._extra_files is not None:
+                self._extra_files(base.folder)  # before the save, which completes only after all ranks have started it
         except OSError as error:
             raise _base_error(base, error) from error
         self._next += 1
@@ -210,7 +207,7 @@ class BaseSaver:
         self._finished.append(base.step)
 
     def _drop_old(self) -> None:
-        """Older bases than are kept, and epochs that lie altogether before them. On rank 0."""
+        """Remove old bases, and epochs that end before the oldest one that is kept. On rank 0."""
         if self._keep is None:
             return
         bases = list_bases(self._run)
@@ -225,12 +222,12 @@ class BaseSaver:
 
 
 def _base_error(base: BaseCheckpoint, error: BaseException) -> BaseException:
-    """What a user is told when the disk refuses a base: which one, and that nothing before it is lost."""
+    """An error that names the base which could not be saved."""
     if not isinstance(error, (StorageError, OSError)):
         return error
     reason = error.what if isinstance(error, StorageError) else error.strerror or str(error)
     reason = reason.removeprefix(f"{base.folder}: ")
     return StorageError(
         f"{base.folder}: the base of step {base.step} cannot be saved: {reason}",
-        hint="older bases and the log are safe; make room, or see to the disk, and start recording again",
+        hint="older bases and the log are safe; free disk space or check the disk, and start recording again",
     )

@@ -1,9 +1,7 @@
-"""Where DeepSpeed's optimizers have a gradient before they unscale and clip it, and with what they multiply it.
+"""Install the hooks that capture the gradients of every step.
 
-Where the gradients of a step are taken from in a live job.
-
-Either from `p.grad` when the optimizer is called (CONSUMED), or, from DeepSpeed's optimizers, before they unscale and
-clip (REDUCED): then the gradient still has few bits, and the factor is logged beside it.
+Gradients are captured from `p.grad` when the optimizer is called (CONSUMED) or, with DeepSpeed's optimizers, before
+they unscale and clip (REDUCED): then they still have few significant bits, and the factor is logged with them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _UNSCALING: Final = frozenset(
 
 
 def stage_of(job: LiveJob) -> GradientStage:
-    """Which gradient can be logged."""
+    """Which gradients can be logged: as reduced, or as the optimizer consumes them."""
     outer = None if job.engine is None else job.engine.optimizer
     if outer is None or outer is job.optimizer or getattr(outer, "torch_autocast_gradscaler", None) is not None:
         return GradientStage.CONSUMED
@@ -38,12 +36,13 @@ def stage_of(job: LiveJob) -> GradientStage:
 
 
 def grad_dtypes(job: LiveJob, stage: GradientStage) -> list[str]:
-    """The element types in which the gradients of the stepped tensors are taken; the writer narrows where it can."""
+    """The dtypes in which gradients are captured, one per stepped tensor; the writer narrows them if that is exact."""
     outer: Any = None if job.engine is None else job.engine.optimizer
     offload = getattr(outer, "cpu_offload", False) or getattr(outer, "offload_optimizer", False)
     kind = type(outer).__name__
     if stage == GradientStage.REDUCED and kind.startswith("DeepSpeedZeroOptimizer") and not offload:
-        # What is unscaled is these, widened: copying them back loses nothing. The first steps are compared in full.
+        # The optimizer unscales these gradients after widening them to fp32, so narrowing again is exact. The first
+        # steps are compared in full.
         low = str(outer.gradient_accumulation_dtype).removeprefix("torch.")
         return [low for _ in job.stepped]
     if stage == GradientStage.REDUCED and kind == "FP16_UnfusedOptimizer":
@@ -51,18 +50,18 @@ def grad_dtypes(job: LiveJob, stage: GradientStage) -> list[str]:
     return [str(dtype_of(local_tensor(stepped.key))) for stepped in job.stepped]
 
 
-def hook_unscaling(outer: Any, taker: GradientCapture, hooks: Hooks, early: OverlapCapture) -> None:
-    """ZeRO and its like: before they unscale and clip, `grad` of their tensors is the reduced gradient, widened."""
+def hook_unscaling(outer: Any, capture: GradientCapture, hooks: Hooks, overlap: OverlapCapture) -> None:
+    """ZeRO and the fp16 optimizers: capture `grad` of their fp32 tensors before they unscale and clip."""
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def unscale_and_clip_grads(*args: Any, **kwargs: Any) -> Any:
             def take() -> None:
-                if taker.scale is None:
-                    taker.scale = _unscaling_factor(outer, *args, **kwargs)
-                ready = [(i, key.grad) for i, key in enumerate(taker.keys) if key.grad is not None]
-                taker.take_all(early.settle_raw(ready))
+                if capture.scale is None:
+                    capture.scale = _unscaling_factor(outer, *args, **kwargs)
+                ready = [(i, key.grad) for i, key in enumerate(capture.keys) if key.grad is not None]
+                capture.copy_all(overlap.keep_matching_raw(ready))
 
-            run_guarded(taker, take)
+            run_guarded(capture, take)
             return original(*args, **kwargs)
 
         return unscale_and_clip_grads
@@ -71,9 +70,9 @@ def hook_unscaling(outer: Any, taker: GradientCapture, hooks: Hooks, early: Over
 
 
 def _unscaling_factor(outer: Any, *args: Any, **kwargs: Any) -> np.float32:
-    """What the optimizer is about to multiply gradients with: found by having it multiply a one.
+    """The factor by which the optimizer will multiply gradients, found by letting it unscale a gradient of 1.
 
-    So the factor is DeepSpeed's own in every version, rounded as its multiplication rounds it.
+    So it is exactly DeepSpeed's factor in every version, including its rounding.
     """
     import torch
 
@@ -100,17 +99,17 @@ def _unscaling_factor(outer: Any, *args: Any, **kwargs: Any) -> np.float32:
     return factor
 
 
-def hook_bf16_optimizer(outer: Any, taker: GradientCapture, hooks: Hooks) -> None:
-    """BF16_Optimizer: its accumulators when `step` begins."""
+def hook_bf16_optimizer(outer: Any, capture: GradientCapture, hooks: Hooks) -> None:
+    """BF16_Optimizer: capture its gradient accumulators when `step` is called."""
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             def take() -> None:
                 pairs = zip(outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True)
-                known = taker.number
-                taker.take_all([(known[id(key)], grad) for key, grad in pairs if id(key) in known])
+                known = capture.number
+                capture.copy_all([(known[id(key)], grad) for key, grad in pairs if id(key) in known])
 
-            run_guarded(taker, take)
+            run_guarded(capture, take)
             return original(*args, **kwargs)
 
         return step
@@ -119,7 +118,7 @@ def hook_bf16_optimizer(outer: Any, taker: GradientCapture, hooks: Hooks) -> Non
 
 
 def bf16_scale(outer: Any) -> np.float32:
-    """The factor with which BF16_Optimizer has just clipped: found by clipping a one with the same norm."""
+    """The factor by which BF16_Optimizer has just clipped, found by clipping a 1 with the same norm."""
     import torch
     from deepspeed.runtime.utils import clip_tensors_by_global_norm
 
@@ -132,103 +131,109 @@ def bf16_scale(outer: Any) -> np.float32:
 
 
 def hook_gradients(
-    job: LiveJob, taker: GradientCapture, stage: GradientStage, hooks: Hooks, *, model: Any = None, early: bool = False
+    job: LiveJob,
+    capture: GradientCapture,
+    stage: GradientStage,
+    hooks: Hooks,
+    *,
+    model: Any = None,
+    early: bool = False,
 ) -> OverlapCapture:
-    """Take gradients from now on. What goes wrong is kept in `taker.failure` and never disturbs the step.
+    """Install the hooks that capture gradients. Errors are kept in `capture.failure` and do not break the step.
 
-    `early` as `ucp.record` has it. `model` is what the user gave.
+    `early` is the option of `ucp.record`, `model` the user's model.
     """
     known = _trained(job)
     ddp = find_ddp(model)
-    sooner = OverlapCapture(taker, marked=ddp is None)
+    overlap = OverlapCapture(capture, marked=ddp is None)
 
     def before_update(optimizer: Any, args: Any, kwargs: Any) -> None:
         def take() -> None:
-            taker.called = True
+            capture.called = True
             if any(callable(each) for each in (*args, *kwargs.values())):
                 raise UsageError(
                     "an optimizer step that computes the gradients itself (closure) cannot be recorded",
-                    hint='compute them before the step, or record states instead: what="state"',
+                    hint='compute gradients before the step, or record states instead: what="state"',
                 )
-            _on_update(job, known, taker, stage, optimizer, sooner)
+            _on_update(job, known, capture, stage, optimizer, overlap)
 
-        run_guarded(taker, take)
+        run_guarded(capture, take)
 
-    taker.hook = job.optimizer.register_step_pre_hook(before_update)
-    hooks.add(taker.hook)
+    capture.hook = job.optimizer.register_step_pre_hook(before_update)
+    hooks.add(capture.hook)
     if stage == GradientStage.CONSUMED:
         if early and ddp is not None:
-            hook_ddp_buckets(ddp, sooner, taker)
+            hook_ddp_buckets(ddp, overlap, capture)
         elif early and job.engine is None:
-            hook_accumulation(sooner, taker, hooks)
-        return sooner
+            hook_accumulation(overlap, capture, hooks)
+        return overlap
     outer = job.engine.optimizer
     if type(outer).__name__ == "BF16_Optimizer":
-        hook_bf16_optimizer(outer, taker, hooks)
+        hook_bf16_optimizer(outer, capture, hooks)
     else:
-        hook_unscaling(outer, taker, hooks, sooner)
+        hook_unscaling(outer, capture, hooks, overlap)
         if early:
-            hook_zero(job, sooner, taker, hooks)
-    return sooner
+            hook_zero(job, overlap, capture, hooks)
+    return overlap
 
 
-def hook_scalars(job: LiveJob, taker: GradientCapture, hooks: Hooks) -> OverlapCapture:
-    """Note the scalars of every step, and take no gradients: a closure may compute them only then."""
+def hook_scalars(job: LiveJob, capture: GradientCapture, hooks: Hooks) -> OverlapCapture:
+    """Install a hook that captures the hyper-parameters of every step only; gradients may come from a closure."""
     known = _trained(job)
 
     def before_update(optimizer: Any, *_: Any) -> None:
         def note() -> None:
-            taker.called = True
+            capture.called = True
             for group in optimizer.param_groups:
                 stepped = [p for p in group["params"] if p.requires_grad]
                 if not all(id(p) in known for p in stepped):
                     raise _unknown()
                 if stepped:
-                    taker.note_group(optimizer, group, known[id(stepped[0])])
+                    capture.add_group_scalars(optimizer, group, known[id(stepped[0])])
 
-        run_guarded(taker, note)
+        run_guarded(capture, note)
 
     hooks.add(job.optimizer.register_step_pre_hook(before_update))
-    return OverlapCapture(taker, marked=True)
+    return OverlapCapture(capture, marked=True)
 
 
 def _trained(job: LiveJob) -> dict[int, int]:
-    """The groups of the tensors that are logged, by their ids."""
+    """id of each logged optimizer tensor → its param group."""
     return {id(stepped.key): stepped.group for stepped in job.stepped if is_trained(stepped)}
 
 
 def _unknown() -> UsageError:
     return UsageError(
-        "the optimizer steps a parameter that it did not have when recording began, or that was frozen then",
-        hint="close the recorder and record again after adding or thawing parameters",
+        "the optimizer updates a parameter that it did not have when recording started, or that was frozen then",
+        hint="close the recorder and record again after adding or unfreezing parameters",
     )
 
 
 def _check_update(groups: set[int], layouts: list[Any]) -> None:
-    """Can this be recorded? `groups` are those that the tensors of a group were in when it began; -1: in none."""
+    """Raise if an update cannot be recorded. `groups` are the original groups of its tensors; -1 means unknown."""
     import torch
 
     if -1 in groups:
         raise _unknown()
     if len(groups) > 1:
         raise UsageError(
-            "a parameter has moved to another group of the optimizer since recording began",
-            hint="close the recorder and record again after it",
+            "a parameter has moved to another param group since recording started",
+            hint="close the recorder and record again",
         )
     if layouts.count(torch.strided) != len(layouts):
         raise UsageError(
-            "the optimizer has a gradient that is sparse, which cannot be recorded",
-            hint='record states instead: what="state"; or make the embedding with sparse=False',
+            "the optimizer has a sparse gradient, which cannot be recorded",
+            hint='record states instead: what="state"; or create the embedding with sparse=False',
         )
 
 
 def _on_update(
     job: LiveJob,
     known: dict[int, int],
-    taker: GradientCapture,
+    capture: GradientCapture,
     stage: GradientStage,
     optimizer: Any,
-    early: OverlapCapture,
+    overlap: OverlapCapture,
 ) -> None:
     if getattr(optimizer, "grad_scale", None) is not None:
         raise UsageError(
@@ -236,11 +241,11 @@ def _on_update(
             hint="call scaler.unscale_(optimizer) before scaler.step, or build the optimizer with fused=False",
         )
     found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None and bool(found_inf):  # the fused operator itself leaves everything as it is
-        taker.skipped = True
+    if found_inf is not None and bool(found_inf):  # the fused kernel will skip the update
+        capture.skipped = True
     outer = None if job.engine is None else job.engine.optimizer
-    if type(outer).__name__ == "BF16_Optimizer" and taker.scale is None and stage == GradientStage.REDUCED:
-        taker.scale = bf16_scale(outer)
+    if type(outer).__name__ == "BF16_Optimizer" and capture.scale is None and stage == GradientStage.REDUCED:
+        capture.scale = bf16_scale(outer)
     gradients = []
     for group in optimizer.param_groups:
         stepped = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
@@ -249,13 +254,13 @@ def _on_update(
         groups = {known.get(id(p), -1) for p, _ in stepped}
         _check_update(groups, [grad.layout for _, grad in stepped])
         for p, grad in stepped:
-            number = taker.number.get(id(p))
+            number = capture.number.get(id(p))
             if number is None:
                 continue  # another rank logs it
             if stage == GradientStage.CONSUMED:
                 gradients.append((number, grad))
             else:
-                taker.check(number, grad)
-        taker.note_group(optimizer, group, groups.pop())
+                capture.check(number, grad)
+        capture.add_group_scalars(optimizer, group, groups.pop())
     if gradients:
-        taker.take_all(early.settle(gradients))
+        capture.copy_all(overlap.keep_matching(gradients))

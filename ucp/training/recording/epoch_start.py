@@ -22,15 +22,16 @@ from ucp.log.reader import Log, epoch_folder, find_parent
 from ucp.log.stream_schema import FIRST_KINDS
 from ucp.replay.exactness import find_kernel
 from ucp.training.adapters import describe_job
-from ucp.training.collectives import all_gather, raise_on_all, rank_and_size
+from ucp.training.collectives import all_gather, fail_together, rank_and_size
 from ucp.training.gradient_compression import GradientCompression, save_compression
 from ucp.training.live_job import LiveJob
 from ucp.training.recording.base_saver import BaseSaver
 from ucp.training.recording.capture_hooks import grad_dtypes, stage_of
-from ucp.training.recording.optimizer_kernel import kernel_of, own_step
+from ucp.training.recording.optimizer_kernel import kernel_of
 from ucp.training.recording.schema_agreement import SchemaAgreement, agree_on_schema, manifest_of
 from ucp.training.save import SaveHandle, save
-from ucp.training.shadow.client import ShadowConnection, check_shares
+from ucp.training.saved_index import steps_taken
+from ucp.training.shadow.client import ShadowConnection, check_shards
 from ucp.training.shadow.protocol import ShadowAddress, parse_addresses
 from ucp.training.shadow.sink import ShadowSink, ShadowSinks
 
@@ -38,46 +39,39 @@ ShadowAddresses = str | Sequence[str]  # addresses of shadows
 
 
 def continue_from_shadows(manifest: EpochManifest, to: ShadowAddresses) -> None:
-    """Make a manifest that no log knows the next epoch of what the shadows follow, where they do. On rank 0."""
-    told = []
+    """Continue the epochs that the shadows follow, if any, in a manifest without a log. On rank 0."""
+    statuses = []
     for address in parse_addresses(to):
         with ShadowConnection(address) as shadow:
-            told.append(shadow.ask({"ask": "status"}))
-    following = [one for one in told if one["step"] is not None]
+            statuses.append(shadow.ask({"ask": "status"}))
+    following = [status for status in statuses if status["step"] is not None]
     if not following:
         return
-    if any(one["feeds"] for one in following):
+    if any(status["feeds"] for status in following):
         raise UsageError(
-            "another job feeds this shadow now", hint="wait until its connections have ended, or start another shadow"
+            "another job is connected to this shadow", hint="wait until that job has ended, or start another shadow"
         )
-    newest = max(following, key=lambda one: int(one["epoch"]))
+    newest = max(following, key=lambda status: int(status["epoch"]))
     manifest.run, manifest.epoch = str(newest["run"]), int(newest["epoch"]) + 1
-    if all((one["run"], one["epoch"]) == (newest["run"], newest["epoch"]) for one in told):
-        # A share gives older steps as well: whether it has this one is its own to say.
+    if all((status["run"], status["epoch"]) == (newest["run"], newest["epoch"]) for status in statuses):
+        # A shadow of a shard can also return older steps; the shadow itself checks whether it has this one.
         manifest.parent = ParentEpoch(int(newest["epoch"]), manifest.start)
 
 
 def connect_shadows(
     to: ShadowAddresses, wait: float, manifest: EpochManifest | None, run: Path | None, rank: int
 ) -> ShadowSinks:
-    """A connection to every shadow for this rank's stream. Collective. `manifest` is rank 0's to tell."""
-    error: BaseException | None = None
+    """Connect this rank's stream to every shadow. Collective; `manifest` is that of rank 0."""
     sinks: list[ShadowSink] = []
-    told = all_gather(manifest)[0]
-    try:
+    first_manifest = all_gather(manifest)[0]
+    with fail_together():
         addresses = parse_addresses(to)
         if rank == 0:
             _check_shadow_shards(addresses)
-    except Exception as caught:  # noqa: BLE001
-        error = caught
-    raise_on_all(error)
     try:
-        for address in addresses:
-            sinks.append(ShadowSink(address, told, rank, run, wait=wait))
-    except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-        error = caught
-    try:
-        raise_on_all(error)
+        with fail_together():
+            for address in addresses:
+                sinks.append(ShadowSink(address, first_manifest, rank, run, wait=wait))
     except BaseException:
         for sink in sinks:
             sink.close()
@@ -86,13 +80,13 @@ def connect_shadows(
 
 
 def _check_shadow_shards(addresses: Sequence[ShadowAddress]) -> None:
-    """Do the shadows hold everything together? Asked before any of them begins to follow this run."""
-    shares = []
+    """Check that the shadows together hold the whole state, before any of them follows this run."""
+    shards = []
     for address in addresses:
         with ShadowConnection(address) as shadow:
             number, count = shadow.ask({"ask": "status"})["share"]
-        shares.append((address, WorkShard(number - 1, count)))
-    check_shares(shares)
+        shards.append((address, WorkShard(number - 1, count)))
+    check_shards(shards)
 
 
 What = Literal["gradients", "state", "auto"]
@@ -101,28 +95,28 @@ Logged = Literal["gradients", "state"]
 
 @dataclass(slots=True)
 class EpochStart:
-    """What a recording begins with."""
+    """The start of a recording: what all ranks have agreed on, and the first base."""
 
     job: LiveJob
     stage: GradientStage
-    step: int  # that the state is of
+    step: int  # of the job's state
     epoch: int
-    folder: Path | None  # the epoch's; None: there is no log
+    folder: Path | None  # of the epoch; None if there is no log
     manifest: EpochManifest | None  # on rank 0
     what: Logged
-    agreed: SchemaAgreement
+    agreement: SchemaAgreement
     bases: BaseSaver
-    base_seconds: float  # that the first base took
+    base_seconds: float  # duration of the first base
 
     @property
     def keys(self) -> list[Any]:
         """The optimizer's tensors of this rank's stream."""
-        return [self.job.stepped[number].key for number in self.agreed.stepped]
+        return [self.job.stepped[number].key for number in self.agreement.stepped]
 
     @property
     def groups(self) -> list[int]:
-        """The groups that they are in."""
-        return [self.job.stepped[number].group for number in self.agreed.stepped]
+        """The param groups of `keys`."""
+        return [self.job.stepped[number].group for number in self.agreement.stepped]
 
 
 def start_epoch(
@@ -138,104 +132,90 @@ def start_epoch(
     compressed: GradientCompression | None = None,
     to: ShadowAddresses | None = None,
 ) -> EpochStart:
-    """Agree on a new epoch, take or name its base. Collective. `save_with` is for `save`.
+    """Agree on a new epoch, and save or name its base. Collective. `save_with` are arguments of `save`.
 
-    Without a `run` there is no log: the epoch goes on from what the shadows at `to` hold, or from the base.
+    Without a `run` there is no log: the epoch continues from the state of the shadows at `to`, or from the base.
 
-    The manifest of a log of gradients is written; that of a log of states must still be (`write_kinds`), since an
-    optimizer may make its states in its first step.
+    The manifest of a log of gradients is written here; that of a log of states is written by `write_kinds`, because an
+    optimizer may create its states in its first step.
     """
     rank, _ = rank_and_size()
-    error: BaseException | None = None
-    try:
+    with fail_together():
         if keep_bases is not None and keep_bases < 1:
             raise UsageError("keep_bases must be at least 1, or None")
         if run is None and base == "now":
             raise UsageError(
-                "without a folder for the run there is no place for a base",
-                hint="base= names a checkpoint of this very state; None is for a shadow that has one (--base)",
+                "without a run folder there is no place for a base",
+                hint="base= names a checkpoint of exactly this state; None is for a shadow that has one (--base)",
             )
         book = load_rule_book(save_with["rules"], save_with["preset"])
         job = describe_job(model, optimizer)
         if job.optimizer is None:
-            raise UsageError("only a job with an optimizer can be recorded", hint="give record() the optimizer")
+            raise UsageError("only a job with an optimizer can be recorded", hint="pass the optimizer to record()")
         logged = _what_to_log(job, what)
         stage = stage_of(job) if logged == "gradients" else GradientStage.CONSUMED
-        step = _steps_taken(job) if step is None else step
-    except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-        error = caught
-    raise_on_all(error)
+        step = steps_taken(job) if step is None else step
     assert step is not None
-    agreed = agree_on_schema(job, grad_dtypes(job, stage), book, dict(save_with["client_state"] or {}), rank)
+    agreement = agree_on_schema(job, grad_dtypes(job, stage), book, dict(save_with["client_state"] or {}), rank)
     manifest: EpochManifest | None = None
     first_base = 0
-    try:
+    with fail_together():
         if rank == 0:
-            manifest, first_base = _new_epoch(run, job, agreed, step, logged, to)
-    except Exception as caught:  # noqa: BLE001
-        error = caught
-    raise_on_all(error)
+            manifest, first_base = _new_epoch(run, job, agreement, step, logged, to)
     epoch, first_base, parent = all_gather(
         None if manifest is None else (manifest.epoch, first_base, manifest.parent is not None)
     )[0]
     if base is None and not parent and run is not None:
         raise UsageError(
             f"{run}: there is no log that reaches step {step}",
-            hint='record with base="now", or name a checkpoint of this very state',
+            hint='record with base="now", or name a checkpoint of exactly this state',
         )
 
     def save_base(folder: Path, asynchronous: bool) -> SaveHandle:
         return save(folder, model, optimizer, asynchronous=asynchronous, **save_with)
 
-    beside = None if compressed is None else lambda folder: save_compression(compressed, folder, rank)
-    bases = BaseSaver(run or Path(), epoch, step, first_base, keep_bases, save_base, rank, beside)
+    extra_files = None if compressed is None else lambda folder: save_compression(compressed, folder, rank)
+    bases = BaseSaver(run or Path(), epoch, step, first_base, keep_bases, save_base, rank, extra_files)
     begin = time.perf_counter()
-    named = bases.begin_with(step) if base == "now" else base
+    first = bases.save_first(step) if base == "now" else base
     base_seconds = time.perf_counter() - begin
     folder = None if run is None else epoch_folder(run / "log", epoch)
-    try:
+    with fail_together():
         if manifest is not None:
-            manifest.base = named if run is not None or named is None else str(Path(named).resolve())
+            manifest.base = first if run is not None or first is None else str(Path(first).resolve())
             if logged == "gradients" and folder is not None:
                 write_manifest(folder, manifest)
-    except Exception as caught:  # noqa: BLE001
-        error = caught
-    raise_on_all(error)
-    return EpochStart(job, stage, step, epoch, folder, manifest, logged, agreed, bases, base_seconds)
+    return EpochStart(job, stage, step, epoch, folder, manifest, logged, agreement, bases, base_seconds)
 
 
 def _what_to_log(job: LiveJob, what: What) -> Logged:
-    """Gradients, where there is a kernel that repeats what the optimizer does with them."""
+    """Resolve "auto": gradients if there is a replay kernel for the optimizer, otherwise states."""
     if what not in ("gradients", "state", "auto"):
-        raise UsageError(f"what={what!r} can be gradients, state or auto")
+        raise UsageError(f"invalid what={what!r} (expected gradients, state or auto)")
     if what != "auto":
         return what
     return "state" if find_kernel(kernel_of(job.optimizer))[0] is None else "gradients"
 
 
 def write_kinds(start: EpochStart, kinds: list[str]) -> dict[str, int]:
-    """Agree on the kinds of states of all ranks, and write the manifest. Collective. Gives kind → index."""
-    union = sorted({kind for told in all_gather(kinds) for kind in told} - set(FIRST_KINDS))
-    everything = [*FIRST_KINDS, *union]
-    error: BaseException | None = None
-    try:
+    """Agree on the union of all ranks' state kinds, and write the manifest. Collective. Returns kind → index."""
+    union = sorted({kind for rank_kinds in all_gather(kinds) for kind in rank_kinds} - set(FIRST_KINDS))
+    all_kinds = [*FIRST_KINDS, *union]
+    with fail_together():
         if start.manifest is not None and start.folder is not None:
-            start.manifest.state_kinds = everything
+            start.manifest.state_kinds = all_kinds
             write_manifest(start.folder, start.manifest)
-    except Exception as caught:  # noqa: BLE001 - told to the other ranks, then raised
-        error = caught
-    raise_on_all(error)
-    return {kind: number for number, kind in enumerate(everything)}
+    return {kind: number for number, kind in enumerate(all_kinds)}
 
 
 def _new_epoch(
-    run: Path | None, job: LiveJob, agreed: SchemaAgreement, step: int, logged: Logged, to: ShadowAddresses | None
+    run: Path | None, job: LiveJob, agreement: SchemaAgreement, step: int, logged: Logged, to: ShadowAddresses | None
 ) -> tuple[EpochManifest, int]:
     """The manifest of this epoch, and the number of the next base. On rank 0."""
     kernel = kernel_of(job.optimizer)
-    if logged == "state":  # so that nobody replays gradients that are not there
+    if logged == "state":  # an id that no replay kernel has, because there are no gradients to replay
         kernel = replace(kernel, id=f"{kernel.id} (state)")
-    manifest = manifest_of(job, agreed, kernel, uuid.uuid4().hex, 0, step)
+    manifest = manifest_of(job, agreement, kernel, uuid.uuid4().hex, 0, step)
     if run is None:
         assert to is not None
         continue_from_shadows(manifest, to)
@@ -247,11 +227,3 @@ def _new_epoch(
             manifest.epoch = log.epochs[-1].number + 1
             manifest.parent = find_parent(log, step)
     return manifest, bases[-1].number + 1 if bases else 0
-
-
-def _steps_taken(job: LiveJob) -> int:
-    """How many steps a job has behind it, as far as it knows."""
-    if job.engine is not None:
-        return int(job.engine.global_steps)
-    counts = [own_step(job.optimizer, stepped.key) for stepped in job.stepped]
-    return max([0, *counts])

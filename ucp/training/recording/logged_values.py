@@ -1,10 +1,7 @@
-"""Buffers of a model in a log: absolute values, whenever they have changed.
+"""Everything that a recorder logs besides gradients.
 
-States of an optimizer in a log, for optimizers that cannot be replayed: all of them, after every step.
-
-What a recorder logs besides gradients: the job after a step as JSON, and digests of its optimizer state.
-
-What a slot holds besides gradients: states of an optimizer that cannot be replayed, and buffers that changed.
+Buffers when they have changed; after every step all states of an optimizer that cannot be replayed; the state of a
+DeepSpeed engine as JSON; and digests of the optimizer's tensors and states.
 """
 
 from __future__ import annotations
@@ -36,43 +33,43 @@ if TYPE_CHECKING:
 
 
 class BufferCapture:
-    """The buffers that this rank logs, and what was last logged of each.
+    """The buffers that this rank logs, with the values that were logged last.
 
-    A module may put another tensor in a buffer's place, so they are looked up in their modules every time.
+    A module may replace the tensor of a buffer, so buffers are looked up in their modules every time.
     """
 
-    def __init__(self, job: LiveJob, model: Any, schema: StreamSchema, held: list[int]) -> None:
-        """`held` says which of the job's buffers each of the stream's is."""
-        wanted = {id(job.buffers[number].tensor): (place, number) for place, number in enumerate(held)}
-        self._names = [job.buffers[number].slice.name for number in held]
-        self._owners: list[tuple[Any, str]] = [(None, "")] * len(held)
-        for part in model.modules():
-            for name, buffer in part._buffers.items():
+    def __init__(self, job: LiveJob, model: Any, schema: StreamSchema, numbers: list[int]) -> None:
+        """`numbers` are the indices of the stream's buffers in `job.buffers`."""
+        wanted = {id(job.buffers[number].tensor): index for index, number in enumerate(numbers)}
+        self._names = [job.buffers[number].slice.name for number in numbers]
+        self._owners: list[tuple[Any, str]] = [(None, "")] * len(numbers)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
                 if id(buffer) in wanted:
-                    self._owners[wanted[id(buffer)][0]] = part, name
+                    self._owners[wanted[id(buffer)]] = module, name
         self._state = FIRST_KINDS.index(BUFFER)
-        self._known = [_copy_flat(job.buffers[number].tensor) for number in held]
+        self._known = [_copy_flat(job.buffers[number].tensor) for number in numbers]
         self._dtypes = [dtype_of(known) for known in self._known]
         self._counts = [block.count for block in schema.buffers]
 
     def changed(self) -> list[StateValue]:
-        """Those that are not what was last logged (or what the log started from)."""
+        """The buffers that differ from what was logged last (or from the base)."""
         import torch
 
         found = []
-        for place, (part, name) in enumerate(self._owners):
-            now = part._buffers[name]
-            known = self._known[place]
-            if now is None or now.dtype != known.dtype or now.numel() != self._counts[place]:
+        for index, (module, name) in enumerate(self._owners):
+            now = module._buffers[name]
+            known = self._known[index]
+            if now is None or now.dtype != known.dtype or now.numel() != self._counts[index]:
                 raise UsageError(
-                    f"buffer {self._names[place]} has another shape or element type than when recording began",
+                    f"buffer {self._names[index]} has another shape or dtype than when recording started",
                     hint="close the recorder and record again after changing the model",
                 )
             if not torch.equal(_bytes(local_tensor(now).reshape(-1)), _bytes(known)):
-                new = self._known[place] = _copy_flat(now)
-                dtype = self._dtypes[place]
+                new = self._known[index] = _copy_flat(now)
+                dtype = self._dtypes[index]
                 bits = _bytes(new).numpy().view(bits_type(dtype))
-                found.append(StateValue(place, self._state, dtype, bits, chained=False))
+                found.append(StateValue(index, self._state, dtype, bits, chained=False))
         return found
 
 
@@ -87,7 +84,7 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 class StateCapture:
-    """Copies the states of one stream's optimizer tensors. Slots have memory of their own, which is used again."""
+    """Copies all states of one stream's optimizer tensors. Every slot has its own memory, which is reused."""
 
     def __init__(self, optimizer: Any, schema: StreamSchema, keys: list[Any]) -> None:
         self._optimizer = optimizer
@@ -95,26 +92,26 @@ class StateCapture:
         self._schema = schema
         self._blocks = [schema.blocks_of(number) for number in range(len(keys))]
         self._memory: dict[tuple[int, int, int], tuple[Bits, torch.Tensor]] = {}
-        self.numbers: dict[str, int] | None = None  # kind → its index in the manifest, once that is agreed on
+        self.numbers: dict[str, int] | None = None  # kind → its index in the manifest, once all ranks have agreed
 
     def kinds(self) -> list[str]:
-        """The names of all states that there are now."""
+        """The names of all states that exist now."""
         return sorted({name for number in range(len(self._keys)) for name, _, _ in self._states(number)})
 
     def values(self, slot: int) -> list[StateValue]:
-        """All states as they are now, copied into the memory of a slot."""
+        """The current states, copied into the memory of a slot."""
         assert self.numbers is not None
         found = []
         for number, blocks in enumerate(self._blocks):
-            for name, tensor, is_own in self._states(number) if blocks else ():  # it may have no elements
+            for name, tensor, is_shaped in self._states(number) if blocks else ():  # it may have no elements
                 if name not in self.numbers:
                     raise UsageError(
-                        f"the optimizer has a state {name} of {self._schema.tensors[number].names[0]} that it did not"
-                        " have after its first step",
+                        f"the optimizer has a state {name} of {self._schema.tensors[number].names[0]} that did not"
+                        " exist after its first step",
                         hint="close the recorder and record again",
                     )
                 state = self.numbers[name]
-                if is_own:
+                if is_shaped:
                     found.append(self._copy(slot, blocks[0], state, tensor.reshape(-1), chained=False))
                     continue
                 flat = tensor.reshape(-1)
@@ -124,7 +121,7 @@ class StateCapture:
         return found
 
     def _states(self, number: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """(name in the log, values on this rank, has it a shape of its own) of one optimizer tensor."""
+        """(name in the log, local values, whether its shape differs from the tensor's) of one tensor's states."""
         import torch
 
         key = self._keys[number]
@@ -136,11 +133,11 @@ class StateCapture:
             if isinstance(value, torch.Tensor) and value.shape == key.shape and not is_counter(name, value):
                 yield logged_kind(kind), local_tensor(value), False
             else:
-                plain = self._own(number, kind, value)
+                plain = self._shaped(number, kind, value)
                 yield shaped_kind(kind, tuple(plain.shape)), plain, True
 
-    def _own(self, number: int, kind: str, value: Any) -> torch.Tensor:
-        """A state with a shape of its own: a number, or what belongs to one whole parameter."""
+    def _shaped(self, number: int, kind: str, value: Any) -> torch.Tensor:
+        """A state with another shape than its tensor: a number, or a factored moment of one whole parameter."""
         import torch
 
         if isinstance(value, bool):
@@ -151,14 +148,16 @@ class StateCapture:
             return torch.tensor(value, dtype=torch.float64)
         tensor = self._schema.tensors[number]
         if not isinstance(value, torch.Tensor):
-            raise UsageError(f"optimizer state '{kind}' of {tensor.names[0]} is a {type(value).__name__}: no number")
+            raise UsageError(
+                f"optimizer state '{kind}' of {tensor.names[0]} is a {type(value).__name__}, not a tensor or number"
+            )
         local = local_tensor(value)
         if local.numel() == 1 and (kind == STEP or local.dim() == 0):
             return local.reshape(())
         if len(tensor.names) > 1 or sum(block.count for block in self._blocks[number]) != tensor.numel:
             raise UsageError(
-                f"optimizer state '{kind}' of {tensor.names[0]} has shape {list(value.shape)}, which cannot be cut like"
-                " the parameter"
+                f"optimizer state '{kind}' of {tensor.names[0]} has shape {list(value.shape)}, which cannot be split"
+                " like the parameter"
             )
         return local
 
@@ -167,30 +166,30 @@ class StateCapture:
     ) -> StateValue:
         dtype = dtype_of(values)
         if dtype.name not in DTYPE_CODES:
-            raise UsageError(f"an optimizer state has the element type {dtype}, which a log does not hold")
+            raise UsageError(f"an optimizer state has dtype {dtype}, which a log cannot store")
         key = slot, block.id, state
-        held = self._memory.get(key)
-        if held is None or held[0].size != values.numel() or held[1].dtype != values.dtype:
+        views = self._memory.get(key)
+        if views is None or views[0].size != values.numel() or views[1].dtype != values.dtype:
             import torch
 
             memory = np.zeros(values.numel() * dtype.itemsize, np.uint8)
-            held = memory.view(bits_type(dtype)), torch.from_numpy(memory).view(values.dtype)
-            self._memory[key] = held
-        held[1].copy_(values)
-        return StateValue(block.id, state, dtype, held[0], chained=chained)
+            views = memory.view(bits_type(dtype)), torch.from_numpy(memory).view(values.dtype)
+            self._memory[key] = views
+        views[1].copy_(values)
+        return StateValue(block.id, state, dtype, views[0], chained=chained)
 
 
-SCHEDULED: Final = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # what is different in every step
+SCHEDULED: Final = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # may change with every step
 _LEFT_OUT: Final = object()
 
 
-def job_notes(job: LiveJob) -> dict[str, Any]:
-    """Counters, LR scheduler and loss scaler of a DeepSpeed engine as they are now, as far as JSON can keep them."""
+def engine_state_json(job: LiveJob) -> dict[str, Any]:
+    """The current counters, hyper-parameters, LR scheduler and loss scaler of a DeepSpeed engine as JSON values."""
     engine = job.engine
     if engine is None:
         return {}
     notes: dict[str, Any] = {"counters": {name: int(getattr(engine, name)) for name in COUNTERS}}
-    # The scheduler has taken its step: these are for the next one.
+    # The scheduler has already stepped: these are the values of the next optimizer step.
     notes["hyper"] = [
         plain_hyper_parameters({key: group[key] for key in SCHEDULED if key in group}) for group in job.groups
     ]
@@ -204,7 +203,7 @@ def job_notes(job: LiveJob) -> dict[str, Any]:
 
 
 def _scheduler_json(value: Any) -> Any:
-    """A scheduler's state as JSON, with the states of the schedulers in it. What is not plain data is left out."""
+    """A scheduler's state, including nested schedulers, as JSON values; other data is left out."""
     if isinstance(value, dict):
         found = {key: _scheduler_json(item) for key, item in value.items() if isinstance(key, str)}
         return {key: item for key, item in found.items() if item is not _LEFT_OUT}
@@ -216,19 +215,19 @@ def _scheduler_json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _LEFT_OUT
 
 
-def plain_notes(value: Any) -> Any:
-    """What the user gave, which must be JSON."""
+def checked_aux(value: Any) -> Any:
+    """The result of the user's `aux=`, which must be serializable as JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"what aux= gave is no JSON: {error}", hint="give numbers, text, lists and dictionaries"
+            f"the result of aux= is not valid JSON: {error}", hint="return numbers, text, lists and dictionaries"
         ) from error
     return value
 
 
 def state_digests(optimizer: Any, schema: StreamSchema, keys: Sequence[Any]) -> list[StateDigest]:
-    """XXH3-128 of every optimizer tensor of a stream and of its states, over its blocks end to end."""
+    """XXH3-128 of every optimizer tensor of a stream and of its states, over the concatenated blocks."""
     import torch
 
     found = []
@@ -249,48 +248,48 @@ def state_digests(optimizer: Any, schema: StreamSchema, keys: Sequence[Any]) -> 
     return found
 
 
-_NO_SLOT = -1  # number of a slot that the ring does not have
+_NO_SLOT = -1  # a slot number that the writer's ring does not use
 
 
 class StepValues:
-    """States (of a log of states) and buffers of one rank, step by step."""
+    """The changed buffers, and in a log of states the optimizer states, of one rank after every step."""
 
     def __init__(self, start: EpochStart, model: Any, writer: StreamWriter, sink: ShadowSinks | None = None) -> None:
-        """A `sink` is told the names of the states before it gets any."""
+        """A `sink` receives the names of the states before any values."""
         self._start = start
         self._sink = sink
         self._writer = writer
         module = model if start.job.engine is None else start.job.engine.module
-        self._buffers = BufferCapture(start.job, module, start.agreed.mine, start.agreed.held)
+        self._buffers = BufferCapture(start.job, module, start.agreement.mine, start.agreement.buffer_numbers)
         self._states: StateCapture | None = None
-        self._first: list[StateValue] = []  # states that the log starts from; kinds are numbered provisionally
+        self._first: list[StateValue] = []  # states at the start of the log, with provisional numbers of kinds
         self._names: list[str] = []
         if start.what == "state":
-            states = self._states = StateCapture(start.job.optimizer, start.agreed.mine, start.keys)
+            states = self._states = StateCapture(start.job.optimizer, start.agreement.mine, start.keys)
             self._names = states.kinds()
             states.numbers = {name: number for number, name in enumerate(self._names)}
             self._first = states.values(_NO_SLOT)
             states.numbers = None
 
     def of_step(self, slot: int, *, skipped: bool) -> list[StateValue]:
-        """What to log after a step. Collective with the first step that a log of states has."""
+        """The values to log after a step. Collective at the first step of a log of states."""
         found = self._buffers.changed()
         states = self._states
         if states is None or (states.numbers is None and skipped):
             return found
         if states.numbers is None:
-            self._agree(states)
+            self._agree_on_kinds(states)
         return [*states.values(slot), *found]
 
     def close(self) -> None:
-        """Write the manifest of a log that has no steps. Collective."""
+        """Write the manifest of a log without steps. Collective."""
         if self._states is not None and self._states.numbers is None:
-            self._agree(self._states)
+            self._agree_on_kinds(self._states)
 
-    def _agree(self, states: StateCapture) -> None:
+    def _agree_on_kinds(self, states: StateCapture) -> None:
         numbers = write_kinds(self._start, sorted({*self._names, *states.kinds()}))
         if self._sink is not None:
-            self._sink.tell_kinds(sorted(numbers, key=lambda name: numbers[name]))
+            self._sink.send_state_kinds(sorted(numbers, key=lambda name: numbers[name]))
         first = [replace(value, state=numbers[self._names[value.state]]) for value in self._first]
         self._writer.set_base_values(self._start.step, first)
         self._first, states.numbers = [], numbers

@@ -1,4 +1,4 @@
-"""What steps a live job's optimizer tensors, in the words of a log's manifest, and the scalars of a step."""
+"""Describe a running optimizer for the log: the kernel that updates its tensors, and its hyper-parameters per step."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ _VECTOR_BYTES: Final = {"AVX512": 64, "AVX512_VNNI": 64, "AVX512_BF16": 64, "AMX
 
 
 def kernel_of(optimizer: Any) -> KernelFingerprint:
-    """The kernel of an (innermost) optimizer, and all that its bits depend on."""
+    """The kernel of an (innermost) optimizer, and everything that the bits of its results depend on."""
     import torch
 
     capability = str(torch.backends.cpu.get_cpu_capability())
     device = _device(optimizer)
     name, library = _id(optimizer, device)
-    told = device if device == "cpu" else f"{device} {_device_name(device)}".strip()
-    return KernelFingerprint(name, str(torch.__version__), capability, told, _VECTOR_BYTES.get(capability, 16), library)
+    hardware = device if device == "cpu" else f"{device} {_device_name(device)}".strip()
+    vector_bytes = _VECTOR_BYTES.get(capability, 16)
+    return KernelFingerprint(name, str(torch.__version__), capability, hardware, vector_bytes, library)
 
 
-def sees_vectors(kernel: KernelFingerprint) -> bool:
-    """Do the bits of an element depend on where it lies in memory? Not where torch's own operations are called."""
+def depends_on_position(kernel: KernelFingerprint) -> bool:
+    """Whether results depend on an element's position in memory: true for fused kernels with a scalar tail loop."""
     return kernel.id.rpartition(".")[2] not in ("single", "foreach")
 
 
 def constants(optimizer: Any) -> dict[int, tuple[Any, ...]]:
-    """What a kernel depends on besides the scalars that every step logs, by the group's id: a manifest has it once."""
+    """By id of param group: settings that change a kernel's results but are not logged with every step."""
     device = _device(optimizer)
     found = {}
     for group in optimizer.param_groups:
-        fused = _variant_of(group, device) == "fused"  # the other two give the same bits
-        found[id(group)] = (fused, _is_unusual(group), *map(group.get, UNLOGGED_FIELDS))
+        fused = _variant_of(group, device) == "fused"  # single and foreach compute the same bits
+        found[id(group)] = (fused, _is_unsupported(group), *map(group.get, UNLOGGED_FIELDS))
     return found
 
 
 def _id(optimizer: Any, device: str) -> tuple[str, str]:
-    """(kernel id, version of the library it is from where that is not torch)."""
+    """(kernel id, version of its library if that is not torch)."""
     cls = type(optimizer)
     known = optimizer_of_class([cls.__name__])
     kernel = known.kernel or "" if known is not None else ""
@@ -56,17 +57,17 @@ def _id(optimizer: Any, device: str) -> tuple[str, str]:
 
 
 def _variant(optimizer: Any, device: str) -> str:
-    """How torch computes: single, foreach, fused; something else where nobody can replay it, or not as one kernel."""
-    if any(map(_is_unusual, optimizer.param_groups)):
+    """torch's implementation: single, foreach or fused; otherwise a name that no replay kernel has."""
+    if any(map(_is_unsupported, optimizer.param_groups)):
         return "unusual"
     found = {_variant_of(group, device) for group in optimizer.param_groups}
     if len(found) == 1:
         return found.pop()
-    return "mixed" if "fused" in found else "single"  # foreach and single give the same bits
+    return "mixed" if "fused" in found else "single"  # single and foreach compute the same bits
 
 
-def _is_unusual(group: Mapping[str, Any]) -> bool:
-    """Does torch compute with a group otherwise than with numbers: in tensors, as it can be captured or derived?"""
+def _is_unsupported(group: Mapping[str, Any]) -> bool:
+    """Whether torch computes with tensors instead of numbers for a group (capturable, differentiable)."""
     betas = group.get("betas") or ()
     values = [*betas, *(group.get(key) for key in ("eps", "weight_decay", "momentum", "dampening"))]
     return bool(group.get("capturable") or group.get("differentiable")) or any(
@@ -75,7 +76,7 @@ def _is_unusual(group: Mapping[str, Any]) -> bool:
 
 
 def _variant_of(group: Mapping[str, Any], device: str) -> str:
-    """single, foreach or fused, as torch itself decides where the user did not."""
+    """single, foreach or fused; torch's default if the user did not choose."""
     if group.get("fused"):
         return "fused"
     foreach = group.get("foreach")
@@ -97,7 +98,7 @@ def _device_name(device: str) -> str:
 
 
 def scalars(number: int, group: Mapping[str, Any], opt_step: int) -> GroupScalars:
-    """The numbers of a parameter group as they are now."""
+    """The current hyper-parameters of a param group."""
     betas = group.get("betas")
     betas = betas if isinstance(betas, Sequence) and len(betas) == 2 else (math.nan, math.nan)
     lr, kind = _learning_rate(group.get("lr", math.nan))
@@ -125,14 +126,14 @@ def _learning_rate(value: Any) -> tuple[float, LrKind]:
 
 
 def _number(value: Any) -> float:
-    """A float64; NaN where the group has none, or something else of this name (Adafactor's two epsilons)."""
+    """A float64; NaN if the group has no such number (Adafactor's eps is a pair)."""
     if hasattr(value, "item"):
         value = value.item()
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def own_step(optimizer: Any, tensor: Any) -> int:
-    """How many updates the optimizer has made to a tensor; -1 where it does not count."""
+def update_count(optimizer: Any, tensor: Any) -> int:
+    """The number of updates that the optimizer has made to a tensor; -1 if it does not count them."""
     state = optimizer.state.get(tensor)
     if not state:
         return 0
@@ -141,7 +142,7 @@ def own_step(optimizer: Any, tensor: Any) -> int:
 
 
 def plain_hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters of a group as JSON values; what is none is told as text."""
+    """The hyper-parameters of a param group as JSON values; other values as text."""
     return {str(key): _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -1,15 +1,12 @@
-"""Gradients taken as soon as they are final, layer by layer while the backward pass goes on (LowDiff+).
+"""Capture gradients as soon as they are final, overlapping with the rest of the backward pass (LowDiff+).
 
-A gradient that was taken early counts only if it is still the one that the optimizer is given: the same memory, not
-written to since, as autograd counts, and equal where it is looked at. One that is not is taken again, as if nothing had
-been taken before. So a job may accumulate, clip or change gradients as it likes.
+A gradient that was captured early is used only if it is still the one that the optimizer consumes: the same memory, the
+same autograd version, and equal in a sample of elements. Otherwise it is captured again. So a job may accumulate, clip
+or change gradients as usual.
 
-Where the gradients of torch jobs become final: plain, FSDP2, DDP.
-
-DeepSpeed's ZeRO: where its stages have the reduced gradient of a parameter before the step begins.
-
-Only what the last micro-batch of a step leaves is taken. All of it is compared with what the optimizer unscales: stages
-and settings differ in when a gradient is final, and users may set gradients (`safe_set_full_grad`) in between.
+The hooks at the end find the moment when a gradient is final: in plain torch, FSDP2, DDP, and DeepSpeed's ZeRO. For
+ZeRO, only the last micro-batch is captured, and everything is compared with what the optimizer unscales: stages and
+settings differ in when a gradient is final, and users may change gradients in between (`safe_set_full_grad`).
 """
 
 from __future__ import annotations
@@ -27,41 +24,39 @@ if TYPE_CHECKING:
     import torch
 
 
-MAX_MISMATCHES: Final = (
-    3  # steps in a row whose early gradients were mostly changed afterwards, before it is no longer tried
-)
+MAX_MISMATCHES: Final = 3  # give up after this many steps in a row in which most early gradients were changed later
 
-Mark = tuple["torch.Tensor", int, int]  # a gradient (held, so that no other gets its memory), its address and version
+Mark = tuple["torch.Tensor", int, int]  # a gradient (kept, so that its memory is not reused), its address and version
 
 
 class OverlapCapture:
-    """What was taken of this step so far, and whether it counts.
+    """The gradients of this step that were captured early, and whether they are valid.
 
-    A hook that runs with every backward pass does not know whether it is the last one of the step. As many passes are
-    expected as the step before had; with another number nothing is taken early, or what was taken does not count.
+    A hook cannot know whether a backward pass is the last one of the step, so the number of passes of the previous step
+    is expected. If a step has another number, its gradients are captured when the optimizer is called.
     """
 
-    def __init__(self, taker: GradientCapture, *, marked: bool) -> None:
-        """`marked`: gradients stay where they are when they are final, so their version tells whether they changed.
+    def __init__(self, capture: GradientCapture, *, marked: bool) -> None:
+        """With `marked`, final gradients keep their memory, so their autograd version shows whether they changed.
 
-        Otherwise (DDP copies them once more) all that was taken is compared with what the optimizer is given.
+        Otherwise (DDP copies them once more) all elements are compared with what the optimizer consumes.
         """
-        self.tensors = 0  # that were taken early and counted, all told
-        self._taker = taker
+        self.tensors = 0  # total number of valid early gradients
+        self._capture = capture
         self._marked = marked
-        self._marks: dict[int, Mark] = {}  # tensor → the gradient that the slot has of it
-        self._passes: dict[int, int] = {}  # tensor → backward passes of this step that it was part of
-        self._parts: dict[int, dict[int, int]] = {}  # tensor → where it was taken in parts, and how many elements
+        self._marks: dict[int, Mark] = {}  # tensor → mark of the gradient in the slot
+        self._passes: dict[int, int] = {}  # tensor → number of its backward passes in this step
+        self._parts: dict[int, dict[int, int]] = {}  # tensor → start of each captured part → its elements
         self._expected = 0
-        self._vain = 0
-        self._of_step = 0, 0  # tensors that were taken early, and those of them that counted
-        self._steps = 0  # in which something was taken early
+        self._mismatches = 0
+        self._step_counts = 0, 0  # early gradients of this step, and how many of them were valid
+        self._steps = 0  # steps with early gradients
         self._on = True
 
     def ready(self, number: int, gradient: torch.Tensor) -> None:
-        """A backward pass has ended for one of the stream's tensors."""
-        if self._taker.scale is not None:  # another pass after clipping: what was noted then is past
-            self._marks, self._taker.scale = {}, None
+        """Called when a backward pass has finished for one of the stream's tensors."""
+        if self._capture.scale is not None:  # another pass after clipping invalidates the marks
+            self._marks, self._capture.scale = {}, None
         self._marks.pop(number, None)
         if not self._on:
             return
@@ -70,141 +65,141 @@ class OverlapCapture:
             self._take(number, gradient)
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
-        targets, sources = self._taker.paired(number, gradient)
+        targets, sources = self._capture.block_views(number, gradient)
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-        self._marks[number] = mark_of(gradient)
+        self._marks[number] = memory_mark(gradient)
 
-    def take_part(self, number: int, start: int, values: torch.Tensor) -> None:
-        """Some elements of a gradient are final: those from `start` on of one of the stream's tensors."""
+    def capture_part(self, number: int, start: int, values: torch.Tensor) -> None:
+        """Capture final elements of a gradient, starting at element `start` of one of the stream's tensors."""
         if not self._on:
             return
-        copied = self._taker.copy_part(number, start, values)
+        copied = self._capture.copy_part(number, start, values)
         parts = self._parts.setdefault(number, {})
         parts[start] = copied
-        if sum(parts.values()) == self._taker.counts[number]:
-            self._marks[number] = mark_of(values)
+        if sum(parts.values()) == self._capture.counts[number]:
+            self._marks[number] = memory_mark(values)
 
-    def settle_raw(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-        """As `settle`, with gradients as they were before unscaling, of which all is compared."""
-        taken = [each for each in gradients if each[0] in self._marks and each[0] not in self._taker.taken]
+    def keep_matching_raw(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """Like `keep_matching`, for gradients before unscaling; all elements are compared."""
+        taken = [each for each in gradients if each[0] in self._marks and each[0] not in self._capture.taken]
         kept = [each for each in taken if self._equal(*each, None)]
         for number, _ in kept:
-            self._taker.count_in(number)
+            self._capture.mark_captured(number)
         self._count(len(taken), len(kept))
-        return [each for each in gradients if each[0] not in self._taker.taken]
+        return [each for each in gradients if each[0] not in self._capture.taken]
 
-    def settle(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-        """The optimizer is called with these: count what was taken of them, give back those that must be taken."""
+    def keep_matching(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """Mark the early gradients that equal those of the optimizer as captured; return the others."""
         taken = [(number, gradient) for number, gradient in gradients if number in self._marks]
         kept = self._unchanged(taken) if taken else []
-        if self._taker.scale is not None and len(kept) < len(gradients):
-            kept, self._taker.scale = [], None  # one factor is logged for all
+        if self._capture.scale is not None and len(kept) < len(gradients):
+            kept, self._capture.scale = [], None  # a step has one factor for all gradients
         for number, _ in kept:
-            self._taker.count_in(number)
+            self._capture.mark_captured(number)
         self._count(len(taken), len(kept))
         self._steps += bool(taken)
         counted = {number for number, _ in kept}
         return [(number, gradient) for number, gradient in gradients if number not in counted]
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip as torch does; where all gradients are known as they were before, note the factor instead of them."""
+        """Clip like torch. If all gradients are captured, record the unclipped ones and the clipping factor."""
         import torch
 
-        taker = self._taker
-        mine = [(taker.number[id(p)], p.grad) for p in parameters if p.grad is not None and id(p) in taker.number]
-        plain = all(gradient.dtype == torch.float32 for _, gradient in mine) and taker.scale is None
+        capture = self._capture
+        mine = [(capture.number[id(p)], p.grad) for p in parameters if p.grad is not None and id(p) in capture.number]
+        plain = all(gradient.dtype == torch.float32 for _, gradient in mine) and capture.scale is None
         if plain:
             known = {number for number, _ in self._unchanged([each for each in mine if each[0] in self._marks])}
             for number, gradient in mine:
                 if number not in known:
                     self._take(number, gradient)
         norm, factor = _clip(parameters, max_norm, norm_type)
-        taker.scale = factor if plain else None
+        capture.scale = factor if plain else None
         known_before = plain and factor is not None
-        self._marks = {number: mark_of(gradient) for number, gradient in mine} if known_before else {}
+        self._marks = {number: memory_mark(gradient) for number, gradient in mine} if known_before else {}
         return norm
 
     def _unchanged(self, taken: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-        """Those of the early gradients that are still what the slot holds, times the factor where there is one."""
+        """The early gradients that still equal those in the slot, times the factor if there is one."""
         kept = taken
-        if self._marked or self._taker.scale is not None:
-            kept = [each for each in taken if mark_of(each[1])[1:] == self._marks[each[0]][1:]]
+        if self._marked or self._capture.scale is not None:
+            kept = [each for each in taken if memory_mark(each[1])[1:] == self._marks[each[0]][1:]]
         first = self._steps < FULL_CHECKS
-        full = first or not self._marked or self._taker.checks_all
+        full = first or not self._marked or self._capture.checks_everything
         if full:
-            equal = [each for each in kept if self._equal(*each, self._taker.scale)]
+            equal = [each for each in kept if self._equal(*each, self._capture.scale)]
         else:
-            equal = kept if not kept or self._looks_equal(kept) else []
+            equal = kept if not kept or self._sample_is_equal(kept) else []
         if len(equal) < len(kept) and self._marked:
-            self._distrust(first=first, full=full)
+            self._disable(first=first, full=full)
         return equal
 
-    def _distrust(self, *, first: bool, full: bool) -> None:
-        """Gradients are changed in a way that autograd does not see: nothing can be taken early in this job."""
+    def _disable(self, *, first: bool, full: bool) -> None:
+        """Stop capturing early: gradients are changed in a way that autograd does not count."""
         self._on = False
         if full and not first:
             raise InconsistentError(
-                "gradients were changed after the backward pass in a way that autograd does not count, and not for the"
-                " first time perhaps",
-                hint="record with early=False, and again from a new base",
+                "gradients were changed after the backward pass in a way that autograd does not count, perhaps also in"
+                " earlier steps",
+                hint="record again from a new base, with early=False",
             )
 
     def _equal(self, number: int, gradient: torch.Tensor, scale: np.float32 | None) -> bool:
         import torch
 
-        targets, sources = self._taker.paired(number, gradient)
-        for held, given in zip(targets, sources, strict=True):
-            held = held.to(given.dtype)
-            again = held if scale is None else held * torch.tensor(float(scale), dtype=torch.float32)
-            if not torch.equal(_bits(again), _bits(given.to(held.device))):
+        targets, sources = self._capture.block_views(number, gradient)
+        for captured, consumed in zip(targets, sources, strict=True):
+            captured = captured.to(consumed.dtype)
+            expected = captured if scale is None else captured * torch.tensor(float(scale), dtype=torch.float32)
+            if not torch.equal(_bits(expected), _bits(consumed.to(captured.device))):
                 return False
         return True
 
-    def _looks_equal(self, taken: Sequence[tuple[int, torch.Tensor]]) -> bool:
-        """A few elements of each, all over it."""
+    def _sample_is_equal(self, taken: Sequence[tuple[int, torch.Tensor]]) -> bool:
+        """Compare a few elements of each gradient."""
         import torch
 
-        held, given = [], []
+        captured, consumed = [], []
         for number, gradient in taken:
-            targets, sources = self._taker.paired(number, gradient)
+            targets, sources = self._capture.block_views(number, gradient)
             stride = max(1, targets[0].numel() // SAMPLE)
-            held.append(targets[0].view(-1)[::stride])
-            given.append(sources[0].reshape(-1)[::stride])
-        again = torch.cat(held)
-        if self._taker.scale is not None:
-            again.mul_(float(self._taker.scale))
-        return bool(torch.equal(_bits(again), _bits(torch.cat(given).to(again.device))))
+            captured.append(targets[0].view(-1)[::stride])
+            consumed.append(sources[0].reshape(-1)[::stride])
+        expected = torch.cat(captured)
+        if self._capture.scale is not None:
+            expected.mul_(float(self._capture.scale))
+        return bool(torch.equal(_bits(expected), _bits(torch.cat(consumed).to(expected.device))))
 
     def _count(self, taken: int, kept: int) -> None:
-        """So many were taken early, and so many of them counted. An optimizer may be called several times in a step."""
+        """Add to the counts of this step; an optimizer may be called several times per step."""
         self.tensors += kept
-        self._of_step = self._of_step[0] + taken, self._of_step[1] + kept
+        self._step_counts = self._step_counts[0] + taken, self._step_counts[1] + kept
 
     def next_step(self) -> None:
-        """The step is over."""
-        taken, kept = self._of_step
-        self._vain = self._vain + 1 if taken and kept * 2 < taken else 0
-        if self._vain >= MAX_MISMATCHES:
+        """Reset at the end of a step."""
+        taken, kept = self._step_counts
+        self._mismatches = self._mismatches + 1 if taken and kept * 2 < taken else 0
+        if self._mismatches >= MAX_MISMATCHES:
             self._on = False
-        self._of_step = 0, 0
+        self._step_counts = 0, 0
         self._expected = max(self._passes.values(), default=0)
         self._passes, self._marks, self._parts = {}, {}, {}
 
     def stop(self) -> None:
-        """Take nothing any more, also where a hook cannot be taken off."""
+        """Stop capturing, even if a hook cannot be removed."""
         self._on = False
         self._marks = {}
 
 
-def mark_of(gradient: torch.Tensor) -> Mark:
-    """What changes when a gradient is written to or replaced: where its memory is, and how often it was written to."""
+def memory_mark(gradient: torch.Tensor) -> Mark:
+    """The gradient's address and autograd version, which change when it is replaced or written to."""
     local: Any = getattr(gradient, "_local_tensor", gradient)
     return local, int(local.data_ptr()), int(local._version)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements as integers, so that -0.0 is not 0.0 and NaN is itself."""
+    """Elements as integers, so that -0.0 differs from 0.0 and NaN equals NaN."""
     import torch
 
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -214,7 +209,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _clip(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
 ) -> tuple[torch.Tensor, np.float32 | None]:
-    """Clip; (norm of all gradients, what they were multiplied with: found by clipping a one with the same norm)."""
+    """Clip; returns (norm, factor). The factor is found by clipping a gradient of 1 with the same norm."""
     import torch
 
     try:
@@ -231,45 +226,45 @@ def _clip(
     return norm, np.float32(float(one.grad[0]))
 
 
-def hook_accumulation(early: OverlapCapture, taker: GradientCapture, hooks: Hooks) -> None:
-    """Plain torch and FSDP2: when autograd has added to `grad` (FSDP2: when the reduced gradient is there)."""
+def hook_accumulation(overlap: OverlapCapture, capture: GradientCapture, hooks: Hooks) -> None:
+    """Plain torch and FSDP2: a gradient is final when it has been accumulated (FSDP2: reduced) into `grad`."""
 
     def hook_of(number: int) -> Any:
         def accumulated(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             if gradient is not None:
-                run_guarded(taker, lambda: early.ready(number, gradient))
+                run_guarded(capture, lambda: overlap.ready(number, gradient))
 
         return accumulated
 
-    for number, key in enumerate(taker.keys):
+    for number, key in enumerate(capture.keys):
         hooks.add(key.register_post_accumulate_grad_hook(hook_of(number)))
 
 
 class DdpBuckets:
-    """The comm hook of a DDP module: reduces as torch's `allreduce_hook` does, and says when a bucket is reduced.
+    """A DDP comm hook that reduces like torch's `allreduce_hook` and captures the reduced gradients.
 
-    DDP takes one such hook for ever, so the next recorder of the same module goes on with this one.
+    A comm hook cannot be removed, so the next recorder of the same module reuses this one.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.early: OverlapCapture | None = None
-        self.taker: GradientCapture | None = None
+        self.overlap: OverlapCapture | None = None
+        self.capture: GradientCapture | None = None
 
     def reduced(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """These gradients are final."""
-        early, taker = self.early, self.taker
-        if early is None or taker is None:
+        """Called with gradients that are final."""
+        overlap, capture = self.overlap, self.capture
+        if overlap is None or capture is None:
             return
 
         def ready() -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                number = taker.number.get(id(parameter))
+                number = capture.number.get(id(parameter))
                 if number is not None:
-                    early.ready(number, gradient)
+                    overlap.ready(number, gradient)
 
-        run_guarded(taker, ready)
+        run_guarded(capture, ready)
 
 
 def _reduce_bucket(state: Any, bucket: Any) -> Any:
@@ -284,18 +279,18 @@ def _reduce_bucket(state: Any, bucket: Any) -> Any:
     return allreduce_hook(state.group, bucket).then(take)
 
 
-_reduce_bucket.__annotations__.clear()  # DDP wants its own types there, or none
+_reduce_bucket.__annotations__.clear()  # DDP accepts only its own types as annotations, or none
 
 
-def hook_ddp_buckets(ddp: Any, early: OverlapCapture, taker: GradientCapture) -> bool:
-    """DDP: when a bucket has been reduced. Not where the job has a comm hook of its own."""
+def hook_ddp_buckets(ddp: Any, overlap: OverlapCapture, capture: GradientCapture) -> bool:
+    """DDP: gradients are final when their bucket has been reduced. False if the job has its own comm hook."""
     hooks = [state for _, state in ddp._comm_hooks]
     if not hooks:
         hooks = [DdpBuckets(ddp.process_group)]
         ddp.register_comm_hook(hooks[0], _reduce_bucket)
     if not isinstance(hooks[0], DdpBuckets):
         return False
-    hooks[0].early, hooks[0].taker = early, taker
+    hooks[0].overlap, hooks[0].capture = overlap, capture
     return True
 
 
@@ -313,37 +308,37 @@ def find_ddp(model: Any) -> Any:
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
-def hook_zero(job: LiveJob, early: OverlapCapture, taker: GradientCapture, hooks: Hooks) -> None:
-    """Take gradients when a bucket of theirs has been reduced; nothing where the stage has them only after backward."""
+def hook_zero(job: LiveJob, overlap: OverlapCapture, capture: GradientCapture, hooks: Hooks) -> None:
+    """ZeRO: capture gradients when their bucket has been reduced, if the stage has them before backward ends."""
     outer = job.engine.optimizer
     kind = type(outer).__name__
-    parts = _ZeroPartitions(job, early, taker)
+    parts = _ZeroPartitions(job, overlap, capture)
     if kind == "DeepSpeedZeroOptimizer_Stage3" and hasattr(outer, _PARTITIONS):
         hooks.wrap(outer, "partition_grads", parts.after_partitioning)
         return
-    # Stage 2 adds up micro-batches when backward is over.
-    early_enough = kind == "DeepSpeedZeroOptimizer" and not outer.cpu_offload
-    if early_enough and (not outer.partition_gradients or int(job.engine.gradient_accumulation_steps()) == 1):
+    # Stage 2 adds up micro-batches only after backward.
+    is_early = kind == "DeepSpeedZeroOptimizer" and not outer.cpu_offload
+    if is_early and (not outer.partition_gradients or int(job.engine.gradient_accumulation_steps()) == 1):
         hooks.wrap(outer, "copy_grads_in_partition", parts.after_copying)
 
 
 class _ZeroPartitions:
-    """Where the elements of each parameter lie in the optimizer's tensors of this rank."""
+    """The slices of each parameter in the optimizer tensors of this rank."""
 
-    def __init__(self, job: LiveJob, early: OverlapCapture, taker: GradientCapture) -> None:
+    def __init__(self, job: LiveJob, overlap: OverlapCapture, capture: GradientCapture) -> None:
         self._outer = job.engine.optimizer
-        self._early = early
-        self._taker = taker
+        self._overlap = overlap
+        self._capture = capture
         names = {name: id(p) for name, p in job.parameters.items()}
-        self._shares: dict[int, list[tuple[int, Any]]] = {}  # id of a parameter → (tensor of the stream, share)
+        self._slices: dict[int, list[tuple[int, Any]]] = {}  # id of a parameter → (tensor of the stream, slice)
         for stepped in job.stepped:
-            number = taker.number.get(id(stepped.key))
-            for share in stepped.slices:
-                if number is not None and share.name in names:
-                    self._shares.setdefault(names[share.name], []).append((number, share))
+            number = capture.number.get(id(stepped.key))
+            for part in stepped.slices:
+                if number is not None and part.name in names:
+                    self._slices.setdefault(names[part.name], []).append((number, part))
 
     def after_copying(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """ZeRO 1 and 2: the averaged gradient of a whole parameter."""
+        """ZeRO-1 and 2: capture the averaged gradient of a whole parameter."""
 
         def copy_grads_in_partition(param: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(param, *args, **kwargs)
@@ -354,32 +349,32 @@ class _ZeroPartitions:
                     self._take(param, gradient.detach().reshape(-1), whole=True)
 
             if self._outer.is_gradient_accumulation_boundary():
-                run_guarded(self._taker, take)
+                run_guarded(self._capture, take)
             return result
 
         return copy_grads_in_partition
 
     def after_partitioning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """ZeRO 3: this rank's part of the averaged gradients of some parameters."""
+        """ZeRO-3: capture this rank's partition of the averaged gradients."""
 
         def partition_grads(params: Any, *args: Any, **kwargs: Any) -> Any:
             params = list(params)
             result = original(params, *args, **kwargs)
 
             def take() -> None:
-                held = getattr(self._outer, _PARTITIONS)
+                partitions = getattr(self._outer, _PARTITIONS)
                 for param in params:
-                    if param.ds_id in held:
-                        self._take(param, held[param.ds_id].detach().reshape(-1), whole=False)
+                    if param.ds_id in partitions:
+                        self._take(param, partitions[param.ds_id].detach().reshape(-1), whole=False)
 
             if self._outer.is_gradient_accumulation_boundary():
-                run_guarded(self._taker, take)
+                run_guarded(self._capture, take)
             return result
 
         return partition_grads
 
     def _take(self, param: Any, flat: torch.Tensor, *, whole: bool) -> None:
-        for number, share in self._shares.get(id(param), ()):
-            first = share.region.start if whole else 0
-            if first + share.region.numel <= flat.numel():
-                self._early.take_part(number, share.start, flat[first : first + share.region.numel])
+        for number, part in self._slices.get(id(param), ()):
+            first = part.region.start if whole else 0
+            if first + part.region.numel <= flat.numel():
+                self._overlap.capture_part(number, part.start, flat[first : first + part.region.numel])

@@ -47,7 +47,7 @@ class ShadowQuery(Protocol):
     def ask(self, question: dict[str, Any], /) -> Any: ...
 
 
-def check_shares(shares: Sequence[tuple[ShadowAddress, WorkShard]]) -> None:
+def check_shards(shares: Sequence[tuple[ShadowAddress, WorkShard]]) -> None:
     """Are these shadows everything of one state, each share once? Or do all of them hold everything?"""
     counts = {share.count for _, share in shares}
     held = ", ".join(f"{address} holds {share.number + 1}/{share.count}" for address, share in shares)
@@ -78,7 +78,7 @@ def take_one_step(shadows: Sequence[ShadowQuery]) -> list[dict[str, Any]]:
         places = list(
             zip((shadow.address for shadow in shadows), (WorkShard(*one["share"]) for one in told), strict=True)
         )
-        check_shares(places)
+        check_shards(places)
         runs = {str(one["run"]) for one in told}
         if len(runs) > 1:
             raise UsageError(f"these are shadows of several runs: {', '.join(sorted(runs))}")
@@ -222,7 +222,7 @@ def _query_all(shadows: list[ShadowConnection]) -> list[dict[str, Any]]:
     if len(shadows) > 1:
         return take_one_step(shadows)
     told = shadows[0].ask({"ask": "snapshot"})
-    check_shares([(shadows[0].address, WorkShard(*told.get("share", (0, 1))))])
+    check_shards([(shadows[0].address, WorkShard(*told.get("share", (0, 1))))])
     return [told]
 
 

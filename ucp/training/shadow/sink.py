@@ -108,7 +108,7 @@ class ShadowSink:
             self._unsent_bytes += len(payload)
             self._changed.notify_all()
 
-    def tell_kinds(self, kinds: Sequence[str]) -> None:
+    def send_state_kinds(self, kinds: Sequence[str]) -> None:
         """The names of the optimizer's states are known now: the shadow is told before a frame has any of them."""
         with self._changed:
             self._hello = {**self._hello, "manifest": {**self._hello["manifest"], "state_kinds": list(kinds)}}
@@ -271,10 +271,10 @@ class ShadowSinks:
         for sink in self._sinks:
             sink.offer(header, payload)
 
-    def tell_kinds(self, kinds: Sequence[str]) -> None:
+    def send_state_kinds(self, kinds: Sequence[str]) -> None:
         """Tell every shadow the names of the optimizer's states, in the order in which frames number them."""
         for sink in self._sinks:
-            sink.tell_kinds(kinds)
+            sink.send_state_kinds(kinds)
 
     def told(self) -> dict[str, Any]:
         """What all sinks have done, as JSON values: sums, the first error, and where there are several, each."""

@@ -20,8 +20,8 @@ from ucp.errors import UcpError, UsageError
 from ucp.storage.paths import local_path
 from ucp.training.adapters import describe_job
 from ucp.training.collectives import fail_together, rank_and_size
-from ucp.training.live_job import Hooks, LiveJob
-from ucp.training.saved_index import steps_counted
+from ucp.training.live_job import Hooks
+from ucp.training.saved_index import steps_taken
 from ucp.training.snapshots.background_copy import Throttle
 from ucp.training.snapshots.snapshot_layout import ClientState, JobInspector
 from ucp.training.snapshots.snapshot_scheduler import SnapshotScheduler
@@ -104,7 +104,7 @@ class Snapshots:
             self._job = describe_job(self._model, self._optimizer)
             if self._job.optimizer is None:
                 raise UsageError("snapshots need an optimizer", hint="pass the optimizer, or use ucp.save")
-            self.scheduler.step = _steps_taken(self._job)
+            self.scheduler.step = steps_taken(self._job)
             if rank_and_size()[0] == 0:
                 try:
                     self._folder.make()
@@ -256,9 +256,3 @@ def _snapshot_group() -> Any:
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo")
-
-
-def _steps_taken(job: LiveJob) -> int:
-    if job.engine is not None:
-        return int(job.engine.global_steps)
-    return steps_counted(job) or 0
