@@ -100,5 +100,5 @@ def test_json_beside_the_step_folder_that_cannot_be_read(tmp_path: Path) -> None
     (folder / "trainer_state.json").write_text('{"global_step": 3')
     finding = alarm(folder, "extras", "default")
     assert finding.file == "trainer_state.json"
-    assert "is no JSON" in finding.message
+    assert "is not valid JSON" in finding.message
     assert verify(folder).exit_code == 4

@@ -74,14 +74,14 @@ def test_tensor_parallel_slices_are_one_run() -> None:
     partition = check(zero1(4, 8, 16))
     weights = partition.patterns[0]
     assert len(weights.runs) == 1
-    assert sum(weights.held.values()) == 12288 * 4096
+    assert sum(weights.elements.values()) == 12288 * 4096
 
 
-def test_elements_held_by_rank() -> None:
+def test_elements_on_each_rank() -> None:
     checkpoint = zero3(1, 7)
     partition = PartitionMap.of(checkpoint)
     atom = next(checkpoint.atoms())
-    held = partition.patterns[partition.pattern_of(atom)].held
+    held = partition.patterns[partition.pattern_of(atom)].elements
     assert sum(held.values()) == atom.numel
     assert set(held) == set(range(7))
 

@@ -1,4 +1,4 @@
-"""Extras: what is carried beside the parameters can be read."""
+"""Extras, which is everything stored besides parameter states, can be read."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ucp.engine.pool import Meter
 from ucp.errors import IntegrityError, UcpError
 from ucp.settings import MIB
 
-_LONGEST: Final = 64 * MIB  # of JSON that is looked into
-_RESTORE: Final = "restore it from a copy; the parameters do not depend on it, going on with training may"
+_LARGEST_JSON: Final = 64 * MIB  # larger files are not parsed
+_RESTORE: Final = "restore it from a copy; the parameters do not depend on it, but resuming training may"
 
 
 def run_check(context: CheckContext) -> Iterator[CheckTask]:
-    """One task: files that are carried as they are, and the tensors of trees."""
+    """One task for the files that are copied unchanged, and for the tensors in trees."""
     extras = context.checkpoint.extras
     if extras.files or extras.trees:
-        yield CheckTask("extras", 0, partial(_read, context.checkpoint))
+        yield CheckTask("extras", 0, partial(_check_extras, context.checkpoint))
 
 
-def _read(checkpoint: Checkpoint, meter: Meter) -> Iterator[Finding]:
+def _check_extras(checkpoint: Checkpoint, meter: Meter) -> Iterator[Finding]:
     for name, file in sorted(checkpoint.extras.files.items()):
         meter.check()
-        problem = _unreadable(checkpoint.root / file)
+        problem = _read_error(checkpoint.root / file)
         if problem is not None:
             yield _finding(file, problem, name)
     seen: set[int] = set()
@@ -43,7 +43,7 @@ def _read(checkpoint: Checkpoint, meter: Meter) -> Iterator[Finding]:
                 for fragment in atom.fragments:
                     size = checkpoint.sizes.get(fragment.file)
                     if size is not None and fragment.offset + fragment.nbytes > size:
-                        yield _finding(fragment.file, f"{atom.name} reaches past its end at byte {size}", atom.name)
+                        yield _finding(fragment.file, f"{atom.name} extends past the end of the file at byte {size}", atom.name)
             except UcpError as error:
                 yield _finding(name, f"{atom.name}: {error.what}", atom.name)
 
@@ -60,10 +60,10 @@ def _finding(file: str, problem: str, subject: str) -> Finding:
     )
 
 
-def _unreadable(path: Path) -> str | None:
+def _read_error(path: Path) -> str | None:
     try:
         size = path.stat().st_size
-        if path.suffix != ".json" or size > _LONGEST:
+        if path.suffix != ".json" or size > _LARGEST_JSON:
             with path.open("rb") as file:
                 file.read(1)
         else:
@@ -71,5 +71,5 @@ def _unreadable(path: Path) -> str | None:
     except OSError as error:
         return error.strerror or "cannot be read"
     except (ValueError, RecursionError) as error:
-        return f"is no JSON ({error})"
+        return f"is not valid JSON ({error})"
     return None
