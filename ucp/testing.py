@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 import ucp
-from ucp.conversion import Plan
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter, ParamGroup
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
 from ucp.core.mesh import Mesh
 from ucp.core.region import Region
+from ucp.engine.plan import Plan
 from ucp.errors import UcpError
 from ucp.formats.registry import ReadOptions, WriteOptions, find_format, make_writer, open_checkpoint
 
