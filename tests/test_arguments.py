@@ -28,7 +28,7 @@ PIPELINE = PROJECT / "fixtures" / "pp2_z1_bf16_tied_dp2"
         ({"memory": "much"}, "memory='much' is not a size"),
         ({"to": "safetensors", "max_shard_size": "big"}, "max_shard_size='big' is not a size"),
         ({"to": "deepspeed", "stages": "0,2"}, "stages='0,2' is not a list of numbers"),
-        ({"to": "deepspeed", "stages": [0, 2]}, "--stages 0,2 names the first layers of 2 stages, but pp=1"),
+        ({"to": "deepspeed", "stages": [0, 2]}, "--stages 0,2 lists the first layers of 2 stages, but pp=1"),
         ({"dp": 3}, "--dp is not supported with --to atoms\n.*--to deepspeed or --to megatron"),
         ({"zero": 0}, "--zero is not supported with --to atoms"),
         ({"to": "dcp", "zero": 1}, "--zero is not supported with --to dcp"),
@@ -43,7 +43,7 @@ def test_slips_of_the_pen(tmp_path: Path, options: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize(
-    "stages, message", [([0, 1, 2], "names the first layers of 3 stages, but pp=2"), ([1, 2], "begin with 0")]
+    "stages, message", [([0, 1, 2], "lists the first layers of 3 stages, but pp=2"), ([1, 2], "must start with 0")]
 )
 def test_stages_that_are_none(tmp_path: Path, stages: list[int], message: str) -> None:
     with pytest.raises(UsageError, match=message):

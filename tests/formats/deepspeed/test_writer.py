@@ -106,7 +106,7 @@ def is_expected(difference: str, fixture: str) -> bool:
         ("pp2_z1_bf16_tied_dp2", {"zero": 3}, ["ZeRO-3", "pp=2"]),
         ("pp2_z1_bf16_tied_dp2", {"zero": 2}, ["ZeRO-2", "pp=2"]),
         ("pp2_z1_bf16_tied_dp2", {"pp": 20}, ["20", "layers"]),
-        ("pp2_z1_bf16_tied_dp2", {"pp": 2, "stages": [0, 0]}, ["must increase"]),
+        ("pp2_z1_bf16_tied_dp2", {"pp": 2, "stages": [0, 0]}, ["must start with 0 and increase"]),
         ("pp2_z1_bf16_tied_dp2", {"zero": 0}, ["bf16 pipeline", "--zero 1"]),
         ("z1_bf16_dp2", {"ep": 2}, ["no experts"]),
         ("z1_bf16_moe4_ep2_dp4", {"ep": 3, "dp": 3}, ["4 experts", "ep=3"]),

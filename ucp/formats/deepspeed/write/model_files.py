@@ -1,6 +1,6 @@
-"""Model files, layer files and expert files: the weights as the module holds them, and the tables beside them.
+"""Files of the target that contain the module's weights: model files, layer files and expert files.
 
-`universal_checkpoint_info` of the target: how its tensor-parallel slices combine, so that readers need not guess.
+The second half makes `universal_checkpoint_info`, which describes how the tensor-parallel slices of the target combine.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ucp.formats.sharded.slicer import UNKNOWN_ORIGIN
 
 
 class ModelFiles:
-    """The trees of everything that is not an optimizer file."""
+    """The trees of all files of the target except the optimizer files."""
 
-    def __init__(self, world: TargetLayout) -> None:
-        self.world = world
+    def __init__(self, layout: TargetLayout) -> None:
+        self.layout = layout
 
     def model_tree(
         self, pp: int, tp: int, dp: int, shapes: Sequence[InertOrderedDict] | None, optimizer: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """The model file of one rank; `dp` counts under ZeRO-3 only."""
-        world = self.world
-        mesh = world.mesh
-        carried = world.carried.model(pp * mesh.tp + tp, mesh.tp * mesh.pp)
-        held = world.on_stage(pp)
-        frozen = [p for p in held if p.role == "frozen" and world.weight(p) is not None]
-        # ZeRO-2 and 3 list frozen parameters, unless they were told to leave them out.
-        with_frozen = mesh.zero >= 2 and not any(note.id == "frozen-excluded" for note in world.source.notes)
+        """The tree of the model file of one rank; `dp` matters under ZeRO-3 only."""
+        layout = self.layout
+        mesh = layout.mesh
+        carried = layout.extras.model(pp * mesh.tp + tp, mesh.tp * mesh.pp)
+        on_stage = layout.on_stage(pp)
+        frozen = [p for p in on_stage if p.role == "frozen" and layout.weight(p) is not None]
+        # ZeRO-2 and 3 list frozen parameters unless saved with exclude_frozen_parameters.
+        with_frozen = mesh.zero >= 2 and not any(note.id == "frozen-excluded" for note in layout.source.notes)
         first = pp == 0 and tp == 0 and dp == 0
         tree: dict[str, Any] = {
-            "module": None if world.pipeline is not None else self._module(held, tp),
-            "buffer_names": [p.name for p in held if p.role == "buffer"],
+            "module": None if layout.pipeline is not None else self._module(on_stage, tp),
+            "buffer_names": [p.name for p in on_stage if p.role == "buffer"],
             "optimizer": optimizer,
             "param_shapes": self._shapes(shapes) if shapes is not None else None,
             "frozen_param_shapes": self._frozen_shapes(frozen, tp) if with_frozen else None,
-            "shared_params": (dict(world.source.aliases()) if first else {}) if mesh.zero else None,
+            "shared_params": (dict(layout.source.aliases()) if first else {}) if mesh.zero else None,
             "frozen_param_fragments": self._frozen(frozen, tp, dp) if with_frozen else None,
         }
         defaults = {
@@ -56,7 +56,7 @@ class ModelFiles:
             "data_sampler": None,
             "random_ltd": None,
             "skipped_steps": 0,
-            "global_steps": world.source.step or 0,
+            "global_steps": layout.source.step or 0,
             "global_samples": 0,
         }
         tree.update({**defaults, **carried})
@@ -64,34 +64,34 @@ class ModelFiles:
         tree["mp_world_size"] = mesh.tp * mesh.pp
         tree["checkpoint_parallel_dimensions"] = {"pp_degree": mesh.pp, "tp_degree": mesh.tp}
         tree["ds_config"] = self.config()
-        tree["ds_version"] = world.carried.version
+        tree["ds_version"] = layout.extras.version
         if isinstance(tree.get("args"), Inert):
             tree["args"] = self._args(tree["args"])
         info = tree.get("universal_checkpoint_info")
-        info = target_info(world, info if isinstance(info, dict) else None)
+        info = target_info(layout, info if isinstance(info, dict) else None)
         if info is not None:
             tree["universal_checkpoint_info"] = info
         return tree
 
     def _shapes(self, shapes: Sequence[InertOrderedDict]) -> list[InertOrderedDict]:
-        """Shapes by group; where experts are saved, DeepSpeed's way of copying the tree makes plain tuples of them."""
-        if not self.world.has_experts:
+        """Shapes by group. With experts they are plain tuples, because DeepSpeed then copies the tree."""
+        if not self.layout.has_experts:
             return list(shapes)
         return [InertOrderedDict((name, tuple(shape)) for name, shape in group.items()) for group in shapes]
 
     @property
-    def has_shares(self) -> bool:
-        """Does a model file of ZeRO-3 hold a share of something, so that those of two ranks differ?"""
-        return any(p.role == "frozen" for p in self.world.source.parameters.values())
+    def differs_by_rank(self) -> bool:
+        """Whether model files of ZeRO-3 differ between ranks: they contain slices of frozen parameters."""
+        return any(p.role == "frozen" for p in self.layout.source.parameters.values())
 
     def config(self) -> dict[str, Any]:
-        """The configuration for the target's world."""
-        mesh = self.world.mesh
-        return adjusted_config(self.world.settings.config, zero=mesh.zero, dp=mesh.dp, dtype=self.world.dtype)
+        """The DeepSpeed configuration adjusted to the target."""
+        mesh = self.layout.mesh
+        return adjusted_config(self.layout.settings.config, zero=mesh.zero, dp=mesh.dp, dtype=self.layout.dtype)
 
     def _args(self, args: Inert) -> Inert:
-        """Megatron's arguments for the target's world: it compares them with its own when it loads."""
-        mesh = self.world.mesh
+        """Megatron's arguments adjusted to the target: Megatron compares them with its own when it loads."""
+        mesh = self.layout.mesh
         if not isinstance(args.state, dict) or "tensor_model_parallel_size" not in args.state:
             return args
         changed = {
@@ -100,22 +100,22 @@ class ModelFiles:
             "data_parallel_size": mesh.dp,
             "world_size": mesh.world,
         }
-        if (padded := padded_vocab_size(self.world)) is not None:
+        if (padded := padded_vocab_size(self.layout)) is not None:
             changed["padded_vocab_size"] = padded
         made = object.__new__(type(args))
         made.called, made.args, made.kwargs = args.called, args.args, args.kwargs
         made.state = {key: changed.get(key, value) for key, value in args.state.items()}
         return made
 
-    def _module(self, held: Sequence[Parameter], tp: int) -> InertOrderedDict:
+    def _module(self, on_stage: Sequence[Parameter], tp: int) -> InertOrderedDict:
         module = InertOrderedDict()
         aliases: dict[str, NewTensor] = {}
-        for parameter in held:
+        for parameter in on_stage:
             if parameter.expert is not None:
                 continue
             tensor = self._tensor(parameter, tp)
             if tensor is None:
-                continue  # a frozen parameter that the source left out
+                continue  # a frozen parameter that the source does not contain
             module[parameter.name] = tensor
             aliases.update(dict.fromkeys(parameter.aliases, tensor))
         module.update(aliases)
@@ -123,50 +123,52 @@ class ModelFiles:
 
     def _tensor(self, parameter: Parameter, tp: int) -> NewTensor | None:
         """A weight in the model file; under ZeRO-3 only buffers keep their data there."""
-        if self.world.mesh.zero == 3 and parameter.role != "buffer":
-            return empty_tensor(self.world.dtype)
-        atom = self.world.weight(parameter)
+        if self.layout.mesh.zero == 3 and parameter.role != "buffer":
+            return empty_tensor(self.layout.dtype)
+        atom = self.layout.weight(parameter)
         if atom is None:
             if parameter.role == "frozen":
                 return None
             raise missing_weight_error(parameter)
-        local = self.world.slicer.local(parameter, tp)
+        local = self.layout.slicer.local(parameter, tp)
         return shaped_tensor(atom, local.region, local.shape)
 
     def _frozen_shapes(self, frozen: Sequence[Parameter], tp: int) -> InertOrderedDict:
-        return InertOrderedDict((p.name, Size(self.world.slicer.local(p, tp).shape)) for p in frozen)
+        return InertOrderedDict((p.name, Size(self.layout.slicer.local(p, tp).shape)) for p in frozen)
 
     def _frozen(self, frozen: Sequence[Parameter], tp: int, dp: int) -> InertOrderedDict:
         """Frozen parameters: whole under ZeRO-2, this rank's padded slice under ZeRO-3."""
         found = InertOrderedDict()
         for parameter in frozen:
-            atom = self.world.weight(parameter)
+            atom = self.layout.weight(parameter)
             assert atom is not None
-            local = self.world.slicer.local(parameter, tp)
-            if self.world.mesh.zero == 3:
-                held, padding = slice_of_rank(local.region, self.world.mesh.dp, dp)
-                parts: list[Segment] = [segment(atom, held), ZeroContent(padding)]
+            local = self.layout.slicer.local(parameter, tp)
+            if self.layout.mesh.zero == 3:
+                own, padding = slice_of_rank(local.region, self.layout.mesh.dp, dp)
+                parts: list[Segment] = [segment(atom, own), ZeroContent(padding)]
                 found[parameter.name] = flat_tensor(atom.dtype, parts)
             else:
                 found[parameter.name] = shaped_tensor(atom, local.region, local.shape)
         return found
 
     def layer_files(self) -> Iterator[tuple[str, InertOrderedDict]]:
-        """Pipeline: one file a layer and tensor-parallel rank, with layer-local names."""
-        world = self.world
-        pipeline = world.pipeline
+        """Yield the files of a pipeline: one per layer and tensor-parallel rank, with layer-local names."""
+        layout = self.layout
+        pipeline = layout.pipeline
         if pipeline is None:
             return
         layers: dict[int, list[tuple[str, Parameter]]] = {layer: [] for layer in pipeline.layers}
-        for parameter in world.source.parameters.values():
+        for parameter in layout.source.parameters.values():
             found = parse_layer_name(parameter.name)
             if found is None:
-                raise UsageError(f"parameter {parameter.name}: a pipelined model's names carry a layer number")
+                raise UsageError(
+                    f"parameter {parameter.name}: the names of a pipelined model must contain a layer number"
+                )
             for layer in [found.layer] if found.layer is not None else pipeline.layers_of(found.tied or ""):
                 layers.setdefault(layer, []).append((found.local, parameter))
-        has_tp_rank = pipeline.model_axis or world.mesh.tp > 1
+        has_tp_rank = pipeline.model_axis or layout.mesh.tp > 1
         for layer, members in sorted(layers.items()):
-            for tp in range(world.mesh.tp):
+            for tp in range(layout.mesh.tp):
                 tree = InertOrderedDict()
                 for local, parameter in members:
                     tensor = self._tensor(parameter, tp)
@@ -175,71 +177,71 @@ class ModelFiles:
                 yield step_files.layer_file_name(layer, tp, has_tp_rank=has_tp_rank), tree
 
     def expert_files(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Mixture of experts: one file an expert of every layer, with global names."""
-        world = self.world
+        """Yield the files of experts: one per expert and layer, with global names."""
+        layout = self.layout
         layers: dict[str, int] = {}
         files: dict[tuple[int, int], list[Parameter]] = {}
-        for parameter in world.source.parameters.values():
+        for parameter in layout.source.parameters.values():
             if parameter.expert is not None:
                 prefix = parameter.name.split("deepspeed_moe.", 1)[0]
                 layer = layers.setdefault(prefix, len(layers))
                 files.setdefault((layer, parameter.expert), []).append(parameter)
         for (layer, expert), members in sorted(files.items()):
-            for mp in range(world.mesh.tp * world.mesh.pp):
-                pp, tp = divmod(mp, world.mesh.tp)
-                tree = {p.name: self._tensor(p, tp) for p in members if pp in world.stages[p.name]}
+            for mp in range(layout.mesh.tp * layout.mesh.pp):
+                pp, tp = divmod(mp, layout.mesh.tp)
+                tree = {p.name: self._tensor(p, tp) for p in members if pp in layout.stages[p.name]}
                 if tree:
                     yield step_files.expert_file_name(layer, expert, mp), tree
 
 
-# What the source spells out for its own ranks means nothing on others.
+# Keys that are valid for the tensor-parallel degree of the source only.
 _SOURCE_TP_KEYS: Final = ("affine_map", "sub_param_shard_widths")
 
 
-def target_info(world: TargetLayout, info: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The source's info, or one made of the rules where it has none that speaks of tensor parallelism.
+def target_info(layout: TargetLayout, info: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The source's info, or one made from the rules if the source has none that describes tensor parallelism.
 
-    A single rank needs one where a vocabulary is padded: nothing else says how much of it is real.
+    A single rank needs one if a vocabulary is padded: no other key records its true size.
     """
-    if info is not None and world.mesh.tp != world.source.mesh.tp:
-        info = _info_for_new_tp(world, info)
+    if info is not None and layout.mesh.tp != layout.source.mesh.tp:
+        info = _info_for_new_tp(layout, info)
     if info is not None and has_tp_rules(info):
-        return _with_replicated_patterns(world, info)
-    return {**(info or {}), **_info_from_rules(world)} if world.mesh.tp > 1 or _has_padded_vocab(world) else info
+        return _with_replicated_patterns(layout, info)
+    return {**(info or {}), **_info_from_rules(layout)} if layout.mesh.tp > 1 or _has_padded_vocab(layout) else info
 
 
-def _info_for_new_tp(world: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:
+def _info_for_new_tp(layout: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in info.items() if key not in _SOURCE_TP_KEYS}
     version = kept.get("universal_checkpoint_version")
     if "sub_param_shard_widths" in info and isinstance(version, float):
         kept["universal_checkpoint_version"] = min(version, 0.3)
-    padded = padded_vocab_size(world)
+    padded = padded_vocab_size(layout)
     return {**kept, "padded_vocab_size": padded} if padded and "padded_vocab_size" in kept else kept
 
 
-def padded_vocab_size(world: TargetLayout) -> int | None:
-    """Entries of the vocabulary in the target, padding included; None where no parameter has one."""
-    for parameter in world.source.parameters.values():
+def padded_vocab_size(layout: TargetLayout) -> int | None:
+    """Entries of the vocabulary in the target, padding included; None if no parameter has a vocabulary."""
+    for parameter in layout.source.parameters.values():
         if parameter.rule.cut == "vocab":
-            return world.slicer.local(parameter, 0).shape[parameter.rule.dim] * world.mesh.tp
+            return layout.slicer.local(parameter, 0).shape[parameter.rule.dim] * layout.mesh.tp
     return None
 
 
-def _has_padded_vocab(world: TargetLayout) -> bool:
-    size = padded_vocab_size(world)
-    return any(p.rule.cut == "vocab" and p.shape[p.rule.dim] != size for p in _trained(world))
+def _has_padded_vocab(layout: TargetLayout) -> bool:
+    size = padded_vocab_size(layout)
+    return any(p.rule.cut == "vocab" and p.shape[p.rule.dim] != size for p in _trained(layout))
 
 
-def _with_replicated_patterns(world: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:
-    """The info with a pattern for each parameter that it would stack although all ranks hold the same."""
+def _with_replicated_patterns(layout: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:
+    """The info with a pattern for every replicated parameter that its default rule would concatenate."""
     book = rules_from_info(info, "the source's universal_checkpoint_info")
     missing = [
         _pattern(parameter)
-        for parameter in _trained(world)
+        for parameter in _trained(layout)
         if parameter.rule.cut == "replicated"
         and parameter.rule_origin != UNKNOWN_ORIGIN
-        and (said := book.find(parameter.name)) is not None
-        and said.origin == DEFAULT_ORIGIN
+        and (stored := book.find(parameter.name)) is not None
+        and stored.origin == DEFAULT_ORIGIN
     ]
     if not missing:
         return info
@@ -247,9 +249,9 @@ def _with_replicated_patterns(world: TargetLayout, info: dict[str, Any]) -> dict
     return {**info, "tp_replicated_parameter_patterns": listed + missing}
 
 
-def _info_from_rules(world: TargetLayout) -> dict[str, Any]:
-    """An info that says of every parameter by its name how it was cut."""
-    trained = _trained(world)
+def _info_from_rules(layout: TargetLayout) -> dict[str, Any]:
+    """An info that describes the split of every parameter by name."""
+    trained = _trained(layout)
     made: dict[str, Any] = {
         "universal_checkpoint_version": 0.2,
         "tp_replicated_parameter_patterns": [_pattern(p) for p in trained if p.rule.cut == "replicated"],
@@ -271,12 +273,12 @@ def _info_from_rules(world: TargetLayout) -> dict[str, Any]:
     }
     sizes = {p.shape[p.rule.dim] for p in trained if p.rule.cut == "vocab"}
     if len(sizes) == 1:
-        made["original_vocab_size"], made["padded_vocab_size"] = sizes.pop(), padded_vocab_size(world)
+        made["original_vocab_size"], made["padded_vocab_size"] = sizes.pop(), padded_vocab_size(layout)
     return made
 
 
-def _trained(world: TargetLayout) -> list[Parameter]:
-    return [parameter for parameter in world.source.parameters.values() if parameter.role == "trained"]
+def _trained(layout: TargetLayout) -> list[Parameter]:
+    return [parameter for parameter in layout.source.parameters.values() if parameter.role == "trained"]
 
 
 def _pattern(parameter: Parameter) -> str:

@@ -1,8 +1,8 @@
-"""Optimizer files of ZeRO-1, ZeRO-2 and BF16_Optimizer: every group one flat buffer, cut into equal partitions.
+"""Optimizer state of the target: `optimizer_state_dict` of every ZeRO stage.
 
-Optimizer files of ZeRO-3: every parameter cut on its own, its slices lying in flat sub-group buffers.
-
-The optimizer of ZeRO off: one entry a parameter, in the model file.
+- ZeRO-1, ZeRO-2 and BF16_Optimizer: every group is one flat buffer, divided into equal partitions.
+- ZeRO-3: every parameter is partitioned on its own; the slices are in flat sub-group buffers.
+- ZeRO off: one entry per parameter, in the model file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, Final
 
 from ucp.containers.inert import Inert, InertOrderedDict, Size
 from ucp.containers.pickle_writer import NewTensor, bare_object, called_object
@@ -33,14 +33,16 @@ from ucp.formats.deepspeed.write.state_tensors import (
 from ucp.formats.deepspeed.write.target_layout import LocalParamGroup, TargetLayout, round_robin
 from ucp.formats.sharded.slicer import TargetSlice
 
+_DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000  # of DeepSpeed
+
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """A group in flat order with its layout."""
+    """A parameter group in flat order with the layout of its buffer."""
 
     group: LocalParamGroup
     members: tuple[TargetSlice, ...]  # in flat order
-    paddings: tuple[int, ...]  # zeros after each member
+    paddings: tuple[int, ...]  # zeros after each member, for alignment
     layout: FlatLayout
 
     @property
@@ -49,46 +51,48 @@ class FlatGroup:
         return InertOrderedDict((member.name, Size(member.shape)) for member in self.members)
 
 
-def flat_groups(world: TargetLayout, pp: int, tp: int, ep: int) -> list[FlatGroup]:
-    """The flat buffers of one model-parallel rank (for experts: of one expert-parallel rank)."""
+def flat_groups(layout: TargetLayout, pp: int, tp: int, ep: int) -> list[FlatGroup]:
+    """The flat buffers of one model-parallel rank (with experts: of one expert-parallel rank)."""
     found: list[FlatGroup] = []
-    for group in world.groups(pp, tp, ep):
-        ranks = world.mesh.dp // group.ep
+    for group in layout.groups(pp, tp, ep):
+        ranks = layout.mesh.dp // group.ep
         members = group.members
-        if world.settings.zero_option("round_robin_gradients", False) and not is_bf16_optimizer(world):
+        if layout.settings.zero_option("round_robin_gradients", False) and not is_bf16_optimizer(layout):
             members = tuple(members[i] for i in round_robin(len(members), ranks))
-        paddings = _paddings(world, members)
+        paddings = _paddings(layout, members)
         shapes = {member.name: member.shape for member in members}
         found.append(FlatGroup(group, members, paddings, flat_layout_of(shapes, paddings, ranks)))
     return found
 
 
-def is_bf16_optimizer(world: TargetLayout) -> bool:
-    """Will the target's engine use BF16_Optimizer? In bf16 it does at stage 1 with fp32 accumulation, and in pipelines
-    at stage 0."""
-    if world.dtype != BFLOAT16:
-        return False
-    if world.mesh.zero == 0:
-        return world.pipeline is not None
-    types = world.settings.config.get("data_types")
-    accumulates = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
-    return world.mesh.zero == 1 and accumulates and not world.settings.zero_option("offload_optimizer", None)
+def is_bf16_optimizer(layout: TargetLayout) -> bool:
+    """Whether the engine of the target will use BF16_Optimizer.
 
-
-def is_elastic(world: TargetLayout) -> bool:
-    """Write states without groups, so that the job keeps its own hyper-parameters: the source has none to give.
-
-    DeepSpeed adds what `group_paddings` says to every state that it loads in this form, to the step as well. So the
-    padding stays in the files, and is not counted.
+    In bf16 it does so at stage 1 with fp32 gradient accumulation, and at stage 0 in pipelines.
     """
-    return not is_bf16_optimizer(world) and not any(group.hyper for group in world.source.groups)
+    if layout.dtype != BFLOAT16:
+        return False
+    if layout.mesh.zero == 0:
+        return layout.pipeline is not None
+    types = layout.settings.config.get("data_types")
+    accumulates = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
+    return layout.mesh.zero == 1 and accumulates and not layout.settings.zero_option("offload_optimizer", None)
 
 
-def _paddings(world: TargetLayout, members: Sequence[TargetSlice]) -> tuple[int, ...]:
+def is_elastic(layout: TargetLayout) -> bool:
+    """Whether to write the elastic form, without parameter groups, because the source has no hyper-parameters.
+
+    The job then keeps its own. When DeepSpeed loads this form, it appends `group_paddings` zeros to every state, even
+    to the step. So the padding is kept in the files, and `group_paddings` is 0.
+    """
+    return not is_bf16_optimizer(layout) and not any(group.hyper for group in layout.source.groups)
+
+
+def _paddings(layout: TargetLayout, members: Sequence[TargetSlice]) -> tuple[int, ...]:
     """Alignment zeros after each parameter but the last (`zero_optimization.parameter_alignment`)."""
-    if not world.settings.zero_option("parameter_alignment", False) or is_bf16_optimizer(world):
+    if not layout.settings.zero_option("parameter_alignment", False) or is_bf16_optimizer(layout):
         return (0,) * len(members)
-    unit = 16 // gcd(16, world.dtype.itemsize)
+    unit = 16 // gcd(16, layout.dtype.itemsize)
     paddings: list[int] = []
     at = 0
     for i, member in enumerate(members):
@@ -100,51 +104,51 @@ def _paddings(world: TargetLayout, members: Sequence[TargetSlice]) -> tuple[int,
 
 
 def zero12_optimizer_tree(
-    world: TargetLayout, groups: Sequence[FlatGroup], states: Sequence[TargetGroupStates], index: Sequence[int]
+    layout: TargetLayout, groups: Sequence[FlatGroup], states: Sequence[TargetGroupStates], index: Sequence[int]
 ) -> dict[str, Any]:
-    """`optimizer_state_dict` of the rank that holds partition `index[g]` of every group `g`, which has `states[g]`."""
-    bf16 = is_bf16_optimizer(world)
-    carried = world.carried
+    """`optimizer_state_dict` of the rank with partition `index[g]` of every group `g`, which has `states[g]`."""
+    bf16 = is_bf16_optimizer(layout)
+    extras = layout.extras
     state: dict[int, Any] = {}
     masters: list[NewTensor] = []
     for g, flat in enumerate(groups):
         kinds = states[g].kinds.items()
-        shares = {
-            kind: _whole_parameters(flat, index[g], world.state_of(kind), dtype)
+        tensors = {
+            kind: _whole_parameters(flat, index[g], layout.state_of(kind), dtype)
             if not bf16 and is_kept_whole(flat.group.hyper, kind)
-            else _partition(flat, index[g], world.state_of(kind), dtype)
+            else _partition(flat, index[g], layout.state_of(kind), dtype)
             for kind, dtype in kinds
         }
-        entries = states[g].entries({kind: share for kind, share in shares.items() if share is not None})
+        entries = states[g].entries({kind: tensor for kind, tensor in tensors.items() if tensor is not None})
         if entries:
             state[g] = entries
-        master_dtype = world.master(flat.members[0].parameter).dtype
-        length = None if bf16 or is_elastic(world) else flat.layout.per - flat.layout.padding(index[g])
-        masters.append(_partition(flat, index[g], lambda member: world.master(member.parameter), master_dtype, length))
+        master_dtype = layout.master(flat.members[0].parameter).dtype
+        length = None if bf16 or is_elastic(layout) else flat.layout.per - flat.layout.padding(index[g])
+        masters.append(_partition(flat, index[g], lambda member: layout.master(member.parameter), master_dtype, length))
     base: Any = {
         "state": state,
         "param_groups": [{**flat.group.hyper, "params": [g]} for g, flat in enumerate(groups)],
     }
-    if is_elastic(world):
+    if is_elastic(layout):
         base = [state.get(g, {}) for g in range(len(groups))]
     tree: dict[str, Any] = {}
     if not bf16:
-        tree["loss_scaler"] = carried.loss_scaler
-        tree["dynamic_loss_scale"] = carried.dynamic_loss_scale
-        tree["overflow"] = carried.optimizer.get("overflow", False)
-    tree["clip_grad"] = carried.clip_grad
+        tree["loss_scaler"] = extras.loss_scaler
+        tree["dynamic_loss_scale"] = extras.dynamic_loss_scale
+        tree["overflow"] = extras.optimizer.get("overflow", False)
+    tree["clip_grad"] = extras.clip_grad
     tree["base_optimizer_state"] = base
-    if is_elastic(world):
-        tree["base_optimizer_state_step"] = world.source.step or 0
+    if is_elastic(layout):
+        tree["base_optimizer_state_step"] = layout.source.step or 0
     tree["single_partition_of_fp32_groups"] = masters
     if not bf16:
-        tree["zero_stage"] = zero_stage_object(world.mesh.zero)
+        tree["zero_stage"] = zero_stage_object(layout.mesh.zero)
     paddings = [_group_padding(flat, i, bf16) for flat, i in zip(groups, index, strict=True)]
-    tree["group_paddings"] = [0] * len(groups) if is_elastic(world) else paddings
+    tree["group_paddings"] = [0] * len(groups) if is_elastic(layout) else paddings
     if not bf16:
         tree["param_alignment_paddings"] = [list(flat.paddings) for flat in groups]
     tree["partition_count"] = [flat.layout.ranks for flat in groups]
-    tree["ds_version"] = carried.version
+    tree["ds_version"] = extras.version
     tree["param_slice_mappings"] = [_slice_mapping(flat.layout, i) for flat, i in zip(groups, index, strict=True)]
     return tree
 
@@ -152,14 +156,14 @@ def zero12_optimizer_tree(
 def _partition(
     flat: FlatGroup, index: int, atom_of: Callable[[TargetSlice], Atom | None], dtype: DType, length: int | None = None
 ) -> NewTensor:
-    """Partition `index` of the buffer that holds one state of every member; cut to `length` elements."""
-    layout = flat.layout
-    low, high = index * layout.per, index * layout.per + (layout.per if length is None else length)
+    """Partition `index` of the buffer with one state of every member; only its first `length` elements if given."""
+    buffer = flat.layout
+    low, high = index * buffer.per, index * buffer.per + (buffer.per if length is None else length)
 
     def segments() -> Iterator[Segment]:
         at = low
-        for number in layout.overlapping(low, high):
-            member, entry = flat.members[number], layout.entries[number]
+        for number in buffer.overlapping(low, high):
+            member, entry = flat.members[number], buffer.entries[number]
             start, stop = max(entry.begin, low), min(entry.begin + entry.numel, high)
             yield ZeroContent(start - at)
             yield segment(atom_of(member), member.region.cut(start - entry.begin, stop - entry.begin))
@@ -172,22 +176,22 @@ def _partition(
 def _whole_parameters(
     flat: FlatGroup, index: int, atom_of: Callable[[TargetSlice], Atom | None], dtype: DType
 ) -> NewTensor | None:
-    """One state of all members that have elements in partition `index`, whole and end to end; None where none has."""
+    """One state of all members with elements in partition `index`, whole and consecutive; None if there are none."""
     per = flat.layout.per
     members = [flat.members[number] for number in flat.layout.overlapping(index * per, (index + 1) * per)]
     return flat_tensor(dtype, [segment(atom_of(m), m.region) for m in members]) if members else None
 
 
 def _group_padding(flat: FlatGroup, index: int, bf16: bool) -> int:
-    """Zeros at the end of a partition; BF16_Optimizer books the whole tail on the last rank."""
-    layout = flat.layout
+    """Zeros at the end of a partition; BF16_Optimizer counts the whole tail on the last rank."""
+    buffer = flat.layout
     if bf16:
-        return layout.ranks * layout.per - layout.content if index == layout.ranks - 1 else 0
-    return layout.padding(index)
+        return buffer.ranks * buffer.per - buffer.content if index == buffer.ranks - 1 else 0
+    return buffer.padding(index)
 
 
-def _slice_mapping(layout: FlatLayout, index: int) -> InertOrderedDict:
-    return InertOrderedDict((name, _fragment_address(start, length)) for name, start, length in layout.overlaps(index))
+def _slice_mapping(buffer: FlatLayout, index: int) -> InertOrderedDict:
+    return InertOrderedDict((name, _fragment_address(start, length)) for name, start, length in buffer.overlaps(index))
 
 
 def _fragment_address(start: int, numel: int) -> Inert:
@@ -198,14 +202,11 @@ def zero_stage_object(stage: int) -> Inert:
     return called_object("deepspeed.runtime.zero.config", "ZeroStageEnum", stage)
 
 
-_DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
-
-
 @dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Parameters that share one flat buffer."""
+    """Parameters of one group that share a flat buffer."""
 
-    group: int
+    group: int  # position of the parameter group
     members: tuple[TargetSlice, ...]
 
     @property
@@ -215,37 +216,37 @@ class SubGroup:
 
 
 def elements_per_rank(numel: int, ranks: int) -> int:
-    """Elements of a parameter that every rank holds, the last ones padded."""
+    """Elements of a parameter on every rank, including padding."""
     return -(-numel // ranks)
 
 
 def slice_of_rank(region: Region, ranks: int, rank: int) -> tuple[Region, int]:
-    """What `rank` holds of a local tensor, and how many padding elements follow it."""
+    """The region of a local tensor on `rank`, and the number of padding elements after it."""
     per = elements_per_rank(region.numel, ranks)
-    held = region.cut(rank * per, (rank + 1) * per)
-    return held, per - held.numel
+    own = region.cut(rank * per, (rank + 1) * per)
+    return own, per - own.numel
 
 
-def sub_groups(world: TargetLayout, groups: Sequence[LocalParamGroup]) -> list[SubGroup]:
-    """Every group is cut, in order, where the sum of what one rank holds reaches `sub_group_size`."""
-    limit = int(world.settings.zero_option("sub_group_size", _DEFAULT_SUB_GROUP_SIZE))
+def sub_groups(layout: TargetLayout, groups: Sequence[LocalParamGroup]) -> list[SubGroup]:
+    """Divide every group, in order, whenever the elements on one rank reach `sub_group_size`."""
+    limit = int(layout.settings.zero_option("sub_group_size", _DEFAULT_SUB_GROUP_SIZE))
     found: list[SubGroup] = []
     for number, group in enumerate(groups):
         current: list[TargetSlice] = []
-        held = 0
+        size = 0
         for member in group.members:
             current.append(member)
-            held += elements_per_rank(member.numel, world.mesh.dp)
-            if held >= limit:
+            size += elements_per_rank(member.numel, layout.mesh.dp)
+            if size >= limit:
                 found.append(SubGroup(number, tuple(current)))
-                current, held = [], 0
+                current, size = [], 0
         if current:
             found.append(SubGroup(number, tuple(current)))
     return found
 
 
 def zero3_optimizer_tree(
-    world: TargetLayout,
+    layout: TargetLayout,
     groups: Sequence[LocalParamGroup],
     subs: Sequence[SubGroup],
     states: Sequence[TargetGroupStates],
@@ -257,20 +258,20 @@ def zero3_optimizer_tree(
     for number, sub in enumerate(subs):
         kinds = states[number].kinds.items()
         entries = states[number].entries(
-            {kind: _sub_group_buffer(world, sub, dp, world.state_of(kind), dtype) for kind, dtype in kinds}
+            {kind: _sub_group_buffer(layout, sub, dp, layout.state_of(kind), dtype) for kind, dtype in kinds}
         )
         if entries:
             state[number] = entries
-        dtype = world.master(sub.members[0].parameter).dtype
-        masters.append(_sub_group_buffer(world, sub, dp, lambda member: world.master(member.parameter), dtype))
-    carried = world.carried
+        dtype = layout.master(sub.members[0].parameter).dtype
+        masters.append(_sub_group_buffer(layout, sub, dp, lambda member: layout.master(member.parameter), dtype))
+    extras = layout.extras
     listed = [[number for number, sub in enumerate(subs) if sub.group == g] for g in range(len(groups))]
     return {
         "zero_stage": zero_stage_object(3),
-        "loss_scaler": carried.loss_scaler,
-        "dynamic_loss_scale": carried.dynamic_loss_scale,
-        "overflow": carried.optimizer.get("overflow", False),
-        "partition_count": world.mesh.dp,
+        "loss_scaler": extras.loss_scaler,
+        "dynamic_loss_scale": extras.dynamic_loss_scale,
+        "overflow": extras.optimizer.get("overflow", False),
+        "partition_count": layout.mesh.dp,
         "optimizer_state_dict": {
             "state": state,
             "param_groups": [{**group.hyper, "params": members} for group, members in zip(groups, listed, strict=True)],
@@ -280,57 +281,56 @@ def zero3_optimizer_tree(
 
 
 def _sub_group_buffer(
-    world: TargetLayout, sub: SubGroup, dp: int, atom_of: Callable[[TargetSlice], Atom | None], dtype: DType
+    layout: TargetLayout, sub: SubGroup, dp: int, atom_of: Callable[[TargetSlice], Atom | None], dtype: DType
 ) -> NewTensor:
     segments: list[Segment] = []
     for member in sub.members:
-        held, padding = slice_of_rank(member.region, world.mesh.dp, dp)
-        segments.append(segment(atom_of(member), held))
-        segments.append(ZeroContent(padding))
+        own, padding = slice_of_rank(member.region, layout.mesh.dp, dp)
+        segments += [segment(atom_of(member), own), ZeroContent(padding)]
     return flat_tensor(dtype, segments)
 
 
 def zero0_optimizer_tree(
-    world: TargetLayout, groups: Sequence[LocalParamGroup], scalars: ScalarStates
+    layout: TargetLayout, groups: Sequence[LocalParamGroup], scalars: ScalarStates
 ) -> dict[str, Any]:
-    """The value of `optimizer`: a torch state dict for fp32, that and the masters for 16 bit."""
+    """The value of `optimizer`: a torch state dict; for 16-bit models inside a dict with the master weights."""
     state: dict[int, Any] = {}
     listed: list[dict[str, Any]] = []
     masters: list[list[NewTensor]] = []
     at = 0
     for group in groups:
         for number, member in enumerate(group.members, at):
-            entries = _parameter_states(world, member, scalars)
+            entries = _parameter_states(layout, member, scalars)
             if entries:
                 state[number] = entries
         listed.append({**group.hyper, "params": list(range(at, at + len(group.members)))})
         at += len(group.members)
-        masters.append([_master_tensor(world, member) for member in group.members])
+        masters.append([shaped_tensor(layout.master(m.parameter), m.region, m.shape) for m in group.members])
     optimizer = {"state": state, "param_groups": listed}
-    if world.dtype == FLOAT32:
+    if layout.dtype == FLOAT32:
         return optimizer
-    carried = world.carried
-    scaler = carried.loss_scaler
+    extras = layout.extras
+    scaler = extras.loss_scaler
     tree: dict[str, Any] = {
-        "dynamic_loss_scale": carried.dynamic_loss_scale,
+        "dynamic_loss_scale": extras.dynamic_loss_scale,
         "cur_scale": scaler.get("cur_scale", 1.0),
-        "cur_iter": carried.optimizer.get("cur_iter", scaler.get("cur_iter", world.source.step or 0)),
+        "cur_iter": extras.optimizer.get("cur_iter", scaler.get("cur_iter", layout.source.step or 0)),
     }
-    if world.dtype == FLOAT16 and carried.dynamic_loss_scale:
-        tree["last_overflow_iter"] = carried.optimizer.get("last_overflow_iter", scaler.get("last_overflow_iter", -1))
-        tree["scale_factor"] = carried.optimizer.get("scale_factor", scaler.get("scale_factor", 2.0))
-        tree["scale_window"] = carried.optimizer.get("scale_window", scaler.get("scale_window", 1000))
+    if layout.dtype == FLOAT16 and extras.dynamic_loss_scale:
+        tree["last_overflow_iter"] = extras.optimizer.get("last_overflow_iter", scaler.get("last_overflow_iter", -1))
+        tree["scale_factor"] = extras.optimizer.get("scale_factor", scaler.get("scale_factor", 2.0))
+        tree["scale_window"] = extras.optimizer.get("scale_window", scaler.get("scale_window", 1000))
     tree["optimizer_state_dict"] = optimizer
     tree["fp32_groups"] = masters
     return tree
 
 
-def _parameter_states(world: TargetLayout, member: TargetSlice, scalars: ScalarStates) -> dict[str, Any]:
+def _parameter_states(layout: TargetLayout, member: TargetSlice, scalars: ScalarStates) -> dict[str, Any]:
     numbers = scalars.each(member)
     entries: dict[str, Any] = {kind: value for kind, value in numbers.items() if kind == "step"}
     odd = _odd_shaped_states(member)
     for kind in element_kinds([member], without=odd):
-        atom = world.state(member.parameter, kind)
+        atom = layout.state(member.parameter, kind)
         assert atom is not None
         entries[kind] = shaped_tensor(atom, member.region, member.shape)
     entries.update((kind, whole_tensor(atom)) for kind, atom in odd.items())
@@ -339,13 +339,9 @@ def _parameter_states(world: TargetLayout, member: TargetSlice, scalars: ScalarS
 
 
 def _odd_shaped_states(member: TargetSlice) -> dict[str, Atom]:
-    """States of a shape of their own (Adafactor's rows and columns, tables): where nothing is cut, they stay whole."""
+    """States with other shapes than the parameter (Adafactor's rows and columns), if the parameter is not split."""
     parameter = member.parameter
     if member.shape != parameter.shape:
         return {}
     kinds = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
     return {kind: atom for kind, atom in kinds.items() if atom.shape not in ((), parameter.shape)}
-
-
-def _master_tensor(world: TargetLayout, member: TargetSlice) -> NewTensor:
-    return shaped_tensor(world.master(member.parameter), member.region, member.shape)

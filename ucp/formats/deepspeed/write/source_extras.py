@@ -1,4 +1,4 @@
-"""What the source carries besides tensors, in the form that DeepSpeed's files need it."""
+"""The extras of the source in the form that DeepSpeed's files need, with defaults for sources of other frameworks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ _COMPUTED_KEYS: Final = (
     "frozen_param_fragments",
 )
 
-_CLASS_OPTIONS: Final = (
-    "torch_adam",
-    "adam_w_mode",
-    "fp32_optimizer_states",
-)  # which class it is, not what its groups have
+# Optimizer parameters of the configuration that select the class and are not hyper-parameters of its groups.
+_CLASS_OPTIONS: Final = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 
 _LOSS_SCALER_MODULE: Final = "deepspeed.runtime.fp16.loss_scaler"
 
 
 class SourceExtras:
-    """The source's extras, looked up by what they mean. A source that is not DeepSpeed's gives defaults."""
+    """The extras of a checkpoint by meaning."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
@@ -50,32 +47,32 @@ class SourceExtras:
         self._optim: Mapping[str, Any] = next((optims[key] for key in sorted(optims)), {})
         self._universal = trees.get(PurePosixPath(OPTIMIZER_STATE).name)
 
-    def model(self, mp: int, world: int) -> dict[str, Any]:
-        """A model file's carried keys for rank `mp`: of the same rank where the world is the same, else of rank 0."""
-        same = world == self.source.mesh.tp * self.source.mesh.pp
+    def model(self, mp: int, mp_size: int) -> dict[str, Any]:
+        """The carried keys of the model file of rank `mp`; those of rank 0 if the source's size is not `mp_size`."""
+        same = mp_size == self.source.mesh.tp * self.source.mesh.pp
         tree = self._models.get(mp if same else 0) or next(iter(self._models.values()), {})
         return {key: value for key, value in tree.items() if key not in _COMPUTED_KEYS}
 
     def unnamed_optimizer(self, file: str) -> Mapping[str, Any] | None:
-        """The optimizer's whole state dict in a file of ZeRO off, where nobody could tell whose states it has."""
-        told = (note.text for note in self.source.notes if note.id == "optimizer-unnamed")
-        if not any(PurePosixPath(text.partition(":")[0]).name == file for text in told):
+        """The whole state dict of an optimizer with ZeRO off whose parameters could not be named; else None."""
+        texts = (note.text for note in self.source.notes if note.id == "optimizer-unnamed")
+        if not any(PurePosixPath(text.partition(":")[0]).name == file for text in texts):
             return None
         found = self._trees.get(file, {}).get("optimizer")
         return found if isinstance(found, dict) else None
 
     @property
     def stacked(self) -> dict[str, int]:
-        """Parameters in which AutoEP stacks the experts of a layer → how many those are."""
+        """Parameters with the stacked experts of an AutoEP layer → number of experts."""
         tree = next(iter(self._models.values()), {})
-        spreads = expert_placements(tree, "what the source carries of its model file")
-        return {name: spread.total for name, spread in spreads.items() if name in self.source.parameters}
+        placements = expert_placements(tree, "the model file of the source")
+        return {name: placement.total for name, placement in placements.items() if name in self.source.parameters}
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """The carried part of the first optimizer file's `optimizer_state_dict`; of ZeRO off, of `optimizer`.
+        """The carried part of the first optimizer file's `optimizer_state_dict`.
 
-        Of a universal folder it is what lies beside its states.
+        With ZeRO off it is that of `optimizer`, for a universal folder that of `optimizer_state.pt`.
         """
         inner = self._optim.get("optimizer_state_dict", self._universal)
         if isinstance(inner, dict):
@@ -90,14 +87,14 @@ class SourceExtras:
 
     @property
     def configured_hyper(self) -> dict[str, Any]:
-        """Hyper-parameters that the configuration gives the optimizer, for groups that came without (elastic)."""
+        """The optimizer's hyper-parameters in the configuration, for groups without any (elastic checkpoints)."""
         section = self.config.get("optimizer")
-        given = section.get("params") if isinstance(section, dict) else None
-        return {k: v for k, v in given.items() if k not in _CLASS_OPTIONS} if isinstance(given, dict) else {}
+        params = section.get("params") if isinstance(section, dict) else None
+        return {k: v for k, v in params.items() if k not in _CLASS_OPTIONS} if isinstance(params, dict) else {}
 
     @property
     def version(self) -> str:
-        """The DeepSpeed version that the files claim; some loaders compare it."""
+        """The DeepSpeed version to write into the files; some loaders compare it."""
         version = next(iter(self._models.values()), {}).get("ds_version")
         return version if isinstance(version, str) else "0.19.8"
 
@@ -115,7 +112,7 @@ class SourceExtras:
 
     @property
     def vocab_multiple(self) -> int | None:
-        """Megatron's `make_vocab_size_divisible_by`, where the source carries Megatron's arguments."""
+        """Megatron's `make_vocab_size_divisible_by`, if the source has Megatron's arguments."""
         args = next(iter(self._models.values()), {}).get("args")
         value = args.get("make_vocab_size_divisible_by") if isinstance(args, Inert) else None
         return value if type(value) is int and value > 0 else None
@@ -127,7 +124,7 @@ class SourceExtras:
 
     @property
     def loss_scaler(self) -> Inert:
-        """The loss scaler as an object, made of the fields that ZeRO off keeps where that is the source."""
+        """The loss scaler as an object; with ZeRO off it is created from the fields in the state dict."""
         stored = self.optimizer.get("loss_scaler")
         if isinstance(stored, Inert):
             return stored
@@ -161,7 +158,7 @@ def _loss_scaler_object(name: str, state: dict[str, Any]) -> Inert:
 
 
 def adjusted_config(config: Mapping[str, Any], *, zero: int, dp: int, dtype: DType) -> dict[str, Any]:
-    """The user's configuration as it would be in the target's world."""
+    """The user's configuration with the ZeRO stage, dtype and batch size of the target."""
     adjusted = dict(config)
     section = adjusted.get("zero_optimization")
     if isinstance(section, dict) or zero:

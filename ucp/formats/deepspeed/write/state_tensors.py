@@ -1,11 +1,10 @@
-"""Tensors of a tree that is to be written: their elements come from atoms, or are zero.
+"""Tensors of the trees to be written, described by the regions of atoms that fill them; and the states of a group.
 
-Optimizer states of a group: which kinds there are, and the scalars that all its parameters share.
+Nothing is read here except scalars such as `step`, which a flat group has only once.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +14,7 @@ from ucp.containers.pickle_writer import NewTensor
 from ucp.containers.torch_file_writer import RegionContent, ZeroContent, new_tensor
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Parameter, state_of_kind
-from ucp.core.dtypes import DType
+from ucp.core.dtypes import DType, scalar_value
 from ucp.core.optimizers import COUNTERS
 from ucp.core.region import Region
 from ucp.errors import InconsistentError
@@ -26,7 +25,7 @@ Segment = RegionContent | ZeroContent
 
 
 def flat_tensor(dtype: DType, segments: Iterable[Segment]) -> NewTensor:
-    """A one-dimensional tensor of segments laid end to end; neighbouring zeros are joined."""
+    """A one-dimensional tensor of consecutive segments; neighbouring zeros are joined."""
     joined: list[Segment] = []
     for segment in segments:
         if not segment.numel:
@@ -46,32 +45,29 @@ def shaped_tensor(atom: Atom, region: Region, shape: Shape) -> NewTensor:
 
 
 def whole_tensor(atom: Atom) -> NewTensor:
-    """All of an atom."""
+    """A whole atom."""
     return shaped_tensor(atom, Region.all_of(atom.shape), atom.shape)
 
 
 def empty_tensor(dtype: DType) -> NewTensor:
-    """What ZeRO-3 leaves of a parameter in the model file."""
+    """The empty tensor that ZeRO-3 leaves for a parameter in the model file."""
     return new_tensor(dtype, (0,))
 
 
 def segment(atom: Atom | None, region: Region) -> Segment:
-    """Part of a state; zero where a parameter never got one (it took no step)."""
+    """A region of a state; zeros if the parameter does not have the state (it took no step)."""
     return RegionContent(atom, region) if atom is not None else ZeroContent(region.numel)
 
 
-_FORMATS = {"int64": "<q", "float32": "<f", "float64": "<d", "int32": "<i"}
-
-
 def is_scalar(parameter: Parameter, kind: str, atom: Atom) -> bool:
-    """Is this state one value for all of the parameter? Where that has no dimensions, only the name tells."""
+    """Whether a state is one value for the whole parameter. For a parameter without dimensions, only the name tells."""
     return not atom.shape and (bool(parameter.shape) or kind in COUNTERS)
 
 
 def element_kinds(members: Iterable[TargetSlice], without: Container[str] = ()) -> dict[str, DType]:
-    """Kinds that have one value an element, with their dtype; the union over the parameters, in order.
+    """Kinds of states with one value per element, with their dtype; the union over the parameters, in order.
 
-    `without`: kinds that are written in another way, and may have any shape.
+    `without`: kinds to skip, which may have any shape.
     """
     kinds: dict[str, DType] = {}
     for member in members:
@@ -80,9 +76,9 @@ def element_kinds(members: Iterable[TargetSlice], without: Container[str] = ()) 
                 continue
             if atom.shape != member.parameter.shape:
                 raise InconsistentError(
-                    f"parameter {member.parameter.name}: '{kind}' has shape {list(atom.shape)}, which cannot be cut"
+                    f"parameter {member.parameter.name}: '{kind}' has shape {list(atom.shape)}, which cannot be split"
                     f" like the parameter's {list(member.parameter.shape)}",
-                    hint="only --zero 0 with --tp 1 keeps such a state: it is written whole there",
+                    hint="only --zero 0 with --tp 1 can write such a state, because it stays whole there",
                 )
             kinds.setdefault(kind, atom.dtype)
     return kinds
@@ -90,26 +86,26 @@ def element_kinds(members: Iterable[TargetSlice], without: Container[str] = ()) 
 
 @dataclass(frozen=True, slots=True)
 class TargetGroupStates:
-    """What the optimizer has of a flat group besides the masters. All ranks have the same; their shares differ."""
+    """The optimizer states of a flat group, without the masters: kinds and scalars, which all ranks share."""
 
-    kinds: dict[str, DType]  # states with one value an element
+    kinds: dict[str, DType]  # states with one value per element
     scalars: dict[str, Any]
 
-    def entries(self, shares: dict[str, NewTensor]) -> dict[str, Any]:
+    def entries(self, tensors: dict[str, NewTensor]) -> dict[str, Any]:
         """The group's entry of the optimizer's `state`, as torch orders it: the step, the tensors, other scalars."""
         first = {kind: value for kind, value in self.scalars.items() if kind == "step"}
-        return {state_of_kind(kind): value for kind, value in {**first, **shares, **self.scalars}.items()}
+        return {state_of_kind(kind): value for kind, value in {**first, **tensors, **self.scalars}.items()}
 
 
 class ScalarStates:
-    """Scalars such as `step`: one value for a whole group, checked to be the same for all its parameters."""
+    """Reads scalars such as `step`, and checks that all parameters of a group have the same value."""
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
         self._known: dict[tuple[str, int, bytes | None], bytes] = {}
 
     def of(self, members: Iterable[TargetSlice]) -> dict[str, Any]:
-        """Kind → plain number (as files that keep plain numbers do) or tensor."""
+        """Kind → number (if the source stores an integer) or tensor."""
         found: dict[str, tuple[str, bytes, Atom]] = {}
         for member in members:
             for kind, atom in member.parameter.atoms.items():
@@ -118,12 +114,13 @@ class ScalarStates:
                 data = self._bytes(atom)
                 first = found.setdefault(kind, (member.parameter.name, data, atom))
                 if first[1] != data:
+                    mine, other = scalar_value(data, atom.dtype), scalar_value(first[1], first[2].dtype)
                     raise InconsistentError(
-                        f"'{kind}' of {member.parameter.name} is {_unpack_number(data, atom.dtype)}, that of {first[0]} in the"  # noqa: E501
-                        f" same optimizer group is {_unpack_number(first[1], first[2].dtype)}: a flat group has one value",  # noqa: E501
-                        hint="the target needs equal values in a group; keep --zero 0",
+                        f"'{kind}' of {member.parameter.name} is {mine}, that of {first[0]} in the same optimizer group"
+                        f" is {other}: a flat group has one value",
+                        hint="this target needs equal values in a group; use --zero 0",
                     )
-        return {kind: _scalar_value(data, atom) for kind, (_, data, atom) in found.items()}
+        return {kind: _number_or_tensor(data, atom) for kind, (_, data, atom) in found.items()}
 
     def group(self, members: Sequence[TargetSlice]) -> TargetGroupStates:
         """Every state of a flat group."""
@@ -143,11 +140,5 @@ class ScalarStates:
         return self._known[key]
 
 
-def _scalar_value(data: bytes, atom: Atom) -> Any:
-    if atom.dtype.family == "int":
-        return _unpack_number(data, atom.dtype)
-    return whole_tensor(atom)
-
-
-def _unpack_number(data: bytes, dtype: DType) -> Any:
-    return struct.unpack(_FORMATS[dtype.name], data)[0] if dtype.name in _FORMATS else data.hex()
+def _number_or_tensor(data: bytes, atom: Atom) -> Any:
+    return scalar_value(data, atom.dtype) if atom.dtype.family == "int" else whole_tensor(atom)

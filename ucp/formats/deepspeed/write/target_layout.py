@@ -1,6 +1,6 @@
-"""The target world: who holds which slice of which parameter under which name, group by group.
+"""The layout of the target: which slice of which parameter every rank has, under which name, in which group.
 
-Pipeline stages of the target: which layers go where, as DeepSpeed's PipelineModule would place them.
+The second half assigns layers to pipeline stages as DeepSpeed's PipelineModule does.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from ucp.formats.sharded.slicer import ParamSlicer, TargetSlice
 
 @dataclass(frozen=True, slots=True)
 class LocalParamGroup:
-    """An optimizer group of one model-parallel rank: hyper-parameters and slices in the optimizer's own order."""
+    """A parameter group of one model-parallel rank: hyper-parameters, and slices in the optimizer's own order."""
 
     hyper: dict[str, Any]
     members: tuple[TargetSlice, ...]
-    ep: int = 1  # experts: over so many ranks they are dealt out, and each share is cut over the ranks that have it
+    ep: int = 1  # expert-parallel degree; the share of each ep rank is partitioned over the ranks that have it
 
 
 class TargetLayout:
-    """The source seen from the target mesh: `carried` is what the source says, `settings` is the target's set-up."""
+    """The parameters of the source distributed over the target mesh.
+
+    `extras` are those of the source; `settings` are those of the checkpoint `like` if there is one, else the same.
+    """
 
     def __init__(self, source: Checkpoint, mesh: Mesh, options: WriteOptions) -> None:
         self.source = source
         self.mesh = mesh
-        self.carried = SourceExtras(source)
-        self.settings = SourceExtras(options.like) if options.like is not None else self.carried
+        self.extras = SourceExtras(source)
+        self.settings = SourceExtras(options.like) if options.like is not None else self.extras
         dtype = options.dtype or (self.settings.model_dtype if options.like is not None else None)
-        self.dtype = dtype or self.carried.model_dtype
-        self.recast = dtype is not None and dtype != self.carried.model_dtype
-        self.slicer = ParamSlicer(source, mesh.tp, options.vocab_size, options.like, self.carried.vocab_multiple)
+        self.dtype = dtype or self.extras.model_dtype
+        self.recast = dtype is not None and dtype != self.extras.model_dtype
+        self.slicer = ParamSlicer(source, mesh.tp, options.vocab_size, options.like, self.extras.vocab_multiple)
         self.slicer.check()
-        # DeepSpeed runs no PipelineModule with ZeRO 2 and 3: there the layers are a plain module's.
+        # DeepSpeed does not run a PipelineModule with ZeRO 2 and 3: the layers become a plain module.
         self.pipeline = SourcePipeline.of(source) if mesh.zero < 2 else None
         self.stages = assign_stages(source, mesh.pp, options.first_layers, options.like)
         self._degrees = self._expert_degrees()
@@ -62,9 +65,9 @@ class TargetLayout:
         return experts_per_layer(name for name, p in self.source.parameters.items() if p.expert is not None)
 
     def _expert_degrees(self) -> dict[str, int]:
-        """MoE layer → its expert-parallel degree: layers may differ in it, and their groups are named after it.
+        """MoE layer → its expert-parallel degree. Layers may have different ones; their groups are named after them.
 
-        The mesh says the largest. Layers with a smaller one keep theirs.
+        The mesh has the largest degree. Layers with a smaller one keep it.
         """
         known: dict[str, int] = {}
         for group in self.source.groups:
@@ -83,12 +86,12 @@ class TargetLayout:
         return [p for name, p in self.source.parameters.items() if pp in self.stages[name]]
 
     def groups(self, pp: int, tp: int, ep: int) -> list[LocalParamGroup]:
-        """The optimizer's groups on one rank; groups that have nothing on this stage are left out.
+        """The parameter groups of one rank, without groups that have no parameter on this stage.
 
-        A group without a trained parameter on any stage is one that DeepSpeed writes as well where it can run it.
+        A group without trained parameters on any stage is kept in ZeRO stages that support it, as in DeepSpeed's files.
         """
         found: list[LocalParamGroup] = []
-        was: list[int | None] = []
+        degrees: list[int | None] = []  # in the names of the source's groups
         for group in self.source.groups:
             members: list[TargetSlice] = []
             degree = 0
@@ -102,18 +105,18 @@ class TargetLayout:
                     degree = degree or (self._degrees[split[0]] if split is not None else 0)
                     members.append(self.slicer.local(parameter, tp, local))
             if members or (self.mesh.zero in (0, 3) and not self._any_listed(group.names)):
-                hyper = _group_hyper_parameters(group.hyper or self.carried.configured_hyper, degree)
+                hyper = _group_hyper_parameters(group.hyper or self.extras.configured_hyper, degree)
                 found.append(LocalParamGroup(hyper, tuple(members), degree or 1))
-                was.append(group_expert_degree(group.hyper))
-        return self._merged(found, was)
+                degrees.append(group_expert_degree(group.hyper))
+        return self._merged(found, degrees)
 
-    def _merged(self, groups: list[LocalParamGroup], was: Sequence[int | None]) -> list[LocalParamGroup]:
-        """Groups of experts that differed in the degree that they are named after (`was`), and do no more, are one."""
-        order = {name: number for number, name in enumerate(self.source.parameters)} if len(set(was)) > 2 else {}
+    def _merged(self, groups: list[LocalParamGroup], degrees: Sequence[int | None]) -> list[LocalParamGroup]:
+        """Merge groups of experts whose names contained different `degrees` in the source and no longer do."""
+        order = {name: number for number, name in enumerate(self.source.parameters)} if len(set(degrees)) > 2 else {}
         merged: dict[int, LocalParamGroup] = {}
         for number, group in enumerate(groups):
             same = next((at for at, other in merged.items() if other.hyper == group.hyper), None) if order else None
-            if same is None or was[number] is None or was[same] in (None, was[number]):
+            if same is None or degrees[number] is None or degrees[same] in (None, degrees[number]):
                 merged[number] = group
             else:
                 members = sorted((*merged[same].members, *group.members), key=lambda m: order[m.parameter.name])
@@ -124,26 +127,26 @@ class TargetLayout:
         return any(p is not None and self._is_listed(p) for p in map(self.source.parameters.get, names))
 
     def _is_listed(self, parameter: Parameter) -> bool:
-        """Does the optimizer file have a place for this parameter of a group?
+        """Whether the optimizer file has an entry for this parameter of a group.
 
-        ZeRO leaves frozen parameters and those without elements out of its buffers; without it, and without master
-        weights, the optimizer goes on listing what it was given.
+        ZeRO omits frozen parameters and empty ones from its buffers. With ZeRO off and without master weights, the
+        optimizer lists all parameters that it was created with.
         """
         if self.mesh.zero == 0:
             return parameter.role == "trained" or (parameter.role == "frozen" and self.dtype == FLOAT32)
         return parameter.role == "trained" and prod(parameter.shape) > 0
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
-        """A group's names in the optimizer's own order: what round-robin dealing did to the source's is undone.
+        """A group's names in the optimizer's own order: undoes the round-robin order of the source.
 
-        Experts come in the model's order: the source lists them expert-parallel rank by rank.
+        Experts get the model's order: the source lists them by expert-parallel rank.
         """
         if any(p is not None and p.expert is not None for p in map(self.source.parameters.get, names)):
             wanted = set(names)
             return [name for name in self.source.parameters if name in wanted]
         zero = self.source.details.get("zero")
-        dealt = isinstance(zero, dict) and zero.get("round_robin_gradients") and self.source.mesh.zero in (1, 2)
-        if not dealt:
+        is_reordered = isinstance(zero, dict) and zero.get("round_robin_gradients") and self.source.mesh.zero in (1, 2)
+        if not is_reordered:
             return list(names)
         order = round_robin(len(names), self.source.mesh.dp)
         restored = [""] * len(names)
@@ -152,7 +155,7 @@ class TargetLayout:
         return restored
 
     def local_name(self, parameter: Parameter, ep: int) -> str | None:
-        """The parameter's name in the files of expert-parallel rank `ep`; None where it lives on another one."""
+        """The parameter's name in the files of expert-parallel rank `ep`; None if it is on another one."""
         split = split_expert_name(parameter.name)
         if split is None:
             return parameter.name
@@ -163,7 +166,7 @@ class TargetLayout:
         return f"{layer}{number % per}{rest}"
 
     def weight(self, parameter: Parameter) -> Atom | None:
-        """The weight as the target's module holds it: stored, or the master rounded to the module's dtype."""
+        """The weight of the target's module: the stored one, or the master rounded to the module's dtype."""
         if parameter.name not in self._weights:
             stored = parameter.atoms.get(WEIGHT)
             master = parameter.atoms.get(MASTER)
@@ -178,7 +181,7 @@ class TargetLayout:
         return self._weights[parameter.name]
 
     def master(self, parameter: Parameter) -> Atom:
-        """The optimizer's copy: stored, or the weight where it is all there is."""
+        """The master weight: the stored one, or the weight if there is no master."""
         if parameter.name not in self._masters:
             best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
             if best is None:
@@ -188,7 +191,7 @@ class TargetLayout:
         return self._masters[parameter.name]
 
     def state(self, parameter: Parameter, kind: str) -> Atom | None:
-        """An optimizer state of the parameter, or None where it has none."""
+        """An optimizer state of the parameter, or None if it has none."""
         if (parameter.name, kind) not in self._states:
             stored = parameter.atoms.get(kind)
             self._states[parameter.name, kind] = stored and self._with_padding(parameter, stored)
@@ -199,10 +202,10 @@ class TargetLayout:
         return lambda member: self.state(member.parameter, kind)
 
     def _with_padding(self, parameter: Parameter, atom: Atom) -> Atom:
-        """The atom with the padding rows of its vocabulary, where the source's files still have them.
+        """The atom with the padding rows of its vocabulary, if the source's files contain them.
 
-        They take part in the softmax, so training goes on bit for bit only with them. Atoms on disk are without: from
-        there they come back as zeros, and a note says so.
+        The rows take part in the softmax, so training continues bit for bit only with them. Atoms on disk do not have
+        them: then they become zeros, and a note reports it.
         """
         padded = parameter.padded_shape
         if padded is None or parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
@@ -214,12 +217,12 @@ class TargetLayout:
 
 
 def round_robin(count: int, ranks: int) -> list[int]:
-    """Positions in the order in which DeepSpeed deals parameters out to ranks: 0, R, 2R, …, 1, R + 1, …"""
+    """Positions in DeepSpeed's round-robin order for R ranks: 0, R, 2R, …, 1, R + 1, …"""
     return [i for first in range(min(ranks, count)) for i in range(first, count, ranks)]
 
 
 def _group_hyper_parameters(hyper: dict[str, Any], degree: int) -> dict[str, Any]:
-    """A group's hyper-parameters; `degree` is that of its experts, 0 where it has none."""
+    """The hyper-parameters of a group whose experts have this expert-parallel degree (0: no experts)."""
     hyper = {key: value for key, value in hyper.items() if key != "params"}
     return {**hyper, "name": f"ep_size_{degree}"} if degree and group_expert_degree(hyper) else hyper
 
@@ -235,16 +238,12 @@ def _experts_per_rank(count: int, ep: int, layer: str) -> int:
 
 
 def _check_mesh(source: Checkpoint, mesh: Mesh, has_experts: bool) -> None:
-    """Refuse what DeepSpeed cannot run, before any work."""
+    """Refuse a mesh that DeepSpeed cannot run."""
     if min(mesh.tp, mesh.pp, mesh.dp, mesh.ep) < 1 or not 0 <= mesh.zero <= 3:
-        raise UsageError(f"no such world: {mesh}")
-    if mesh.zero == 3 and mesh.pp > 1:
+        raise UsageError(f"invalid parallel layout: {mesh}")
+    if mesh.zero >= 2 and mesh.pp > 1:
         raise UsageError(
-            f"ZeRO-3 and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
-        )
-    if mesh.zero == 2 and mesh.pp > 1:
-        raise UsageError(
-            f"ZeRO-2 and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
+            f"ZeRO-{mesh.zero} and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
         )
     if mesh.ep > 1 and not has_experts:
         raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
@@ -252,7 +251,7 @@ def _check_mesh(source: Checkpoint, mesh: Mesh, has_experts: bool) -> None:
         raise UsageError(f"ep={mesh.ep} does not divide dp={mesh.dp}: expert-parallel ranks are data-parallel ranks")
     if mesh.zero == 3 and has_experts:
         raise UsageError(
-            "ZeRO-3 with DeepSpeed's own experts: no DeepSpeed release saves that", hint="use --zero 1 or 2"
+            "ZeRO-3 with the experts of DeepSpeed-MoE: no DeepSpeed release can save that", hint="use --zero 1 or 2"
         )
     if not source.parameters:
         raise UsageError("the source has no parameters")
@@ -264,7 +263,7 @@ _TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class LayerParamName:
-    """A parameter name of a pipeline: its layer number or tied key, and its name inside that layer."""
+    """A parameter name of a pipelined model: layer number or tied key, and the name inside that layer."""
 
     layer: int | None
     tied: str | None
@@ -272,7 +271,7 @@ class LayerParamName:
 
 
 def parse_layer_name(name: str) -> LayerParamName | None:
-    """What a pipeline's parameter name says; None for a name without a layer."""
+    """Parse a parameter name of a pipelined model; None for a name without a layer."""
     if found := _LAYER_NAME.fullmatch(name):
         return LayerParamName(int(found[1]), None, found[2])
     if found := _TIED_NAME.fullmatch(name):
@@ -282,12 +281,12 @@ def parse_layer_name(name: str) -> LayerParamName | None:
 
 @dataclass(frozen=True, slots=True)
 class SourcePipeline:
-    """The layers of a pipelined model: those that have a file, where each tied module's file is, and its spelling."""
+    """The layers of a pipelined model and their files."""
 
-    layers: tuple[int, ...]
-    tied: dict[str, int]
-    model_axis: bool  # file names carry `-model_TT`
-    again: dict[int, str]  # further layers that have a file of a tied module, and its key
+    layers: tuple[int, ...]  # layers that have a file
+    tied: dict[str, int]  # key of a tied module → the first layer that has its file
+    model_axis: bool  # file names contain the tensor-parallel rank
+    again: dict[int, str]  # further layers with a file of a tied module → its key
 
     def layers_of(self, key: str) -> list[int]:
         """The layers that have a file of a tied module."""
@@ -295,7 +294,7 @@ class SourcePipeline:
 
     @staticmethod
     def of(source: Checkpoint) -> SourcePipeline | None:
-        """The source's pipeline, from what its reader found; None for a model that is not pipelined."""
+        """The pipeline of the source, from the details of its reader; None if the model is not pipelined."""
         facts = source.details.get("pipeline")
         if not isinstance(facts, dict):
             return None
@@ -308,8 +307,8 @@ def assign_stages(
 ) -> dict[str, tuple[int, ...]]:
     """Parameter name → the stages that hold it.
 
-    `first_layers` are the numbers of the first layer of every stage; without them the stages are those of `like`, or of
-    the source where it has as many, or what DeepSpeed chooses by default.
+    `first_layers` has the first layer of every stage. Without it the stages are those of `like`, or of the source if it
+    has the same number, or DeepSpeed's default.
     """
     if (
         first_layers is None
@@ -327,8 +326,8 @@ def assign_stages(
     pipeline = SourcePipeline.of(source)
     if pipeline is None:
         raise UsageError(
-            f"pp={pp} needs a pipelined model, and this one's parameter names carry no layer numbers",
-            hint="keep --pp 1; only checkpoints of a PipelineModule can be cut into stages",
+            f"pp={pp} needs a pipelined model, and the parameter names of this one have no layer numbers",
+            hint="keep --pp 1; only checkpoints of a PipelineModule can be divided into stages",
         )
     starts = list(first_layers) if first_layers is not None else _balanced_starts(source, pipeline, pp)
     stage_of = {layer: sum(layer >= start for start in starts) - 1 for layer in pipeline.layers}
@@ -336,29 +335,29 @@ def assign_stages(
     for name in source.parameters:
         found = parse_layer_name(name)
         if found is None:
-            raise UsageError(f"parameter {name}: has no layer number, so no stage can be chosen for it")
+            raise UsageError(f"parameter {name}: cannot be assigned to a stage, because its name has no layer number")
         if found.layer is not None:
             placed[name] = (stage_of[found.layer],)
         else:
             assert found.tied is not None
             uses = pipeline.layers_of(found.tied)
-            # A use that calls a function of the module has no file. It is at the end of the model: a head.
+            # A use without a file (a forward function of the tied module) is the head, at the end of the model.
             placed[name] = tuple(sorted({*(stage_of[layer] for layer in uses), *((pp - 1,) if len(uses) == 1 else ())}))
     return placed
 
 
 def _check_starts(starts: Sequence[int], pp: int) -> None:
-    said = f"--stages {','.join(map(str, starts))}"
+    option = f"--stages {','.join(map(str, starts))}"
     if len(starts) != pp:
-        raise UsageError(f"{said} names the first layers of {len(starts)} stages, but pp={pp}", hint="add --pp")
+        raise UsageError(f"{option} lists the first layers of {len(starts)} stages, but pp={pp}", hint="add --pp")
     if list(starts) != sorted({0, *starts}):
-        raise UsageError(f"{said}: first layers must increase, and begin with 0")
+        raise UsageError(f"{option}: the first layers must start with 0 and increase")
 
 
 def _balanced_starts(source: Checkpoint, pipeline: SourcePipeline, pp: int) -> list[int]:
     """First layers of the stages by DeepSpeed's default, `partition_method="parameters"`."""
     if len(pipeline.layers) < pp:
-        raise UsageError(f"pp={pp} stages are more than the {len(pipeline.layers)} layers of the model")
+        raise UsageError(f"pp={pp}: the model has only {len(pipeline.layers)} layers")
     count = max(pipeline.layers) + 1
     heads = [key for key in pipeline.tied if len(pipeline.layers_of(key)) == 1]  # uses without a file, at the end
     weights = [0] * (count + len(heads))
@@ -376,9 +375,9 @@ def _balanced_starts(source: Checkpoint, pipeline: SourcePipeline, pp: int) -> l
 
 
 def balance_stages(weights: Sequence[int], parts: int) -> list[int]:
-    """Cut `weights` into consecutive parts whose sums differ least (largest minus smallest); gives each part's start.
+    """Divide `weights` into consecutive parts whose sums differ least (largest minus smallest); return their starts.
 
-    Of equally good cuts the one with the latest last boundary is taken, then the latest before it, and so on.
+    Ties are resolved in favour of the latest last boundary, then the latest before it, and so on.
     """
     total = [0]
     for weight in weights:
