@@ -22,13 +22,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(2)
     net = torch.nn.Linear(12, 5)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    with library.record(net, optimizer, folder / "run"):
+    with library.record(folder / "run", net, optimizer):
         for step in range(1, 7):
             optimizer.zero_grad()
             net(torch.randn(3, 12)).square().mean().backward()
             optimizer.step()
             if step in (4, 6):
-                library.save(net, optimizer, folder / f"saved-{step}").wait()
+                library.save(folder / f"saved-{step}", net, optimizer).wait()
     return folder
 
 
