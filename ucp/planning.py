@@ -1,153 +1,102 @@
-"""From what a user asks for to a conversion that is planned: the source selected and renamed, the target laid out."""
+"""Plan a conversion: select and rename the source's parameters, lay out the target."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.dtypes import DType, parse_dtype
-from ucp.core.selection import Only, Selection, select
+from ucp.core.selection import Selection, select
 from ucp.engine.plan import Plan
 from ucp.errors import UsageError
-from ucp.formats.registry import (
-    ExpertForm,
-    Format,
-    OptimizerKind,
-    OptimizerSharding,
-    ReadOptions,
-    WriteOptions,
-    find_format,
-    make_writer,
-)
+from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer
 from ucp.formats.registry import open_checkpoint as index_checkpoint
-from ucp.options import as_integers, as_strings, byte_count, check_choices, check_counts
+from ucp.options import PlanOptions, StrPath, path_options, takes, with_defaults
 from ucp.sources import index_state, read_options, renamed
 from ucp.storage.paths import is_shadow, is_url, parse_path
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
-_PATH_OPTIONS: Final = ("like", "rules", "model_config", "log")
 
-
-def plan(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    to: str = "atoms",
-    link: bool = False,
-    only: Only | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    dtype: str | DType | torch.dtype | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    vpp: int | None = None,
-    dp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    zero: int | None = None,
-    like: str | os.PathLike[str] | None = None,
-    stages: Sequence[int] | None = None,
-    vocab_size: int | None = None,
-    experts: ExpertForm | None = None,
-    optimizer: OptimizerKind | None = None,
-    optimizer_sharding: OptimizerSharding | None = None,
-    max_shard_size: int | str | None = None,
-    tag: str | None = None,
-    rules: str | Path | None = None,
-    preset: str | None = None,
-    repair: bool = False,
-    names: str | os.PathLike[str] | None = None,
-    model_config: str | os.PathLike[str] | None = None,
-    log: str | os.PathLike[str] | None = None,
-    step: int | str | None = None,
-    exact: bool = False,
-) -> Plan:
+@takes(PlanOptions)
+def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
     """Index the source and lay out the target, without writing anything.
 
-    Degrees that are left out keep the source's value, or that of the checkpoint `like`. `vpp` counts the model chunks
-    of every pipeline stage. `etp` is the tensor-parallel degree of experts, `experts` their form in the modules.
-    `stages` are the numbers of the first layer of every pipeline stage (of every chunk, where
-    stages have several: the first chunks of all stages come first); `vocab_size` is the padded size of vocabulary
-    dimensions. `optimizer` names the one of Megatron's that is to load the target, `optimizer_sharding` how its sharded
-    checkpoint keeps the state of the distributed one. `log`, `step` and `exact` as in `open_checkpoint`.
+    Layout options that are left out keep the source's value, or that of the checkpoint `like`. `vpp` is the number of
+    model chunks per pipeline stage, `etp` the tensor-parallel degree of experts, `experts` their form in the modules.
+    `stages` are the numbers of the first layer of every pipeline stage (of every chunk if stages have several: first
+    the first chunks of all stages); `vocab_size` is the padded size of vocabulary dimensions. `optimizer` is the
+    optimizer of the Megatron job that will load the target, `optimizer_sharding` the form of the distributed
+    optimizer's state. `log`, `step` and `exact` as in `open_checkpoint`.
     """
-    arguments = dict(locals())
-    check_choices(
-        only=(only, Only),
-        experts=(experts, ExpertForm),
-        optimizer=(optimizer, OptimizerKind),
-        optimizer_sharding=(optimizer_sharding, OptimizerSharding),
-    )
-    check_counts(tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=etp, vocab_size=vocab_size)
-    wanted = _dtype(dtype)
-    form = find_format(to)
+    given = with_defaults(PlanOptions, options)
+    only, dtype, form = given.only, _dtype(given.dtype), find_format(given.to)
     if only is not None and form.states == "all":
         raise UsageError(
-            f"--only {only} takes a part of the states; --to {to} needs all of them", hint="leave --only out"
+            f"--only {only} selects some of the states; --to {given.to} needs all of them", hint="leave --only out"
         )
     if only == "weights" and form.states == "weights":
-        only = None  # the writer makes the weights of the masters
-    selection = Selection(only, as_strings(include), as_strings(exclude), wanted if form.selects_dtype else None)
-    indexed = index_state(src, read_options(tag, rules, preset, repair), log, step, exact)
-    example = None if like is None else index_checkpoint(parse_path(like), ReadOptions())
+        only = None  # the writer makes the weights from the master copies
+    selection = Selection(only, given.include, given.exclude, dtype if form.selects_dtype else None)
+    reading = read_options(given.tag, given.rules, given.preset, given.repair)
+    indexed = index_state(src, reading, given.log, given.step, given.exact)
+    example = None if given.like is None else index_checkpoint(parse_path(given.like), ReadOptions())
     selected = select(indexed, selection)
     if indexed.parameters and not selected.parameters:
+        no_optimizer = only == "optimizer" and not (given.include or given.exclude)
         raise UsageError(
             f"{src}: none of the {len(indexed.parameters)} parameters is left"
-            + (", for the source has no optimizer state" if only == "optimizer" and not (include or exclude) else ""),
-            hint="take less away with --only, --include and --exclude",
+            + (", because the source has no optimizer state" if no_optimizer else ""),
+            hint="select more with --only, --include and --exclude",
         )
-    source = _translated(renamed(selected, names, model_config), form, model_config, example)
-    options = WriteOptions(
-        link=link,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        dp=dp,
-        ep=ep,
-        etp=etp,
-        zero=zero,
-        dtype=wanted,
+    source = _translated(renamed(selected, given.names, given.model_config), form, given.model_config, example)
+    writing = WriteOptions(
+        link=given.link,
+        tp=given.tp,
+        pp=given.pp,
+        vpp=given.vpp,
+        dp=given.dp,
+        ep=given.ep,
+        etp=given.etp,
+        zero=given.zero,
+        dtype=dtype,
         like=example,
-        max_shard_size=None if max_shard_size is None else byte_count("max_shard_size", max_shard_size),
-        first_layers=None if stages is None else as_integers("stages", stages),
-        vocab_size=vocab_size,
-        experts=experts,
-        optimizer=optimizer,
-        optimizer_sharding=optimizer_sharding,
+        max_shard_size=given.max_shard_size,
+        first_layers=given.stages,
+        vocab_size=given.vocab_size,
+        experts=given.experts,
+        optimizer=given.optimizer,
+        optimizer_sharding=given.optimizer_sharding,
     )
-    if link:
+    if given.link:
         _check_link(src, dst, form, source)
-    writer = make_writer(to, source, options)
-    return Plan(source, writer, writer.target(), parse_path(dst), _request(arguments))
+    writer = make_writer(given.to, source, writing)
+    return Plan(source, writer, writer.target(), parse_path(dst), _request(src, dst, vars(given)))
 
 
-def _request(arguments: dict[str, Any]) -> dict[str, Any]:
+def _request(src: StrPath, dst: StrPath, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `plan` as JSON values that mean the same in every folder and process."""
-    src, dst = _absolute(arguments.pop("src")), _absolute(arguments.pop("dst"))
     options: dict[str, Any] = {}
-    for name, value in arguments.items():
+    for name, value in given.items():
         if value is None or value is False or value == ():
             continue
-        is_path = name in _PATH_OPTIONS or (name == "names" and Path(value).is_file())  # else a word, such as `hf`
+        is_path = name in path_options(PlanOptions) or (name == "names" and Path(value).is_file())  # else such as `hf`
         if is_path:
             value = _absolute(value)
         elif not isinstance(value, str | int | float):
             value = list(value) if isinstance(value, Sequence) else str(value)
         options[name] = value
-    return {"src": src, "dst": dst, "options": options}
+    return {"src": _absolute(src), "dst": _absolute(dst), "options": options}
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
+def _absolute(path: StrPath) -> str:
     """A path that means the same in every folder; a URL is unchanged."""
-    if is_url(path):
-        return str(path)
-    return str(path) if is_shadow(path) else os.path.abspath(path)
+    return str(path) if is_url(path) or is_shadow(path) else os.path.abspath(path)
 
 
 def _translated(
@@ -160,13 +109,15 @@ def _translated(
 
 
 def _check_link(src: str | os.PathLike[str], dst: str | os.PathLike[str], form: Format, source: Checkpoint) -> None:
-    """Refuse what virtual atoms, which point at bytes of the source's files, cannot be."""
+    """Refuse --link if no virtual atoms are possible: they point at bytes of the source's files."""
     if "link" not in form.options:
         raise UsageError(f"--link makes virtual atoms, not {form.name}", hint="leave --to or --link out")
     if is_url(src) or is_url(dst):
-        raise UsageError("--link points at files of this machine, not into object stores", hint="leave --link out")
+        raise UsageError("--link points at local files, not into object stores", hint="leave --link out")
     if source.computed is not None:
-        raise UsageError("what follows from a log lies in no file that --link could point at", hint="leave --link out")
+        raise UsageError(
+            "states that are replayed from a log are in no file that --link could point at", hint="leave --link out"
+        )
 
 
 def _dtype(dtype: str | DType | torch.dtype | None) -> DType | None:

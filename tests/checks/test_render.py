@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 import ucp
-from tests.checks.atom_folder import ATOM, write
-from tests.checks.sharded_checkpoint import flip
+from tests.checks.made import flip
+from tests.checks.test_atoms import ATOM, write
 from ucp.checks import verify_report
 from ucp.checks.catalogue import CHECKS
 from ucp.checks.render import FORMATS, render, verdict
@@ -20,6 +20,7 @@ from ucp.cli import verify as cli
 from ucp.cli.main import run
 from ucp.core.findings import Finding, Level
 from ucp.core.mesh import Rank
+from ucp.options import VerifyOptions, declared
 
 DAMAGE = Finding(
     "zip-crc", "error", "f.pt, member a/data/0: checksum 1", "f.pt", Rank(tp=1), "p", "exp_avg", (64, 128), "restore", 4
@@ -46,7 +47,7 @@ def atoms(tmp_path: Path) -> Path:
 
 def test_the_command_offers_what_there_is() -> None:
     assert cli.FORMATS == FORMATS
-    assert cli.FAIL_ON == verify_report.FAIL_ON
+    assert declared(VerifyOptions)["fail_on"].choices == verify_report.FAIL_ON
 
 
 def test_github_annotations_are_escaped() -> None:

@@ -37,7 +37,7 @@ def test_ls_shows_epochs_and_bases(run: Path) -> None:
     shown = ucp("log", "ls", run)
     assert shown.returncode == 0, shown.stderr
     assert "torch.adamw.single" in shown.stdout
-    assert "last step that can be had: 11" in shown.stderr
+    assert "last complete step: 11" in shown.stderr
     listing = told("ls", run)
     assert [(e["first_step"], e["last_step"], e["streams"]) for e in listing["epochs"]] == [(1, 7, 1), (6, 11, 2)]
     assert listing["epochs"][1]["parent"] == {"epoch": 0, "step": 5}
@@ -53,7 +53,7 @@ def test_stat_shows_what_a_step_takes(run: Path) -> None:
     assert len(second["streams"]) == 2
     size = sum(path.stat().st_size - 4096 for path in segments(run))
     assert abs(first["bytes_per_step"] * 7 + 256 - size) <= 64  # and a digest and the end
-    assert "bytes an element" in ucp("log", "stat", run).stdout
+    assert "bytes per element" in ucp("log", "stat", run).stdout
     step = told("stat", run, "--step", 4)
     assert (step["epoch"], step["groups"][0]["lr"], step["groups"][0]["momentum"]) == (0, 0.1 / 4, None)
     assert told("stat", run, "--step", 3)["skipped"]

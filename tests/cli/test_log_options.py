@@ -46,10 +46,10 @@ def test_inspect_shows_the_step(run: Path) -> None:
 
 
 def test_diff_finds_the_state_that_the_job_saved_and_no_other(run: Path) -> None:
-    options = ("--log", run / "run", "--step", 4, "--exact")
+    options = ("--log-a", run / "run", "--step-a", 4, "--exact")
     assert ucp("diff", run / "run", run / "saved-4", *options).returncode == 0
     assert ucp("diff", run / "run", run / "saved-6", *options).returncode == 1
-    both = ("--log", run / "run", "--step", 6, "--log-b", run / "run", "--step-b", "latest")
+    both = ("--log-a", run / "run", "--step-a", 6, "--log-b", run / "run", "--step-b", "latest")
     assert ucp("diff", run / "run", run / "run", *both).returncode == 0
 
 

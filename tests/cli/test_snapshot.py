@@ -41,14 +41,17 @@ def test_the_schedule_is_shown(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_what_would_be_with_other_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["snapshot", "plan", str(folder), "--link", "1000", "--share", "0.5", "--window", "0.4", "--json"]) == 0
+    assert (
+        run(["snapshot", "plan", str(folder), "--bandwidth", "1000", "--fraction", "0.5", "--window", "0.4", "--json"])
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["schema"] == 1
     assert not told["feasible"]
     assert told["planned"]["late_bytes"] == pytest.approx(700 - 0.4 * 500)
     assert told["planned"]["stall"] == pytest.approx(500 / 10000)
     assert told["spread"] == 4  # 750 bytes, 200 an iteration
-    assert run(["snapshot", "plan", str(folder), "--link", "1000", "--window", "0.4"]) == 0
+    assert run(["snapshot", "plan", str(folder), "--bandwidth", "1000", "--window", "0.4"]) == 0
     assert "spread over 2 iterations" in capsys.readouterr().out
 
 
@@ -101,4 +104,4 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(["snapshot", "plan", str(tmp_path)]) == 4
     (tmp_path / "schedule.json").write_text(json.dumps({**SCHEDULE, "costs": None}))
     assert run(["snapshot", "plan", str(tmp_path)]) == 2
-    assert "give --link" in capsys.readouterr().err
+    assert "give --bandwidth" in capsys.readouterr().err

@@ -26,7 +26,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.containers.likeness import differences
-from tests.paths import FIXTURES
 from ucp.containers.inert import (
     Inert,
     InertDefaultDict,
@@ -43,6 +42,8 @@ from ucp.containers.torch_file import TorchFile
 from ucp.core.checkpoint import Atom
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT64
 from ucp.errors import NotUnderstoodError, UnsafeError
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
 def again(tree: Any) -> Any:

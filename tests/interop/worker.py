@@ -19,8 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.paths import PROJECT
-
+PROJECT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT = 120  # seconds a job may take
 
 

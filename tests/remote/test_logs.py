@@ -48,7 +48,7 @@ def test_commands_about_logs_take_urls(
     assert ucp.diff(f"{memory}/merged", tmp_path / "merged").same
     assert run(["verify", url, "--log", url, "--step", "3"]) == 0
     base = f"{url}/base/base-000000/atoms"
-    assert run(["diff", base, str(tmp_path / "merged"), "--log", url, "--step", "3"]) == 0
+    assert run(["diff", base, str(tmp_path / "merged"), "--log-a", url, "--step-a", "3"]) == 0
     capfd.readouterr()
     for command in (["log", "truncate"], ["log", "compact"]):
         assert run([*command, url]) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import PROJECT
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow

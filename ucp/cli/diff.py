@@ -1,4 +1,4 @@
-"""`ucp diff`: are two checkpoints the same, and if not, where and by how much do they differ?"""
+"""`ucp diff`: whether two checkpoints are the same, and where and by how much they differ."""
 
 from __future__ import annotations
 
@@ -10,60 +10,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.parameters import (
-    FILE,
-    PATH,
-    check_parent_folder,
-    format_bytes,
-    format_table,
-    naming_options,
-    plural,
-    selection_options,
-)
+from ucp.cli.output import check_parent_folder, format_bytes, format_table, plural
+from ucp.cli.parameters import FILE, PATH, add_options
 from ucp.errors import UsageError
+from ucp.options import DiffOptions
 
 if TYPE_CHECKING:
     from ucp.compare.comparison import AtomDifference, Comparison
 
 
-@click.command("diff", short_help="Say whether two checkpoints are the same.")
+@click.command("diff", short_help="Compare two checkpoints.")
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@click.option("--tag-a", help="Step folder inside the save folder A. [default: the one that `latest` names]")
-@click.option("--tag-b", help="Step folder inside the save folder B. [default: the one that `latest` names]")
-@click.option(
-    "--rules",
-    type=FILE,
-    help="TOML file of rules that say how parameters are cut over tensor-parallel ranks, for both.",
-)
-@click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`, for both.")
-@naming_options
-@click.option("--log", "log_a", type=PATH, metavar="DIR", help="Log of a run: A is brought to --step.")
-@click.option("--step", "step_a", metavar="N|latest", help="Step of the log. [default: latest]")
-@click.option("--log-b", type=PATH, metavar="DIR", help="Log of a run: B is brought to --step-b.")
-@click.option("--step-b", metavar="N|latest", help="Step of the log of B. [default: latest]")
-@click.option("--exact", is_flag=True, help="Refuse a state that may differ from the job's own in any bit.")
-@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative distance that counts as equal.")
-@click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute distance that counts as equal.")
-@click.option("--ulp", type=click.IntRange(0), default=0, help="Steps in the last place that count as equal.")
-@selection_options("Compare")
-@click.option("--strict", is_flag=True, help="Let what is merely noted otherwise be a difference.")
-@click.option(
-    "--extras/--no-extras",
-    default=True,
-    show_default=True,
-    help="Compare counters, schedules, random states and what else is carried beside parameters.",
-)
-@click.option("--updates", is_flag=True, help="Two steps of one run: print how far each parameter and layer moved.")
+@add_options(DiffOptions)
 @click.option(
     "--plot",
     type=FILE,
     metavar="FILE",
-    help="Draw the updates to this .svg (or .png, with matplotlib); implies --updates.",
+    help="Plot the updates to this .svg (or .png, with matplotlib) file; implies --updates.",
 )
-@click.option("--limit", type=click.IntRange(0), default=50, show_default=True, help="Most rows to print of a table.")
+@click.option("--limit", type=click.IntRange(0), default=50, show_default=True, help="Maximum rows to print per table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Threads. [default: one per core, at most 8]")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -81,20 +48,20 @@ def command(
     \b
     Prints one line per atom that differs: how many elements, the largest
     absolute and relative difference, the largest in units in the last place,
-    and where the first is. Then what only one side has, and hyper-parameters
+    and the first position. Then what only one side has, and hyper-parameters
     that differ.
       ucp diff run/checkpoints atoms
       ucp diff before after --rtol 1e-5
       ucp diff before after --only weights --include 'blocks.0.*'
       ucp diff run run --tag-a global_step100 --tag-b global_step200 --updates
-      ucp diff run checkpoints/global_step1200 --log run --step 1200
+      ucp diff run checkpoints/global_step1200 --log-a run --step-a 1200
 
-    Exit code 0: the same (within the tolerances) · 1: different. With --updates it is 0 whatever moved.
+    Exit code 0: the same (within the tolerances) · 1: different. With --updates it is always 0.
     """
     from ucp.cli.progress import ProgressBar
 
     if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
-        raise UsageError(f"{plot}: a plot is an .svg or a .png file")
+        raise UsageError(f"{plot}: a plot must be an .svg or .png file")
     if plot is not None:
         check_parent_folder(plot, "the plot")
     result = api.diff(a, b, updates=updates or plot is not None, progress=ProgressBar(), **options)
@@ -125,8 +92,8 @@ def _print(result: Comparison, limit: int) -> None:
             ["parameter", "state", "differ", "of", "max abs", "max rel", "max ulp", "first", ""],
             [_row(atom) for atom in result.atoms],
         ),
-        (["only in A", "states"], _grouped(result.only_a)),
-        (["only in B", "states"], _grouped(result.only_b)),
+        (["only in A", "states"], _group_states(result.only_a)),
+        (["only in B", "states"], _group_states(result.only_b)),
         (
             ["setting", "A", "B", "parameters"],
             [[one.key, json.dumps(one.a), json.dumps(one.b), str(len(one.names) or "-")] for one in result.settings],
@@ -164,7 +131,7 @@ def _row(atom: AtomDifference) -> list[str]:
     ]
 
 
-def _grouped(states: Sequence[tuple[str, str]]) -> list[list[str]]:
+def _group_states(states: Sequence[tuple[str, str]]) -> list[list[str]]:
     by_name: dict[str, list[str]] = {}
     for name, kind in states:
         by_name.setdefault(name, []).append(kind)
@@ -189,7 +156,7 @@ def _verdict(result: Comparison) -> str:
     if result.identical:
         return f"identical: {read}"
     if result.same:
-        return f"the same within the tolerances: {plural(len(result.within), 'atom')} off by less; {read}"
+        return f"the same within the tolerances: {plural(len(result.within), 'atom')} differ by less; {read}"
     found = (
         (len(result.atoms), "atom", "differing"),
         (len(result.only_a), "atom", "only in A"),

@@ -1,4 +1,4 @@
-"""`ucp inspect`: what a checkpoint holds, and where each byte of a parameter lies."""
+"""`ucp inspect`: what a checkpoint contains, and where each byte of a parameter is."""
 
 from __future__ import annotations
 
@@ -10,47 +10,28 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.parameters import (
-    echo_notes,
-    format_bytes,
-    format_table,
-    log_options,
-    naming_options,
-    plural,
-    source_argument,
-)
+from ucp.cli.output import echo_notes, format_bytes, format_table, plural
+from ucp.cli.parameters import add_options, json_option, source_argument
 from ucp.containers.inert_json import InertEncoder
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.core.rules import rule_to_json
 from ucp.errors import UsageError
+from ucp.options import OpenOptions
 
 
-@click.command("inspect", short_help="Show what a checkpoint holds.")
+@click.command("inspect", short_help="Show what a checkpoint contains.")
 @source_argument
-@click.option("--tag", help="Step folder inside the save folder. [default: the one that `latest` names]")
 @click.option(
     "--rules",
     is_flag=False,
     flag_value="",
     metavar="[FILE]",
-    help="Show each parameter's rule and where it came from; with FILE, as that TOML file sets it.",
+    help="Show each parameter's rule and its origin; with FILE, as that TOML file sets it.",
 )
-@click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`.")
-@naming_options
-@log_options
-@click.option("--param", "name", metavar="NAME", help="Show where each byte of this parameter lies, rank by rank.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(
-    src: Path,
-    tag: str | None,
-    rules: str | None,
-    preset: str | None,
-    names: str | None,
-    model_config: Path | None,
-    name: str | None,
-    as_json: bool,
-    **state: Any,
-) -> None:
+@add_options(OpenOptions, without=("rules",))
+@click.option("--param", "name", metavar="NAME", help="Show where each byte of this parameter is, rank by rank.")
+@json_option
+def command(src: Path, rules: str | None, name: str | None, as_json: bool, **options: Any) -> None:
     """Show the format, mesh, optimizer and parameters of the checkpoint SRC.
 
     \b
@@ -62,13 +43,10 @@ def command(
       ucp inspect run/checkpoints --json | jq .parameters[0]
       ucp inspect run --log run --step latest
     """
-    opened = api.open_checkpoint(
-        src, tag=tag, rules=rules or None, preset=preset, names=names, model_config=model_config, **state
-    )
-    checkpoint = opened.index
+    checkpoint = api.open_checkpoint(src, rules=rules or None, **options).index
     if name is not None:
         parameter = _find(checkpoint, name)
-        click.echo(json.dumps(_places_json(parameter)) if as_json else _places_text(parameter))
+        click.echo(json.dumps(_locations_json(parameter)) if as_json else _locations_text(parameter))
         return
     if as_json:
         click.echo(json.dumps(_summary_json(checkpoint)))
@@ -89,8 +67,8 @@ def _find(checkpoint: Checkpoint, name: str) -> Parameter:
 
 
 def _similar(name: str, checkpoint: Checkpoint) -> list[str]:
-    """Names that differ from a mistyped one by little."""
-    from difflib import get_close_matches  # only where a name is not found
+    """Names that are similar to a mistyped one."""
+    from difflib import get_close_matches  # only needed for a wrong name
 
     return get_close_matches(name, checkpoint.parameters, cutoff=0.8)
 
@@ -100,7 +78,7 @@ def _summary_text(checkpoint: Checkpoint) -> str:
     kinds = _bytes_by_kind(checkpoint)
     roles = Counter(parameter.role for parameter in parameters)
     weights = sum(parameter.numel for parameter in parameters if parameter.role != "buffer")
-    facts = [
+    lines = [
         ["format", checkpoint.format],
         ["framework", checkpoint.framework or "unknown"],
         ["root", str(checkpoint.root)],
@@ -111,11 +89,11 @@ def _summary_text(checkpoint: Checkpoint) -> str:
         ["states", ", ".join(f"{kind} {dtype} {format_bytes(size)}" for (kind, dtype), size in kinds.items())],
     ]
     for key, value in checkpoint.details.items():
-        facts.append([key.replace("_", " "), value if isinstance(value, str) else json.dumps(value)])
+        lines.append([key.replace("_", " "), value if isinstance(value, str) else json.dumps(value)])
     for number, group in enumerate(checkpoint.groups):
         hyper = {key: value for key, value in group.hyper.items() if isinstance(value, (int, float, str, tuple))}
         text = ", ".join(f"{key}={value}" for key, value in hyper.items())
-        facts.append([f"group {number}", f"{plural(len(group.names), 'parameter')}: {text}"])
+        lines.append([f"group {number}", f"{plural(len(group.names), 'parameter')}: {text}"])
     rows = [
         [
             parameter.name,
@@ -129,8 +107,8 @@ def _summary_text(checkpoint: Checkpoint) -> str:
         for parameter in parameters
     ]
     header = ["parameter", "shape", "dtype", "bytes", "group", "states", "rule"]
-    width = max(len(key) for key, _ in facts)
-    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in facts) + "\n\n" + format_table(rows, header)
+    width = max(len(key) for key, _ in lines)
+    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in lines) + "\n\n" + format_table(rows, header)
 
 
 def _rules_text(checkpoint: Checkpoint) -> str:
@@ -209,7 +187,7 @@ def _region_text(fragment: Fragment) -> str:
     return boxes if region.numel == total else f"{boxes} elements {region.start}:{region.stop}"
 
 
-def _places_text(parameter: Parameter) -> str:
+def _locations_text(parameter: Parameter) -> str:
     rows = []
     for kind, atom in parameter.atoms.items():
         for mark, fragment in _covers(atom):
@@ -222,11 +200,11 @@ def _places_text(parameter: Parameter) -> str:
                 [kind, str(fragment.rank), _region_text(fragment), fragment.dtype.name, mark, where, fragment.file]
             )
     header = ["state", "rank", "holds", "dtype", "", "bytes", "file"]
-    facts = f"{list(parameter.shape)}, {parameter.role}, rule {parameter.rule} ({parameter.rule_origin})"
-    return f"{parameter.name}: {facts}\n\n{format_table(rows, header)}"
+    summary = f"{list(parameter.shape)}, {parameter.role}, rule {parameter.rule} ({parameter.rule_origin})"
+    return f"{parameter.name}: {summary}\n\n{format_table(rows, header)}"
 
 
-def _places_json(parameter: Parameter) -> dict[str, Any]:
+def _locations_json(parameter: Parameter) -> dict[str, Any]:
     return {
         "schema": 1,
         **_parameter_json(parameter),

@@ -1,7 +1,4 @@
-"""`ucp log`: what a gradient log holds, whether it is whole, and what of it may go.
-
-What commands tell about a log, as JSON values.
-"""
+"""`ucp log`: inspect a gradient log, check it, and delete what is no longer needed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from typing import Any
 
 import click
 
-from ucp.cli.parameters import PATH, format_bytes, format_table
+from ucp.cli.output import format_bytes, format_table
+from ucp.cli.parameters import PATH, json_option
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.log.base_folders import list_bases, usable_bases
 from ucp.log.codecs import Encoding
@@ -23,15 +21,14 @@ from ucp.log.reader import Epoch, Log, LogStream
 from ucp.storage.paths import is_url, parse_path
 
 _log = click.argument("log", type=PATH)
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 
 
-@click.group("log", short_help="Look at gradient logs.")
+@click.group("log", short_help="Inspect, check and clean up gradient logs.")
 def command() -> None:
-    """Look at the gradient log that `ucp.record` writes, check it, and drop what is no longer needed.
+    """Inspect the gradient log that `ucp.record` writes, check it, and delete what is no longer needed.
 
-    LOG is the run's folder, its `log` folder, or one epoch in it. A log may be looked at while it is written.
+    LOG is the run's folder, its `log` folder, or one epoch in it. A log may be read while it is written.
 
     \b
       ucp log ls run
@@ -42,9 +39,9 @@ def command() -> None:
 
 @command.command("ls", short_help="List epochs and bases.")
 @_log
-@_json
+@json_option
 def list_log(log: Path, as_json: bool) -> None:
-    """List the epochs of LOG with the steps that each has, and the bases beside it.
+    """List the epochs of LOG with their steps, and the bases next to it.
 
     \b
       ucp log ls run
@@ -70,21 +67,21 @@ def list_log(log: Path, as_json: bool) -> None:
         if bases:
             usable = {base.number for base in usable_bases(opened)}
             rows = [[str(b.number), str(b.step), str(b.epoch), "yes" if b.number in usable else "no"] for b in bases]
-            click.echo("\n" + format_table(rows, ["base", "step", "epoch", "log goes on from it"]))
-        click.echo(f"last step that can be had: {opened.recoverable_step}", err=True)
+            click.echo("\n" + format_table(rows, ["base", "step", "epoch", "continued by the log"]))
+        click.echo(f"last complete step: {opened.recoverable_step}", err=True)
         _echo_defects(opened)
 
 
 @command.command("stat", short_help="Show sizes, encodings, streams and scalars.")
 @_log
 @click.option("--step", type=int, help="Show the scalars of this step instead.")
-@_json
+@json_option
 def stat(log: Path, step: int | None, as_json: bool) -> None:
-    """Show what LOG takes: bytes a step and parameter, encodings, and what every stream has.
+    """Show the size of LOG: bytes per step and per parameter, encodings, and every stream.
 
     \b
       ucp log stat run
-      ucp log stat run --step 1200       learning rates, factor, skipped or not
+      ucp log stat run --step 1200       learning rates, scale, skipped or not
     """
     with Log.open(log, "inspect", check="tail") as opened:
         if step is not None:
@@ -101,13 +98,13 @@ def stat(log: Path, step: int | None, as_json: bool) -> None:
 
 @command.command("verify", short_help="Read all of a log and check it.")
 @_log
-@_json
+@json_option
 @click.pass_context
 def verify(ctx: click.Context, log: Path, as_json: bool) -> None:
-    """Read every byte of LOG, and say what is not as it was written.
+    """Read every byte of LOG, and report what is damaged.
 
-    A torn end (what a crash left of the last write) and an unfinished step are mentioned, but are no failure: nothing
-    that was durable is lost. Damage is one: exit code 4, or 1 where files of a rank are missing.
+    A torn end (the rest of a write that a crash interrupted) and an unfinished step are printed but are not errors:
+    nothing that was durable is lost. Damage is an error: exit code 4, or 1 if files of a rank are missing.
 
     \b
       ucp log verify run
@@ -119,7 +116,7 @@ def verify(ctx: click.Context, log: Path, as_json: bool) -> None:
         bad = [defect for defect in defects if defect.kind in ("damaged", "disorder")]
         verdict = "damaged" if bad else ("incomplete" if missing else "whole")
         if as_json:
-            told = {
+            result = {
                 "schema": SCHEMA,
                 "verdict": verdict,
                 "recoverable_step": opened.recoverable_step,
@@ -136,27 +133,27 @@ def verify(ctx: click.Context, log: Path, as_json: bool) -> None:
                     for defect in defects
                 ],
             }
-            click.echo(json.dumps(told))
+            click.echo(json.dumps(result))
         else:
             for defect in defects:
                 click.echo(str(defect))
             for number, stream in missing:
                 click.echo(f"epoch {number}: stream {stream} has no files")
-            click.echo(f"{verdict}; last step that can be had: {opened.recoverable_step}", err=True)
+            click.echo(f"{verdict}; last complete step: {opened.recoverable_step}", err=True)
     ctx.exit(IntegrityError.exit_code if bad else (InconsistentError.exit_code if missing else 0))
 
 
 @command.command("truncate", short_help="Cut a log after a step.")
 @_log
-@click.option("--step", type=int, help="Last step to keep. [default: the last that can be had]")
-@click.option("--keep-tail", is_flag=True, help="Keep what is cut off beside it, as NAME.tail.")
+@click.option("--step", type=int, help="Last step to keep. [default: the last complete one]")
+@click.option("--keep-tail", is_flag=True, help="Keep what is cut off next to it, as NAME.tail.")
 @_dry_run
-@_json
+@json_option
 def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_json: bool) -> None:
     """Cut every stream of the newest epoch of LOG after the same step: torn ends, and steps that not all ranks have.
 
-    Nothing depends on this: readers ignore torn ends, and a new recording begins a new epoch. It only frees the space.
-    Where the end is not torn but damaged, later steps may be good: then name the step.
+    This only frees space: readers ignore torn ends, and a new recording starts a new epoch. If the end is not torn but
+    damaged, later steps may be intact, so the step must be given.
 
     \b
       ucp log truncate run --dry-run
@@ -167,9 +164,7 @@ def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_jso
         epoch = opened.epochs[-1]
         bad = [defect for defect in epoch.defects if defect.kind in ("damaged", "disorder")]
         if step is None and bad:
-            raise IntegrityError(
-                f"{bad[0]}", hint=f"to throw away everything from there on: --step {epoch.recoverable_step}"
-            )
+            raise IntegrityError(f"{bad[0]}", hint=f"to delete everything after it: --step {epoch.recoverable_step}")
         cuts = plan_truncate(epoch, epoch.recoverable_step if step is None else step)
         _carry_out(cuts, dry_run, as_json, keep_tail=keep_tail)
 
@@ -177,17 +172,17 @@ def truncate(log: Path, step: int | None, keep_tail: bool, dry_run: bool, as_jso
 def _refuse_store(log: Path) -> None:
     if is_url(log):
         raise UsageError(
-            f"{parse_path(log)}: logs in an object store are read only", hint="do it before it is copied there"
+            f"{parse_path(log)}: logs in an object store are read-only", hint="do this before the log is copied there"
         )
 
 
-@command.command("compact", short_help="Drop what bases have made superfluous.")
+@command.command("compact", short_help="Delete steps that bases have made unnecessary.")
 @_log
-@click.option("--step", type=int, help="Keep what leads on from a base of this step. [default: the second newest base]")
+@click.option("--step", type=int, help="Keep the steps after a base of this step. [default: the second newest base]")
 @_dry_run
-@_json
+@json_option
 def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
-    """Delete the files of LOG that hold only steps that the second newest base already has.
+    """Delete the files of LOG that contain only steps before the second newest base.
 
     Steps between older bases can then no longer be restored. Bases are not touched.
 
@@ -201,8 +196,8 @@ def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
             bases = usable_bases(opened)
             if len(bases) < 2:
                 raise UsageError(
-                    f"{log}: there are {len(bases)} bases, and the log is kept from the second newest on",
-                    hint="say with --step which step a checkpoint of yours is of",
+                    f"{log}: there are {len(bases)} bases, but the log is kept from the second newest on",
+                    hint="give the step of a checkpoint of yours with --step",
                 )
             step = bases[-2].first_step
         cuts = plan_compact(opened, step)
@@ -219,13 +214,13 @@ def _carry_out(cuts: list[FileCut], dry_run: bool, as_json: bool, *, keep_tail: 
     if not dry_run:
         apply_cuts(cuts, save_tails=keep_tail)
     if as_json:
-        told = {"schema": SCHEMA, "done": not dry_run, "bytes": freed, "files": [cut.to_json() for cut in cuts]}
-        click.echo(json.dumps(told))
+        result = {"schema": SCHEMA, "done": not dry_run, "bytes": freed, "files": [cut.to_json() for cut in cuts]}
+        click.echo(json.dumps(result))
         return
     for cut in cuts:
-        what = "goes" if cut.keep == 0 else f"is cut to {cut.keep} bytes"
+        what = "deleted" if cut.keep == 0 else f"cut to {cut.keep} bytes"
         click.echo(f"{cut.path}: {what}")
-    click.echo(f"{format_bytes(freed)} {'would be' if dry_run else 'are'} free", err=True)
+    click.echo(f"{format_bytes(freed)} {'would be freed' if dry_run else 'freed'}", err=True)
 
 
 def _print_statistics(epoch: dict[str, Any]) -> None:
@@ -233,8 +228,8 @@ def _print_statistics(epoch: dict[str, Any]) -> None:
     click.echo(f"epoch {epoch['epoch']}: {steps}, {epoch['optimizer']} ({epoch['kernel']})")
     click.echo(f"  elements   {epoch['elements']:,}")
     if epoch["bytes_per_step"] is not None:
-        each = f", {epoch['bytes_per_element']:.3f} bytes an element" if epoch["bytes_per_element"] is not None else ""
-        click.echo(f"  a step     {format_bytes(epoch['bytes_per_step'])}{each}")
+        each = f", {epoch['bytes_per_element']:.3f} bytes per element" if epoch["bytes_per_element"] is not None else ""
+        click.echo(f"  per step   {format_bytes(epoch['bytes_per_step'])}{each}")
         click.echo("  blocks     " + ", ".join(f"{count} {name}" for name, count in epoch["encodings"].items()))
     if epoch["skipped"]:
         click.echo(f"  skipped    {', '.join(map(str, epoch['skipped']))}")
@@ -260,14 +255,20 @@ def _show_step(log: Log, step: int, as_json: bool) -> None:
     span = log.spans(step)[-1]
     stream = next(iter(span.epoch.streams.values()))
     record = stream.record(step)
-    told = {"schema": SCHEMA, "step": step, "epoch": span.epoch.number, **step_scalars(record), "aux": stream.aux(step)}
+    result = {
+        "schema": SCHEMA,
+        "step": step,
+        "epoch": span.epoch.number,
+        **step_scalars(record),
+        "aux": stream.aux(step),
+    }
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(result))
         return
     state = "skipped" if record.skipped else record.stage.name.lower()
-    scale = "" if record.scale is None else f", times {float(record.scale)!r}"
+    scale = "" if record.scale is None else f", scale {float(record.scale)!r}"
     click.echo(f"step {step} of epoch {span.epoch.number}: {state}{scale}")
-    for group in told["groups"]:
+    for group in result["groups"]:
         click.echo("  group " + ", ".join(f"{key} {value!r}" for key, value in group.items() if value is not None))
 
 
@@ -381,7 +382,7 @@ def step_scalars(record: StepRecord) -> dict[str, Any]:
 
 
 def _step_bytes(stream: LogStream, step: int) -> int:
-    """Everything that a step takes in its file, headers and padding included."""
+    """Bytes of a step in its file, with headers and padding."""
     logged = stream.scan.steps[step]
     refs = [*logged.grads, *logged.others, logged.commit, *([logged.aux] if logged.aux is not None else [])]
     step_frame = 64 + -(-len(logged.record.pack()) // 64) * 64

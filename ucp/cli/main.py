@@ -1,4 +1,4 @@
-"""The `ucp` command: finds the subcommand, turns failures into messages and exit codes."""
+"""The `ucp` command: finds the subcommand, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import click
 from ucp.errors import INTERRUPTED_EXIT_CODE, StorageError, UcpError, UsageError
 from ucp.version import VERSION
 
-# Commands are imported when they are called, so that `ucp --help` is instant.
+# Commands are imported when they are called, so that `ucp --help` is fast.
 COMMANDS = {
-    "inspect": "Show what a checkpoint holds, and where each byte of a parameter lies.",
+    "inspect": "Show what a checkpoint contains, and where each byte of a parameter is.",
     "convert": "Turn a checkpoint into another format or layout, in one pass and constant memory.",
     "merge": "Write the state after any step of a run that was logged with ucp.record, as atoms.",
-    "verify": "Check that a checkpoint is whole; where it is not, name the file, rank and parameter.",
+    "verify": "Check that a checkpoint is complete and consistent, or name the file, rank and parameter at fault.",
     "diff": "Compare two checkpoints, whatever their formats, and show what differs and by how much.",
-    "log": "Look at gradient logs: what they hold, whether they are intact, what can be deleted.",
-    "tune": "Work out how often to save bases, from measured costs and the time between failures.",
+    "log": "Inspect, check and clean up gradient logs.",
+    "tune": "Compute how often to save bases, from measured costs and the time between failures.",
     "shadow": "Keep the newest complete step of a running job in memory, ready to be converted.",
     "snapshot": "Show when a job's snapshots copy each tensor, and what that costs the job.",
     "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",
@@ -39,14 +39,15 @@ class _CommandGroup(click.Group):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"ucp.cli.{cmd_name}").command
+        module, attribute = ("convert", "merge_command") if cmd_name == "merge" else (cmd_name, "command")
+        command: click.Command = getattr(import_module(f"ucp.cli.{module}"), attribute)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches  # only where a name is not found
+            from difflib import get_close_matches  # only needed for a wrong name
 
             close = get_close_matches(args[0], COMMANDS)
             ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
@@ -68,12 +69,12 @@ class _CommandGroup(click.Group):
 def cli() -> None:
     """The universal checkpoint converter for DeepSpeed and Megatron.
 
-    Inspects, converts, reshards, verifies and compares checkpoints of parallel training jobs. It finds out by itself
-    which framework wrote them. Start with:
+    Inspects, converts, reshards, verifies and compares checkpoints of parallel training jobs. It recognizes which
+    framework wrote them. Start with:
 
     \b
       ucp inspect run/checkpoints                      what is in it?
-      ucp verify run/checkpoints                       is it whole?
+      ucp verify run/checkpoints                       is it complete?
       ucp convert run/checkpoints six --to deepspeed --dp 6
                                                        for a job on 6 ranks
       ucp convert run/checkpoints hf --to safetensors --dtype bf16
@@ -83,10 +84,11 @@ def cli() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and give its exit code. A user's mistake shows no traceback, a bug always does."""
-    # An index is many small objects that live as long as the command: looking for garbage among them is wasted.
+    """Run one command line and return its exit code. A user's mistake shows no traceback, a bug always does."""
+    # An index consists of many small objects that live as long as the command, so collecting garbage among them is
+    # wasted time.
     gc.set_threshold(200_000, 50, 50)
-    # We move arrays and never multiply them: threads that wait for a matrix only take time from ours.
+    # Nothing here multiplies matrices, and idle BLAS threads take time from the workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         result = cli.main(list(arguments), prog_name="ucp", standalone_mode=False)
@@ -106,12 +108,11 @@ def run(arguments: Sequence[str]) -> int:
         click.echo(f"ucp: {error}", err=True)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output (`head`, `less`) has left. Nothing is wrong.
+        # The reader of the output (`head`, `less`) has closed it. Nothing is wrong.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # What a room knows of files it says itself. This is the rest: the terminal, a full disk behind `>`, a path of
-        # which the system tells nothing.
+        # Errors of known files are `StorageError`s. This is the rest: the terminal, or a full disk after `>`.
         if os.environ.get("UCP_DEBUG"):
             raise
         what = error.filename or "the output cannot be written"
@@ -122,15 +123,15 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Entry point of the console script."""
     code = run(sys.argv[1:])
-    # To take an index of many ranks apart piece by piece would be wasted: the system takes it back at once. What was
-    # registered for the end is done, and what was printed is out.
+    # Freeing an index of many ranks object by object is wasted time, so exit without it, after exit functions have run
+    # and output is flushed.
     atexit._run_exitfuncs()
-    with suppress(OSError):  # nobody listens, and `run` has said what there is to say
+    with suppress(OSError):  # a closed output, which `run` has already reported
         _flush()
     os._exit(code)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # a job may have been started without
+        if stream is not None:  # None in a process that was started without it
             stream.flush()

@@ -1,37 +1,41 @@
-"""Options that several commands share."""
+"""Click parameters made from the declarations in `ucp.options`."""
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from ucp.core.checkpoint import Checkpoint, Note
-from ucp.errors import StorageError
-from ucp.options import parse_size
+from ucp.formats.registry import TARGETS, all_formats
+from ucp.options import Option, declared, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _NonEmptyPath(click.Path):
-    """A path. An empty one, which an unset variable of the shell gives, does not mean the current folder."""
+    """A path. An empty one, from an unset shell variable, does not mean the current folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
-            self.fail("an empty path (is a variable of your shell not set?)", param, ctx)
+            self.fail("an empty path (is a shell variable not set?)", param, ctx)
         return super().convert(value, param, ctx)
 
 
-# Whether a path can be read is for its reader to say, who knows what to do and the exit code.
+# Whether a path can be read is reported by the code that reads it, with a hint and an exit code.
 PATH = _NonEmptyPath(path_type=Path, readable=False)
 FILE = _NonEmptyPath(path_type=Path, readable=False, dir_okay=False)
 FOLDER = _NonEmptyPath(path_type=Path, readable=False, file_okay=False)
 
-_NOTES_OF_A_KIND = 5
+
+class _FormatName(click.Choice[str]):
+    """A format that can be written: those of this package, and those that other packages register."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value not in TARGETS and any(entry.name == value and entry.write is not None for entry in all_formats()):
+            return value
+        return super().convert(value, param, ctx)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -42,147 +46,69 @@ def parse_bytes(text: str | int) -> int:
     return found
 
 
-def source_argument(function: F) -> F:
-    """SRC: any checkpoint that ucp reads."""
-    return click.argument("src", type=PATH)(function)
+def parse_shard(text: str) -> tuple[int, int]:
+    """Number and count of a shard: `1/4` to `4/4`."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(count)):
+        raise click.BadParameter(f"{text!r} is not a shard such as 1/4")
+    return int(number), int(count)
 
 
-def reading_options(function: F) -> F:
-    """How the source is to be read: --tag, --rules, --preset."""
-    for option in reversed(
-        (
-            click.option("--tag", help="Step folder inside the save folder. [default: the one that `latest` names]"),
-            click.option(
-                "--rules",
-                type=FILE,
-                help="TOML file of rules that say how parameters are cut over tensor-parallel ranks.",
-            ),
-            click.option("--preset", help="Named set of rules that comes with ucp, for example `llama`."),
-        )
-    ):
-        function = option(function)
-    return function
+def _parse_integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 0,5,11") from None
 
 
-def log_options(function: F) -> F:
-    """Which state of a logged run is meant: --log, --step, --exact."""
-    for option in reversed(
-        (
-            click.option(
-                "--log",
-                type=FOLDER,
-                metavar="DIR",
-                help="Log of the run, to replay on SRC up to --step. SRC may be the run's folder itself.",
-            ),
-            click.option("--step", metavar="N|latest", help="Step of the log. [default: latest]"),
-            click.option("--exact", is_flag=True, help="Refuse a state that may differ from the job's own in any bit."),
-        )
-    ):
-        function = option(function)
-    return function
+_TYPES: dict[str, Any] = {
+    "text": str,
+    "format": _FormatName(TARGETS),
+    "size": parse_bytes,
+    "path": PATH,
+    "file": FILE,
+    "folder": FOLDER,
+    "patterns": str,
+    "integers": _parse_integers,
+    "shard": parse_shard,
+}
+
+source_argument = click.argument("src", type=PATH)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def limit_torch_threads(*checkpoints: Checkpoint) -> None:
-    """Replay in as many threads as there are workers, instead of in as many for every worker."""
-    if any(checkpoint.computed is not None for checkpoint in checkpoints):
-        import torch
-
-        torch.set_num_threads(1)
-
-
-def selection_options(verb: str) -> Callable[[F], F]:
-    """Which states and which parameters: --only, --include, --exclude."""
+def add_options(*groups: type, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Add the options of these `TypedDict`s of `ucp.options` to a command."""
 
     def add(function: F) -> F:
-        for option in reversed(
-            (
-                click.option("--only", type=click.Choice(["weights", "optimizer"]), help=f"{verb} only these states."),
-                click.option(
-                    "--include",
-                    multiple=True,
-                    metavar="PATTERN",
-                    help=f"{verb} only parameters that match this shell pattern. Repeatable.",
-                ),
-                click.option(
-                    "--exclude",
-                    multiple=True,
-                    metavar="PATTERN",
-                    help="Leave out parameters that match this shell pattern. Repeatable.",
-                ),
-            )
-        ):
-            function = option(function)
+        options = {name: option for group in groups for name, option in declared(group).items() if name not in without}
+        for name, option in reversed(options.items()):
+            function = click_option(name, option)(function)
         return function
 
     return add
 
 
-def naming_options(function: F) -> F:
-    """Under which names parameters are to be seen: --names, --model-config."""
-    for option in reversed(
-        (
-            click.option(
-                "--names",
-                metavar="NAMES",
-                help="Rename, split and fuse parameters as hf, megatron, megatron-deepspeed, a table that comes with"
-                " ucp, or a TOML file says.",
-            ),
-            click.option(
-                "--model-config",
-                type=FILE,
-                metavar="FILE",
-                help="JSON file with what the checkpoint does not say about its model: a config.json, or Megatron's"
-                " arguments.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
-
-
-def echo_notes(notes: Iterable[Note]) -> None:
-    """Tell on stderr what a person should know; of many notes of one kind, the first few."""
-    seen: Counter[str] = Counter()
-    for note in notes:
-        seen[note.id] += 1
-        if seen[note.id] <= _NOTES_OF_A_KIND:
-            click.echo(f"note: {note.text}", err=True)
-    for kind, count in seen.items():
-        if count > _NOTES_OF_A_KIND:
-            click.echo(f"note: … and {count - _NOTES_OF_A_KIND} more of this kind ({kind}); --json lists all", err=True)
-
-
-def check_parent_folder(path: Path, what: str) -> None:
-    """Refuse a file to write in a folder that is not there, before the work whose result it is to hold."""
-    if not path.parent.is_dir():
-        raise StorageError(f"{path}: {what} cannot be written: there is no folder {path.parent}", hint="make it first")
-
-
-def stderr_is_terminal() -> bool:
-    """Whether stderr is a terminal. (A job that closed it has no such file at all.)"""
-    stderr: TextIO | None = sys.stderr
-    return stderr is not None and stderr.isatty()
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def format_bytes(count: float) -> str:
-    """A size for people, in powers of 1,024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
-
-
-def format_table(rows: list[list[str]], header: list[str]) -> str:
-    """Columns of text, each as wide as its widest cell; the last one is not padded."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = []
-    for row in [header, *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return "\n".join(lines)
+def click_option(name: str, option: Option) -> Callable[[F], F]:
+    """The click option for a declaration."""
+    spelling = "--" + name.replace("_", "-")
+    text = option.help + (f" [default: {option.show}]" if option.show else "")
+    if option.kind == "flag":
+        if option.default:
+            return click.option(f"{spelling}/--no-{spelling[2:]}", default=True, show_default=True, help=text)
+        return click.option(spelling, is_flag=True, help=text)
+    value_type = _TYPES.get(option.kind)
+    if option.choices:
+        value_type = click.Choice(option.choices)
+    elif option.kind in ("integer", "number"):
+        value_range = click.IntRange if option.kind == "integer" else click.FloatRange
+        value_type = value_range(option.minimum, option.maximum)
+    spellings = [spelling, f"-{option.short}"] if option.short else [spelling]
+    return click.option(
+        *spellings,
+        type=value_type,
+        default=option.default or None,
+        multiple=option.kind == "patterns",
+        metavar=option.metavar,
+        help=text,
+    )

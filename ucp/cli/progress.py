@@ -1,4 +1,4 @@
-"""The progress bar: bytes, rate and time left on stderr; silent when that is no terminal."""
+"""The progress bar: bytes, rate and time left on stderr; silent if that is not a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any
 
-from ucp.cli.parameters import stderr_is_terminal
+from ucp.cli.output import stderr_is_terminal
 from ucp.engine.pool import Progress
 
 
@@ -21,7 +21,7 @@ class ProgressBar(Progress):
         if stderr_is_terminal():
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no thread of its own: a process that has others cannot fork workers
+            tqdm.monitor_interval = 0  # without its thread: a process that has threads cannot fork workers
             self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
 
     def advance(self, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""`ucp snapshot`: how the snapshots of a job are scheduled, and what they cost it."""
+"""`ucp snapshot`: how the snapshots of a job are scheduled, and how long they stall it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from ucp.cli.parameters import FILE, PATH, format_bytes, format_table, parse_bytes
+from ucp.cli.output import format_bytes, format_table
+from ucp.cli.parameters import FILE, PATH, json_option, parse_bytes
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.reports.charts import ScheduleRow, write_schedule_chart
 from ucp.training.snapshots.copy_schedule import (
@@ -27,9 +28,9 @@ from ucp.training.snapshots.copy_schedule import (
 SCHEDULE = "schedule.json"
 
 
-@click.group("snapshot", short_help="Look at the schedule of snapshots.")
+@click.group("snapshot", short_help="Show the schedule of snapshots.")
 def command() -> None:
-    """Look at what `ucp.snapshot` does in a running or finished job.
+    """Show what `ucp.snapshot` does in a running or finished job.
 
     \b
       ucp snapshot plan run/snapshots
@@ -38,57 +39,62 @@ def command() -> None:
 
 @command.command("plan", short_help="Show when each tensor is copied, and the stall.")
 @click.argument("snapshots", type=PATH)
-@click.option("--link", metavar="SIZE", help="Bytes a second of background copies, instead of what was measured.")
-@click.option("--local", metavar="SIZE", help="Bytes a second of the trainer's own copies, likewise.")
-@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the link to use.")
-@click.option("--window", type=float, metavar="SECONDS", help="Time from one step to the next, instead of measured.")
-@click.option("-o", "--output", type=FILE, help="Draw it: an .svg or .png file.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--bandwidth", metavar="SIZE", help="Bytes per second of background copies, instead of the measured rate."
+)
+@click.option("--local-bandwidth", metavar="SIZE", help="Bytes per second of the trainer's own copies, likewise.")
+@click.option(
+    "--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Fraction of the bandwidth to use."
+)
+@click.option("--window", type=float, metavar="SECONDS", help="Time from step to step, instead of the measured one.")
+@click.option("-o", "--output", type=FILE, help="Draw the schedule: an .svg or .png file.")
+@json_option
 def plan(
     snapshots: Path,
-    link: str | None,
-    local: str | None,
-    share: float,
+    bandwidth: str | None,
+    local_bandwidth: str | None,
+    fraction: float,
     window: float | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
     """Show when each tensor of the newest snapshot in SNAPSHOTS is copied: as planned and as measured, and the stall.
 
-    SNAPSHOTS is the folder, or the store, that ucp.snapshot writes to. With other rates or another window it shows what
-    would be.
+    SNAPSHOTS is the folder, or the store, that ucp.snapshot writes to. With another bandwidth or window, the plan is
+    computed for these.
 
     \b
       ucp snapshot plan run/snapshots
-      ucp snapshot plan run/snapshots --link 2G --window 0.25 -o plan.svg
+      ucp snapshot plan run/snapshots --bandwidth 2G --window 0.25 -o plan.svg
     """
-    told = _load(snapshots)
-    measured_costs = told.get("costs") or {}
+    recorded = _load(snapshots)
+    measured_rates = recorded.get("costs") or {}
     rates = [
-        parse_bytes(given) if given is not None else measured_costs.get(name)
-        for name, given in (("link", link), ("local", local))
+        parse_bytes(given) if given is not None else measured_rates.get(name)
+        for name, given in (("link", bandwidth), ("local", local_bandwidth))
     ]
     if rates[0] is None:
         raise UsageError(
-            f"{snapshots}: the first snapshot measures, the next ones are planned", hint="give --link, or wait for one"
+            f"{snapshots}: only the first snapshot is there, which measures rates and is not planned",
+            hint="give --bandwidth, or wait for the next one",
         )
-    costs = CopyRates(float(rates[0]), float(rates[1] or rates[0]), share)
-    # What was measured of the exchange of gradients says nothing about another step time.
-    blocked = [] if window is not None else [(float(a), float(b)) for a, b in told.get("blocked", ())]
-    parts = _steps_of(told, window, costs, blocked)
-    rows = [row for part in parts for row in part.rows()]
-    summary = _summary(told, parts, costs, blocked)
+    costs = CopyRates(float(rates[0]), float(rates[1] or rates[0]), fraction)
+    # The times of the gradient exchange were measured with the job's own step time and do not apply to another.
+    blocked = [] if window is not None else [(float(a), float(b)) for a, b in recorded.get("blocked", ())]
+    steps = _steps_of(recorded, window, costs, blocked)
+    rows = [row for each in steps for row in each.rows()]
+    summary = _summary(recorded, steps, costs, blocked)
     planned, measured = summary["planned"]["stall"], summary["measured"]["stall"]
     if output is not None:
         stall = f"stall {_ms(planned)} ms planned, {_ms(measured)} ms measured"
-        write_schedule_chart(rows, output, f"snapshot of step {told['step']}: {stall}", blocked)
+        write_schedule_chart(rows, output, f"snapshot of step {recorded['step']}: {stall}", blocked)
     if as_json:
-        schedules = [{"step": part.step, **part.schedule.to_json()} for part in parts]
-        click.echo(json.dumps({"schema": 1, **summary, "schedules": schedules, "tensors": told["tensors"]}))
+        schedules = [{"step": each.step, **each.schedule.to_json()} for each in steps]
+        click.echo(json.dumps({"schema": 1, **summary, "schedules": schedules, "tensors": recorded["tensors"]}))
         return
     cells = [
         [
-            *([str(row.step)] if len(parts) > 1 else []),
+            *([str(row.step)] if len(steps) > 1 else []),
             row.name,
             format_bytes(row.nbytes),
             "-" if row.deadline is None else _ms(row.deadline),
@@ -98,15 +104,15 @@ def plan(
         ]
         for row in rows
     ]
-    heads = ["step"] if len(parts) > 1 else []
-    click.echo(format_table(cells, [*heads, "tensor", "size", "update at", "planned", "measured", "copied by"]))
+    step_column = ["step"] if len(steps) > 1 else []
+    click.echo(format_table(cells, [*step_column, "tensor", "size", "update at", "planned", "measured", "copied by"]))
     click.echo(
         f"\nstep {summary['step']}: {format_bytes(summary['bytes'])} at {format_bytes(costs.rate)}/s;"
         f" stall planned {_ms(planned)} ms, measured {_ms(measured)} ms"
         f" (and {_ms(summary['measured']['prepare'])} ms to prepare)"
     )
-    if len(parts) > 1:
-        click.echo(f"spread over steps {parts[0].step} to {parts[-1].step}: a gradient log brings it to one")
+    if len(steps) > 1:
+        click.echo(f"spread over steps {steps[0].step} to {steps[-1].step}: a gradient log brings it to one step")
     if blocked:
         spans = ", ".join(f"{_ms(start)}-{_ms(stop)}" for start, stop in blocked)
         click.echo(f"no copies while gradients are exchanged: {spans} ms after a step")
@@ -119,10 +125,10 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotStep:
-    """What of a snapshot was copied after one step: as the job tells it, and as it is planned."""
+    """The tensors of a snapshot that were copied after one step: as recorded by the job, and as planned."""
 
     step: int
-    told: list[dict[str, Any]]
+    recorded: list[dict[str, Any]]
     tensors: list[TensorDeadline]
     schedule: CopySchedule
 
@@ -140,16 +146,16 @@ class _SnapshotStep:
                 bool(each["by_trainer"]),
                 self.step,
             )
-            for tensor, each in zip(self.tensors, self.told, strict=True)
+            for tensor, each in zip(self.tensors, self.recorded, strict=True)
         ]
 
 
 def _steps_of(
-    told: dict[str, Any], window: float | None, costs: CopyRates, blocked: BlockedTimes
+    recorded: dict[str, Any], window: float | None, costs: CopyRates, blocked: BlockedTimes
 ) -> list[_SnapshotStep]:
-    by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in told.get("parts", ())}
-    for each in told["tensors"]:
-        by_step.setdefault(each.get("step", told["step"]), []).append(each)
+    by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in recorded.get("parts", ())}
+    for each in recorded["tensors"]:
+        by_step.setdefault(each.get("step", recorded["step"]), []).append(each)
     made = []
     for step, some in by_step.items():
         tensors = [TensorDeadline(each["name"], int(each["bytes"]), 0.0, _deadline(each, window)) for each in some]
@@ -158,48 +164,48 @@ def _steps_of(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The schedule that a job wrote beside its snapshots."""
+    """The schedule that a job wrote next to its snapshots."""
     if path.is_dir():
         path = path / SCHEDULE
     elif path.suffix == ".ucpstore":
         path = path.with_name(f"{path.stem}.{SCHEDULE}")
     try:
-        told = json.loads(path.read_bytes())
+        recorded = json.loads(path.read_bytes())
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read: {error.strerror}", hint="ucp.snapshot writes it after its first snapshot"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: is no JSON: {error}") from None
-    if not isinstance(told, dict) or told.get("schema") != 1 or not isinstance(told.get("tensors"), list):
-        raise IntegrityError(f"{path}: is no schedule of snapshots")
-    return told
+        raise IntegrityError(f"{path}: is not valid JSON: {error}") from None
+    if not isinstance(recorded, dict) or recorded.get("schema") != 1 or not isinstance(recorded.get("tensors"), list):
+        raise IntegrityError(f"{path}: is not a schedule of snapshots")
+    return recorded
 
 
-def _deadline(told: dict[str, Any], window: float | None) -> float:
-    if told["deadline"] is None:
+def _deadline(tensor: dict[str, Any], window: float | None) -> float:
+    if tensor["deadline"] is None:
         return inf
-    return float(told["deadline"]) if window is None else window
+    return float(tensor["deadline"]) if window is None else window
 
 
 def _summary(
-    told: dict[str, Any], parts: list[_SnapshotStep], costs: CopyRates, blocked: BlockedTimes
+    recorded: dict[str, Any], steps: list[_SnapshotStep], costs: CopyRates, blocked: BlockedTimes
 ) -> dict[str, Any]:
-    tensors = [tensor for part in parts for tensor in part.tensors]
+    tensors = [tensor for each in steps for tensor in each.tensors]
     total = sum(tensor.nbytes for tensor in tensors)
     window = min((tensor.deadline for tensor in tensors), default=inf)
     return {
-        "step": told["step"],
-        "parts": [part.step for part in parts],
+        "step": recorded["step"],
+        "parts": [each.step for each in steps],
         "bytes": total,
-        "feasible": all(is_feasible(part.tensors, costs.rate, blocked) for part in parts),
+        "feasible": all(is_feasible(each.tensors, costs.rate, blocked) for each in steps),
         "spread": 1 if window == inf else iterations_needed(total, costs, open_time(0.0, window, blocked)),
-        "blocked": [list(stretch) for stretch in blocked],
+        "blocked": [list(interval) for interval in blocked],
         "planned": {
-            "stall": sum(part.schedule.stall for part in parts),
-            "late_bytes": sum(part.schedule.late_bytes for part in parts),
+            "stall": sum(each.schedule.stall for each in steps),
+            "late_bytes": sum(each.schedule.late_bytes for each in steps),
         },
-        "measured": told["measured"],
+        "measured": recorded["measured"],
     }
 
 

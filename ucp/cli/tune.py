@@ -1,4 +1,4 @@
-"""`ucp tune`: how often to save bases, from what a log has measured."""
+"""`ucp tune`: how often to save bases, from the costs that a log has measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from ucp.cli.parameters import FILE, PATH, format_bytes, parse_bytes
+from ucp.cli.output import format_bytes
+from ucp.cli.parameters import FILE, PATH, json_option, parse_bytes
 from ucp.errors import UsageError
 from ucp.log.reader import Log
 from ucp.log.tuning import RecordingCosts, TuningChoice, choose, measure_costs, waste, young_interval
@@ -20,14 +21,14 @@ _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str | float) -> float:
-    """A time: `6h`, `30m`, `90s`, `250ms`, `1.5`."""
+    """A duration in seconds: `6h`, `30m`, `90s`, `250ms`, `1.5`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*(ms|s|m|h|d|)", str(text).strip().lower())
     if match is None:
         raise click.BadParameter(f"{text!r} is not a time; write 6h, 30m, 90s, 250ms or a number of seconds")
     return float(match[1]) * _UNITS[match[2]]
 
 
-@click.command("tune", short_help="Say how often to save bases.")
+@click.command("tune", short_help="Compute how often to save bases.")
 @click.argument("log", required=False, type=PATH)
 @click.option(
     "--mtbf",
@@ -42,19 +43,19 @@ def seconds(text: str | float) -> float:
 @click.option("--record-time", type=seconds, metavar="TIME", help="Time to record one step, in the trainer's thread.")
 @click.option("--replay-time", type=seconds, metavar="TIME", help="Time to replay one step.")
 @click.option("--restart-time", type=seconds, metavar="TIME", help="Time to load a base.")
-@click.option("--base-time", type=seconds, metavar="TIME", help="Time from the beginning of a base to its end.")
+@click.option("--base-time", type=seconds, metavar="TIME", help="Time from the start of a base to its end.")
 @click.option(
     "--quota", type=parse_bytes, metavar="SIZE", help="Space that the log may take between two bases, for example 200G."
 )
 @click.option("--plot", type=FILE, help="Draw the curve: FILE.svg or FILE.png.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     log: Path | None, mtbf: float, quota: int | None, plot: Path | None, as_json: bool, **given: float | None
 ) -> None:
-    """Say after how many steps to save a base, and how many steps to make durable together.
+    """Compute after how many steps to save a base, and how many steps to make durable together.
 
-    What LOG (a folder that `ucp.record` writes) has measured is used; options say it better. The answer wastes the
-    least time: bases and recording on one side, steps that are lost and replayed after failures on the other.
+    Costs are those measured in LOG (a folder that `ucp.record` writes), unless options give them. The result minimizes
+    the time lost: to bases and recording, and to steps that are lost and replayed after failures.
 
     \b
       ucp tune run --mtbf 6h
@@ -71,7 +72,7 @@ def command(
     without = waste(replace(costs, replay=costs.step, record=0.0, sync_stall=0.0), young, 1)
     lost = choice.batch_steps / 2
     if as_json:
-        told = {
+        result = {
             "schema": SCHEMA,
             "base_every": choice.base_every,
             "batch_steps": choice.batch_steps,
@@ -80,7 +81,7 @@ def command(
             "without_log": {"checkpoint_every": young, "waste": without.total},
             "costs": {key: value for key, value in asdict(costs).items() if math.isfinite(value)},
         }
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(result))
         return
     _print(choice, costs, lost, young, without.total)
 
@@ -104,7 +105,7 @@ def _costs(log: Path | None, mtbf: float, quota: int | None, given: dict[str, fl
     missing = [name for name in ("step_time", "base_stall", "replay_time") if given[name] is None]
     if missing:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise UsageError(f"without a log, these are needed as well: {options}")
+        raise UsageError(f"without a log, {options} must be given too")
     return RecordingCosts(mtbf=mtbf, **changes)
 
 

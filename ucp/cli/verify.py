@@ -1,4 +1,4 @@
-"""`ucp verify`: are the shards of a checkpoint consistent, and if not, which rank and parameter?"""
+"""`ucp verify`: whether the shards of a checkpoint are consistent; if not, which rank and parameter."""
 
 from __future__ import annotations
 
@@ -8,34 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucp.cli.parameters import (
-    FILE,
-    check_parent_folder,
-    format_bytes,
-    log_options,
-    plural,
-    reading_options,
-    source_argument,
-    stderr_is_terminal,
-)
+from ucp.cli.output import check_parent_folder, format_bytes, plural, stderr_is_terminal
+from ucp.cli.parameters import FILE, add_options, source_argument
 from ucp.engine.plan import default_jobs
 from ucp.errors import StorageError, UsageError
+from ucp.options import VerifyOptions
 from ucp.sources import read_options
 
 if TYPE_CHECKING:
     from ucp.checks.verify_report import Report
 
-# Said twice, here and in ucp.checks, so that --help need not wait for the checks; a test compares them.
+# Repeated in ucp.checks, so that --help need not import the checks; a test compares them.
 FORMATS = ("text", "json", "junit", "sarif", "github")
-_FORMS = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "text"}
-FAIL_ON = ("error", "warning", "note", "never")
+_FORMATS_BY_SUFFIX = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "text"}
 
 
-@click.command("verify", short_help="Check that a checkpoint is whole.")
+@click.command("verify", short_help="Check that a checkpoint is complete and consistent.")
 @source_argument
-@reading_options
-@log_options
-@click.option("--quick", is_flag=True, help="Check the index alone: milliseconds, whatever the size.")
+@add_options(VerifyOptions)
+@click.option("--quick", is_flag=True, help="Check only the index: milliseconds, whatever the size.")
 @click.option("--deep", is_flag=True, help="Read every byte once: checksums, NaN, padding.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="What to print. [default: text]")
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
@@ -44,18 +35,8 @@ FAIL_ON = ("error", "warning", "note", "never")
     "-o",
     multiple=True,
     type=FILE,
-    help="Also write a file: .json, .sarif, .xml (JUnit), else as --format says. Repeatable.",
+    help="Also write a file: .json, .sarif, .xml (JUnit), else in the format of --format. Repeatable.",
 )
-@click.option(
-    "--fail-on", type=click.Choice(FAIL_ON), default="error", show_default=True, help="Least severity that fails."
-)
-@click.option("--allow", metavar="CHECK", multiple=True, help="Findings of this check do not count. Repeatable.")
-@click.option(
-    "--baseline",
-    type=FILE,
-    help="Findings of this earlier report (JSON) do not count.",
-)
-@click.option("--jobs", "-j", type=click.IntRange(1), help="Workers. [default: one per core, at most 8]")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -79,8 +60,8 @@ def command(
     """Check the checkpoint SRC. Prints one line per finding, most important first.
 
     \b
-    By default the index is checked, and as much is read as it takes to compare
-    copies, steps and master weights. docs/checks.md lists every check.
+    By default the index is checked, and copies, steps and master weights are
+    read and compared. docs/checks.md lists every check.
       ucp verify run/checkpoints
       ucp verify run/checkpoints --quick
       ucp verify run/checkpoints --deep -o report.json -o ucp.sarif
@@ -88,9 +69,9 @@ def command(
       ucp verify run --log run --step latest
 
     Exit code 0: consistent · 1: inconsistent · 4: damaged bytes. Warnings and notes do not change it, unless --fail-on
-    says so. What keeps a checkpoint from being opened is excused by neither --allow nor --baseline.
+    includes them. --allow and --baseline do not excuse a checkpoint that cannot be opened.
     """
-    # numpy's algebra has no part in this: its threads would take a while to start, and again to stop before a fork.
+    # BLAS is not used here, and its threads would have to be started and stopped again before a fork.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ucp.checks.render import render
     from ucp.checks.runner import verify
@@ -108,7 +89,7 @@ def command(
         check_parent_folder(path, "the report")
     options = read_options(tag, rules, preset)
     progress = None
-    if not quick and stderr_is_terminal():  # else there is no one to see the bar, and its modules need not be loaded
+    if not quick and stderr_is_terminal():  # else the bar, and the modules it needs, are useless
         from ucp.cli.progress import ProgressBar
 
         progress = ProgressBar()
@@ -120,9 +101,9 @@ def command(
     else:
         report = verify(src, level, options=options, **how)
     for path in output:
-        _write(path, render(report, _FORMS.get(path.suffix, form)))
-    # A file that --format is about has it: the rest is for a person.
-    is_written = any(path.suffix not in _FORMS for path in output)
+        _write(path, render(report, _FORMATS_BY_SUFFIX.get(path.suffix, form)))
+    # If a file already has the output in the format of --format, print text.
+    is_written = any(path.suffix not in _FORMATS_BY_SUFFIX for path in output)
     click.echo(render(report, "text" if is_written else form), nl=False)
     _conclude(report)
     ctx.exit(report.exit_code)
@@ -136,7 +117,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _conclude(report: Report) -> None:
-    """Findings are data and go to stdout, the verdict is talk."""
+    """Print the verdict to stderr; the findings are data and go to stdout."""
     from ucp.checks.render import verdict
 
     click.echo(

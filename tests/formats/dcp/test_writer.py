@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 import ucp
 import ucp.api
 from tests.formats.dcp.saving import flat, load_all, same, save, small_state
-from tests.paths import FIXTURES
 from ucp import settings
 from ucp.core.box import Box
 from ucp.core.coverage import coverage
 from ucp.errors import UsageError
 from ucp.formats.dcp import writer
+
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 
 
 @pytest.fixture(autouse=True)
@@ -255,7 +256,7 @@ def test_degrees_that_mean_nothing(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "a")
     with pytest.raises(UsageError, match="--tp 2 does not apply"):
         ucp.convert(tmp_path / "a", tmp_path / "b", to="dcp", tp=2)
-    with pytest.raises(UsageError, match="dp=0: there must be at least one"):
+    with pytest.raises(UsageError, match="dp=0: must be at least 1"):
         ucp.convert(tmp_path / "a", tmp_path / "b", to="dcp", dp=0)
 
 

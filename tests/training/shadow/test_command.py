@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import ucp
-from tests.paths import PROJECT
 from tests.replay.made import assert_same, state_of
 from tests.training.shadow import trainer
 from tests.training.shadow.following import until
 from ucp.cli.main import run as run_command
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
 class Processes:
@@ -91,7 +92,7 @@ def expected(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[st
 SHADOWS: dict[str, list[tuple[str, list[str]]]] = {  # addresses and options
     "tcp": [("127.0.0.1:0", [])],
     "shared memory": [("shm://{name}", [])],
-    "two shares": [("shm://{name}", ["--share", "1/2"]), ("127.0.0.1:0", ["--share", "2/2"])],
+    "two shares": [("shm://{name}", ["--shard", "1/2"]), ("127.0.0.1:0", ["--shard", "2/2"])],
 }
 
 
@@ -196,11 +197,11 @@ def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsy
         ([], "needs a job to follow"),
         (["--listen", "0.0.0.0:0"], "needs a token"),
         (["--base", "nowhere", "--listen", "127.0.0.1:0"], "nowhere"),
-        (["--log", "nowhere"], "nobody could get at"),
+        (["--log", "nowhere"], "this shadow could not be read"),
         (["--listen", "nowhere"], "not an address"),
         (["--listen", "shm://a/b"], "not an address"),
-        (["--log", "nowhere", "--listen", "127.0.0.1:0", "--share", "3/2"], "not a share"),
-        (["--log", "nowhere", "--share", "1/2", "--save", "kept"], "a share alone"),
+        (["--log", "nowhere", "--listen", "127.0.0.1:0", "--shard", "3/2"], "there is no shard 3 of 2"),
+        (["--log", "nowhere", "--shard", "1/2", "--save", "kept"], "one shard is not a checkpoint"),
     ],
 )
 def test_what_cannot_be_a_shadow(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
