@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.paths import PROJECT
+
 # A busy machine is no defect of the code: examples are judged by their result, not by their time.
 settings.register_profile("ucp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ucp")
-
-PROJECT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import ucp
+from tests.paths import FIXTURES
 from ucp.errors import UcpError
 
-PROJECT = Path(__file__).resolve().parent.parent
 DIGESTS = Path(__file__).with_name("golden.json")
 
 # name → keyword arguments of `ucp.convert`
@@ -53,7 +53,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 def sources() -> dict[str, Path]:
     """Checkpoints to convert: those of this repository, and those of `UCP_CORPUS` if that is set."""
-    found = {f"fixtures/{path.name}": path for path in (PROJECT / "fixtures").iterdir() if path.is_dir()}
+    found = {f"fixtures/{path.name}": path for path in (FIXTURES).iterdir() if path.is_dir()}
     corpus = os.environ.get("UCP_CORPUS")
     if corpus:
         for room in sorted(path for path in Path(corpus).iterdir() if path.is_dir()):

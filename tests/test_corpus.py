@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.paths import FIXTURES
 from tests.references import RankState, bits, differences, read_reference
 
-FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 CORPUS = Path(os.environ.get("UCP_CORPUS") or "no corpus")
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "ucp"
+from tests.paths import PROJECT
+
+PACKAGE = PROJECT / "ucp"
 
 # room → the rooms that it may import; every room may also import the modules in OPEN_TO_ALL. Add a new room here.
 _BYTES = {"core", "storage", "containers", "read"}  # from integers to atoms; each of these imports those before it

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
 import ucp.core
+from tests.paths import PROJECT
 
-PACKAGE = Path(__file__).resolve().parent.parent / "ucp"
+PACKAGE = PROJECT / "ucp"
 
 # What every format may have, and what is named after a command of the shell.
 COMMON_STEMS = {"__init__", "reader", "writer", "checks", "folder"}

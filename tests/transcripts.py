@@ -20,9 +20,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+from tests.paths import PROJECT
 from ucp.cli import main
-
-PROJECT = Path(__file__).resolve().parent.parent
 
 # What only a shell understands; a command without any is run in this process, which is ten times as fast.
 _NEEDS_SHELL = re.compile(r"[|<>$;&*?`~]|^(?!ucp )")

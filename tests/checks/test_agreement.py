@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checks.made import flip, make
-from tests.checks.test_index import only
+from tests.checks.expected_findings import only
+from tests.checks.sharded_checkpoint import flip, make
+from tests.paths import FIXTURES
 from ucp import settings
 from ucp.api import convert
 from ucp.checks.agreement import common_intervals, cover_runs
@@ -25,8 +26,6 @@ from ucp.core.box import whole
 from ucp.core.checkpoint import Fragment
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ucp.core.region import Region
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 # Zeros, halfway cases of both parities, the edges of overflow, infinities, NaN that an addition would carry over.
 EDGES = [0, 0x8000, 0x18000, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x7F800001]

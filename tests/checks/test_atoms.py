@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks.made import flip, make
-from tests.checks.test_index import only
+from tests.checks.atom_folder import ATOM, write
+from tests.checks.expected_findings import only
+from tests.checks.sharded_checkpoint import flip
 from ucp import settings
 from ucp.checks.runner import verify
 from ucp.core.findings import Level
-from ucp.engine.plan import Plan
-from ucp.formats.registry import WriteOptions, make_writer
 
 
 @pytest.fixture(params=[1 << 26, 20], ids=["one part", "many parts"])
@@ -25,16 +24,6 @@ def atoms(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 @pytest.fixture
 def virtual(tmp_path: Path) -> Path:
     return write(tmp_path, link=True)
-
-
-def write(folder: Path, *, link: bool) -> Path:
-    writer = make_writer("atoms", make(folder / "made"), WriteOptions(link=link))
-    path = folder / "atoms"
-    Plan(writer.source, writer, writer.target(), path).run(jobs=1)  # type: ignore[attr-defined]
-    return path
-
-
-ATOM = "atoms/layer.weight.safetensors"
 
 
 def test_right_atoms_have_no_findings(atoms: Path) -> None:

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from tests.checks.made import flip
+from tests.checks.sharded_checkpoint import flip
 
 
 @pytest.fixture

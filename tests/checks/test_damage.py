@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import ucp
-from tests.checks.made import flip
+from tests.checks.sharded_checkpoint import flip
+from tests.paths import FIXTURES
 from ucp.api import convert
 from ucp.checks.render import render
 from ucp.checks.runner import verify
@@ -23,7 +24,6 @@ from ucp.core.findings import Finding
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_fragments import RankFragments
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SOUND = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()) if FIXTURES.is_dir() else []
 STEP = "global_step3"
 

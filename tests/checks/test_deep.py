@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checks.made import flip
-from tests.checks.test_index import only
+from tests.checks.expected_findings import only
+from tests.checks.sharded_checkpoint import flip
 from ucp import settings
 from ucp.checks.runner import verify
 from ucp.checks.spans import archive_ranges

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks.made import make
+from tests.checks.expected_findings import only
+from tests.checks.sharded_checkpoint import make
 from ucp import settings
 from ucp.checks.runner import verify
-from ucp.checks.verify_report import Report
 from ucp.core.checkpoint import Checkpoint, Note
 from ucp.core.dtypes import BFLOAT16
-from ucp.core.findings import Finding
 from ucp.core.region import Region
 from ucp.errors import UsageError
 
@@ -21,12 +20,6 @@ from ucp.errors import UsageError
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     return make(tmp_path / "made")
-
-
-def only(report: Report, check: str) -> Finding:
-    """The one finding, which is of this check."""
-    assert [finding.check for finding in report.findings] == [check], [str(f) for f in report.findings]
-    return report.findings[0]
 
 
 @pytest.mark.parametrize("level", ["quick", "default", "deep"])

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.paths import FIXTURES
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 
-from tests.checks.test_index import only
+from tests.checks.expected_findings import only
 from ucp.checks.runner import verify
 from ucp.core.findings import Finding
 from ucp.core.mesh import Rank
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STEP = "global_step3"
 
 

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 import ucp
-from tests.checks.made import flip
-from tests.checks.test_atoms import ATOM, write
+from tests.checks.atom_folder import ATOM, write
+from tests.checks.sharded_checkpoint import flip
 from ucp.checks import verify_report
 from ucp.checks.catalogue import CHECKS
 from ucp.checks.render import FORMATS, render, verdict

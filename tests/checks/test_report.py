@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks.made import flip, make
-from tests.checks.test_atoms import ATOM, write
+from tests.checks.atom_folder import ATOM, write
+from tests.checks.sharded_checkpoint import flip, make
 from ucp.checks.catalogue import CHECKS
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checks.made import flip, make, step
-from tests.checks.test_index import only
+from tests.checks.expected_findings import only
+from tests.checks.sharded_checkpoint import flip, make, step
 from ucp import settings
 from ucp.checks.runner import verify
 from ucp.checks.tasks import CheckTask, run_tasks

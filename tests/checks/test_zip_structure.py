@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checks.made import flip
+from tests.checks.sharded_checkpoint import flip
 from ucp.checks.spans import archive_ranges
 from ucp.checks.zip_structure import ZipDefect, structure_bytes, structure_defects
 from ucp.containers.torch_file import TorchFile

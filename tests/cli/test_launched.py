@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import ucp
+from tests.paths import FIXTURES, PROJECT
 from tests.trees import contents
 from ucp import api
 from ucp.cli.convert import shard_of_launcher
 from ucp.engine.pool import Progress
 from ucp.engine.work_shard import WorkShard
 
-ROOT = Path(__file__).parent.parent.parent
-SOURCE = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
+SOURCE = FIXTURES / "z1_bf16_tp2_dp2"
 LAYOUT = ["--to", "deepspeed", "--tp", "1", "--dp", "3"]
 # Looks at the others all the time, gives up soon, and where told so may not write more than some bytes to a file.
 DRIVER = """
@@ -114,7 +114,7 @@ def test_torchrun(tmp_path: Path, whole: Path) -> None:
         [*command, str(SOURCE), str(tmp_path / "out"), *LAYOUT],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"},
         check=False,
     )
     assert run.returncode == 0, run.stderr
@@ -128,7 +128,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, whole: Path) -> None:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "ucp", "convert"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     nodes = [
         subprocess.Popen(
             [*command, str(SOURCE), str(tmp_path / "out"), *LAYOUT], env=environment, text=True, stderr=subprocess.PIPE

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.paths import FIXTURES, PROJECT
 from tests.trees import contents
 from ucp.cli.main import run
 from ucp.engine.journal import journal_name
@@ -26,8 +27,7 @@ from ucp.errors import UsageError
 from ucp.planning import _request
 from ucp.storage.paths import COMPLETION_MARKER
 
-ROOT = Path(__file__).parent.parent.parent
-SOURCE = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
+SOURCE = FIXTURES / "z1_bf16_tp2_dp2"
 LAYOUT = ["--to", "deepspeed", "--tp", "1", "--dp", "3"]
 
 
@@ -37,14 +37,14 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._own = tempfile.mkdtemp(prefix="ray-")  # sockets have short names
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
         # A machine that is slow, short of memory or nearly full is no reason for Ray to interfere.
         patient = {"RAY_health_check_failure_threshold": "60", "RAY_worker_register_timeout_seconds": "300"}
         patient |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_local_fs_capacity_threshold": "1"}
         self.environment = {**environment, **patient, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cli.ray_cluster", self._own, str(folder)],
-            cwd=ROOT,
+            cwd=PROJECT,
             env=self.environment,
             text=True,
             stdin=subprocess.PIPE,

@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.containers.likeness import differences
+from tests.paths import FIXTURES
 from ucp.containers.inert import (
     Inert,
     InertDefaultDict,
@@ -42,8 +43,6 @@ from ucp.containers.torch_file import TorchFile
 from ucp.core.checkpoint import Atom
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT64
 from ucp.errors import NotUnderstoodError, UnsafeError
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
 def again(tree: Any) -> Any:

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ucp
+from tests.paths import FIXTURES
 from tests.trees import contents
 from ucp.cli.main import run
 from ucp.engine.plan import Plan
 from ucp.errors import StorageError
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("z1_bf16_dp2", {}),
     ("z1_bf16_dp2", {"only": "weights", "dtype": "bf16", "include": ["*.weight"]}),

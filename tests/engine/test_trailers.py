@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tests.containers.likeness import differences
 from tests.engine.conversions import StopAfter, checkpoint, nothing_last, options
 from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values_of, write_shards
+from tests.paths import FIXTURES
 from tests.trees import contents
 from ucp import settings
 from ucp.containers.inert import Inert, InertOrderedDict, StorageRef, TensorRef
@@ -42,8 +43,6 @@ from ucp.engine.pool import Progress
 from ucp.engine.staging import staging_folder
 from ucp.engine.worker import WrittenRange, trailer_tasks
 from ucp.errors import UsageError
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
 def check_digests(folder: Path, target: Target, digests: Digests) -> None:

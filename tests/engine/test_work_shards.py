@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
+from tests.paths import FIXTURES
 from tests.trees import contents
 from ucp.core.target import OutputFile, Target
 from ucp.engine.journal import journal_name, journalled_shards
@@ -18,7 +19,6 @@ from ucp.engine.staging import staging_folder
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import StorageError, UsageError
 
-FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 SOURCE = FIXTURES / "z1_bf16_dp2"
 LAYOUT: dict[str, Any] = {"to": "deepspeed", "dp": 3}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.paths import FIXTURES
 from tests.trees import contents
 
-FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 SOURCE = FIXTURES / "z1_bf16_dp2"
 ONE = ["--include", "*attn.q*", "-j", "1"]
 ATOMS = [["convert", str(SOURCE), "{out}", *ONE, "--durable"]]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import FIXTURES
 from tests.trees import contents
 
-SOURCE = Path(__file__).parent.parent.parent / "fixtures" / "z1_bf16_tp2_dp2"
+SOURCE = FIXTURES / "z1_bf16_tp2_dp2"
 # Believes that there is room, as a run does that is not alone on its file system; and, where told so, goes to sleep
 # when it has written something.
 DRIVER = """

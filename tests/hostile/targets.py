@@ -16,6 +16,7 @@ from pathlib import Path
 
 import ucp
 from tests.hostile.seals import sealed_segment, sealed_store
+from tests.paths import FIXTURES, PROJECT
 from ucp.containers.distcp import read_dcp_folder
 from ucp.containers.pickle_reader import read_pickle
 from ucp.containers.safetensors_file import read_safetensors
@@ -30,8 +31,7 @@ from ucp.read.arrays import read_tensor
 from ucp.training.store.store_loading import load_store
 from ucp.training.store.writer import Store
 
-ROOT = Path(__file__).parent.parent.parent
-RANKS = ROOT / "fixtures" / "z1_bf16_tp2_dp2"
+RANKS = FIXTURES / "z1_bf16_tp2_dp2"
 _INTERESTING = [
     b"\0",
     b"\xff",
@@ -265,12 +265,12 @@ TARGETS = {
         Target(
             "rules",
             lambda data, _: parse_rules(data, "x", "x"),
-            lambda: [path.read_bytes() for path in (ROOT / "ucp" / "data" / "rules").glob("*.toml")],
+            lambda: [path.read_bytes() for path in (PROJECT / "ucp" / "data" / "rules").glob("*.toml")],
         ),
         Target(
             "names",
             lambda data, _: parse_table(data, "x", "x"),
-            lambda: [path.read_bytes() for path in (ROOT / "ucp" / "data" / "names").glob("*.toml")],
+            lambda: [path.read_bytes() for path in (PROJECT / "ucp" / "data" / "names").glob("*.toml")],
         ),
     )
 }

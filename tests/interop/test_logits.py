@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.paths import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.interop]

@@ -15,8 +15,8 @@ import pytest
 
 import ucp
 import ucp.api
+from tests.paths import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = pytest.mark.slow
 

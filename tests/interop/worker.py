@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from tests.paths import PROJECT
+
 TIMEOUT = 120  # seconds a job may take
 
 

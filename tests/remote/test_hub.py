@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import ucp
+from tests.paths import FIXTURES
 from tests.remote.hub_server import Hub
 from ucp.errors import UcpError
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("huggingface_hub")
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SOURCE = FIXTURES / "z1_bf16_tp2_dp2"
 URL = "hf://org/model"
 

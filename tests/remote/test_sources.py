@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ucp
+from tests.paths import FIXTURES
 from tests.remote.conftest import upload
 from tests.remote.troubled_proxy import Proxy
 from ucp import settings
@@ -24,7 +25,6 @@ from ucp.errors import IntegrityError, StorageError, UnsafeError, UsageError
 from ucp.settings import KIB, MIB
 from ucp.storage.paths import parse_path
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CORPUS = Path(os.environ.get("UCP_CORPUS") or "no corpus")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.paths import FIXTURES
 from tests.remote.conftest import upload
 from tests.remote.troubled_proxy import Proxy
 from ucp import settings
@@ -22,7 +23,6 @@ from ucp.storage.paths import parse_path
 
 fsspec = pytest.importorskip("fsspec")
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SOURCE = FIXTURES / "z1_bf16_dp2"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ucp
+from tests.paths import FIXTURES
 from tests.remote.conftest import upload
 from tests.remote.test_targets import here, seen
 from tests.remote.troubled_proxy import Fault, Proxy, Request, Trouble
@@ -20,7 +21,6 @@ from ucp.errors import InconsistentError, StorageError
 from ucp.settings import KIB, MIB
 from ucp.storage.object_store import with_retries
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SOURCE = FIXTURES / "z1_bf16_dp2"
 
 

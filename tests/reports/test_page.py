@@ -8,10 +8,10 @@ import html
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
+from tests.paths import PROJECT
 from tests.reports.made import zero1
 from ucp.checks.verify_report import Report
 from ucp.core.checkpoint import Checkpoint, Note
@@ -144,5 +144,5 @@ def test_json_comes_back_as_it_was(name: str) -> None:
 def test_assets_are_all_used() -> None:
     from ucp.reports.html_page import SCRIPTS
 
-    folder = Path(__file__).resolve().parents[2] / "ucp" / "reports" / "assets"
+    folder = PROJECT / "ucp" / "reports" / "assets"
     assert {path.name for path in folder.iterdir()} == {*SCRIPTS, "page.html", "page.css"}

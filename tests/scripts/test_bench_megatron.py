@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import ucp
+from tests.paths import PROJECT
 from ucp.formats.megatron.read.sharded_containers import read_torch_dist
 
-PROJECT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow  # processes of their own, one of which imports torch
 
 

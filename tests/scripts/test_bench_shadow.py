@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.paths import PROJECT
 
 
 @pytest.mark.slow

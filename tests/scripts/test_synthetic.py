@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.paths import PROJECT
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]  # imports DeepSpeed in processes of its own
 

@@ -43,9 +43,8 @@ def _check_extras(checkpoint: Checkpoint, meter: Meter) -> Iterator[Finding]:
                 for fragment in atom.fragments:
                     size = checkpoint.sizes.get(fragment.file)
                     if size is not None and fragment.offset + fragment.nbytes > size:
-                        yield _finding(
-                            fragment.file, f"{atom.name} extends past the end of the file at byte {size}", atom.name
-                        )
+                        problem = f"{atom.name} extends past the end of the file at byte {size}"
+                        yield _finding(fragment.file, problem, atom.name)
             except UcpError as error:
                 yield _finding(name, f"{atom.name}: {error.what}", atom.name)
 

@@ -58,7 +58,7 @@ class FileMap:
     """The inverted index: for each file, the byte ranges of all states stored in it, replicas included."""
 
     def __init__(self, context: CheckContext | None) -> None:
-        """An empty map if there is no context."""
+        """An empty map if `context` is None."""
         self._states: dict[str, list[StateBytes]] = {}
         self._starts: dict[str, list[int]] = {}
         self._stops: dict[str, list[int]] = {}  # running maximum

@@ -192,15 +192,15 @@ def _check_extra(
             break
         tag, length = struct.unpack_from("<HH", extra, at)
         content = extra[at + 4 : at + 4 + length]
-        where = position + at
+        field_at = position + at
         if tag == _ALIGNMENT_FIELD:
-            yield from _check_filler(entry, content, where + 4, conventions)
+            yield from _check_filler(entry, content, field_at + 4, conventions)
         elif tag == _ZIP64_FIELD:
             values = {value for (value,) in struct.iter_unpack("<Q", content[: length // 8 * 8])}
             if length % 8 or not values <= {0, entry.size, entry.header_offset - start}:
-                yield ZipDefect(where, where + 4 + length, f"the sizes of {entry.name}")
+                yield ZipDefect(field_at, field_at + 4 + length, f"the sizes of {entry.name}")
         else:
-            conventions.add("extra fields", tag, ZipDefect(where, where + 4, f"an extra field of {entry.name}"))
+            conventions.add("extra fields", tag, ZipDefect(field_at, field_at + 4, f"an extra field of {entry.name}"))
         at += 4 + length
     if extra:
         fields = ZipDefect(position, position + len(extra), f"the extra fields of {entry.name}")

@@ -2,14 +2,13 @@
 
     state = at_step(base, Log.open("run"), 1200)
 
-is a `Checkpoint` like any other; nothing is computed before its bytes are read.
-
-Digests in a log prove or refute that a replay gives the job's own bits.
+is a `Checkpoint` like any other; nothing is computed before its bytes are read. Digests in the log can prove or refute
+that a replay produces the job's own bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import xxhash
@@ -27,91 +26,88 @@ from ucp.replay.exactness import (
     approximation_reasons,
     find_kernel,
 )
-from ucp.replay.logged_states import PARAM_NAMES, LoggedFiles, with_buffers
+from ucp.replay.logged_states import PARAM_NAMES, LoggedFiles, set_logged_buffers
 from ucp.replay.non_tensor_state import advance_extras, with_following_hyper
 from ucp.replay.replay_index import SpanBuilder
-from ucp.replay.replayer import ChunkReplay, ReplayedFiles, ReplayedTensor, tensor_bytes
+from ucp.replay.replayer import ChunkReplay, ReplayedFiles, ReplayedTensor
 from ucp.storage.local import SourceFiles
 
 
 @dataclass(slots=True)
 class ReplayedState:
-    """A state at a step, and how sure it is."""
+    """The state after a step, and why it may not be exact."""
 
     checkpoint: Checkpoint
     labels: list[ApproximationLabel] = field(default_factory=list)
     tensors: list[ReplayedTensor] = field(default_factory=list)  # of the newest span
-    proven: int | None = None  # the newest step at which digests of the job were met, where someone has looked
+    proven: int | None = None  # the newest step at which the job's digests matched, if they were compared
 
 
 def at_step(base: Checkpoint, log: Log, step: int | None = None, *, exact: bool = False) -> Checkpoint:
-    """The state of the job after `step` (the last that the log has), from an older state and the log.
+    """The state of the job after `step` (by default the last one in the log), from an earlier state and the log.
 
-    Where the result may differ from what the job held, notes say so, with reason and first step; with `exact` that is
-    an error. Digests in the log can prove or refute it; to look at them costs another replay, so only `exact` does.
+    If the result may differ from the job's state, notes contain the reason and the first step; with `exact` that is an
+    error. Comparing the digests in the log costs another replay, so it is done with `exact` only.
     """
-    derived = replay_to_step(base, log, step)
+    replayed = replay_to_step(base, log, step)
     if exact:
-        proof = prove_by_digests(derived)
-        derived.labels, derived.proven = proof.remaining(derived.labels), proof.proven_step
-        if derived.labels:
+        proof = prove_by_digests(replayed)
+        replayed.labels, replayed.proven = proof.remaining(replayed.labels), proof.proven_step
+        if replayed.labels:
             raise UsageError(
-                f"{log.root}: step {derived.checkpoint.step} cannot be had exactly: {derived.labels[0]}",
-                hint="leave --exact out to get it, labelled approximate",
+                f"{log.root}: step {replayed.checkpoint.step} cannot be replayed exactly: {replayed.labels[0]}",
+                hint="without --exact the result is labelled approximate",
             )
-    return with_labels(derived)
+    return with_labels(replayed)
 
 
-def with_labels(derived: ReplayedState) -> Checkpoint:
-    """The checkpoint with its labels as notes, and among the facts that go into a manifest."""
-    checkpoint = derived.checkpoint
-    told = checkpoint.details.get("replay", {})
+def with_labels(replayed: ReplayedState) -> Checkpoint:
+    """The checkpoint with its labels as notes, and in the details that are written to manifests."""
+    checkpoint = replayed.checkpoint
     return replace(
         checkpoint,
-        notes=[*checkpoint.notes, *(Note("approximate", str(label)) for label in derived.labels)],
+        notes=[*checkpoint.notes, *(Note("approximate", str(label)) for label in replayed.labels)],
         details={
             **checkpoint.details,
             "replay": {
-                **told,
-                "exact": not derived.labels,
-                "proven_step": derived.proven,
-                "labels": [label.to_json() for label in derived.labels],
+                **checkpoint.details.get("replay", {}),
+                "exact": not replayed.labels,
+                "proven_step": replayed.proven,
+                "labels": [label.to_json() for label in replayed.labels],
             },
         },
     )
 
 
 def replay_to_step(base: Checkpoint, log: Log, step: int | None = None) -> ReplayedState:
-    """Span by span: what one gives is the base of the next, in the layout that it has."""
+    """Replay span by span: the result of one is the base of the next, in the next one's layout."""
     last = log.recoverable_step if step is None else step
     known = _base_of(base, log)
     steps, first, step_before = known.steps, known.first_step, known.step
     if last < first:
-        raise UsageError(
-            f"{base.root}: is of step {first}, after step {last}", hint="give a base that is older than the step"
-        )
-    spans = [] if last == first else _needed(log.spans(last), first, last, log)
+        raise UsageError(f"{base.root}: is of step {first}, after step {last}", hint="use a base of an earlier step")
+    spans = [] if last == first else _spans_between(log.spans(last), first, last, log)
     _check_fuzzy(base, {**steps, "the rest": known.step} if steps else {}, spans[0].last if spans else last)
-    derived = ReplayedState(base)
-    told = {"base_step": first, "step": last, "log": str(log.root.resolve())}
+    replayed = ReplayedState(base)
     for span in spans:
-        derived = _over(derived, span, step_before, steps)
+        replayed = _after_span(replayed, span, step_before, steps)
         step_before, steps = span.last, {}
-    checkpoint = derived.checkpoint
+    checkpoint = replayed.checkpoint
     if checkpoint is not base:
-        checkpoint.details = {**checkpoint.details, "replay": told}
-        derived.labels[:0] = _left_behind(known, spans, log)
+        details = {"base_step": first, "step": last, "log": str(log.root.resolve())}
+        checkpoint.details = {**checkpoint.details, "replay": details}
+        replayed.labels[:0] = _undone_base(known, spans, log)
     elif not steps:
-        derived.checkpoint = _settled(base, known, log)
-    return derived
+        replayed.checkpoint = _unreplayed(base, known, log)
+    return replayed
 
 
-def _settled(base: Checkpoint, known: BaseCheckpoint, log: Log) -> Checkpoint:
-    """The base itself, where the step is its own; what was set after it the next step knows, if there is one."""
+def _unreplayed(base: Checkpoint, known: BaseCheckpoint, log: Log) -> Checkpoint:
+    """The base itself, if that is the step; schedulers may have run after it, and the next step has their results."""
     following = known.step + 1
     for epoch in reversed(log.epochs):
-        goes_on = known.epoch in (-1, epoch.number) or epoch.manifest.start == known.step
-        if goes_on and following in epoch.steps:
+        continues = known.epoch in (-1, epoch.number) or epoch.manifest.start == known.step
+        if continues and following in epoch.steps:
             return with_following_hyper(base, EpochSpan(epoch, following, epoch.steps.stop - 1))
     return base
 
@@ -121,12 +117,12 @@ def _check_fuzzy(base: Checkpoint, steps: Mapping[str, int], last: int) -> None:
         if step > last:
             raise UsageError(
                 f"{base.root}: parameter {name} is of step {step}, after step {last}",
-                hint="a base whose tensors have different steps is good for steps from its newest tensor on",
+                hint="a base whose tensors are of different steps can be used from the step of its newest tensor on",
             )
 
 
 def _base_of(base: Checkpoint, log: Log) -> BaseCheckpoint:
-    """What is known of the base's step: as its run noted it, or as the checkpoint says."""
+    """The base's step: as recorded in its run, or as in the checkpoint itself."""
     root = base.root.resolve()
     for known in list_bases(log.run_folder):
         if known.path.resolve() == root:
@@ -137,26 +133,26 @@ def _base_of(base: Checkpoint, log: Log) -> BaseCheckpoint:
             return BaseCheckpoint(root, -1, epoch.manifest.start, epoch.number)
     if base.step is None:
         raise UsageError(
-            f"{base.root}: does not say which step it is of, so the log cannot be put upon it",
-            hint="give a base of the run, or a checkpoint that counts its steps",
+            f"{base.root}: does not contain its step, so the log cannot be applied to it",
+            hint="use a base of the run, or a checkpoint that contains its step",
         )
     return BaseCheckpoint(root, -1, base.step, -1, steps=base.steps)
 
 
-def _needed(spans: Sequence[EpochSpan], first: int, last: int, log: Log) -> list[EpochSpan]:
-    """The spans that lead from the base to the step, without gap."""
+def _spans_between(spans: Sequence[EpochSpan], first: int, last: int, log: Log) -> list[EpochSpan]:
+    """The spans from the base to the step, without gaps."""
     kept = [replace(span, first=max(span.first, first + 1)) for span in spans if span.last > first]
     if not kept or kept[0].first != first + 1:
         have = f"steps {spans[0].first} to {spans[-1].last}" if spans else "no steps"
         raise UsageError(
-            f"{log.root}: leads from step {first + 1} of the base to step {last} nowhere: it has {have}",
-            hint="give a newer base, or the log with its older segments",
+            f"{log.root}: does not contain all steps from the base (step {first}) to step {last}: it has {have}",
+            hint="use a newer base, or the log with its older segments",
         )
     return kept
 
 
-def _left_behind(base: BaseCheckpoint, spans: Sequence[EpochSpan], log: Log) -> list[ApproximationLabel]:
-    """A label, where the base may be of steps that the run went back behind and took again: not of this history."""
+def _undone_base(base: BaseCheckpoint, spans: Sequence[EpochSpan], log: Log) -> list[ApproximationLabel]:
+    """A label if the base may be of a step that the run undid when it restarted from an earlier one."""
     forks = {e.manifest.parent.epoch: e.manifest.parent.step for e in log.epochs if e.manifest.parent is not None}
     for epoch in log.epochs:
         after = base.step > forks.get(epoch.number, base.step)
@@ -175,7 +171,7 @@ def _left_behind(base: BaseCheckpoint, spans: Sequence[EpochSpan], log: Log) -> 
 # One span
 
 
-def _over(before: ReplayedState, span: EpochSpan, step: int, steps: Mapping[str, int]) -> ReplayedState:
+def _after_span(before: ReplayedState, span: EpochSpan, step: int, steps: Mapping[str, int]) -> ReplayedState:
     """The state after a span, from the state before it."""
     base, manifest = before.checkpoint, span.epoch.manifest
     kernel, doubt = find_kernel(manifest.kernel)
@@ -186,7 +182,7 @@ def _over(before: ReplayedState, span: EpochSpan, step: int, steps: Mapping[str,
     builder = SpanBuilder(base, span, kernel, step, steps)
     tensors = builder.tensors()
     if kernel is not None and kernel.id == "deepspeed.cpu_adam":
-        labels += _unknown_product(span, tensors)
+        labels += _beta_product_labels(span, tensors)
     identity = f"{manifest.run} {span.epoch.number} {base.step} {span.first} {span.last}"
     inner = base.computed
     files = ReplayedFiles(
@@ -195,16 +191,16 @@ def _over(before: ReplayedState, span: EpochSpan, step: int, steps: Mapping[str,
         identity if inner is None else f"{inner.identity}; {identity}",
         inner,
     )
-    parameters, logged = with_buffers(builder.parameters(tensors), span, builder.stored)
-    logged.update(builder.logged)
+    parameters = builder.parameters(tensors)
+    logged = {**set_logged_buffers(parameters, span, builder.stored), **builder.logged}
     computed = LoggedFiles(logged, files) if logged else files
     notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(BUFFERS_NOT_LOGGED))]
     after = replace(base, parameters=parameters, step=span.last, steps={}, notes=notes, computed=computed)
     return ReplayedState(advance_extras(after, span), labels, tensors)
 
 
-def _unknown_product(span: EpochSpan, tensors: Sequence[ReplayedTensor]) -> list[ApproximationLabel]:
-    """DeepSpeed's CPU Adam multiplies betas from the start of its process; when that was is known for fresh runs."""
+def _beta_product_labels(span: EpochSpan, tensors: Sequence[ReplayedTensor]) -> list[ApproximationLabel]:
+    """DeepSpeed's CPU Adam multiplies betas since its process started; the log may not know when that was."""
     manifest = span.epoch.manifest
     resumed = max((tensor.resumed_at for tensor in tensors), default=0)
     betas = {tuple(update.hyper["betas"]) for tensor in tensors for update in tensor.updates[:1]}
@@ -213,43 +209,45 @@ def _unknown_product(span: EpochSpan, tensors: Sequence[ReplayedTensor]) -> list
         return [ApproximationLabel(span.first, ALL_PARAMETERS, reason)]
     first_kept = span.epoch.steps.start
     if first_kept != manifest.start + 1 or (resumed and manifest.parent is None and manifest.base is None):
-        reason = "when the process of DeepSpeed's CPU Adam began is not known, so its running product of betas is not"
+        reason = "the step at which DeepSpeed's CPU Adam started is unknown, and with it its running product of betas"
         return [ApproximationLabel(span.first, ALL_PARAMETERS, reason)]
     return []
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Digests
+
+
 @dataclass(slots=True)
 class DigestProof:
-    """What digests say about a replay."""
+    """The result of comparing a replay with the job's digests."""
 
-    step: int  # that was wanted
+    step: int  # the requested one
     compared: int = 0  # digests
-    proven: dict[str, int] = field(
-        default_factory=dict
-    )  # parameter → newest step at which all its states are the job's
+    proven: dict[str, int] = field(default_factory=dict)  # parameter → newest step at which all its states match
     refuted: list[ApproximationLabel] = field(default_factory=list)
 
     @property
     def proven_step(self) -> int | None:
-        """The newest step at which every parameter is proven; None where there is none."""
+        """The newest step at which every parameter is proven; None if there is none."""
         step = min(self.proven.values(), default=-1)
         return None if step < 0 or self.refuted else step
 
     def remaining(self, labels: Sequence[ApproximationLabel]) -> list[ApproximationLabel]:
-        """The labels that are left: a digest of the very step proves what it covers, a wrong one refutes it."""
+        """The labels that still apply: matching digests of the step itself remove them, others are added."""
         if self.refuted:
             return [*self.refuted, *labels]
         everything = bool(self.proven) and all(step >= self.step for step in self.proven.values())
         return [] if everything else list(labels)
 
 
-def prove_by_digests(derived: ReplayedState) -> DigestProof:
-    """Replay every tensor of the newest span past its digests, stretch by stretch, and compare."""
-    checkpoint = derived.checkpoint
+def prove_by_digests(replayed: ReplayedState) -> DigestProof:
+    """Replay every tensor of the newest span up to each of its digests, chunk by chunk, and compare."""
+    checkpoint = replayed.checkpoint
     proof = DigestProof(checkpoint.step or 0)
     inner = getattr(checkpoint.computed, "inner", None)
     with SourceFiles(checkpoint.root, computed=inner) as base:
-        for tensor in derived.tensors:
+        for tensor in replayed.tensors:
             _prove_tensor(proof, tensor, base)
     return proof
 
@@ -257,11 +255,11 @@ def prove_by_digests(derived: ReplayedState) -> DigestProof:
 def _prove_tensor(proof: DigestProof, tensor: ReplayedTensor, base: SourceFiles) -> None:
     import torch
 
-    if any(tensor.origins[block.parameter].is_padded(block.region) for block in tensor.blocks):
-        proof.proven.update(dict.fromkeys({origin.name for origin in tensor.origins.values()}, -1))
-        return  # rows beyond the vocabulary are in the job's digest, and not in the base
-    names = sorted({origin.name for origin in tensor.origins.values()})
-    begin = max(origin.step for origin in tensor.origins.values()) if tensor.origins else tensor.last
+    names = sorted({parameter.name for parameter in tensor.base_parameters.values()})
+    if any(tensor.base_parameters[block.parameter].is_padded(block.region) for block in tensor.blocks):
+        proof.proven.update(dict.fromkeys(names, -1))
+        return  # the job's digest includes rows that pad the vocabulary, and the base does not have them
+    begin = max((parameter.step for parameter in tensor.base_parameters.values()), default=tensor.last)
     known = {
         step: [digest for digest in digests if digest.tensor == tensor.index and not _is_counter(digest, tensor)]
         for step, digests in sorted(tensor.stream.digests().items())
@@ -269,13 +267,13 @@ def _prove_tensor(proof: DigestProof, tensor: ReplayedTensor, base: SourceFiles)
     }
     known = {step: digests for step, digests in known.items() if digests}
     running = {(step, d.kind): xxhash.xxh3_128() for step, digests in known.items() for d in digests}
-    for number in range(-(-tensor.numel // tensor.chunk)):
+    for number in range(-(-tensor.numel // tensor.chunk_numel)):
         replay = ChunkReplay(tensor, number, base)
         for step, digests in known.items():
             with torch.no_grad():
                 replay.run(step)
             for digest in digests:
-                _add(running[step, digest.kind], replay, _kind(digest))
+                replay.add_to_digest(running[step, digest.kind], _kind(digest))
     for name in names:
         proof.proven.setdefault(name, -1)
     for step, digests in known.items():
@@ -292,22 +290,9 @@ def _prove_tensor(proof: DigestProof, tensor: ReplayedTensor, base: SourceFiles)
 
 
 def _is_counter(digest: StateDigest, tensor: ReplayedTensor) -> bool:
-    """Is it of the number of updates? Logs of parameters that are numbers once had digests of it."""
+    """Is it the digest of a step counter? Old logs have these for parameters that are a single number."""
     return digest.kind == STEP and tensor.numel == 1
 
 
 def _kind(digest: StateDigest) -> str:
     return PARAM if digest.kind in PARAM_NAMES else digest.kind
-
-
-def _add(running: xxhash.xxh3_128, replay: ChunkReplay, kind: str) -> None:
-    """The stretch's elements without padding: its blocks end to end."""
-    values = replay.tensor_of(kind)
-    for low, high in _covered(replay):
-        running.update(tensor_bytes(values[low:high]))
-
-
-def _covered(replay: ChunkReplay) -> Iterable[tuple[int, int]]:
-    for block in replay.blocks:
-        low, high = max(block.offset, replay.start), min(block.offset + block.count, replay.stop)
-        yield low - replay.start, high - replay.start

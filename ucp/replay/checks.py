@@ -1,11 +1,11 @@
-"""`verify` of a base, a log, and the state that they make: what is wrong with each, and whether the state is exact."""
+"""`ucp verify` with a log: checks of the base, of the log, and of the state computed from both."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from ucp.replay.open_at import find_base, parse_step
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import parse_path
 
-_SHOWN = 5  # parameters that a refuted digest is told of
+_SHOWN: Final = 5  # parameters of a wrong digest that are reported
 
 
 def verify_at(
@@ -45,13 +45,13 @@ def verify_at(
     policy: Policy | None = None,
     processes: bool = False,
 ) -> Report:
-    """Check the base as `verify` does, then the log, then what they make: its digests, and at the deepest level values.
+    """Check the base as `verify` does, then the log, then digests of the computed state, and at level deep its values.
 
-    That a state may not be exact is a warning, with `exact` an error. A digest of the job's own that the replay does
-    not meet is an error.
+    A state that may not be exact is a warning, with `exact` an error. A digest of the job that does not match is always
+    an error.
     """
     if log is None:
-        raise UsageError("--step and --exact are about the steps of a log", hint="name the log with --log")
+        raise UsageError("--step and --exact need a log", hint="give the log with --log")
     wanted = parse_step(step)
     options = replace(options, spread=True)
     depth = Level[level.upper()] if isinstance(level, str) and level.upper() in Level.__members__ else level
@@ -73,7 +73,7 @@ def _log(log: Log) -> Iterator[Finding]:
             text = f"{epoch.folder}: stream {number} has no files"
             yield Finding("log", "error", text, hint="copy the logs of all ranks into one folder")
         for defect in epoch.defects:
-            # A torn end is how a killed job leaves its log: what was durable is there.
+            # A killed job leaves a torn end; what was durable is still there.
             bad = defect.kind in ("damaged", "disorder")
             hint = f"steps up to {epoch.recoverable_step} are good" if epoch.steps else None
             yield Finding(
@@ -89,14 +89,14 @@ def _log(log: Log) -> Iterator[Finding]:
 
 def _state(log: Log, base: Checkpoint, step: int | None, level: Level, exact: bool) -> Iterator[Finding]:
     try:
-        derived = replay_to_step(base, log, step)
-        labels, refuted = derived.labels, []
+        replayed = replay_to_step(base, log, step)
+        labels, refuted = replayed.labels, []
         if level > Level.QUICK:
-            proof = prove_by_digests(derived)
+            proof = prove_by_digests(replayed)
             labels, refuted = proof.remaining(labels), proof.refuted
         for label in refuted[:_SHOWN]:
             hint = (
-                "the log or the base is not of this job, or this machine computes otherwise than the one that trained"
+                "the log or the base is not of this job, or this machine computes differently from the one that trained"
             )
             yield Finding("replay", "error", str(label), parameter=label.parameter, hint=hint)
         for label in labels:
@@ -104,14 +104,14 @@ def _state(log: Log, base: Checkpoint, step: int | None, level: Level, exact: bo
                 whose = None if label.parameter == ALL_PARAMETERS else label.parameter
                 yield Finding("replay", "error" if exact else "warning", str(label), parameter=whose)
         if level is Level.DEEP:
-            yield from _values(derived)
+            yield from _values(replayed)
     except UcpError as error:
         yield Finding("replay", "error", error.what, hint=error.hint, exit_code=error.exit_code)
 
 
-def _values(derived: ReplayedState) -> Iterator[Finding]:
-    """Numbers that should not be there, in what is computed."""
-    checkpoint = derived.checkpoint
+def _values(replayed: ReplayedState) -> Iterator[Finding]:
+    """NaN, infinite values, and negative second moments in computed states."""
+    checkpoint = replayed.checkpoint
     with SourceFiles(checkpoint.root, computed=checkpoint.computed) as files:
         for atom in checkpoint.atoms():
             if not atom.computed or not can_scan(atom.dtype):

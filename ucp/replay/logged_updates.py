@@ -1,4 +1,4 @@
-"""When an optimizer tensor was updated, and with which numbers: the steps of a log as a list of updates."""
+"""The steps of a log as updates: when an optimizer tensor was updated, and with which hyper-parameters."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from ucp.core.optimizers import Hyper
 from ucp.log.payloads import GroupScalars, LrKind
 from ucp.log.reader import EpochSpan, LogStream
 from ucp.replay.kernels import PYTHON_NUMBER
 
-_LR_KINDS = {LrKind.FLOAT: PYTHON_NUMBER, LrKind.TENSOR32: "float32", LrKind.TENSOR64: "float64"}
+_LR_KINDS: Final = {LrKind.FLOAT: PYTHON_NUMBER, LrKind.TENSOR32: "float32", LrKind.TENSOR64: "float64"}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUpdate:
-    """One call of the optimizer: in this step of the log, with these hyper-parameters.
+    """One call of the optimizer, in this step of the log and with these hyper-parameters.
 
     The kernel was given the logged gradient times `scale` (see `gradients.consumed`), or the gradient itself.
     """
@@ -26,7 +26,7 @@ class OptimizerUpdate:
     step: int
     hyper: Hyper
     scale: float | None
-    before: int  # updates that the optimizer had counted before (the most of the group); -1 where it counts none
+    before: int  # updates that the optimizer had counted before (the largest count of the group); -1 if it counts none
 
 
 class StreamUpdates:
@@ -36,19 +36,19 @@ class StreamUpdates:
         self._span = span
         self.stream = stream
         self._constants = [group.hyper for group in span.epoch.manifest.groups]
-        self._all = len(stream.schema.blocks)
+        self._block_count = len(stream.schema.blocks)
         self.of_group = cache(self._of_group)
-        self._absent: dict[int, frozenset[int]] | None = None  # step → blocks that have no gradient, where some lack it
+        self._missing: dict[int, frozenset[int]] | None = None  # step → blocks without gradient, if there are any
 
     def of_tensor(self, tensor: int) -> list[OptimizerUpdate]:
-        """The updates of an optimizer tensor; none in steps in which it had no gradient."""
+        """The updates of an optimizer tensor: none in steps in which it had no gradient."""
         schema = self.stream.schema
         updates = self.of_group(schema.tensors[tensor].group)
         first = next((block.id for block in schema.blocks if block.tensor == tensor), None)
         if first is None:
             return []
-        absent = self._missing()
-        return [update for update in updates if first not in absent.get(update.step, ())] if absent else updates
+        missing = self._missing_blocks()
+        return [update for update in updates if first not in missing.get(update.step, ())] if missing else updates
 
     def _of_group(self, group: int) -> list[OptimizerUpdate]:
         return list(self._updates(group))
@@ -65,24 +65,23 @@ class StreamUpdates:
             scale = None if record.scale is None else float(record.scale)
             yield OptimizerUpdate(step, group_hyper(constants, scalars), scale, scalars.opt_step)
 
-    def _missing(self) -> dict[int, frozenset[int]]:
-        if self._absent is None:
-            self._absent = {}
+    def _missing_blocks(self) -> dict[int, frozenset[int]]:
+        if self._missing is None:
+            self._missing = {}
             for step in range(self._span.first, self._span.last + 1):
-                if self.stream.record(step).skipped:
-                    continue
-                if self.stream.block_count(step) != self._all:
-                    self._absent[step] = frozenset(range(self._all)).difference(self.stream.blocks(step))
-        return self._absent
+                if not self.stream.record(step).skipped and self.stream.block_count(step) != self._block_count:
+                    every = frozenset(range(self._block_count))
+                    self._missing[step] = every.difference(self.stream.blocks(step))
+        return self._missing
 
 
 def all_steps_skipped(stream: LogStream, first: int, last: int) -> bool:
-    """Were all steps after `first` up to `last` skipped? Then the state of `first` is that of `last`."""
+    """Were all steps after `first` up to `last` skipped? Then the state after `last` is that after `first`."""
     return all(stream.record(step).skipped for step in range(first + 1, last + 1))
 
 
 def group_hyper(constants: Mapping[str, Any], scalars: GroupScalars) -> Hyper:
-    """A group's hyper-parameters in one step: what the step says, and what the epoch says of the rest."""
+    """A group's hyper-parameters in one step: those of the step, and of the epoch's manifest for the rest."""
     hyper = {**constants, "lr": scalars.lr, "lr_kind": _LR_KINDS[scalars.lr_kind]}
     hyper.update(maximize=scalars.maximize, amsgrad=scalars.amsgrad, nesterov=scalars.nesterov)
     if not math.isnan(scalars.beta1):

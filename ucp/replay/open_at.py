@@ -1,4 +1,4 @@
-"""Opening a checkpoint, or a state of a logged run: what every command does with SRC, --log and --step."""
+"""Open a checkpoint, or the state after a step of a logged run: SRC, --log and --step of every command."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ def open_at(
     *,
     exact: bool = False,
 ) -> Checkpoint:
-    """The checkpoint at `path`; with a `log`, the state after `step` (a number, or `latest`) that follows from both.
+    """The checkpoint at `path`; with a `log`, the state after `step` (a number, or `latest`) computed from both.
 
-    With a log, `path` may also be the folder of the run that wrote it: its newest base before the step is taken.
+    With a log, `path` may also be the folder of the run: then its newest base before the step is used.
     """
     if log is None:
         if step is not None or exact:
-            raise UsageError(
-                "--step and --exact are about the steps of a log", hint="name the log with --log, or leave them out"
-            )
+            raise UsageError("--step and --exact need a log", hint="give the log with --log, or leave them out")
         return open_checkpoint(parse_path(path), options)
     from ucp.log.reader import Log
     from ucp.replay.at_step import at_step
@@ -52,7 +50,7 @@ def open_at(
 
 
 def parse_step(step: int | str | None) -> int | None:
-    """A step from what a user says; None is the last one that can be had."""
+    """Parse a step; None is the last one in the log."""
     if step is None or step == LATEST:
         return None
     if isinstance(step, str):
@@ -63,7 +61,7 @@ def parse_step(step: int | str | None) -> int | None:
 
 
 def find_base(path: Path, log: Log, step: int | None) -> Path:
-    """The base to begin with: the checkpoint itself, or of a run's folder the newest base that is no newer."""
+    """The base to start from: the checkpoint itself, or in a run's folder the newest base up to the step."""
     from ucp.log.base_folders import list_bases, usable_bases
 
     if path.resolve() not in (log.run_folder.resolve(), log.root.resolve()) or not list_bases(log.run_folder):
@@ -73,7 +71,7 @@ def find_base(path: Path, log: Log, step: int | None) -> Path:
     fitting = [base for base in usable if max([base.step, *base.steps.values()]) <= last]
     if not fitting:
         raise UsageError(
-            f"{path}: has no base from which step {last} follows",
-            hint="`ucp log ls` lists bases and steps; name a checkpoint of an earlier step instead of the run",
+            f"{path}: contains no base from which step {last} can be reached",
+            hint="`ucp log ls` lists bases and steps; give a checkpoint of an earlier step instead of the run",
         )
     return fitting[-1].path

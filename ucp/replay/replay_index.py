@@ -1,36 +1,32 @@
-"""Where replay begins: the states of the base that a log goes on from, and whether the two belong together.
+"""The index of a replay: one span of a log applied to one base.
 
-One span of a log upon one base: which optimizer tensors there are, and where the parameters' states lie in them.
+`BaseParameters` finds the log's parameters in the base, and checks that the two belong together. `SpanBuilder` lists
+the optimizer tensors of the span, and where the states of each parameter are in them.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 from ucp.core.box import intersect, whole
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
-from ucp.core.dtypes import BY_NAME, FLOAT32, DType
+from ucp.core.dtypes import BY_NAME, FLOAT32, DType, scalar_data, scalar_value
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
 from ucp.log.codecs import EncodedBlock
-from ucp.log.reader import EpochSpan
+from ucp.log.reader import EpochSpan, LogStream
 from ucp.log.stream_schema import PARAM, LogBlock, LoggedParameter, kind_of_logged, logged_kind
 from ucp.replay.exactness import why_not_replayed
 from ucp.replay.kernels import ReplayKernel
-from ucp.replay.logged_states import LoggedStates, logged_atom
+from ucp.replay.logged_states import LoggedStates, shaped_atom
 from ucp.replay.logged_updates import OptimizerUpdate, StreamUpdates, all_steps_skipped
 from ucp.replay.replayer import BaseParameter, ReplayedTensor, computed_file_name
 from ucp.storage.local import SourceFiles
 
-# Element type of a counter → how `struct` packs it.
-COUNTER_FORMS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-
 
 class BaseParameters:
-    """The parameters of a log, by their numbers there, in one base. Counters are read from `files`."""
+    """The parameters of a log in one base, by their numbers in the log. Counters are read from `files`."""
 
     def __init__(
         self,
@@ -40,7 +36,7 @@ class BaseParameters:
         step: int,
         steps: Mapping[str, int],
     ) -> None:
-        """`base` is of `step`, but for the parameters in `steps`."""
+        """`base` is of `step`, except for the parameters in `steps`."""
         self._base = base
         self._files = files
         self._logged = logged
@@ -48,10 +44,10 @@ class BaseParameters:
         self._steps = steps
         self._aliases = base.aliases()
         self._found: dict[int, BaseParameter] = {}
-        self._counts_some = any(STEP in parameter.atoms for parameter in base.parameters.values())
+        self._has_counters = any(STEP in parameter.atoms for parameter in base.parameters.values())
 
     def of(self, number: int, updates: Sequence[OptimizerUpdate], group: Sequence[OptimizerUpdate]) -> BaseParameter:
-        """Parameter `number` of the log, in the base.
+        """Parameter `number` of the log in the base.
 
         `updates` are those of its optimizer tensor in the span, `group` those of any tensor of its group.
         """
@@ -60,29 +56,30 @@ class BaseParameters:
         return self._found[number]
 
     def check(
-        self, origins: Iterable[BaseParameter], dtype: DType, updates: Sequence[OptimizerUpdate], stream: int
+        self, parameters: Iterable[BaseParameter], dtype: DType, updates: Sequence[OptimizerUpdate], stream: int
     ) -> None:
-        """The base must be the state that the log goes on from: of the same element type, and with no more updates."""
-        for origin in origins:
-            held = origin.atoms[PARAM]
-            if held.dtype != dtype:
+        """Check that the log can continue from the base: it has the same dtype, and not more updates."""
+        for parameter in parameters:
+            param = parameter.atoms[PARAM]
+            if param.dtype != dtype:
                 raise InconsistentError(
-                    f"parameter {origin.name}: the optimizer stepped it in {dtype}, the base has it in {held.dtype}",
-                    hint="take a base with masters in full precision",
+                    f"parameter {parameter.name}: the optimizer updated it in {dtype}, the base has it in"
+                    f" {param.dtype}",
+                    hint="use a base with masters in full precision",
                 )
-            after = next((update for update in updates if update.step > origin.step), None)
-            if after is not None and after.before >= 0 and origin.counter > after.before:
+            after = next((update for update in updates if update.step > parameter.step), None)
+            if after is not None and after.before >= 0 and parameter.counter > after.before:
                 raise InconsistentError(
-                    f"parameter {origin.name}: its optimizer had counted {origin.counter} updates in {self._base.root},"
-                    f" and {after.before} before step {after.step} of the log (stream {stream})",
-                    hint="the base is not of this run, or not of the step that it says",
+                    f"parameter {parameter.name}: its optimizer had counted {parameter.counter} updates in"
+                    f" {self._base.root}, and {after.before} before step {after.step} of the log (stream {stream})",
+                    hint="the base is not of this run, or not of the step that it claims",
                 )
 
     def _parameter(self, logged: LoggedParameter) -> Parameter:
         found = self._base.parameters.get(self._aliases.get(logged.name, logged.name))
         if found is None:
             raise InconsistentError(
-                f"{self._base.root}: has no parameter {logged.name}, which the log trains",
+                f"{self._base.root}: does not contain parameter {logged.name}, which the log trains",
                 hint="give a base of the same run",
             )
         if found.shape != logged.shape:
@@ -101,66 +98,65 @@ class BaseParameters:
             for kind, atom in parameter.atoms.items()
             if kind not in (WEIGHT, MASTER) and not is_counter(atom)
         }
-        held = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
-        if held is None:
+        param = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
+        if param is None:
             raise InconsistentError(
-                f"parameter {parameter.name}: {self._base.root} has neither weight nor master of it",
-                hint="take a base with all states: --only and --exclude leave some out",
+                f"parameter {parameter.name}: {self._base.root} contains neither its weight nor its master",
+                hint="use a base with all states: --only and --exclude leave some out",
             )
         step = self._steps.get(parameter.name, self._step)
         counter = self._counter(parameter)
         if counter is None:
-            began = _count_before(group, step)
-            if not atoms and (began <= 0 or self._counts_some):
-                counter = 0  # it had no gradient yet: the count of a step is the most of its group's
+            if not atoms and (_count_before(group, step) <= 0 or self._has_counters):
+                counter = 0  # it had no gradient yet: a step logs the largest count of the group
             else:
                 counter = max(_count_before(updates, step), 0)
                 if counter and not atoms:
                     raise InconsistentError(
-                        f"parameter {parameter.name}: {self._base.root} has no optimizer states of it, after"
+                        f"parameter {parameter.name}: {self._base.root} contains no optimizer states of it after"
                         f" {counter} updates",
-                        hint="take a base with all states: --only and --exclude leave some out",
+                        hint="use a base with all states: --only and --exclude leave some out",
                     )
-        return BaseParameter(parameter.name, step, counter, {PARAM: held, **atoms})
+        return BaseParameter(parameter.name, step, counter, {PARAM: param, **atoms})
 
     def _counter(self, parameter: Parameter) -> int | None:
-        """The updates that the optimizer had counted for it, where the base has such a count."""
+        """The updates that the optimizer had counted for a parameter; None if the base has no such count."""
         atom = parameter.atoms.get(STEP)
-        if atom is None or atom.numel != 1 or atom.dtype.name not in COUNTER_FORMS:
+        if atom is None or atom.numel != 1:
             return None
         fragment = atom.fragments[0]
-        size = fragment.dtype.itemsize
-        data = fragment.inline or self._files.read(fragment.file, fragment.offset, size)
-        return int(struct.unpack(COUNTER_FORMS[fragment.dtype.name], data)[0])
+        data = fragment.inline or self._files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
+        count = scalar_value(data, fragment.dtype)
+        return None if count is None else int(count)
 
 
 def is_counter(atom: Atom) -> bool:
-    """Is it the number of updates, and not one for every element?"""
+    """Is it the number of updates, and not a state with one value per element?"""
     return atom.kind == STEP and atom.numel == 1
 
 
 def _count_before(updates: Sequence[OptimizerUpdate], step: int) -> int:
-    """Updates that the optimizer had counted before the first one after `step`; -1 where nobody says."""
+    """Updates that the optimizer had counted before the first one after `step`; -1 if unknown."""
     return next((update.before for update in updates if update.step > step), -1)
 
 
 class SpanBuilder:
-    """Tensors and parameters of one span upon one base."""
+    """The optimizer tensors and parameters of one span of a log, applied to one base."""
 
     def __init__(
         self, base: Checkpoint, span: EpochSpan, kernel: ReplayKernel | None, step: int, steps: Mapping[str, int]
     ) -> None:
-        """`base` is of `step`, but for the parameters in `steps`."""
+        """`base` is of `step`, except for the parameters in `steps`."""
         self.base = base
         self._step = step
         self.span = span
         self.kernel = kernel
         self.manifest = span.epoch.manifest
         self._files = SourceFiles(base.root, computed=base.computed)
-        self._own_steps = steps
-        self._origins = BaseParameters(base, self._files, self.manifest.parameters, step, steps)
+        self._steps = steps
+        self._in_base = BaseParameters(base, self._files, self.manifest.parameters, step, steps)
         self.stored: dict[int, LoggedStates] = {}  # by stream, once `tensors` was called
-        self.logged: dict[str, EncodedBlock] = {}  # computed files that are in the log as they are
+        self.logged: dict[str, EncodedBlock] = {}  # computed files whose content is in the log
 
     def tensors(self) -> list[ReplayedTensor]:
         """Every optimizer tensor of the span."""
@@ -170,17 +166,17 @@ class SpanBuilder:
     def _tensors(self) -> Iterator[ReplayedTensor]:
         span = self.span
         for number, stream in sorted(span.epoch.streams.items()):
-            timelines = StreamUpdates(span, stream)
+            of_stream = StreamUpdates(span, stream)
             stored = self.stored[number] = LoggedStates(stream, self.manifest.state_kinds)
             for index, schema in enumerate(stream.schema.tensors):
                 blocks = stream.schema.blocks_of(index)
-                updates = timelines.of_tensor(index)
-                group = timelines.of_group(schema.group)
-                origins = {block.parameter: self._origins.of(block.parameter, updates, group) for block in blocks}
+                updates = of_stream.of_tensor(index)
+                group = of_stream.of_group(schema.group)
+                in_base = {block.parameter: self._in_base.of(block.parameter, updates, group) for block in blocks}
                 if self.kernel is None and not stored and span.first <= span.last:
                     raise self._no_kernel()
                 dtype = BY_NAME[schema.dtype]
-                self._origins.check(origins.values(), dtype, updates, stream.number)
+                self._in_base.check(in_base.values(), dtype, updates, stream.number)
                 yield ReplayedTensor(
                     computed_file_name(span.epoch.number, number, index, span.last),
                     stream,
@@ -188,13 +184,13 @@ class SpanBuilder:
                     schema.numel,
                     dtype,
                     self.kernel,
-                    self._kinds(origins.values(), dtype, updates, stored, blocks),
+                    self._kinds(list(in_base.values()), dtype, updates, stored, blocks),
                     blocks,
-                    origins,
+                    in_base,
                     updates,
                     stored,
                     span.last,
-                    self._resumed_at(timelines, schema.group),
+                    self._resumed_at(stream, schema.group),
                 )
 
     def _no_kernel(self) -> UsageError:
@@ -204,10 +200,10 @@ class SpanBuilder:
             hint='only the steps of its checkpoints are available; ucp.record(…, what="state") logs states as well',
         )
 
-    def _resumed_at(self, timelines: StreamUpdates, group: int) -> int:
-        """Updates that the optimizer had counted when the epoch began, where its first steps are still there."""
+    def _resumed_at(self, stream: LogStream, group: int) -> int:
+        """Updates that the optimizer had counted at the start of the epoch, if its first steps are still in the log."""
         for step in self.span.epoch.steps:
-            record = timelines.stream.record(step)
+            record = stream.record(step)
             scalars = next((one for one in record.groups if one.group == group), None)
             if not record.skipped and scalars is not None and scalars.opt_step >= 0:
                 return scalars.opt_step
@@ -215,65 +211,63 @@ class SpanBuilder:
 
     def _kinds(
         self,
-        origins: Iterable[BaseParameter],
+        in_base: Sequence[BaseParameter],
         dtype: DType,
         updates: Sequence[OptimizerUpdate],
         stored: LoggedStates,
         blocks: Sequence[LogBlock],
     ) -> dict[str, DType]:
-        """The states that there are after the span, with their element types."""
-        held = {kind: atom.dtype for origin in origins for kind, atom in origin.atoms.items() if kind != PARAM}
+        """The states after the span, with their dtypes."""
+        known = {kind: atom.dtype for parameter in in_base for kind, atom in parameter.atoms.items() if kind != PARAM}
         if self.kernel is None:
             logged = {
                 kind: found for block in blocks[:1] for kind, found in stored.kinds(block.id, self.span.last).items()
             }
-            if not logged:  # no step has told of any: those of the base, but for what has a shape of its own
+            if not logged:  # then those of the base that have the parameter's shape
                 logged = {
                     kind: atom.dtype
-                    for origin in origins
-                    for kind, atom in origin.atoms.items()
-                    if atom.shape == origin.atoms[PARAM].shape
+                    for parameter in in_base
+                    for kind, atom in parameter.atoms.items()
+                    if atom.shape == parameter.atoms[PARAM].shape
                 }
             return {PARAM: dtype, **{kind: found for kind, found in logged.items() if kind != PARAM}}
-        made = (kind for update in updates for kind in self.kernel.kinds(update.hyper))
-        kinds = dict.fromkeys(made if updates else held)  # momentum may be turned on in any step
-        return {PARAM: dtype, **{kind: held.get(kind, dtype) for kind in kinds}}
-
-    # ------------------------------------------------------------------------------------------------------------------
+        created = (kind for update in updates for kind in self.kernel.kinds(update.hyper))
+        kinds = dict.fromkeys(created if updates else known)  # momentum may be turned on in any step
+        return {PARAM: dtype, **{kind: known.get(kind, dtype) for kind in kinds}}
 
     def parameters(self, tensors: Sequence[ReplayedTensor]) -> dict[str, Parameter]:
-        """The base's parameters, the logged ones with atoms in computed files."""
-        held: dict[str, list[tuple[ReplayedTensor, LogBlock]]] = {}
+        """The base's parameters; the atoms of the logged ones are in computed files."""
+        places: dict[str, list[tuple[ReplayedTensor, LogBlock]]] = {}
         for tensor in tensors:
             for block in tensor.blocks:
-                held.setdefault(tensor.origins[block.parameter].name, []).append((tensor, block))
-        self._check_complete(held)
-        if self._stood_still():
-            return dict(self.base.parameters)  # also weights that are not their masters, cast
+                places.setdefault(tensor.base_parameters[block.parameter].name, []).append((tensor, block))
+        self._check_complete(places)
+        if self._is_unchanged():
+            return dict(self.base.parameters)  # and not weights cast from masters, which may differ
         return {
-            name: self._computed(parameter, held[name]) if name in held else parameter
+            name: self._computed(parameter, places[name]) if name in places else parameter
             for name, parameter in self.base.parameters.items()
         }
 
-    def _stood_still(self) -> bool:
-        """Has nothing happened to any parameter since the base, in the steps of the span?"""
-        span, first = self.span, min([self._step, *self._own_steps.values()])
+    def _is_unchanged(self) -> bool:
+        """Were all steps of the span since the base skipped?"""
+        span, first = self.span, min([self._step, *self._steps.values()])
         return span.first <= span.last and all(
             all_steps_skipped(stream, max(first, span.first - 1), span.last) for stream in span.epoch.streams.values()
         )
 
-    def _check_complete(self, held: dict[str, list[tuple[ReplayedTensor, LogBlock]]]) -> None:
-        # What the optimizer has, and the recorder chose not to log, was frozen.
-        resting = {name for group in self.manifest.groups for name in group.names}
-        resting -= {parameter.name for parameter in self.manifest.parameters}
+    def _check_complete(self, places: dict[str, list[tuple[ReplayedTensor, LogBlock]]]) -> None:
+        # The recorder does not log parameters of the optimizer that are frozen.
+        frozen = {name for group in self.manifest.groups for name in group.names}
+        frozen -= {parameter.name for parameter in self.manifest.parameters}
         for parameter in self.base.parameters.values():
-            found = held.get(parameter.name)
+            found = places.get(parameter.name)
             if found is None:
-                known = parameter.name in resting or parameter.numel == 0
+                known = parameter.name in frozen or parameter.numel == 0
                 if parameter.role == "trained" and parameter.group is not None and not known:
                     raise InconsistentError(
-                        f"parameter {parameter.name}: is trained, but the log knows nothing of it",
-                        hint="a log of all ranks is needed; convert the base as it is without --log",
+                        f"parameter {parameter.name}: is trained, but not in the log",
+                        hint="the logs of all ranks are needed; without --log, the base itself is converted",
                     )
                 continue
             inside = whole(parameter.shape)
@@ -286,35 +280,38 @@ class SpanBuilder:
             if count != parameter.numel:
                 raise InconsistentError(
                     f"parameter {parameter.name}: the log has {count} of its {parameter.numel} elements",
-                    hint="a log of all ranks is needed: copy the streams of every rank into one folder",
+                    hint="the logs of all ranks are needed: copy the streams of every rank into one folder",
                 )
 
-    def _computed(self, parameter: Parameter, held: Sequence[tuple[ReplayedTensor, LogBlock]]) -> Parameter:
-        first = held[0][0]
+    def _computed(self, parameter: Parameter, places: Sequence[tuple[ReplayedTensor, LogBlock]]) -> Parameter:
+        first = places[0][0]
         atoms: dict[str, Atom] = {}
         for kind, atom in parameter.atoms.items():
             if kind in (WEIGHT, MASTER):
-                # The module's copy is the master, cast.
-                fragments = _fragments(held, PARAM)
+                # The module's weight is the master, cast.
+                fragments = _fragments(places, PARAM)
                 atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
             elif is_counter(atom):
-                atoms[kind] = self._stepped(atom, first, parameter)
+                atoms[kind] = self._advanced_counter(atom, first, parameter)
             elif logged_kind(kind) in first.kinds:
-                fragments = _fragments(held, logged_kind(kind))
+                fragments = _fragments(places, logged_kind(kind))
                 atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
             else:
                 atoms[kind] = atom
         for name, dtype in first.kinds.items():
             kind = kind_of_logged(name)
             if name != PARAM and kind not in atoms:
-                atoms[kind] = Atom(parameter.name, kind, parameter.shape, dtype, _fragments(held, name), computed=True)
+                atoms[kind] = Atom(
+                    parameter.name, kind, parameter.shape, dtype, _fragments(places, name), computed=True
+                )
         if STEP not in atoms and self._counts(first.updates):
             blank = Atom(parameter.name, STEP, (), FLOAT32, ())
-            atoms[STEP] = self._stepped(blank, first, parameter)
+            atoms[STEP] = self._advanced_counter(blank, first, parameter)
         if first.stored:
-            for kind, (shape, value) in first.stored.own(first.blocks[0].id, first.last).items():
+            for kind, (shape, value) in first.stored.shaped(first.blocks[0].id, first.last).items():
                 file = f"{first.file}/own/{kind}"
-                atoms[kind] = logged_atom(parameter.name, kind, shape, value, file)
+                inline = None if shape else value.bits().tobytes()
+                atoms[kind] = shaped_atom(parameter.name, kind, shape, value.dtype, file=file, inline=inline)
                 self.logged[file] = value
         return replace(parameter, atoms=atoms)
 
@@ -324,22 +321,23 @@ class SpanBuilder:
             return False
         return updates[-1].before >= 0 if self.kernel is None else self.kernel.optimizer.counts_updates
 
-    def _stepped(self, atom: Atom, tensor: ReplayedTensor, parameter: Parameter) -> Atom:
+    def _advanced_counter(self, atom: Atom, tensor: ReplayedTensor, parameter: Parameter) -> Atom:
         """The optimizer's counter after the span."""
-        origin = next(origin for origin in tensor.origins.values() if origin.name == parameter.name)
-        count = origin.counter + sum(update.step > origin.step for update in tensor.updates)
-        data = struct.pack(COUNTER_FORMS[atom.dtype.name], count)
+        before = next(one for one in tensor.base_parameters.values() if one.name == parameter.name)
+        count = before.counter + sum(update.step > before.step for update in tensor.updates)
+        data = scalar_data(count, atom.dtype)
+        assert data is not None, atom.dtype
         region = Region.all_of(atom.shape)
         return replace(atom, fragments=(Fragment(region, "", 0, atom.dtype, inline=data),), replicas=(), combine="copy")
 
 
-def _fragments(held: Sequence[tuple[ReplayedTensor, LogBlock]], kind: str) -> tuple[Fragment, ...]:
-    """Where a state of a parameter lies in computed files; neighbours joined."""
-    found: list[Fragment] = []
-    for tensor, block in held:
+def _fragments(places: Sequence[tuple[ReplayedTensor, LogBlock]], kind: str) -> tuple[Fragment, ...]:
+    """Where a state of a parameter is in computed files; adjacent blocks are joined."""
+    fragments: list[Fragment] = []
+    for tensor, block in places:
         dtype = tensor.kinds[kind]
         file, offset = f"{tensor.file}/{kind}", block.offset * dtype.itemsize
-        before = found[-1] if found else None
+        before = fragments[-1] if fragments else None
         if (
             before is not None
             and before.file == file
@@ -348,7 +346,7 @@ def _fragments(held: Sequence[tuple[ReplayedTensor, LogBlock]], kind: str) -> tu
             and before.region.stop == block.region.start
         ):
             region = Region(before.region.boxes, before.region.start, block.region.stop)
-            found[-1] = before._replace(region=region)
+            fragments[-1] = before._replace(region=region)
         else:
-            found.append(Fragment(block.region, file, offset, dtype, tensor.stream.schema.rank))
-    return tuple(found)
+            fragments.append(Fragment(block.region, file, offset, dtype, tensor.stream.schema.rank))
+    return tuple(fragments)

@@ -1,9 +1,8 @@
-"""Computing states: stretches of optimizer tensors, replayed from the base to a step, all states of a stretch at once.
+"""Computing states: chunks of optimizer tensors are replayed from the base to a step, all states of a chunk at once.
 
-A replay runs in the coordinates of the tensor that the optimizer was called on, because kernels that work in vectors
-treat the last few elements of a tensor otherwise.
-
-The computed files of a span of a log: a stretch is replayed when it is read, and kept until its other states are.
+A replay runs in the coordinates of the tensor that the optimizer was called on, because vectorized kernels treat the
+last few elements of a tensor differently. `ReplayedFiles` offers the results as computed files: a chunk is replayed
+when one of its states is read, and kept until the others have been read too.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from ucp import settings
 from ucp.core.checkpoint import COMPUTED, Atom, ComputedFiles, ForkableFiles
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BaseParameter:
-    """A parameter in the base: its states there, and the step of the log that it is of."""
+    """A parameter in the base: its states there, and after which step of the log they are."""
 
     name: str
     step: int
@@ -48,117 +48,128 @@ class BaseParameter:
     atoms: dict[str, Atom]  # by kind; PARAM is the tensor that the optimizer updates
 
     def is_padded(self, region: Region) -> bool:
-        """Does a region reach past the parameter's shape?"""
+        """Does a region exceed the parameter's shape?"""
         shape = self.atoms[PARAM].shape
         return any(stop > n for box in region.boxes for stop, n in zip(box.stop, shape, strict=True))
 
 
 @dataclass(slots=True)
 class ReplayedTensor:
-    """An optimizer tensor of one stream, and what happened to it between the base and the step that is wanted."""
+    """An optimizer tensor of one stream, and its updates between the base and the requested step."""
 
     file: str  # name of its computed files, without the state
     stream: LogStream
     index: int  # its number in the stream
     numel: int
     dtype: DType
-    kernel: ReplayKernel | None  # None: states come from stored values alone
-    kinds: dict[str, DType]  # of the states that there are in the end; PARAM first
+    kernel: ReplayKernel | None  # None: states come from logged values only
+    kinds: dict[str, DType]  # states after the last step; PARAM first
     blocks: list[LogBlock]  # by offset
-    origins: Mapping[int, BaseParameter]  # by the log's parameter number
+    base_parameters: Mapping[int, BaseParameter]  # by their numbers in the log
     updates: Sequence[OptimizerUpdate]
     stored: LoggedStates
-    last: int
-    resumed_at: int = 0
-    chunk: int = field(default_factory=lambda: settings.LOG_BLOCK_ELEMENTS)
+    last: int  # step
+    resumed_at: int = 0  # see `StateChunk`
+    chunk_numel: int = field(default_factory=lambda: settings.LOG_BLOCK_ELEMENTS)
 
 
 class ChunkReplay:
-    """One stretch on its way from the base to a step."""
+    """One chunk on its way from the base to a step."""
 
     def __init__(self, tensor: ReplayedTensor, number: int, base: SourceFiles) -> None:
         import torch
 
         self.tensor = tensor
         self.base = base
-        self.start = number * tensor.chunk
-        self.stop = min(self.start + tensor.chunk, tensor.numel)
+        self.start = number * tensor.chunk_numel
+        self.stop = min(self.start + tensor.chunk_numel, tensor.numel)
         self.blocks = [b for b in tensor.blocks if b.offset < self.stop and b.offset + b.count > self.start]
-        self.taken = 0  # updates
-        names = [tensor.origins[block.parameter].name for block in self.blocks]
+        self.update_count = 0
+        names = [tensor.base_parameters[block.parameter].name for block in self.blocks]
         self._gradients = Gradients(self.blocks, names, self.start, self.stop)
         param = torch.zeros(self.stop - self.start, dtype=torch_dtype(tensor.dtype))
-        self.stretch = StateChunk(param, resumed_at=tensor.resumed_at)
-        self._waiting = sorted(map(self._beginning, self.blocks), key=lambda each: each[0])
+        self.chunk = StateChunk(param, resumed_at=tensor.resumed_at)
+        self._waiting = sorted(map(self._start_of, self.blocks), key=lambda each: each[0])
         self._updates = iter(tensor.updates)
         self._next = next(self._updates, None)
 
     def run(self, last: int) -> StateChunk:
-        """Go on until after step `last`."""
+        """Continue until after step `last`."""
         kernel = self.tensor.kernel
         while self._next is not None and self._next.step <= last:
             update = self._next
             self._next = next(self._updates, None)
             self._load(update.step - 1)
-            if len(self._waiting) < len(self.blocks):  # before that, there is nothing to update
+            if len(self._waiting) < len(self.blocks):  # before that, no block is loaded
                 self._update(kernel, update)
         self._load(last)
-        return self.stretch
+        return self.chunk
 
-    def take(self, update: OptimizerUpdate) -> None:
-        """One more update, after all that `run` has taken: for who has its step in hand and no log."""
+    def apply(self, update: OptimizerUpdate) -> None:
+        """Apply one more update after those of `run`: for a stream that contains the step but no log."""
         self._update(self.tensor.kernel, update)
 
     def tensor_of(self, kind: str) -> torch.Tensor:
-        """A state of the stretch; zeros where no update has made it."""
+        """A state of the chunk; zeros if no update has created it yet."""
         import torch
 
-        held = self.stretch.param if kind == PARAM else self.stretch.states.get(kind)
-        return held if held is not None else torch.zeros_like(self.stretch.param)
+        state = self.chunk.get(kind)
+        return state if state is not None else torch.zeros_like(self.chunk.param)
+
+    def range_of(self, block: LogBlock) -> tuple[int, int]:
+        """Which elements `[start, stop)` of the chunk a block covers; start ≥ stop if none."""
+        return max(block.offset, self.start) - self.start, min(block.offset + block.count, self.stop) - self.start
+
+    def add_to_digest(self, digest: xxhash.xxh3_128, kind: str) -> None:
+        """Add a state of the chunk to a digest, without padding: its blocks end to end."""
+        values = self.tensor_of(kind)
+        for block in self.blocks:
+            start, stop = self.range_of(block)
+            digest.update(tensor_bytes(values[start:stop]))
 
     def _update(self, kernel: ReplayKernel | None, update: OptimizerUpdate) -> None:
         if kernel is None:
-            return  # every block begins at the last step
-        kernel.update(self.stretch, self._gradient(update), update.hyper)
-        self.stretch.step += 1
-        self.taken += 1
+            return  # every block starts at the last step
+        kernel.update(self.chunk, self._gradient(update), update.hyper)
+        self.chunk.step += 1
+        self.update_count += 1
 
-    def _beginning(self, block: LogBlock) -> tuple[int, int, LogBlock, Mapping[str, DiffChain] | None]:
-        """After which step a block is loaded, how many updates its tensor had taken by then, and from what."""
+    def _start_of(self, block: LogBlock) -> tuple[int, int, LogBlock, Mapping[str, DiffChain] | None]:
+        """After which step a block is loaded, how many updates its tensor had by then, and from which logged states."""
         tensor = self.tensor
-        origin = tensor.origins[block.parameter]
+        parameter = tensor.base_parameters[block.parameter]
         if tensor.stored:
             found = tensor.stored.best(
-                block.id, list(tensor.kinds), origin.step, tensor.last, replays=tensor.kernel is not None
+                block.id, list(tensor.kinds), parameter.step, tensor.last, replays=tensor.kernel is not None
             )
             if found is not None:
                 step = next(iter(found.values())).step
-                counter = origin.counter + sum(origin.step < update.step <= step for update in tensor.updates)
+                counter = parameter.counter + sum(parameter.step < update.step <= step for update in tensor.updates)
                 return step, counter, block, found
-        if tensor.kernel is None and not all_steps_skipped(tensor.stream, origin.step, tensor.last):
+        if tensor.kernel is None and not all_steps_skipped(tensor.stream, parameter.step, tensor.last):
             raise InconsistentError(
-                f"parameter {origin.name}: the log has no states of it that lead from step {origin.step} to"
+                f"parameter {parameter.name}: the log has no states of it that lead from step {parameter.step} to"
                 f" {tensor.last}, and its optimizer cannot be replayed",
-                hint="take a step that was logged in full, or convert the base as it is",
+                hint="choose a step that was logged in full, or convert the base without --log",
             )
-        return origin.step, origin.counter, block, None
+        return parameter.step, parameter.counter, block, None
 
     def _load(self, step: int) -> None:
-        """Put blocks that begin at or before `step` in their places."""
+        """Load the blocks that start at or before `step`."""
         while self._waiting and self._waiting[0][0] <= step:
             _, counter, block, chains = self._waiting.pop(0)
-            self.stretch.step = counter
+            self.chunk.step = counter
             for kind, dtype in self.tensor.kinds.items():
                 self._load_state(block, kind, dtype, None if chains is None else chains[kind])
 
     def _load_state(self, block: LogBlock, kind: str, dtype: DType, chain: DiffChain | None) -> None:
-        atom = self.tensor.origins[block.parameter].atoms.get(kind)
-        low, high = max(block.offset, self.start), min(block.offset + block.count, self.stop)
-        inside = slice(low - block.offset, high - block.offset)
-        target = self._target(kind, dtype, made=chain is not None or atom is not None)
+        atom = self.tensor.base_parameters[block.parameter].atoms.get(kind)
+        start, stop = self.range_of(block)
+        inside = slice(self.start + start - block.offset, self.start + stop - block.offset)
+        target = self._target(kind, dtype, has_value=chain is not None or atom is not None)
         if target is None:
             return
-        place = target[low - self.start : high - self.start]
+        place = target[start:stop]
         if chain is not None:
             raw = np.ascontiguousarray(self._stored(block, dtype, atom, chain)[inside]).view(np.uint8)
             place.copy_(as_torch(raw, dtype))
@@ -167,7 +178,7 @@ class ChunkReplay:
             AtomReader(self.base, atom, flat=False).read_region(block.region.cut(inside.start, inside.stop), values)
 
     def _stored(self, block: LogBlock, dtype: DType, atom: Atom | None, chain: DiffChain) -> RawArray:
-        """A state of a block at the end of a chain of stored values, which may begin with the value in the base."""
+        """A state of a block at the end of a chain of logged values, which may start with the value in the base."""
         if chain.full is not None:
             return self.tensor.stored.follow(chain, None)
         bits = np.zeros(block.count, bits_type(dtype))
@@ -175,27 +186,25 @@ class ChunkReplay:
             AtomReader(self.base, atom, flat=False).read_region(block.region, bits.view(raw_dtype(atom.dtype)))
         return self.tensor.stored.follow(chain, bits)
 
-    def _target(self, kind: str, dtype: DType, *, made: bool) -> torch.Tensor | None:
-        """The tensor of a state, made where it should exist."""
+    def _target(self, kind: str, dtype: DType, *, has_value: bool) -> torch.Tensor | None:
+        """The tensor of a state, created unless the first update should do that."""
         import torch
 
-        if kind == PARAM:
-            return self.stretch.param
-        known = self.stretch.states.get(kind)
-        if known is None:
+        state = self.chunk.get(kind)
+        if state is None:
             kernel, updates = self.tensor.kernel, self.tensor.updates
             value = kernel.initial(kind, updates[0].hyper) if kernel and updates else 0.0
-            if value is None and not made:
+            if value is None and not has_value:
                 return None
-            known = torch.full((self.stop - self.start,), value or 0.0, dtype=torch_dtype(dtype))
-            self.stretch.states[kind] = known
-        return known
+            state = torch.full((self.stop - self.start,), value or 0.0, dtype=torch_dtype(dtype))
+            self.chunk.states[kind] = state
+        return state
 
     def _gradient(self, update: OptimizerUpdate) -> torch.Tensor:
-        """What the kernel saw. Good until the next one."""
+        """The gradient as the kernel was given it; valid until the next call."""
         import torch
 
-        dtype = self.stretch.param.dtype
+        dtype = self.chunk.param.dtype
         read = self._gradients.read(self.tensor.stream, update.step, dtype if update.scale is None else torch.float32)
         return consumed(read, update.scale, dtype)
 
@@ -215,36 +224,36 @@ def computed_file_name(epoch: int, stream: int, tensor: int, last: int) -> str:
     return f"{COMPUTED}epoch-{epoch:06d}/stream-{stream:05d}/tensor-{tensor:04d}@{last}"
 
 
-ChunkBytes = dict[str, memoryview]  # the bytes of every state of a stretch
+ChunkBytes = dict[str, memoryview]  # the bytes of every state of a chunk
 
 
 class ReplayedFiles:
-    """The computed files of one span of a log. Keeps a few stretches; threads that want the same one wait for it."""
+    """The computed files of one span of a log. Keeps a few chunks; threads that need the same one wait for it."""
 
     def __init__(
         self, base: SourceFiles, tensors: Sequence[ReplayedTensor], identity: str, inner: ComputedFiles | None
     ) -> None:
-        """`inner` has the computed files of older spans, on which these are built."""
+        """`inner` has the computed files of earlier spans, which the base consists of."""
         self.identity = identity
         self._base = base
         self.inner = inner
-        self._places = {f"{tensor.file}/{kind}": (tensor, kind) for tensor in tensors for kind in tensor.kinds}
+        self._states = {f"{tensor.file}/{kind}": (tensor, kind) for tensor in tensors for kind in tensor.kinds}
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, int], Future[ChunkBytes]] = OrderedDict()
-        self._kept_bytes = settings.REPLAY_CACHE_BYTES  # at most, or four stretches
+        self._kept_bytes = settings.REPLAY_CACHE_BYTES  # at most, or four chunks
         self.replayed = 0  # elements times updates, so far
         weakref.finalize(self, base.close)
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         """As `ComputedFiles.read_into`."""
-        place = self._places.get(file)
-        if place is None:
+        found = self._states.get(file)
+        if found is None:
             if self.inner is None:
                 raise AssertionError(f"{file} is not computed here")
             self.inner.read_into(file, offset, target)
             return
-        tensor, kind = place
-        size = tensor.chunk * tensor.kinds[kind].itemsize
+        tensor, kind = found
+        size = tensor.chunk_numel * tensor.kinds[kind].itemsize
         done = 0
         while done < len(target):
             number, start = divmod(offset + done, size)
@@ -254,8 +263,8 @@ class ReplayedFiles:
             done += len(some)
 
     def before_fork(self) -> bool:
-        """As `ForkableFiles.before_fork`: torch and operators are loaded once and not by every fork."""
-        tensors = [tensor for tensor, _ in self._places.values()]
+        """As `ForkableFiles.before_fork`: load torch and operators once, and not in every fork."""
+        tensors = [tensor for tensor, _ in self._states.values()]
         if self._base.is_remote or any(tensor.stream.is_remote for tensor in tensors):
             return False
         import torch  # noqa: F401
@@ -268,7 +277,7 @@ class ReplayedFiles:
         """As `ForkableFiles.in_fork`."""
         import torch
 
-        # Also because the threads that torch computes in, where it has begun to, were not forked with us.
+        # Threads that torch had started do not exist in the fork.
         torch.set_num_threads(1)
         self._kept_bytes = settings.REPLAY_CACHE_BYTES // workers
         if isinstance(self.inner, ForkableFiles):
@@ -295,7 +304,7 @@ class ReplayedFiles:
         return future.result()
 
     def _evict(self, tensor: ReplayedTensor) -> None:
-        nbytes = sum(dtype.itemsize for dtype in tensor.kinds.values()) * min(tensor.chunk, tensor.numel)
+        nbytes = sum(dtype.itemsize for dtype in tensor.kinds.values()) * min(tensor.chunk_numel, tensor.numel)
         room = max(4, self._kept_bytes // max(1, nbytes))
         for key in list(self._kept):
             if len(self._kept) <= room:
@@ -308,6 +317,6 @@ class ReplayedFiles:
 
         with torch.no_grad():
             replay = ChunkReplay(tensor, number, self._base)
-            stretch = replay.run(tensor.last)
-        self.replayed += replay.taken * stretch.param.numel()
+            chunk = replay.run(tensor.last)
+        self.replayed += replay.update_count * chunk.param.numel()
         return {kind: tensor_bytes(replay.tensor_of(kind)) for kind in tensor.kinds}

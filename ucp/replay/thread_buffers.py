@@ -1,6 +1,6 @@
-"""Memory that a thread uses again and again while it replays: to ask the system for it anew costs as much as an update.
+"""Memory that a thread reuses while it replays: allocating it anew would cost as much as an update.
 
-There is one piece for each use and thread, as large as the largest that was asked for.
+There is one buffer per use and thread, as large as the largest request so far.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ if TYPE_CHECKING:
     import torch
 
 
-_VIEWS: Final = 64  # that are kept: making one takes longer than looking it up
+_CACHED_VIEWS: Final = 64  # creating a view takes longer than looking it up
 
 
-class _ThreadScratch(threading.local):
+class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
-        self.pieces: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self.views: dict[tuple[str, torch.dtype, int], torch.Tensor] = {}  # of their first elements
-        self.room: ReusedBuffer | None = None
+        self.read_buffer: ReusedBuffer | None = None
 
 
-_BUFFERS = _ThreadScratch()
+_BUFFERS = _ThreadBuffers()
 
 
 def scratch_tensor(use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor of `numel` elements with any values, good until the same thread asks for the same use and type."""
+    """An uninitialized flat tensor, valid until the same thread asks for the same use and dtype again."""
     view = _BUFFERS.views.get((use, dtype, numel))
     if view is not None:
         return view
-    held = _BUFFERS.pieces.get((use, dtype))
-    if held is None or held.numel() < numel:
+    tensor = _BUFFERS.tensors.get((use, dtype))
+    if tensor is None or tensor.numel() < numel:
         import torch
 
-        held = _BUFFERS.pieces[use, dtype] = torch.empty(numel, dtype=dtype)
-        _BUFFERS.views.clear()  # they would keep what was there before
-    elif len(_BUFFERS.views) >= _VIEWS:
+        tensor = _BUFFERS.tensors[use, dtype] = torch.empty(numel, dtype=dtype)
+        _BUFFERS.views.clear()  # views would keep the old tensor alive
+    elif len(_BUFFERS.views) >= _CACHED_VIEWS:
         _BUFFERS.views.clear()
-    view = _BUFFERS.views[use, dtype, numel] = held[:numel]
+    view = _BUFFERS.views[use, dtype, numel] = tensor[:numel]
     return view
 
 
 class ReusedBuffer:
     """Bytes to read into, and the same bytes as tensors.
 
-    They begin a page, because some processors take several times as long for a copy between places that differ by a
-    few bytes in their offset within a page, which what malloc gives and the pages of a file often do.
+    The buffer is page-aligned: some processors copy several times slower if source and destination differ by a few
+    bytes in their offset within a page, as memory from malloc and the pages of a file often do.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -61,10 +61,10 @@ class ReusedBuffer:
         self._pieces: dict[int, tuple[RawArray, memoryview]] = {}
 
     def piece(self, nbytes: int) -> tuple[RawArray, memoryview]:
-        """As `Memory.piece`: the first bytes, always the same objects for the same number of them."""
+        """As `ReadBuffer.piece`: the first bytes, always the same objects for the same number of bytes."""
         piece = self._pieces.get(nbytes)
         if piece is None:
-            if len(self._pieces) >= _VIEWS:
+            if len(self._pieces) >= _CACHED_VIEWS:
                 self._pieces.clear()
             part = self.array[:nbytes] if nbytes <= len(self.array) else np.empty(nbytes, np.uint8)
             piece = part, part.data
@@ -73,25 +73,25 @@ class ReusedBuffer:
         return piece
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first elements. It is the caller's to change until the room is asked for again."""
+        """The first elements, which the caller may change until the buffer is requested again."""
         view = self._views.get((dtype, numel))
         if view is None:
             import torch
 
-            if len(self._views) >= _VIEWS:
+            if len(self._views) >= _CACHED_VIEWS:
                 self._views.clear()
             view = self._views[dtype, numel] = torch.from_numpy(self.array).view(dtype)[:numel]
         return view
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Are these the first elements?"""
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Does a tensor start at the buffer's first byte?"""
         address: int = tensor.data_ptr()
         return address == self._address
 
 
 def reused_buffer(nbytes: int) -> ReusedBuffer:
-    """The thread's room, of at least so many bytes; good until the thread asks for it again."""
-    held = _BUFFERS.room
-    if held is None or len(held.array) < nbytes:
-        held = _BUFFERS.room = ReusedBuffer(nbytes)
-    return held
+    """The thread's buffer, of at least `nbytes` bytes; valid until the thread asks for it again."""
+    buffer = _BUFFERS.read_buffer
+    if buffer is None or len(buffer.array) < nbytes:
+        buffer = _BUFFERS.read_buffer = ReusedBuffer(nbytes)
+    return buffer

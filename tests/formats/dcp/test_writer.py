@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 import ucp
 import ucp.api
 from tests.formats.dcp.saving import flat, load_all, same, save, small_state
+from tests.paths import FIXTURES
 from ucp import settings
 from ucp.core.box import Box
 from ucp.core.coverage import coverage
 from ucp.errors import UsageError
 from ucp.formats.dcp import writer
-
-FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ const partitionMap = (() => {
       if (rank < first || rank > last) continue;
       const position = positionOf(fragments[0], state.shape);
       context.fillStyle = position < 0 ? color('whole') : rampColor(position);
-      // On whole pixels, so that there is no seam between neighbours.
+      // On whole pixels, so that neighbours leave no seam.
       const x = Math.round(toX(rank));
       context.fillRect(x, y + 1, Math.max(1, Math.round(toX(rank + 1)) - x - gap), ROW - 2);
     }

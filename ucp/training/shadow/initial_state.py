@@ -310,7 +310,7 @@ def _in_the_same_layout(state: ShadowState, base: Path, manifest: EpochManifest)
         return None
     for tensor in state.tensors:
         for replay in tensor.replays:
-            replay.stretch.resumed_at = replay.stretch.step
+            replay.chunk.resumed_at = replay.chunk.step
     again = ShadowState(
         *(manifest, state.step, state.tensors, state.labels, state.recent, state.aux, state.share, state.buffers)
     )

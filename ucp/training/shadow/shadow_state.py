@@ -68,8 +68,8 @@ class StateChange:
         """Put them in their place. The stretch must be nobody else's."""
         import torch
 
-        stretch = self.replay.stretch
-        held = stretch.param if self.kind == PARAM else stretch.states.get(self.kind)
+        stretch = self.replay.chunk
+        held = stretch.get(self.kind)
         if held is None:
             held = stretch.states[self.kind] = torch.zeros(len(stretch.param), dtype=torch_dtype(self.dtype))
         held[self.low : self.high] = as_torch(np.ascontiguousarray(self.bits).view(np.uint8), self.dtype)
@@ -104,22 +104,22 @@ class TensorState:
         self.group = stream.schema.tensors[tensor.index].group
         self.kernel = tensor.kernel
         self.numel = tensor.numel
-        self.chunk = tensor.chunk
+        self.chunk_numel = tensor.chunk_numel
         self.held = held
         self.first_block = tensor.blocks[0].id if tensor.blocks else -1
         self.blocks = [b for b in tensor.blocks if b.offset < held[1] and b.offset + b.count > held[0]]
-        self.is_padded = any(tensor.origins[b.parameter].is_padded(b.region) for b in tensor.blocks)
-        self.names = [origin.name for origin in tensor.origins.values()]
+        self.is_padded = any(tensor.base_parameters[b.parameter].is_padded(b.region) for b in tensor.blocks)
+        self.names = [origin.name for origin in tensor.base_parameters.values()]
         self.own: dict[str, ShadowValue] = {}  # states with shapes of their own, of a log of states
         self.set_at: int | None = None  # the step whose values were taken last, where it is a log of states
         self.replays = []
         live = replace(tensor, stream=stream, updates=())
-        for number in range(held[0] // tensor.chunk, -(-held[1] // tensor.chunk)):
+        for number in range(held[0] // tensor.chunk_numel, -(-held[1] // tensor.chunk_numel)):
             replay = ChunkReplay(tensor, number, base)
             with torch.no_grad():
                 replay.run(tensor.last)
             if fresh:
-                replay.stretch.resumed_at = replay.stretch.step
+                replay.chunk.resumed_at = replay.chunk.step
             replay.tensor = live
             self.replays.append(replay)
 
@@ -131,14 +131,14 @@ class TensorState:
     @property
     def counter(self) -> int:
         """Updates that the optimizer has counted; of a log of states that is a state like any other, and 0 here."""
-        return 0 if self.kernel is None else max((replay.stretch.step for replay in self.replays), default=0)
+        return 0 if self.kernel is None else max((replay.chunk.step for replay in self.replays), default=0)
 
     @property
     def kinds(self) -> dict[str, str]:
         """The states that there are, with the names of their types; the tensor itself first."""
-        found = {PARAM: self.replays[0].stretch.param} if self.replays else {}
+        found = {PARAM: self.replays[0].chunk.param} if self.replays else {}
         for replay in self.replays:
-            found.update(replay.stretch.states)
+            found.update(replay.chunk.states)
         return {kind: str(tensor.dtype).removeprefix("torch.") for kind, tensor in found.items()}
 
     def update_in(self, arrived: ReceivedStep, constants: Mapping[str, Any]) -> OptimizerUpdate | None:
@@ -186,12 +186,11 @@ class TensorState:
         self, block: LogBlock, kind: str, dtype: DType, bits: Bits, *, is_difference: bool = False
     ) -> Iterator[StateChange]:
         for replay in self.replays:
-            low, high = max(block.offset, replay.start), min(block.offset + block.count, replay.stop)
+            low, high = replay.range_of(block)
             if low >= high:
                 continue
-            some = bits[low - block.offset : high - block.offset]
-            low, high = low - replay.start, high - replay.start
-            held = replay.stretch.param if kind == PARAM else replay.stretch.states.get(kind)
+            some = bits[replay.start + low - block.offset : replay.start + high - block.offset]
+            held = replay.chunk.get(kind)
             if (held is None and is_difference) or (held is not None and held.dtype != torch_dtype(dtype)):
                 raise InconsistentError(
                     f"stream {self.stream.number}, optimizer tensor {self.index}: the job logs {kind} as {dtype}, the"
@@ -225,12 +224,9 @@ class TensorState:
         """XXH3-128 over the blocks of a state end to end; None where it has no such state."""
         running = xxhash.xxh3_128()
         for replay in self.replays:
-            held = replay.stretch.param if kind == PARAM else replay.stretch.states.get(kind)
-            if held is None:
+            if replay.chunk.get(kind) is None:
                 return None
-            for block in replay.blocks:
-                low, high = max(block.offset, replay.start), min(block.offset + block.count, replay.stop)
-                running.update(tensor_bytes(held[low - replay.start : high - replay.start]))
+            replay.add_to_digest(running, kind)
         return running.hexdigest()
 
 
@@ -257,7 +253,7 @@ class StateSnapshot:
         self._values: dict[StateKey, ShadowValue] = {(*place, BUFFER): value for place, value in buffers.items()}
         for place, tensor in self._tensors.items():
             self._values.update({(*place, OWN + kind): value for kind, value in tensor.own.items()})
-        self.stretches = {id(replay): replay.stretch for tensor in tensors for replay in tensor.replays}
+        self.stretches = {id(replay): replay.chunk for tensor in tensors for replay in tensor.replays}
         self.close = close
 
     def read_into(self, place: StateKey, offset: int, target: memoryview) -> None:
@@ -280,7 +276,7 @@ class StateSnapshot:
             raise _out_of_range(place, offset, len(target))
         done = 0
         while done < len(target):
-            number, start = divmod(offset + done - tensor.held[0] * size, tensor.chunk * size)
+            number, start = divmod(offset + done - tensor.held[0] * size, tensor.chunk_numel * size)
             data = tensor_bytes(self._tensor(tensor.replays[number], kind))
             some = data[start : start + len(target) - done]
             target[done : done + len(some)] = some
@@ -392,8 +388,8 @@ class ShadowState:
 
     def _unshare(self, replay: ChunkReplay) -> None:
         """Leave a stretch to the snapshots that read it, and go on with a copy."""
-        if any(snapshot.stretches.get(id(replay)) is replay.stretch for snapshot in self._snapshots):
-            replay.stretch = _copy_chunk(replay.stretch)
+        if any(snapshot.stretches.get(id(replay)) is replay.chunk for snapshot in self._snapshots):
+            replay.chunk = _copy_chunk(replay.chunk)
 
     def _update(self, replay: ChunkReplay, update: OptimizerUpdate) -> None:
         import torch
@@ -404,9 +400,9 @@ class ShadowState:
         with torch.no_grad():
             for kind in kernel.kinds(update.hyper):
                 value = kernel.initial(kind, update.hyper)
-                if kind not in replay.stretch.states and value is not None:
-                    replay.stretch.states[kind] = torch.full_like(replay.stretch.param, value)
-            replay.take(update)
+                if kind not in replay.chunk.states and value is not None:
+                    replay.chunk.states[kind] = torch.full_like(replay.chunk.param, value)
+            replay.apply(update)
 
     def compare(self, stream: int, digests: Iterable[StateDigest]) -> None:
         """Compare the state with digests that the job took after this very step.
@@ -444,7 +440,7 @@ class ShadowState:
     @property
     def nbytes(self) -> int:
         """Bytes of all states, and of what snapshots keep beside them."""
-        stretches = {id(replay.stretch): replay.stretch for tensor in self.tensors for replay in tensor.replays}
+        stretches = {id(replay.chunk): replay.chunk for tensor in self.tensors for replay in tensor.replays}
         for snapshot in self._snapshots:
             stretches.update({id(stretch): stretch for stretch in snapshot.stretches.values()})
         states: int = sum(

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ucp.core.checkpoint import COMPUTED, WEIGHT, Atom, Checkpoint, ComputedFiles, Fragment, Note, Parameter
+from ucp.core.checkpoint import COMPUTED, Checkpoint, ComputedFiles, Note, Parameter
 from ucp.core.dtypes import BY_NAME
-from ucp.core.region import Region
 from ucp.errors import NotUnderstoodError
 from ucp.log.epoch_manifest import EpochManifest
 from ucp.log.payloads import StepRecord
@@ -21,6 +20,7 @@ from ucp.log.stream_recovery import LoggedStep, StreamScan
 from ucp.log.stream_schema import BUFFER, StreamSchema
 from ucp.replay.at_step import ReplayedState, with_labels
 from ucp.replay.exactness import BUFFERS_NOT_LOGGED, ApproximationLabel, find_kernel
+from ucp.replay.logged_states import set_buffer, shaped_atom
 from ucp.replay.logged_updates import OptimizerUpdate
 from ucp.replay.non_tensor_state import advance_extras
 from ucp.replay.replay_index import SpanBuilder
@@ -103,7 +103,9 @@ def assemble(base: Checkpoint, told: Mapping[str, Any], files: ComputedFiles) ->
     ]
     parameters = builder.parameters(tensors)
     _put_own(parameters, tensors, told["own"])
-    _put_buffers(parameters, manifest, told["buffers"])
+    for stream, number, dtype in told["buffers"]:
+        name = manifest.buffers[manifest.stream(stream).buffers[number].parameter].name
+        set_buffer(parameters, name, f"{file_name(stream, number)}/{BUFFER}", BY_NAME[dtype])
     notes = [*base.notes, *(Note("buffers", n) for n in manifest.notes if n.startswith(BUFFERS_NOT_LOGGED))]
     after = replace(base, parameters=parameters, step=step, steps={}, notes=notes, computed=files)
     if records:
@@ -118,42 +120,28 @@ def _put_own(parameters: dict[str, Parameter], tensors: Sequence[ReplayedTensor]
     first: dict[str, tuple[int, int]] = {}
     for tensor in tensors:
         for block in tensor.blocks:
-            first.setdefault(tensor.origins[block.parameter].name, (tensor.stream.number, tensor.index))
+            first.setdefault(tensor.base_parameters[block.parameter].name, (tensor.stream.number, tensor.index))
     own: dict[tuple[int, int], list[Any]] = {}
     for stream, index, *rest in told:
         own.setdefault((int(stream), int(index)), []).append(rest)
     for name, place in first.items():
-        held = parameters[name]
-        atoms = dict(held.atoms)
+        parameter = parameters[name]
+        atoms = dict(parameter.atoms)
         for kind, shape, dtype, inline in own.get(place, ()):
-            file, whole = f"{file_name(*place)}/{OWN}{kind}", Region.all_of(tuple(map(int, shape)))
             data = None if inline is None else bytes.fromhex(inline)
-            fragment = Fragment(whole, file if data is None else "", 0, BY_NAME[dtype], inline=data)
-            atoms[kind] = Atom(name, kind, tuple(shape), BY_NAME[dtype], (fragment,), computed=data is None)
-        parameters[name] = replace(held, atoms=atoms)
-
-
-def _put_buffers(parameters: dict[str, Parameter], manifest: EpochManifest, told: Sequence[Any]) -> None:
-    """Buffers as they are after the step."""
-    for stream, number, dtype in told:
-        name = manifest.buffers[manifest.stream(stream).buffers[number].parameter].name
-        held = parameters.get(name)
-        atom = None if held is None else held.atoms.get(WEIGHT)
-        if held is None or atom is None:
-            continue  # left out of the base
-        fragment = Fragment(Region.all_of(atom.shape), f"{file_name(stream, number)}/{BUFFER}", 0, BY_NAME[dtype])
-        now = replace(atom, fragments=(fragment,), replicas=(), combine="copy", computed=True)
-        parameters[name] = replace(held, atoms={**held.atoms, WEIGHT: now})
+            file, whole = f"{file_name(*place)}/{OWN}{kind}", tuple(map(int, shape))
+            atoms[kind] = shaped_atom(name, kind, whole, BY_NAME[dtype], file=file, inline=data)
+        parameters[name] = replace(parameter, atoms=atoms)
 
 
 def _with_description(tensor: ReplayedTensor, step: int, counter: int, kinds: Mapping[str, str]) -> ReplayedTensor:
     """A tensor with the states and the count that the shadow has of it."""
-    origins = {number: replace(origin, step=step, counter=counter) for number, origin in tensor.origins.items()}
+    origins = {number: replace(origin, step=step, counter=counter) for number, origin in tensor.base_parameters.items()}
     return replace(
         tensor,
         file=file_name(tensor.stream.number, tensor.index),
         kinds={kind: BY_NAME[dtype] for kind, dtype in kinds.items()},
-        origins=origins,
+        base_parameters=origins,
         updates=[OptimizerUpdate(step, {}, None, counter)] if counter else [],
     )
 
