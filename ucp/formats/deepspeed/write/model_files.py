@@ -21,7 +21,7 @@ from ucp.formats.deepspeed.write.source_extras import adjusted_config
 from ucp.formats.deepspeed.write.state_tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
 from ucp.formats.deepspeed.write.target_layout import TargetLayout, parse_layer_name
 from ucp.formats.output_files import missing_weight_error
-from ucp.formats.sharded.slicer import UNKNOWN_ORIGIN
+from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN
 
 
 class ModelFiles:
@@ -239,7 +239,7 @@ def _with_replicated_patterns(layout: TargetLayout, info: dict[str, Any]) -> dic
         _pattern(parameter)
         for parameter in _trained(layout)
         if parameter.rule.cut == "replicated"
-        and parameter.rule_origin != UNKNOWN_ORIGIN
+        and parameter.rule_origin != ONE_RANK_ORIGIN
         and (stored := book.find(parameter.name)) is not None
         and stored.origin == DEFAULT_ORIGIN
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -17,9 +17,16 @@ from ucp.core.mesh import Mesh
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, split_expert_name
 from ucp.formats.deepspeed.write.source_extras import SourceExtras
-from ucp.formats.output_files import missing_weight_error
 from ucp.formats.registry import WriteOptions
-from ucp.formats.sharded.slicer import ParamSlicer, TargetSlice
+from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN
+from ucp.formats.sharded.slicer import (
+    ParamSlicer,
+    TargetSlice,
+    master_atom,
+    no_rule_error,
+    weight_atom,
+    with_vocab_padding,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class TargetLayout:
         self.dtype = dtype or self.extras.model_dtype
         self.recast = dtype is not None and dtype != self.extras.model_dtype
         self.slicer = ParamSlicer(source, mesh.tp, options.vocab_size, options.like, self.extras.vocab_multiple)
-        self.slicer.check()
+        self._check_rules()
         # DeepSpeed does not run a PipelineModule with ZeRO 2 and 3: the layers become a plain module.
         self.pipeline = SourcePipeline.of(source) if mesh.zero < 2 else None
         self.stages = assign_stages(source, mesh.pp, options.first_layers, options.like)
@@ -60,6 +67,18 @@ class TargetLayout:
         self._states: dict[tuple[str, str], Atom | None] = {}
         self.lost_padding: set[str] = set()  # vocabularies whose padding rows the source no longer has
         _check_mesh(source, mesh, bool(self._per_rank))
+
+    def _check_rules(self) -> None:
+        """Refuse a tensor-parallel degree for which a parameter has no rule, or which does not divide it."""
+        if self.mesh.tp == 1:
+            return
+        parameters = self.source.parameters.values()
+        needed = [p for p in parameters if p.role != "buffer" and p.rule.cut == "replicated"]
+        unknown = [p.name for p in needed if p.rule_origin == ONE_RANK_ORIGIN]
+        if unknown and self.source.mesh.tp == 1:
+            raise no_rule_error(unknown, self.mesh.tp)
+        for parameter in parameters:
+            self.slicer.local(parameter, 0)
 
     def _expert_counts(self) -> dict[str, int]:
         return experts_per_layer(name for name, p in self.source.parameters.items() if p.expert is not None)
@@ -169,12 +188,12 @@ class TargetLayout:
         """The weight of the target's module: the stored one, or the master rounded to the module's dtype."""
         if parameter.name not in self._weights:
             stored = parameter.atoms.get(WEIGHT)
-            master = parameter.atoms.get(MASTER)
             if parameter.role == "buffer" or (stored is not None and not self.recast):
                 found = stored
             else:
-                best = master or stored
-                found = best and replace(best, kind=WEIGHT, dtype=self.dtype if _is_float(best) else best.dtype)
+                precise = parameter.atoms.get(MASTER, stored)
+                is_float = precise is not None and precise.dtype.family == "float"
+                found = weight_atom(parameter, self.dtype) if is_float else precise
             if found is None:
                 return None
             self._weights[parameter.name] = self._with_padding(parameter, found)
@@ -183,11 +202,7 @@ class TargetLayout:
     def master(self, parameter: Parameter) -> Atom:
         """The master weight: the stored one, or the weight if there is no master."""
         if parameter.name not in self._masters:
-            best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
-            if best is None:
-                raise missing_weight_error(parameter)
-            best = best if best.kind == MASTER else replace(best, kind=MASTER, dtype=FLOAT32)
-            self._masters[parameter.name] = self._with_padding(parameter, best)
+            self._masters[parameter.name] = self._with_padding(parameter, master_atom(parameter))
         return self._masters[parameter.name]
 
     def state(self, parameter: Parameter, kind: str) -> Atom | None:
@@ -202,18 +217,13 @@ class TargetLayout:
         return lambda member: self.state(member.parameter, kind)
 
     def _with_padding(self, parameter: Parameter, atom: Atom) -> Atom:
-        """The atom with the padding rows of its vocabulary, if the source's files contain them.
-
-        The rows take part in the softmax, so training continues bit for bit only with them. Atoms on disk do not have
-        them: then they become zeros, and a note reports it.
-        """
-        padded = parameter.padded_shape
-        if padded is None or parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
+        """Return the atom with the padding rows of its vocabulary; remembers parameters that no longer have them."""
+        if parameter.padded_shape is None or parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
             return atom
-        if sum(fragment.region.numel for fragment in atom.fragments) >= prod(padded):
-            return replace(atom, shape=padded)
-        self.lost_padding.add(parameter.name)
-        return atom
+        padded = with_vocab_padding(parameter, atom)
+        if padded is atom:
+            self.lost_padding.add(parameter.name)
+        return padded
 
 
 def round_robin(count: int, ranks: int) -> list[int]:
@@ -225,10 +235,6 @@ def _group_hyper_parameters(hyper: dict[str, Any], degree: int) -> dict[str, Any
     """The hyper-parameters of a group whose experts have this expert-parallel degree (0: no experts)."""
     hyper = {key: value for key, value in hyper.items() if key != "params"}
     return {**hyper, "name": f"ep_size_{degree}"} if degree and group_expert_degree(hyper) else hyper
-
-
-def _is_float(atom: Atom) -> bool:
-    return atom.dtype.family == "float"
 
 
 def _experts_per_rank(count: int, ep: int, layer: str) -> int:

@@ -1,7 +1,4 @@
-"""Optimizer trees: the groups of the target's optimizers, and the states of the plain mixed-precision one.
-
-The distributed optimizer's flat buffers for the target's ranks, and the regions of atoms that fill them.
-"""
+"""The optimizers of the target: their groups, the states of the plain one, and the buffers of the distributed one."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from ucp.formats.megatron.write.target_model import NamedTensor, TargetModel
 from ucp.storage.local import SourceFiles
 
 _EXPERTS: Final = "is_expert_parallel"
-_TORCH_ONLY: Final = "foreach"  # a setting that torch's optimizers have and the fused ones have not
+_TORCH_ONLY: Final = "foreach"  # a setting of torch's optimizers that fused optimizers do not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +39,11 @@ class TargetParamGroup:
 
     hyper: dict[str, Any]
     names: frozenset[str]
-    step: Any  # what the source's group counts, or None
+    step: Any  # of the source's group, or None
 
     @property
     def counts_in_parameters(self) -> bool:
-        """Whether the optimizer keeps the step beside each parameter's state; fused optimizers keep it in the group."""
+        """Whether the optimizer keeps a step per parameter; fused optimizers keep one per group."""
         return _TORCH_ONLY in self.hyper
 
 
@@ -56,25 +53,26 @@ def has_expert_optimizer(arguments: JobArguments) -> bool:
 
 
 def target_optimizers(source: Checkpoint, arguments: JobArguments) -> list[list[TargetParamGroup]]:
-    """The groups of every optimizer of the chain: Muon's where there is one, then Adam's or whatever it is.
+    """Return the groups of every optimizer of the chain: Muon if the job has it, then Adam or another one.
 
-    Of each, that of dense parameters comes first, then that of experts where it is apart.
+    For each of them, the optimizer of dense parameters comes first, then that of experts if they have their own.
     """
-    apart = has_expert_optimizer(arguments)
+    has_own_optimizer = has_expert_optimizer(arguments)
     found: list[list[TargetParamGroup]] = []
     for muon in (True, False) if arguments.has_muon else (False,):
         chosen = [group for group in source.groups if is_muon_group(group.hyper, arguments) == muon]
         parts = [
-            _target_groups(chosen, experts if apart else None) for experts in ((False, True) if apart else (False,))
+            _target_groups(chosen, experts if has_own_optimizer else None)
+            for experts in ((False, True) if has_own_optimizer else (False,))
         ]
-        if muon and arguments.is_layer_wise:  # which keeps the groups of experts in one optimizer with the others
+        if muon and arguments.is_layer_wise:  # it has the groups of experts in the same optimizer
             parts = [[group for part in parts for group in part]]
         found += [parts[0], *(part for part in parts[1:] if part)]
     return found
 
 
 def _target_groups(chosen: Sequence[ParamGroup], experts: bool | None) -> list[TargetParamGroup]:
-    """The groups, with experts or the others in them alone; all where `experts` is None."""
+    """Return the groups with only the experts or only the other parameters; with all if `experts` is None."""
     groups: list[TargetParamGroup] = []
     for group in chosen:
         names = [name for name in group.names if experts is None or is_expert(name) == experts]
@@ -88,7 +86,7 @@ def _target_groups(chosen: Sequence[ParamGroup], experts: bool | None) -> list[T
 
 
 def _merge(groups: list[TargetParamGroup], new: TargetParamGroup) -> None:
-    """Groups of experts and of dense parameters are one where experts have no ranks of their own."""
+    """Add a group. Groups of experts and of dense parameters are one if experts have no ranks of their own."""
     for i, known in enumerate(groups):
         if known.hyper == new.hyper:
             groups[i] = TargetParamGroup(
@@ -99,42 +97,36 @@ def _merge(groups: list[TargetParamGroup], new: TargetParamGroup) -> None:
 
 
 def has_states(source: Checkpoint) -> bool:
-    """Whether there is an optimizer to write."""
+    """Whether the source has optimizer states to write."""
     return bool(source.groups) and any(
         kind not in (WEIGHT, MASTER) for parameter in source.parameters.values() for kind in parameter.atoms
     )
 
 
-def plain_tree(model: TargetModel, named_tensors: Sequence[NamedTensor], scaler: Any, files: SourceFiles) -> Any:
-    """The state of the optimizers of one rank as `state_dict` of the plain mixed-precision optimizer gives it."""
+def plain_tree(model: TargetModel, tensors: Sequence[NamedTensor], scaler: Any, files: SourceFiles) -> Any:
+    """Return the state of one rank's optimizers as the plain mixed-precision optimizer's `state_dict` has it."""
     chain = target_optimizers(model.source, model.job.arguments)
-    return _tree(model, chain, _members(chain, named_tensors), scaler, files)
+    return _tree(model, chain, _members(chain, tensors), scaler, files)
 
 
 def layer_wise_tree(
-    model: TargetModel, named_tensors: Sequence[NamedTensor], tp: int, dp: int, scaler: Any, files: SourceFiles
+    model: TargetModel, tensors: Sequence[NamedTensor], tp: int, dp: int, scaler: Any, files: SourceFiles
 ) -> Any:
-    """What data-parallel rank `dp` has of it, where whole parameters are dealt to such ranks."""
+    """Return the part of data-parallel rank `dp`, if whole parameters are assigned to such ranks."""
     chain = target_optimizers(model.source, model.job.arguments)
     groups = [group for optimizer in chain for group in optimizer]
-    hands = [
+    all_groups = [
         LayerWiseGroup(mine, group.hyper.get(_EXPERTS) is True)
-        for group, mine in zip(groups, _members(chain, named_tensors), strict=True)
+        for group, mine in zip(groups, _members(chain, tensors), strict=True)
     ]
-    mine = layer_wise_members(hands, lambda named_tensor: named_tensor.tensor.numel, tp, dp, model.job.arguments)
+    mine = layer_wise_members(all_groups, lambda named: named.tensor.numel, tp, dp, model.job.arguments)
     return _tree(model, chain, mine, scaler, files)
 
 
-def _members(
-    chain: Sequence[Sequence[TargetParamGroup]], named_tensors: Sequence[NamedTensor]
-) -> list[list[NamedTensor]]:
-    """The tensors of a rank in each group of all optimizers."""
+def _members(chain: Sequence[Sequence[TargetParamGroup]], tensors: Sequence[NamedTensor]) -> list[list[NamedTensor]]:
+    """Return the tensors of a rank in each group of all optimizers."""
     return [
-        [
-            named_tensor
-            for named_tensor in named_tensors
-            if named_tensor.is_trained and named_tensor.tensor.packed_params[0].name in group.names
-        ]
+        [named for named in tensors if named.is_trained and named.tensor.packed_params[0].name in group.names]
         for groups in chain
         for group in groups
     ]
@@ -153,9 +145,9 @@ def _tree(
 
 
 def stateless_chain(model: TargetModel, scaler: Any, files: SourceFiles) -> list[dict[str, Any]]:
-    """What every optimizer of the chain has besides states that are kept elsewhere: groups, steps, the loss scaler.
+    """Return every optimizer of the chain without parameter states: groups, steps, the loss scaler.
 
-    That of the distributed optimizer with a mesh of ZeRO 1, else of the plain one.
+    In the form of the distributed optimizer if the mesh has ZeRO 1, else of the plain one.
     """
     return [_stateless(model, groups, scaler, files) for groups in target_optimizers(model.source, model.job.arguments)]
 
@@ -193,8 +185,8 @@ def _optimizer_tree(
         numbers = list(range(number, number + len(mine)))
         number += len(mine)
         step = step_of(model.source, group, files)
-        for i, named_tensor in zip(numbers, mine, strict=True):
-            table = _param_state(model, named_tensor, group, step)
+        for i, named in zip(numbers, mine, strict=True):
+            table = _param_state(model, named, group, step)
             if table:
                 state[i] = table
         counted = {STEP: step} if not group.counts_in_parameters and step is not None else {}
@@ -212,17 +204,17 @@ def is_mixed(model: TargetModel) -> bool:
     return model.dtype != FLOAT32
 
 
-def _param_state(model: TargetModel, named_tensor: NamedTensor, group: TargetParamGroup, step: Any) -> dict[str, Any]:
+def _param_state(model: TargetModel, named: NamedTensor, group: TargetParamGroup, step: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
-    parameter = named_tensor.parameter
+    parameter = named.parameter
     for kind, atom in parameter.atoms.items():
         if kind in (WEIGHT, MASTER, STEP):
             continue
         if atom.shape == () and parameter.shape != ():
             scalars[kind] = _scalar(atom)
             continue
-        tensor = model.tensor(named_tensor, kind)
+        tensor = model.tensor(named, kind)
         if tensor is not None:
             table[kind] = tensor
     if table and group.counts_in_parameters:
@@ -238,36 +230,36 @@ def _scalar(atom: Atom) -> NewTensor:
     return new_tensor(atom.dtype, (), RegionContent(atom, Region.all_of(())))
 
 
-def _masters(model: TargetModel, named_tensors: Sequence[NamedTensor]) -> Iterator[NewTensor]:
-    """The masters of a group; parameters that the module keeps in single precision have none."""
-    for named_tensor in named_tensors:
-        weight = model.atom(named_tensor.tensor.packed_params[0].name, WEIGHT)
+def _masters(model: TargetModel, tensors: Sequence[NamedTensor]) -> Iterator[NewTensor]:
+    """Yield the masters of a group; parameters that the module has in single precision have none."""
+    for named in tensors:
+        weight = model.atom(named.tensor.packed_params[0].name, WEIGHT)
         if weight is not None and weight.dtype == FLOAT32:
             continue
-        master = model.tensor(named_tensor, MASTER, _attributes(model, named_tensor))
+        master = model.tensor(named, MASTER, _attributes(model, named))
         assert master is not None
         yield master
 
 
-def _attributes(model: TargetModel, named_tensor: NamedTensor) -> dict[str, Any]:
-    """What Megatron sets on its parameters and copies to their masters: how they are cut."""
-    rule = model.wholes[named_tensor.parameter.name].rule
-    cut = rule.cut in ("split", "vocab")
-    dim = rule.dim if cut else -1
-    first = named_tensor.tensor.packed_params[0]
-    gated = ".linear_fc1." in first.name  # the only fused matrices that Megatron marks
+def _attributes(model: TargetModel, named: NamedTensor) -> dict[str, Any]:
+    """Return the attributes that Megatron sets on parameters and copies to their masters: how they are split."""
+    rule = model.params[named.parameter.name].rule
+    is_split = rule.cut in ("split", "vocab")
+    dim = rule.dim if is_split else -1
+    first = named.tensor.packed_params[0]
+    is_gated = ".linear_fc1." in first.name  # the only fused matrices that Megatron marks as such
     marks = {
         "expert_tp": False,
         "is_qkv": False,
-        "tensor_model_parallel": cut,
-        "partition_dim": 1 - dim if cut and first.transposed else dim,
-        "partition_stride": len(rule.parts) if rule.parts and gated and not first.transposed else 1,
+        "tensor_model_parallel": is_split,
+        "partition_dim": 1 - dim if is_split and first.transposed else dim,
+        "partition_stride": len(rule.parts) if rule.parts and is_gated and not first.transposed else 1,
     }
-    return {**marks, "shared": True} if named_tensor.tensor.copy else marks
+    return {**marks, "shared": True} if named.tensor.copy else marks
 
 
 def step_of(source: Checkpoint, group: TargetParamGroup, files: SourceFiles) -> Any:
-    """The steps that a group has counted: its own number, or that of its first parameter."""
+    """Return the step of a group: its own number, or that of its first parameter."""
     if isinstance(group.step, (int, float)):
         return group.step
     for name in sorted(group.names):
@@ -284,13 +276,13 @@ def _number(parameter: Parameter, files: SourceFiles) -> float | int | None:
     return struct.unpack(code, data)[0] if code is not None else None
 
 
-# What the distributed optimizer keeps of every parameter, whatever it is: its name in files → the kind of atom.
+# States that the distributed optimizer keeps of every parameter: name in files → kind of atom.
 DISTRIBUTED_STATES: Final = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True)
 class GradBuffer:
-    """A gradient buffer of one rank: its tensors lie at the seats of `layout`; `key`: dtypes of weights and grads."""
+    """A gradient buffer of one rank, with the position of each tensor in `layout`; `key`: dtypes of weight and grad."""
 
     key: tuple[DType, DType]
     tensors: tuple[ModuleTensor, ...]
@@ -304,12 +296,12 @@ class TargetBuffers:
         self._model = model
         self._arguments = model.job.arguments
         self._trained = {
-            name: whole for name, whole in model.wholes.items() if model.source.parameters[name].role == "trained"
+            name: param for name, param in model.params.items() if model.source.parameters[name].role == "trained"
         }
         self._singles: dict[tuple[str, str], Atom] = {}
 
     def of(self, rank: ModuleRank, *, experts: bool | None) -> list[GradBuffer]:
-        """Those of a rank; with `experts` given, of its optimizer for experts or for everything else."""
+        """Return the buffers of a rank; `experts` selects its optimizer for experts or for everything else."""
         tensors = [
             tensor
             for tensor in module_tensors(rank, self._trained, self._arguments)
@@ -321,50 +313,53 @@ class TargetBuffers:
             found.append(GradBuffer((mine[0].dtype, _grad_dtype(mine[0].dtype, self._arguments)), tuple(mine), layout))
         return found
 
-    def contents(self, buffer: GradBuffer, state: str) -> Iterator[RegionContent | ZeroContent]:
-        """One state of a whole buffer as it lies on disk: bucket after bucket, with zeros in the gaps."""
+    def buffer_contents(self, buffer: GradBuffer, state: str) -> Iterator[RegionContent | ZeroContent]:
+        """Yield one state of a whole buffer as on disk: bucket after bucket, with zeros in the gaps."""
         at = 0
         for start, tensor in tensors_by_start(buffer):
             if start > at:
                 yield ZeroContent(start - at)
-            yield from self.fills(tensor, state)
+            yield from self.tensor_contents(tensor, state)
             at = start + tensor.numel
         if buffer.layout.numel > at:
             yield ZeroContent(buffer.layout.numel - at)
 
-    def fills(self, tensor: ModuleTensor, state: str) -> list[RegionContent]:
-        """One state of a tensor; the optimizer keeps all of them in single precision."""
-        fills = self._model.fills(tensor, DISTRIBUTED_STATES[state])
-        if fills is None:
+    def tensor_contents(self, tensor: ModuleTensor, state: str) -> list[RegionContent]:
+        """Return one state of a tensor; the optimizer keeps all of them in single precision."""
+        contents = self._model.contents(tensor, DISTRIBUTED_STATES[state])
+        if contents is None:
             raise UsageError(
                 f"{tensor.packed_params[0].name} has no '{state}': the distributed optimizer keeps Adam's states of"
                 " every parameter",
                 hint="use --optimizer plain",
             )
-        return [fill if fill.atom.dtype == FLOAT32 else replace(fill, atom=self._single(fill.atom)) for fill in fills]
+        return [
+            content if content.atom.dtype == FLOAT32 else replace(content, atom=self._single(content.atom))
+            for content in contents
+        ]
 
     def _single(self, atom: Atom) -> Atom:
         return self._singles.setdefault((atom.name, atom.kind), replace(atom, dtype=FLOAT32))
 
 
 def tensors_by_start(buffer: GradBuffer) -> list[tuple[int, ModuleTensor]]:
-    """The tensors of a buffer by where they start on disk, in elements."""
+    """Return the tensors of a buffer with their start on disk in elements, first one first."""
     starts = buffer.layout.starts
-    places = [starts[seat.bucket] + seat.start for seat in buffer.layout.bucket_ranges]
-    return sorted(zip(places, buffer.tensors, strict=True), key=lambda item: item[0])
+    begins = [starts[position.bucket] + position.start for position in buffer.layout.bucket_ranges]
+    return sorted(zip(begins, buffer.tensors, strict=True), key=lambda item: item[0])
 
 
-def gathered_tree(buffers: TargetBuffers, pp: int, held: FileRank, arguments: JobArguments) -> Any:
-    """`distrib_optim.pt` of one rank of stage `pp`: what all ranks that share a state have of it.
+def gathered_tree(buffers: TargetBuffers, pp: int, rank: FileRank, arguments: JobArguments) -> Any:
+    """Return `distrib_optim.pt` of one rank of stage `pp`: the state of all ranks that share it.
 
-    Where experts have ranks of their own there are two optimizers. A rank that is not the first of those that share the
-    state of one has None in place of it.
+    If experts have ranks of their own, there are two optimizers. Only the first of the ranks that share the state of an
+    optimizer writes it; the others write None.
     """
-    rank = ModuleRank(pp, held.tp, held.ep, held.etp)
+    module = ModuleRank(pp, rank.tp, rank.ep, rank.etp)
     if not has_expert_optimizer(arguments):
-        return _gathered_state(buffers, buffers.of(rank, experts=None))
-    dense = _gathered_state(buffers, buffers.of(rank, experts=False)) if held.leads_dense else None
-    experts = _gathered_state(buffers, buffers.of(rank, experts=True)) if held.leads_experts else None
+        return _gathered_state(buffers, buffers.of(module, experts=None))
+    dense = _gathered_state(buffers, buffers.of(module, experts=False)) if rank.leads_dense else None
+    experts = _gathered_state(buffers, buffers.of(module, experts=True)) if rank.leads_experts else None
     return [dense, experts]
 
 
@@ -373,14 +368,15 @@ def _gathered_state(buffers: TargetBuffers, found: Sequence[GradBuffer]) -> dict
     for number, buffer in enumerate(found):
         numel = buffer.layout.numel
         table: dict[str, Any] = {
-            state: new_tensor(FLOAT32, (numel,), *buffers.contents(buffer, state)) for state in DISTRIBUTED_STATES
+            state: new_tensor(FLOAT32, (numel,), *buffers.buffer_contents(buffer, state))
+            for state in DISTRIBUTED_STATES
         }
         tree[number] = {buffer.key: {**table, "numel_unpadded": numel}}
     return tree
 
 
 def _grad_dtype(dtype: DType, arguments: JobArguments) -> DType:
-    """The dtype in which gradients are summed up: Megatron does it in single precision for bfloat16, unless told."""
-    said = arguments.fields.get("accumulate_allreduce_grads_in_fp32")
-    single = said if isinstance(said, bool) else arguments.flag("bf16")
+    """Return the dtype in which gradients are accumulated: by default float32 for bfloat16."""
+    asked = arguments.fields.get("accumulate_allreduce_grads_in_fp32")
+    single = asked if isinstance(asked, bool) else arguments.flag("bf16")
     return FLOAT32 if single else dtype

@@ -1,6 +1,6 @@
-"""The distributed optimizer's state in its `dp_reshardable` flavour: every bucket of every buffer as a flat tensor.
+"""Writer of the `torch_dist` layout of megatron-core: whole tensors in blocks, which jobs of any layout load.
 
-Writes the `torch_dist` layout of megatron-core: whole tensors in blocks, which jobs of any layout load.
+With `dp_reshardable`, the distributed optimizer's state is written as every bucket of every buffer, a flat tensor each.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final
 from ucp.containers.distcp_writer import ArchiveFiles, ArchiveRange, MetadataTree
 from ucp.containers.torch_file_writer import RegionContent, ZeroContent, torch_file
 from ucp.containers.tree import with_tensors
-from ucp.core.box import Box, Shape, intersect
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter
+from ucp.core.box import Box, Shape, intersect, whole
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Note, Parameter
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.core.rules import slice_pieces
@@ -28,7 +28,7 @@ from ucp.formats.megatron.mcore_modules import expert_of, fused_matrix_parts, is
 from ucp.formats.megatron.rank_layout import ModuleRank, ModuleTensor
 from ucp.formats.megatron.write.legacy_writer import SCHEDULER, iteration_folder, padding_notes, tracker
 from ucp.formats.megatron.write.target_job import target_job
-from ucp.formats.megatron.write.target_model import StackPosition, TargetModel, position_in_stack
+from ucp.formats.megatron.write.target_model import TargetModel, position_in_stack
 from ucp.formats.megatron.write.target_optimizer import (
     DISTRIBUTED_STATES,
     GradBuffer,
@@ -42,26 +42,254 @@ from ucp.formats.registry import WriteOptions
 from ucp.storage.local import SourceFiles
 
 _Content = RegionContent | ZeroContent
+_METADATA: Final = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(slots=True)
+class _GrowingTensor:
+    """A tensor under one key, to which parameters are added."""
+
+    shape: Shape
+    dtype: DType
+    capacity: int  # parameters that it has when it is complete
+    params: int = 0
+    chunks: list[tuple[Box, ArchiveRange]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _ParamBlock:
+    """A block of a parameter that is stored as a tensor of its own, and the suffix of its key."""
+
+    suffix: str
+    box: Box
+
+
+class TorchDistWriter:
+    """Lays out the source as a folder of megatron-core's `dist_checkpointing`.
+
+    Any job loads it. The requested layout determines how tensors are split into blocks, so that each of its ranks only
+    reads its own, and for which ranks there are random states.
+    """
+
+    def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
+        self.source = source
+        self.carried = MegatronExtras(source)
+        self.job = target_job(source, self.carried, options)
+        self.mesh = self.job.mesh
+        self.notes: list[Note] = list(self.job.notes)
+        self.model = TargetModel(source, self.job, options)
+        self._rng = TargetRngStates(self.carried.rng(), self.mesh)
+        self._folder = iteration_folder(source)
+        self._files = ArchiveFiles(self.mesh.tp * self.mesh.pp * self.mesh.ep, f"{self._folder}/*.distcp")
+
+    def target(self) -> Target:
+        """Lay out every file except the tracker."""
+        tree = MetadataTree(nested=False)
+        for key, tensor in self._tensors().items():
+            tree.add_tensor((key,), tensor.shape, tensor.dtype, tensor.chunks)
+        for key, number, value in self._objects():
+            tree.add_object((key,), self._files.value([value], number))
+        with SourceFiles(self.source.root) as files:
+            chain = stateless_chain(self.model, self.carried.grad_scaler(), files) if has_states(self.source) else []
+        if self._in_buckets:
+            chain = self._add_buckets(tree, chain)
+        common = torch_file(f"{self._folder}/{COMMON}", with_tensors(self._common(chain)))
+        self.notes += [*self._rng.notes, *padding_notes(self.model)]
+        path = f"{self._folder}/{INDEX}"
+        return Target(
+            (
+                *self._files.outputs(f"{self._folder}/"),
+                common,
+                _literal_file(path, tree.dump(path)),
+                _literal_file(f"{self._folder}/{METADATA}", json.dumps(_METADATA).encode()),
+            )
+        )
+
+    def last(self, target: Target, digests: Digests) -> OutputFile | None:
+        """Return the tracker file, which Megatron writes when everything else is on disk."""
+        del target, digests
+        return tracker(self._folder)
+
+    def _tensors(self) -> dict[str, _GrowingTensor]:
+        """Return all tensors, those of the model first."""
+        tensors: dict[str, _GrowingTensor] = {}
+        for name in self.model.params:
+            self._add(tensors, name, WEIGHT, "")
+        if has_states(self.source) and not self._in_buckets:
+            for name in self.model.params:
+                for kind, prefix in self._states(self.source.parameters[name]):
+                    self._add(tensors, name, kind, prefix)
+        for key, tensor in tensors.items():
+            if tensor.params != tensor.capacity:
+                raise UsageError(
+                    f"{key}: only {tensor.params} of the {tensor.capacity} parameters that megatron-core stacks in it"
+                    " are there",
+                    hint="leave --include and --exclude out: layers and experts are written together",
+                )
+        return tensors
+
+    def _states(self, parameter: Parameter) -> Iterator[tuple[str, str]]:
+        """Yield the kinds of optimizer state of a parameter, and the prefix of their keys."""
+        if parameter.role != "trained":
+            return
+        for kind, atom in parameter.atoms.items():
+            if kind not in (WEIGHT, MASTER, STEP) and atom.shape == parameter.shape:
+                yield kind, f"optimizer.state.{kind}."
+        if self.mesh.zero:
+            yield MASTER, "optimizer.state.param."
+        elif is_mixed(self.model) and self.model.params[parameter.name].dtype != FLOAT32:
+            yield MASTER, "optimizer.state.fp32_param."
+
+    def _add(self, tensors: dict[str, _GrowingTensor], name: str, kind: str, prefix: str) -> None:
+        """Lay out one state of one parameter, with a block for each piece that a rank of the target holds."""
+        atom, param = self.model.atom(name, kind), self.model.params[name]
+        assert atom is not None
+        position = position_in_stack(name, self.job.arguments, self.model.layer_traits(name))
+        degree = self.job.arguments.etp if is_expert(name) else self.mesh.tp
+        for part in self._parts(name):
+            shape = (*position.lengths, *part.box.shape)
+            tensor = tensors.setdefault(
+                f"{prefix}{position.key}{part.suffix}", _GrowingTensor(shape, atom.dtype, prod(position.lengths))
+            )
+            tensor.params += 1
+            if tensor.shape != shape or tensor.dtype != atom.dtype:
+                raise UsageError(
+                    f"parameter {name} is {atom.dtype} {list(param.shape)}, others of its kind are {tensor.dtype}"
+                    f" {list(tensor.shape[len(position.lengths) :])}: megatron-core only stacks layers of equal shapes"
+                )
+            to_part = tuple(-start for start in part.box.start)
+            for rank in range(1 if param.rule.cut in ("replicated", "average") else degree):
+                number = self._file_of(name, rank)
+                for piece in slice_pieces(param.rule, param.shape, degree, rank, name):
+                    box = intersect(piece.box, part.box)
+                    if box is not None:
+                        block = position.box(box.shift(to_part))
+                        item = self._files.chunk(number, atom, Region.of((box,)), block.shape)
+                        tensor.chunks.append((block, item))
+
+    def _parts(self, name: str) -> list[_ParamBlock]:
+        """Return the tensors that a parameter is stored in: one, unless megatron-core splits a fused matrix."""
+        params = self.model.params
+        shape = params[name].shape
+        rows = fused_matrix_parts(name, lambda other: params[other].shape if other in params else None)
+        if not rows:
+            return [_ParamBlock("", whole(shape))]
+        zeros = (0,) * (len(shape) - 1)
+        return [_ParamBlock(f".{part.suffix}", Box((part.start, *zeros), (part.length, *shape[1:]))) for part in rows]
+
+    def _file_of(self, name: str, tp: int) -> int:
+        """Return the number of the file of the rank that holds this slice."""
+        arguments = self.job.arguments
+        expert = expert_of(name)
+        pp = next(chunk.pp for chunk in self.job.chunks if chunk.holds(name))
+        ep = 0 if expert is None else expert // (arguments.number("num_experts") // self.mesh.ep)
+        return tp + self.mesh.tp * (ep + self.mesh.ep * pp)
+
+    def _objects(self) -> Iterator[tuple[str, int, Any]]:
+        """Yield key, file number and value of everything that is not a tensor."""
+        for name, value in extra_states(self.carried.extra_states(), self.model.params).items():
+            place = position_in_stack(name, self.job.arguments, self.model.layer_traits(name))
+            yield place.key + place.object_suffix(), self._file_of(name, 0), value
+        if self.model.is_hybrid:  # hybrid models look for it, GPT models leave it out
+            last = next(chunk.pp for chunk in self.job.chunks if chunk.output)
+            yield f"{OUTPUT_EXTRA}/shard_0_1", self.mesh.tp * self.mesh.ep * last, None
+        mesh = self.mesh
+        for pp in range(mesh.pp):
+            for tp in range(mesh.tp):
+                if self._rng.of(pp, tp) is None:
+                    continue
+                number = tp + mesh.tp * mesh.ep * pp
+                if mesh.ep == 1:
+                    yield f"rng_state/shard_{pp}.{tp}_{mesh.pp}.{mesh.tp}", number, self._rng.of(pp, tp)
+                    continue
+                for dp in range(mesh.dp):
+                    key = f"rng_state/shard_{pp}.{tp}.{dp}_{mesh.pp}.{mesh.tp}.{mesh.dp}"
+                    yield key, number, self._rng.of(pp, tp, dp)
+
+    @property
+    def _in_buckets(self) -> bool:
+        """Whether optimizer state is written as the buffers of the target's ranks."""
+        return bool(self.mesh.zero) and self.job.sharding == "dp_reshardable" and has_states(self.source)
+
+    def _add_buckets(self, tree: MetadataTree, chain: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Lay out the buffers of every rank; returns what the common part then has of the optimizers: nothing."""
+        arguments, mesh = self.job.arguments, self.mesh
+        buffers = TargetBuffers(self.model)
+        for ranks in optimizer_rank_groups(arguments):
+            state = RankGroupBuckets(ranks, buffers, arguments)
+            number = ranks.rank.tp + mesh.tp * (ranks.rank.ep + mesh.ep * ranks.rank.pp)
+            for bucket in state.buckets():
+                chunks = [
+                    (
+                        Box((chunk.start,), (chunk.numel,)),
+                        self._files.filled(number, FLOAT32, (chunk.numel,), chunk.contents),
+                    )
+                    for chunk in bucket.chunks
+                ]
+                tree.add_tensor((bucket.key,), (bucket.numel,), FLOAT32, chunks)
+            for key, value in state.objects(chain[ranks.chained or 0]):
+                tree.add_object((key,), self._files.value([value], number))
+        self.notes.append(
+            Note(
+                "optimizer-sharding",
+                f"optimizer state is written as dp_reshardable: it loads with tp {mesh.tp}, pp {mesh.pp},"
+                f" ep {mesh.ep} only, on any number of data-parallel ranks (--optimizer-sharding fully_reshardable"
+                " loads everywhere)",
+            )
+        )
+        return [{} for _ in chain]
+
+    def _common(self, chain: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the common part; `chain` is what it has of the optimizers."""
+        rest = self.carried.rest()
+        common: dict[str, Any] = {
+            "args": self.job.args(self.carried.args, 0, self.model.padded_vocab_size, "torch_dist"),
+        }
+        for key in ("checkpoint_version", "iteration"):
+            if key in rest:
+                common[key] = rest.pop(key)
+        scheduler = rest.pop(SCHEDULER, None)
+        if chain:
+            if self.mesh.zero:
+                chain = [{**tree, "param_state_sharding_type": self.job.sharding} for tree in chain]
+            common["optimizer"] = dict(enumerate(chain)) if len(chain) > 1 else chain[0]
+            common.update({} if scheduler is None else {SCHEDULER: scheduler})
+        content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self.mesh.zero:
+            sharding: dict[str, Any] = {"distrib_optim_sharding_type": self.job.sharding}
+            if self.job.sharding == "fully_reshardable":
+                sharding["distrib_optim_fully_reshardable_mem_efficient"] = False
+            content = {**sharding, **content}
+        return {**common, **rest, "content_metadata": content}
+
+
+def _literal_file(path: str, data: bytes) -> OutputFile:
+    return OutputFile(path, len(data), (Literal(0, data),))
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRankGroup:
     """Ranks that share the state of one optimizer: `group` is their number, `rank` the first of them."""
 
-    chained: int | None  # which optimizer of a chain; None where there is no chain
+    chained: int | None  # index in a chain of optimizers; None if there is no chain
     group: int
     rank: ModuleRank
 
     @property
     def prefix(self) -> str:
-        """What stands before the keys of this owner's state."""
+        """The prefix of the keys of their state."""
         chain = "" if self.chained is None else f"chained_{self.chained}."
         return f"{chain}optimizer.distributed.dp_group_idx_{self.group}."
 
 
 @dataclass(frozen=True, slots=True)
 class BucketChunk:
-    """Elements from `start` on of a bucket."""
+    """Contents of a bucket from element `start` on."""
 
     start: int
     contents: tuple[_Content, ...]
@@ -81,7 +309,7 @@ class BucketTensor:
 
 
 def optimizer_rank_groups(arguments: JobArguments) -> Iterator[OptimizerRankGroup]:
-    """Everybody who has optimizer state of their own: of dense parameters, then of experts where these are apart."""
+    """Yield the groups of ranks that share state: of dense parameters, then of experts if they have an optimizer."""
     apart = has_expert_optimizer(arguments)
     tp, etp, ep = arguments.tp, arguments.etp, arguments.ep
     for number in range(arguments.pp * tp):
@@ -94,64 +322,62 @@ def optimizer_rank_groups(arguments: JobArguments) -> Iterator[OptimizerRankGrou
 
 
 class RankGroupBuckets:
-    """What a sharded checkpoint keeps of one owner."""
+    """The buckets of one group of ranks, as a sharded checkpoint stores them."""
 
-    def __init__(self, owner: OptimizerRankGroup, buffers: TargetBuffers, arguments: JobArguments) -> None:
-        self._owner = owner
+    def __init__(self, ranks: OptimizerRankGroup, buffers: TargetBuffers, arguments: JobArguments) -> None:
+        self._ranks = ranks
         self._source = buffers
-        self._buffers = buffers.of(owner.rank, experts=None if owner.chained is None else owner.chained == 1)
-        self._dp = arguments.expert_dp if owner.chained == 1 else arguments.dp
+        self._buffers = buffers.of(ranks.rank, experts=None if ranks.chained is None else ranks.chained == 1)
+        self._dp = arguments.expert_dp if ranks.chained == 1 else arguments.dp
 
     def buckets(self) -> Iterator[BucketTensor]:
-        """Every state of every bucket."""
+        """Yield every state of every bucket."""
         for number, buffer in enumerate(self._buffers):
-            stem = f"{self._owner.prefix}gbuf_idx_{number}.dtype_{_dtype_key(buffer.key)}.bucket_idx_"
+            stem = f"{self._ranks.prefix}gbuf_idx_{number}.dtype_{_dtype_key(buffer.key)}.bucket_idx_"
             for bucket, length in enumerate(buffer.layout.lengths):
                 for state in DISTRIBUTED_STATES:
                     yield BucketTensor(f"{stem}{bucket}.{state}", length, tuple(self._chunks(buffer, bucket, state)))
 
     def _chunks(self, buffer: GradBuffer, bucket: int, state: str) -> Iterator[BucketChunk]:
-        """A bucket, cut where tensors start and end, and where the share of a data-parallel rank does."""
-        share = buffer.layout.padded[bucket] // self._dp
+        """Yield a bucket, split where tensors start and end, and where the shard of a data-parallel rank does."""
+        shard = buffer.layout.padded[bucket] // self._dp
         at = 0
         for start, stop, tensor in _bucket_tiles(buffer, bucket):
             contents: list[RegionContent] | list[ZeroContent] = (
-                [ZeroContent(stop - start)] if tensor is None else self._source.fills(tensor, state)
+                [ZeroContent(stop - start)] if tensor is None else self._source.tensor_contents(tensor, state)
             )
             while at < stop:
-                end = min(stop, (at // share + 1) * share)
+                end = min(stop, (at // shard + 1) * shard)
                 yield BucketChunk(at, tuple(_slice_contents(contents, at - start, end - start)))
                 at = end
 
     def objects(self, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Key and value of what is no tensor; `tree` is what the optimizer has besides states."""
+        """Yield key and value of everything that is not a tensor; `tree` is the optimizer without states."""
         layouts = [(buffer.key, buffer.layout) for buffer in self._buffers]
         sizes = {
             "per_bucket_numel": [{key: list(layout.padded)} for key, layout in layouts],
             "per_bucket_numel_unpadded": [{key: list(layout.lengths)} for key, layout in layouts],
         }
         for name, value in {**tree, **sizes}.items():
-            yield f"{self._owner.prefix}{name}/shard_0_1", value
+            yield f"{self._ranks.prefix}{name}/shard_0_1", value
 
 
 def _bucket_tiles(buffer: GradBuffer, bucket: int) -> Iterator[tuple[int, int, ModuleTensor | None]]:
-    """The tensors of a bucket in order, each as [start, stop); None for the gaps between them."""
-    bucket_ranges = zip(buffer.layout.bucket_ranges, buffer.tensors, strict=True)
-    here = sorted(
-        (seat.start, tensor.numel, i) for i, (seat, tensor) in enumerate(bucket_ranges) if seat.bucket == bucket
-    )
+    """Yield the tensors of a bucket in order, each as [start, stop); None for the gaps between them."""
+    positions = zip(buffer.layout.bucket_ranges, buffer.tensors, strict=True)
+    here = [(position.start, tensor) for position, tensor in positions if position.bucket == bucket]
     at = 0
-    for start, numel, i in here:
+    for start, tensor in sorted(here, key=lambda item: item[0]):
         if start > at:
             yield at, start, None
-        at = start + numel
-        yield start, at, buffer.tensors[i]
+        at = start + tensor.numel
+        yield start, at, tensor
     if at < buffer.layout.lengths[bucket]:
         yield at, buffer.layout.lengths[bucket], None
 
 
 def _slice_contents(contents: Sequence[_Content], start: int, stop: int) -> Iterator[_Content]:
-    """Elements [start, stop) of contents that are laid end to end."""
+    """Yield elements [start, stop) of contents that follow each other."""
     at = 0
     for content in contents:
         lo, hi = max(start - at, 0), min(stop - at, content.numel)
@@ -165,259 +391,5 @@ def _slice_contents(contents: Sequence[_Content], start: int, stop: int) -> Iter
 
 
 def _dtype_key(key: tuple[DType, DType]) -> str:
-    """The dtypes as Python prints torch's."""
+    """Return the dtypes as Python prints those of torch."""
     return f"(torch.{key[0].name}, torch.{key[1].name})"
-
-
-_METADATA: Final = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-
-
-@dataclass(slots=True)
-class _GrowingTensor:
-    """A tensor under one key, as it grows parameter by parameter."""
-
-    shape: Shape
-    dtype: DType
-    chunks: list[tuple[Box, ArchiveRange]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _ParamBlock:
-    """A block of a parameter that is a tensor of its own, and how its key ends."""
-
-    ending: str
-    box: Box
-
-
-class TorchDistWriter:
-    """Lays out the source as a folder of megatron-core's `dist_checkpointing`.
-
-    Any job loads it. The layout that is asked for decides how tensors are cut into blocks, so that each of its ranks
-    reads no more than its own, and for which ranks there are random states.
-    """
-
-    def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
-        self.source = source
-        self.carried = MegatronExtras(source)
-        self.job = target_job(source, self.carried, options)
-        self.mesh = self.job.mesh
-        self.notes: list[Note] = list(self.job.notes)
-        self.model = TargetModel(source, self.job, options)
-        self._random = TargetRngStates(self.carried.rng(), self.mesh)
-        self._folder = iteration_folder(source)
-        self._files = ArchiveFiles(self.mesh.tp * self.mesh.pp * self.mesh.ep, f"{self._folder}/*.distcp")
-
-    def target(self) -> Target:
-        """Every file but the tracker."""
-        tree = MetadataTree(nested=False)
-        for key, tensor in self._tensors().items():
-            tree.add_tensor((key,), tensor.shape, tensor.dtype, tensor.chunks)
-        for key, number, value in self._objects():
-            tree.add_object((key,), self._files.value([value], number))
-        with SourceFiles(self.source.root) as files:
-            chain = stateless_chain(self.model, self.carried.grad_scaler(), files) if has_states(self.source) else []
-        if self._in_buckets:
-            chain = self._add_buckets(tree, chain)
-        common = torch_file(f"{self._folder}/{COMMON}", with_tensors(self._common(chain)))
-        self.notes += [*self._random.notes, *padding_notes(self.model)]
-        path = f"{self._folder}/{INDEX}"
-        return Target(
-            (
-                *self._files.outputs(f"{self._folder}/"),
-                common,
-                _literal_file(path, tree.dump(path)),
-                _literal_file(f"{self._folder}/{METADATA}", json.dumps(_METADATA).encode()),
-            )
-        )
-
-    def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """The tracker file: Megatron writes it when everything else is on disk."""
-        del target, digests
-        return tracker(self._folder)
-
-    def _tensors(self) -> dict[str, _GrowingTensor]:
-        """All tensors, those of the model first."""
-        found: dict[str, _GrowingTensor] = {}
-        owners: dict[str, int] = {}  # parameters in each stack
-        expected: dict[str, int] = {}
-        optimizer = has_states(self.source) and not self._in_buckets
-        for name in self.model.wholes:
-            self._add(found, owners, expected, name, WEIGHT, "")
-        if optimizer:
-            for name in self.model.wholes:
-                for kind, prefix in self._states(self.source.parameters[name]):
-                    self._add(found, owners, expected, name, kind, prefix)
-        for key, count in owners.items():
-            if count != expected[key]:
-                raise UsageError(
-                    f"{key}: {count} of the {expected[key]} parameters that megatron-core stacks in it are there",
-                    hint="leave --include and --exclude out: layers and experts are written together",
-                )
-        return found
-
-    def _states(self, parameter: Parameter) -> Iterator[tuple[str, str]]:
-        """The kinds of optimizer state of a parameter, and what stands before their keys."""
-        if parameter.role != "trained":
-            return
-        for kind, atom in parameter.atoms.items():
-            if kind not in (WEIGHT, MASTER, STEP) and atom.shape == parameter.shape:
-                yield kind, f"optimizer.state.{kind}."
-        if self.mesh.zero:
-            yield MASTER, "optimizer.state.param."
-        elif is_mixed(self.model) and self.model.wholes[parameter.name].dtype != FLOAT32:
-            yield MASTER, "optimizer.state.fp32_param."
-
-    def _add(
-        self,
-        found: dict[str, _GrowingTensor],
-        owners: dict[str, int],
-        expected: dict[str, int],
-        name: str,
-        kind: str,
-        prefix: str,
-    ) -> None:
-        """Lay out one state of one parameter, a block for each piece that a rank of the target holds."""
-        atom = self.model.atom(name, kind)
-        assert atom is not None
-        place = position_in_stack(name, self.job.arguments, self.model.layer(name))
-        for part in self._parts(name):
-            self._add_part(found, name, place, prefix + place.key, part, atom)
-            key = f"{prefix}{place.key}{part.ending}"
-            owners[key] = owners.get(key, 0) + 1
-            expected[key] = prod(place.lengths)
-
-    def _parts(self, name: str) -> list[_ParamBlock]:
-        """The tensors that a parameter is kept in: one, unless megatron-core takes it apart."""
-        whole = self.model.wholes[name]
-        rows = fused_matrix_parts(
-            name, lambda other: self.model.wholes[other].shape if other in self.model.wholes else None
-        )
-        everything = Box((0,) * len(whole.shape), whole.shape)
-        if not rows:
-            return [_ParamBlock("", everything)]
-        return [
-            _ParamBlock(f".{part.suffix}", Box((part.start, *everything.start[1:]), (part.length, *whole.shape[1:])))
-            for part in rows
-        ]
-
-    def _add_part(
-        self,
-        found: dict[str, _GrowingTensor],
-        name: str,
-        place: StackPosition,
-        stem: str,
-        part: _ParamBlock,
-        atom: Atom,
-    ) -> None:
-        whole = self.model.wholes[name]
-        tensor = found.setdefault(stem + part.ending, _GrowingTensor((*place.lengths, *part.box.shape), atom.dtype))
-        if tensor.shape != (*place.lengths, *part.box.shape) or tensor.dtype != atom.dtype:
-            raise UsageError(
-                f"parameter {name} is {atom.dtype} {list(whole.shape)}, others of its kind are {tensor.dtype}"
-                f" {list(tensor.shape[len(place.lengths) :])}: megatron-core stacks only layers that are alike"
-            )
-        degree = self.job.arguments.etp if is_expert(name) else self.mesh.tp
-        back = tuple(-start for start in part.box.start)
-        for rank in range(1 if whole.rule.cut in ("replicated", "average") else degree):
-            number = self._file_of(name, rank)
-            for piece in slice_pieces(whole.rule, whole.shape, degree, rank, name):
-                box = intersect(piece.box, part.box)
-                if box is None:
-                    continue
-                block = place.box(box.shift(back))
-                item = self._files.chunk(number, atom, Region.of((box,)), block.shape)
-                tensor.chunks.append((block, item))
-
-    def _file_of(self, name: str, tp: int) -> int:
-        """The file of the rank that holds this slice."""
-        arguments = self.job.arguments
-        expert = expert_of(name)
-        pp = next(chunk.pp for chunk in self.job.chunks if chunk.holds(name))
-        ep = 0 if expert is None else expert // (arguments.number("num_experts") // self.mesh.ep)
-        return tp + self.mesh.tp * (ep + self.mesh.ep * pp)
-
-    def _objects(self) -> Iterator[tuple[str, int, Any]]:
-        """Key, file and value of everything that is no tensor."""
-        for name, value in extra_states(self.carried.extra_states(), self.model.wholes).items():
-            place = position_in_stack(name, self.job.arguments, self.model.layer(name))
-            yield place.key + place.shard(), self._file_of(name, 0), value
-        if self.model.is_hybrid:  # GPT models leave out what their output layer keeps, hybrid ones look for it
-            last = next(chunk.pp for chunk in self.job.chunks if chunk.output)
-            yield f"{OUTPUT_EXTRA}/shard_0_1", self.mesh.tp * self.mesh.ep * last, None
-        mesh = self.mesh
-        for pp in range(mesh.pp):
-            for tp in range(mesh.tp):
-                if self._random.of(pp, tp) is None:
-                    continue
-                number = tp + mesh.tp * mesh.ep * pp
-                if mesh.ep == 1:
-                    yield f"rng_state/shard_{pp}.{tp}_{mesh.pp}.{mesh.tp}", number, self._random.of(pp, tp)
-                    continue
-                for dp in range(mesh.dp):
-                    key = f"rng_state/shard_{pp}.{tp}.{dp}_{mesh.pp}.{mesh.tp}.{mesh.dp}"
-                    yield key, number, self._random.of(pp, tp, dp)
-
-    @property
-    def _in_buckets(self) -> bool:
-        """Whether optimizer state is written as it lies in the buffers of the target's ranks."""
-        return bool(self.mesh.zero) and self.job.sharding == "dp_reshardable" and has_states(self.source)
-
-    def _add_buckets(self, tree: MetadataTree, chain: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Lay out the buffers of every rank; gives what is left of the optimizers for the common part: nothing."""
-        arguments, mesh = self.job.arguments, self.mesh
-        buffers = TargetBuffers(self.model)
-        for owner in optimizer_rank_groups(arguments):
-            state = RankGroupBuckets(owner, buffers, arguments)
-            number = owner.rank.tp + mesh.tp * (owner.rank.ep + mesh.ep * owner.rank.pp)
-            for bucket in state.buckets():
-                chunks = [
-                    (
-                        Box((chunk.start,), (chunk.numel,)),
-                        self._files.filled(number, FLOAT32, (chunk.numel,), chunk.contents),
-                    )
-                    for chunk in bucket.chunks
-                ]
-                tree.add_tensor((bucket.key,), (bucket.numel,), FLOAT32, chunks)
-            for key, value in state.objects(chain[owner.chained or 0]):
-                tree.add_object((key,), self._files.value([value], number))
-        self.notes.append(
-            Note(
-                "optimizer-sharding",
-                f"optimizer state is written as dp_reshardable: it loads with tp {mesh.tp}, pp {mesh.pp},"
-                f" ep {mesh.ep} only, on any number of data-parallel ranks (--optimizer-sharding fully_reshardable"
-                " loads everywhere)",
-            )
-        )
-        return [{} for _ in chain]
-
-    def _common(self, chain: list[dict[str, Any]]) -> dict[str, Any]:
-        """The common part; `chain` is what it keeps of the optimizers."""
-        rest = self.carried.rest()
-        common: dict[str, Any] = {
-            "args": self.job.args(self.carried.args, 0, self.model.vocabulary, "torch_dist"),
-        }
-        for key in ("checkpoint_version", "iteration"):
-            if key in rest:
-                common[key] = rest.pop(key)
-        scheduler = rest.pop(SCHEDULER, None)
-        if chain:
-            if self.mesh.zero:
-                chain = [{**tree, "param_state_sharding_type": self.job.sharding} for tree in chain]
-            common["optimizer"] = dict(enumerate(chain)) if len(chain) > 1 else chain[0]
-            common.update({} if scheduler is None else {SCHEDULER: scheduler})
-        content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        if self.mesh.zero:
-            flavour: dict[str, Any] = {"distrib_optim_sharding_type": self.job.sharding}
-            if self.job.sharding == "fully_reshardable":
-                flavour["distrib_optim_fully_reshardable_mem_efficient"] = False
-            content = {**flavour, **content}
-        return {**common, **rest, "content_metadata": content}
-
-
-def _literal_file(path: str, data: bytes) -> OutputFile:
-    return OutputFile(path, len(data), (Literal(0, data),))
