@@ -104,7 +104,7 @@ def test_a_megatron_target_wants_megatrons_names(tmp_path: Path) -> None:
 
 def test_damaged_state_stays_refused(corpus: Path, tmp_path: Path) -> None:
     given = corpus / "megatron/gpt_pp2_dp2_do_full_torchdist"
-    with pytest.raises(InconsistentError, match="holds numbers of its neighbours"):
+    with pytest.raises(InconsistentError, match="has values of its neighbours"):
         ucp.convert(given, tmp_path / "out", names="hf")
     ucp.convert(given, tmp_path / "out", names="hf", only="weights")
     found = ucp.diff(tmp_path / "out", given, names="megatron", only="weights")

@@ -89,7 +89,7 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_a_tied_embedding_on_another_stage_is_refused(tmp_path: Path) -> None:
     source = save(tmp_path / "source", untie_embeddings_and_output_weights=False)
-    with pytest.raises(NotUnderstoodError, match="tied embeddings stands on another pipeline stage"):
+    with pytest.raises(NotUnderstoodError, match="tied embeddings is on another pipeline stage"):
         convert(source, tmp_path / "out", to="megatron", pp=2)
     convert(source, tmp_path / "one", to="megatron")
     convert(source, tmp_path / "out", to="torch-dist", pp=2)

@@ -1,4 +1,4 @@
-"""State that is shifted as Megatron's bug shifts it: found, refused, put right."""
+"""State that is shifted as Megatron's bug shifts it: found, refused, repaired."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def damaged(root: Path, *, hurt: bool = True) -> Path:
 def test_shifted_state_is_refused(tmp_path: Path) -> None:
     checkpoint = ucp.open(damaged(tmp_path))
     assert [note.id for note in checkpoint.index.notes] == ["optimizer-state-shifted"]
-    with pytest.raises(InconsistentError, match="holds numbers of its neighbours"):
+    with pytest.raises(InconsistentError, match="has values of its neighbours"):
         checkpoint["embedding.word_embeddings.weight"].read("master")
     first = "output_layer.weight"  # alone in the first bucket, which lies where it should
     assert torch.equal(checkpoint[first].read("master", as_torch=True), whole_model()[first][:VOCABULARY])

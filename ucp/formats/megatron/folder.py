@@ -1,4 +1,4 @@
-"""Where a checkpoint lies below the path that a user gives, and in which of Megatron's layouts it is."""
+"""Finds the checkpoint at or below a path, and which of Megatron's layouts it has."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ COMMON: Final = "common.pt"
 INDEX: Final = ".metadata"
 MODEL_FILE: Final = "model_optim_rng.pt"
 OPTIMIZER_FILE: Final = "distrib_optim.pt"
-OPTIMIZER_MISSING: Final = "optimizer-missing"  # the note on rank files of an optimizer whose own files are all gone
+OPTIMIZER_MISSING: Final = "optimizer-missing"  # id of the note on rank files without any optimizer files
 RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION: Final = re.compile(r"iter_(\d{7,})")
-_GROUPS: Final = b"param_groups.0.wd_mult"  # in a key of a state dict that was saved as it is
+_GROUPS: Final = b"param_groups.0.wd_mult"  # in a key of a state dict that was saved unchanged
 _LARGEST_TRACKER: Final = 64
 _LARGEST_METADATA: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronFolder:
-    """A checkpoint: the folder of one iteration, and its layout."""
+    """The folder of one iteration, and its layout."""
 
     root: Path
     layout: MegatronLayout
 
     @property
     def is_finished(self) -> bool:
-        """Whether the file that sharded saves write last is there."""
+        """Whether the file that sharded saves write last exists."""
         return self.layout in ("torch", "torch_dcp") or (self.root / METADATA).is_file()
 
 
 def recognises(path: Path) -> bool:
-    """An iteration folder of any of Megatron's layouts, or a save folder with one, even if its tracker names none."""
+    """Whether `path` is an iteration folder of Megatron, in any layout, or a folder with one or with a tracker file."""
     if find(path, None) is not None:
         return True
     name = tracked_folder(path) if (path / TRACKER).is_file() else None
@@ -48,18 +48,18 @@ def recognises(path: Path) -> bool:
 
 
 def find(path: Path, tag: str | None) -> MegatronFolder | None:
-    """The checkpoint at `path`, or one below it; None where there is none.
+    """Return the checkpoint at `path` or below it, or None.
 
-    Below it, `tag` names the iteration, else the tracker file does, else the newest finished one counts.
+    Below it, the iteration is the one named by `tag`, else by the tracker file, else the newest complete one.
     """
     if not path.is_dir():
         return None
     if tag is not None:
         named = path / (f"iter_{int(tag):07d}" if tag.isdecimal() else tag)
         return _folder_at(named)
-    found = _folder_at(path)
-    if found is not None:
-        return found
+    at_path = _folder_at(path)
+    if at_path is not None:
+        return at_path
     if (path / TRACKER).is_file():
         name = tracked_folder(path)
         return _folder_at(path / name) if name is not None else None
@@ -67,15 +67,15 @@ def find(path: Path, tag: str | None) -> MegatronFolder | None:
         ((int(match[1]), child) for child in path.glob("iter_*") if (match := _ITERATION.fullmatch(child.name))),
         reverse=True,
     )
-    places = [place for _, save in saves if (place := _folder_at(save)) is not None]
-    return next((place for place in places if place.is_finished), places[0] if places else None)
+    folders = [folder for _, save in saves if (folder := _folder_at(save)) is not None]
+    return next((folder for folder in folders if folder.is_finished), folders[0] if folders else None)
 
 
 def must_find(path: Path, tag: str | None) -> MegatronFolder:
-    """As `find`; says what is wrong where there is nothing to read."""
-    place = find(path, tag)
-    if place is not None:
-        return place
+    """Return the checkpoint at `path` or below it; raises an error that explains why there is none."""
+    folder = find(path, tag)
+    if folder is not None:
+        return folder
     if tag is not None:
         raise UsageError(f"{path}: has no checkpoint {tag!r}", hint="`--tag` names an iteration, as 2 or iter_0000002")
     name = tracked_folder(path) if (path / TRACKER).is_file() else None
@@ -88,7 +88,7 @@ def must_find(path: Path, tag: str | None) -> MegatronFolder:
 
 
 def tracked_folder(path: Path) -> str | None:
-    """The folder that the tracker file names: `iter_0000002` or `release`; None where it says something else."""
+    """Return the folder named by the tracker file: `iter_0000002` or `release`; None if it has other contents."""
     try:
         with (path / TRACKER).open("rb") as file:
             word = file.read(_LARGEST_TRACKER).decode("ascii", "replace").strip()
@@ -104,8 +104,8 @@ def _folder_at(path: Path) -> MegatronFolder | None:
         return None
     if (path / COMMON).is_file():
         if not (path / METADATA).is_file():
-            is_cut_short = (path / INDEX).is_file() or any(path.glob("__*.distcp"))
-            return MegatronFolder(path, "torch_dist") if is_cut_short else None  # `read` says so
+            is_unfinished = (path / INDEX).is_file() or any(path.glob("__*.distcp"))
+            return MegatronFolder(path, "torch_dist") if is_unfinished else None  # the reader reports it
         backend = _backend(path / METADATA)
         if backend == "torch_dist" or backend == "zarr":
             return MegatronFolder(path, backend)
@@ -115,7 +115,7 @@ def _folder_at(path: Path) -> MegatronFolder | None:
 
 
 def _is_plain_dcp(path: Path) -> bool:
-    """Whether a folder of torch's own holds an optimizer of Megatron's, which numbers its parameters."""
+    """Whether a folder of torch's distributed checkpoint has an optimizer of Megatron, which numbers its parameters."""
     if not _ITERATION.fullmatch(path.name) or not (path / INDEX).is_file():
         return False
     try:
@@ -133,14 +133,14 @@ def _backend(file: Path) -> object:
         return None
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
-            f"{file}: is damaged: Megatron writes JSON into it when a save is complete",
-            hint="copy it again from where it is whole; that of another save of the same format says the same",
+            f"{file}: is not valid JSON, which Megatron writes when a save is complete",
+            hint="copy it again from an intact copy; the file of another save of the same format has the same contents",
         ) from error
     return data.get("sharded_backend") if isinstance(data, dict) else None
 
 
 def model_files(path: Path) -> dict[tuple[int, ...], str]:
-    """The rank folders with a model file: the numbers in the name → the name, in order."""
+    """Return the rank folders with a model file: numbers in the name → name, sorted."""
     found: dict[tuple[int, ...], str] = {}
     try:
         for child in path.iterdir():

@@ -1,4 +1,4 @@
-"""What the job's own arguments say: every Megatron checkpoint carries its command line as a namespace."""
+"""The arguments of the job that saved: every Megatron checkpoint stores its command line as a namespace."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Final
 from ucp.containers.inert import Inert
 from ucp.errors import NotUnderstoodError
 
-# Tokenizers whose size is what the user typed, and how many entries they add to it.
-_TYPED_VOCABULARIES: Final = {"NullTokenizer": 1, "NullMultimodalTokenizer": 1, "TikTokenizer": 0}
+# Tokenizers whose size is given by the user, and how many entries they add to it.
+_USER_VOCABULARIES: Final = {"NullTokenizer": 1, "NullMultimodalTokenizer": 1, "TikTokenizer": 0}
 _GATED: Final = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 
 
 @dataclass(frozen=True, slots=True)
 class JobArguments:
-    """The fields of one rank's namespace; they describe the job that saved."""
+    """The fields of one rank's namespace."""
 
     fields: Mapping[str, Any]
 
     def number(self, name: str, default: int = 1) -> int:
-        """A positive whole number, or `default` where the field is absent, None or anything else."""
+        """Return a positive integer field, or `default` if it is absent or anything else."""
         value = self.fields.get(name)
         return value if type(value) is int and value > 0 else default
 
@@ -38,7 +38,7 @@ class JobArguments:
 
     @property
     def vpp(self) -> int:
-        """Model chunks a pipeline rank."""
+        """Model chunks per pipeline rank."""
         return self.number("virtual_pipeline_model_parallel_size")
 
     @property
@@ -77,12 +77,12 @@ class JobArguments:
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether the last stage of a pipeline has a copy of the word embedding: to read tokens off, or to predict."""
+        """Whether the last pipeline stage has a copy of the word embedding, as output layer or for prediction."""
         return self.pp > 1 and (self.tied or self.prediction_layers > 0)
 
     @property
     def gated(self) -> bool:
-        """Whether the first MLP matrix is a gate above a projection."""
+        """Whether the first MLP matrix is a gate and a projection."""
         return any(self.flag(name) for name in _GATED)
 
     @property
@@ -91,14 +91,14 @@ class JobArguments:
 
     @property
     def vocabulary(self) -> int | None:
-        """The tokenizer's size, where the arguments say it: Megatron stores the padded size and what the user typed.
+        """The size of the tokenizer's vocabulary, if it can be derived: Megatron stores its padded size and the user's.
 
-        Checkpoints that were made from another framework's say it outright.
+        Checkpoints converted from another framework have `true_vocab_size`.
         """
         known = self.number("true_vocab_size", 0)
         if 0 < known <= self.number("padded_vocab_size", 0):
             return known
-        extra = _TYPED_VOCABULARIES.get(str(self.fields.get("tokenizer_type")))
+        extra = _USER_VOCABULARIES.get(str(self.fields.get("tokenizer_type")))
         typed = self.fields.get("vocab_size")
         if extra is None or type(typed) is not int or typed <= 0:
             return None
@@ -112,20 +112,20 @@ class JobArguments:
 
     @property
     def has_muon(self) -> bool:
-        """Whether matrices are trained by Muon, and the rest by Adam: `muon`, `dist_muon`, `adaptive_muon`."""
+        """Whether Muon trains the matrices, and Adam the rest: `muon`, `dist_muon`, `adaptive_muon`."""
         return "muon" in str(self.fields.get("optimizer"))
 
     @property
     def is_layer_wise(self) -> bool:
-        """Whether whole parameters are dealt to data-parallel ranks, each of which keeps the states of its own."""
+        """Whether each data-parallel rank keeps the states of whole parameters."""
         return str(self.fields.get("optimizer")).startswith("dist_")
 
 
 def arguments_of(value: Any, where: str) -> JobArguments:
-    """The arguments in an `argparse.Namespace` of a file."""
+    """Return the arguments in an `argparse.Namespace` of a file."""
     if isinstance(value, Inert) and isinstance(value.state, dict):
         return JobArguments(value.state)
     raise NotUnderstoodError(
-        f"{where}: does not carry the arguments of the job (`args`), which say how its parameters were cut",
-        hint="is it a file of Megatron's own save_checkpoint? Tools that only export weights may leave them out",
+        f"{where}: does not contain the arguments of the job (`args`), which determine how its parameters were split",
+        hint="was it written by Megatron's save_checkpoint? Tools that only export weights may leave them out",
     )

@@ -1,10 +1,7 @@
-"""Everything that is no parameter state, on its way into extras: trees in which tensors stand as atoms.
+"""Everything in a Megatron checkpoint that is not a parameter state: read into extras, and looked up by the writers.
 
-What the source carries besides parameter states, looked up by what it means: arguments, RNG, scaler, the rest.
-
-`_extra_state`: what modules keep beside tensors. Megatron refuses sharded checkpoints that lack these entries.
-
-Random states for the ranks of the target.
+Extras are trees with atoms in place of tensors. Writers need the arguments, random states, the loss scaler, and the
+`_extra_state` entries of modules: Megatron refuses sharded checkpoints without them.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ _STATE_KEYS: Final = frozenset({"state", "fp32_from_fp16_params"})
 
 
 def tree_with_atoms(file: str, archive: TorchFile, tree: Any, label: str) -> Any:
-    """A copy of `tree` with an atom of kind `extra` for every tensor; parts that are shared stay shared."""
+    """Return a copy of `tree` with an atom of kind `extra` for every tensor; shared subtrees stay shared."""
     numbers = count()
     return map_leaves(
         tree,
@@ -52,7 +49,7 @@ def tree_with_atoms(file: str, archive: TorchFile, tree: Any, label: str) -> Any
 
 
 def without_states(tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The tree of a rank file without its parameters and their states; what else the modules keep stays."""
+    """Return the tree of a rank file without parameters and their states; the rest of the modules stays."""
     kept: dict[Any, Any] = {}
     for key, value in tree.items():
         if isinstance(key, str) and key.rstrip("0123456789") == "model" and isinstance(value, dict):
@@ -65,7 +62,7 @@ def without_states(tree: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def without_optimizer_states(value: Any) -> Any:
-    """What an optimizer keeps beside states: groups, gradient scaler, markers. Step counters stay."""
+    """Return an optimizer without its states: groups, gradient scaler, markers. Step counters stay."""
     if isinstance(value, list):
         return [without_optimizer_states(item) for item in value]
     if not isinstance(value, dict):
@@ -104,7 +101,7 @@ _EXTRA_STATE: Final = "._extra_state"
 _SHARD: Final = re.compile(r"^(.+\._extra_state)/shard_([\d.]+)_([\d.]+)$")
 _SCALER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\..*grad_scaler/shard_")
 
-# What the writers compute, or what one layout has and the other has not.
+# Computed by the writers, or specific to one layout.
 _COMPUTED: Final = frozenset({"args", "optimizer", "rng_state", "content_metadata"})
 
 
@@ -123,14 +120,14 @@ class MegatronExtras:
         args = first.get("args")
         if not isinstance(args, Inert) or not isinstance(args.state, dict):
             raise UsageError(
-                f"{source.root}: carries no arguments of a Megatron job, which a Megatron checkpoint must have",
-                hint="only checkpoints that Megatron wrote, or atoms made of them, can be written for it so far",
+                f"{source.root}: has no arguments of a Megatron job (`args`), which a Megatron checkpoint needs",
+                hint="only checkpoints that Megatron wrote, or atoms made from them, can be written for it so far",
             )
         self.args = args
         self.arguments = JobArguments(args.state)
 
     def rest(self) -> dict[str, Any]:
-        """What every rank file and the common part keep: iteration, scheduler, counters, whatever else there is."""
+        """Return what every rank file and the common part have: iteration, scheduler, counters and other entries."""
         return {
             key: value
             for key, value in self.tree.items()
@@ -138,14 +135,14 @@ class MegatronExtras:
         }
 
     def grad_scaler(self) -> Any:
-        """The state of the loss scaler of fp16 runs, or None."""
+        """Return the state of the loss scaler of fp16 runs, or None."""
         for optimizer in optimizers_of(self.tree.get("optimizer")):
             if optimizer.get("grad_scaler") is not None:
                 return optimizer["grad_scaler"]
         return next((value for key, value in sorted(self._objects.items()) if _SCALER.match(key) and value), None)
 
     def rng(self) -> dict[tuple[int, int, int], Any]:
-        """The random states by (pp, tp, dp), of those data-parallel ranks that have their own."""
+        """Return the random states by (pp, tp, dp), for data-parallel ranks that have their own."""
         found: dict[tuple[int, int, int], Any] = {}
         for key, value in sorted(self._objects.items()):
             match = _RNG.match(key)
@@ -159,7 +156,7 @@ class MegatronExtras:
         return found
 
     def _coordinates(self, name: str) -> tuple[int, int, int]:
-        """(pp, tp, ep) of the rank that wrote a file."""
+        """Return (pp, tp, ep) of the rank that wrote a file."""
         match = RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
         assert match is not None
         numbers = [int(number) for number in match.groups()[1:] if number is not None]
@@ -168,7 +165,7 @@ class MegatronExtras:
         return pp, int(match[1]), ep
 
     def extra_states(self) -> dict[str, Any]:
-        """`_extra_state` of modules, by name over the whole model; what the first tensor-parallel rank has."""
+        """Return `_extra_state` of modules by name in the whole model, from the first tensor-parallel rank."""
         found: dict[str, Any] = {}
         for key, value in self._objects.items():
             match = _SHARD.match(key)
@@ -205,13 +202,13 @@ _LINEAR: Final = re.compile(r"^(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj)|outp
 
 
 def extra_states(carried: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Every entry over the whole model but the output layer's: the source's, and None for other linear modules."""
+    """Return every entry of the model except the output layer's: those of the source, and None for linear modules."""
     found = dict.fromkeys(f"{match[1]}{EXTRA}" for name in names if (match := _LINEAR.match(name)))
     return {name: value for name, value in {**found, **carried}.items() if name != OUTPUT_EXTRA}
 
 
 def extra_states_of_chunk(states: Mapping[str, Any], chunk: ModelChunk, experts: range) -> dict[str, Any]:
-    """Those of one model chunk of a rank with these experts, by name over the whole model."""
+    """Return the entries of one model chunk of a rank with these experts, by name in the whole model."""
     found: dict[str, Any] = {}
     for name, value in states.items():
         inside = layer_of(name) is not None or is_prediction(name)
@@ -222,7 +219,7 @@ def extra_states_of_chunk(states: Mapping[str, Any], chunk: ModelChunk, experts:
 
 
 def interleave_extra_states(tensors: Sequence[tuple[str, Any]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors with the entry of each module behind its last tensor, as `state_dict` has them; the others at the end."""
+    """Return tensors with the entry of each module after its last tensor, as in `state_dict`; the others at the end."""
     last: dict[str, int] = {}
     for i, (name, _) in enumerate(tensors):
         last[name.rpartition(".")[0]] = i
@@ -237,15 +234,15 @@ def interleave_extra_states(tensors: Sequence[tuple[str, Any]], states: Mapping[
 
 
 def experts_of(arguments: JobArguments, ep: int) -> range:
-    """The experts of an expert-parallel rank, numbered over the whole model."""
+    """Return the experts of an expert-parallel rank, numbered over the whole model."""
     each = arguments.number("num_experts", 0) // arguments.ep
     return range(ep * each, (ep + 1) * each)
 
 
 class TargetRngStates:
-    """The source's random states, dealt to the target's ranks: their own where the source had such a rank.
+    """Random states for the target's ranks: that of the same rank of the source, if it had such a rank.
 
-    Ranks that the source did not have get the state of another one; `notes` then say so.
+    Other ranks get the state of another one, which is noted in `notes`.
     """
 
     def __init__(self, stored: Mapping[tuple[int, int, int], Any], mesh: Mesh) -> None:
@@ -262,7 +259,7 @@ class TargetRngStates:
             )
 
     def of(self, pp: int, tp: int, dp: int = 0) -> Any:
-        """The state of one rank, or None where the source has none at all. With parallel experts `dp` counts them."""
+        """Return the state of one rank, or None if the source has none. `dp` only matters with expert parallelism."""
         stages, slices, others = self._degrees
         found = self._stored.get((pp % stages, tp % slices, dp % others))
         return found if found is not None else next(iter(self._stored.values()), None)

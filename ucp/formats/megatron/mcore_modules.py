@@ -1,18 +1,7 @@
-"""Parameter names: the many spellings of Megatron's releases and implementations, and the one that atoms have.
+"""What the names of megatron-core's parameters mean: spellings, order in the module, and tensor-parallel rules.
 
 Atoms are named as megatron-core's modules are, with layers and experts numbered over the whole model. Norms that
-Transformer Engine fuses into the linear layer after them keep their own module name.
-
-The order of a model's parameters: that of megatron-core's modules, which no sharded checkpoint stores.
-
-It is what people expect to see, and the distributed optimizer fills its buffers by it.
-
-Layers with a state instead of attention: Mamba's mixer and the gated delta net.
-
-Their first projection and their convolution are several matrices side by side, each cut over tensor-parallel ranks on
-its own. Sharded checkpoints keep each under a key of its own.
-
-How megatron-core cuts each parameter over tensor-parallel ranks, by its name and its shape.
+Transformer Engine fuses into the linear layer after them keep the name of their own module.
 """
 
 from __future__ import annotations
@@ -66,27 +55,27 @@ def is_before_core(name: str) -> bool:
 
 
 def to_core_name(name: str) -> str:
-    """The name that a parameter of a pre-core model has in megatron-core."""
+    """Return the name in megatron-core of a parameter of an older model."""
     for pattern, new in _PRE_CORE_NAMES:
         name = pattern.sub(new, name)
     return name
 
 
 def canonical_name(name: str) -> str:
-    """The spelling that atoms have; layer and expert numbers stay as they are."""
+    """Return the spelling that atoms have; layer and expert numbers stay as they are."""
     for pattern, new in _FUSED_NORMS:
         name = pattern.sub(new, name)
     return name
 
 
 def layer_of(name: str) -> int | None:
-    """The number in `decoder.layers.N.`, or None."""
+    """Return the number in `decoder.layers.N.`, or None."""
     found = _LAYER.match(name)
     return int(found[2]) if found else None
 
 
 def block_of(name: str) -> str | None:
-    """The transformer layer that the parameter is of, those of multi-token prediction included; None outside of any."""
+    """Return the prefix of the transformer layer of a parameter, multi-token prediction included; None outside."""
     found = _BLOCK.match(name)
     return found[0] if found else None
 
@@ -97,19 +86,19 @@ def is_prediction(name: str) -> bool:
 
 
 def shift_layer(name: str, offset: int) -> str:
-    """The name with its layer number moved by `offset`."""
+    """Return the name with `offset` added to its layer number."""
     found = _LAYER.match(name)
     return f"{found[1]}{int(found[2]) + offset}{found[3]}" if found else name
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that the parameter belongs to, or None."""
+    """Return the number of the expert that the parameter belongs to, or None."""
     found = _EXPERT.match(name)
     return int(found[2]) if found else None
 
 
 def shift_expert(name: str, offset: int) -> str:
-    """The name with its expert number moved by `offset`."""
+    """Return the name with `offset` added to its expert number."""
     found = _EXPERT.match(name)
     return f"{found[1]}local_experts.{int(found[2]) + offset}{found[3]}" if found else name
 
@@ -120,19 +109,19 @@ def is_expert(name: str) -> bool:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether this is state of the module that no optimizer touches."""
+    """Whether this is a buffer, which no optimizer updates."""
     return _BUFFERS.match(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class StackedKey:
-    """A key of a sharded checkpoint as a stack of parameters: its leading axes count layers and experts."""
+    """A key of a sharded checkpoint, whose tensor stacks parameters: its leading axes are layers and experts."""
 
-    template: str  # the name with `{layer}` and `{expert}` where an axis counts them
-    axes: tuple[str, ...]  # "layer", "expert": which leading axes the stored tensor has
+    template: str  # the name with `{layer}` and `{expert}` for the axes
+    axes: tuple[str, ...]  # leading axes of the stored tensor: "layer", "expert"
 
     def name(self, index: tuple[int, ...]) -> str:
-        """The parameter at this index of the leading axes."""
+        """Return the name of the parameter at this index of the leading axes."""
         name = self.template
         for axis, number in zip(self.axes, index, strict=True):
             name = name.replace("{" + axis + "}", str(number))
@@ -144,7 +133,7 @@ _STACKED_EXPERT: Final = re.compile(r"(\.mlp\.experts\.)experts\.(\d+\.)?")
 
 
 def parse_stacked_key(key: str) -> StackedKey:
-    """How the parameters lie in the tensor of this key."""
+    """Return how parameters are stacked in the tensor of this key."""
     axes: list[str] = []
     template, stacked = _STACKED_LAYER.subn(r"\1{layer}.", key)
     if stacked:
@@ -214,10 +203,11 @@ OrderKey = tuple[int, int, int, int, int, int, int, str]
 
 
 def order_key(name: str, *, fused: bool = False, latent: bool = False) -> OrderKey:
-    """Sorts parameters into the order of the modules; unknown modules come after known ones.
+    """Return a sort key for the order of parameters in the module; unknown modules come after known ones.
 
-    The order is that of the local implementation, or with `fused` of Transformer Engine's. `latent` is for models with
-    multi-latent attention, where other norms are fused.
+    The distributed optimizer fills its buffers in this order, which sharded checkpoints do not store. It is that of the
+    local implementation, or with `fused` that of Transformer Engine. `latent` is for multi-latent attention, which fuses
+    other norms.
     """
     section = next((i for i, prefix in enumerate(_SECTIONS) if name.startswith(prefix)), len(_SECTIONS))
     found = _NUMBER.search(name)
@@ -249,7 +239,9 @@ _BY_HEAD: Final = re.compile(r"^.*\.(?:mixer\.(?:A_log|dt_bias|D|norm\.weight)|s
 _OUT: Final = re.compile(r"^.*\.(?:mixer|self_attention)\.out_proj\.weight$")
 _FUSED_MATRIX_KEY: Final = re.compile(r"^(.*\.(in_proj|conv1d)\.(weight|bias))\.(\w+)$")
 
-# What the rows of the fused matrices are, in order: as keys of sharded checkpoints end.
+# Recurrent layers (Mamba's mixer, the gated delta net) have a projection and a convolution that consist of several
+# matrices one above the other, each split over tensor-parallel ranks on its own. Sharded checkpoints store each under a
+# key of its own, with these suffixes, in the order of the rows.
 _PARTS: Final = {
     ("mixer", "in_proj"): ("z", "x", "B", "C", "dt"),
     ("mixer", "conv1d"): ("x", "B", "C"),
@@ -263,7 +255,7 @@ ShapeOf = Callable[[str], Shape | None]
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Rows `[start, start + length)` of a fused matrix, and how the key of them ends."""
+    """Rows `[start, start + length)` of a fused matrix, and the suffix of their key."""
 
     suffix: str
     start: int
@@ -271,7 +263,7 @@ class RowPart:
 
 
 def fused_matrix_parts(name: str, shape_of: ShapeOf) -> list[RowPart]:
-    """The parts of a fused matrix, in the sizes that `shape_of` gives for the matrices beside it; none of others."""
+    """Return the parts of a fused matrix, with sizes from the shapes of its neighbours; empty for other parameters."""
     found = _FUSED_MATRIX.match(name)
     if not found:
         return []
@@ -291,7 +283,7 @@ def fused_matrix_parts(name: str, shape_of: ShapeOf) -> list[RowPart]:
 
 
 def recurrent_rule(name: str, shape_of: ShapeOf) -> Rule | None:
-    """How a parameter of such a layer is cut; None for those of other layers, and norms that are whole everywhere."""
+    """Return the rule for a parameter of a recurrent layer; None for other layers, and for norms that are not split."""
     parts = fused_matrix_parts(name, shape_of)
     if parts:
         return Rule("split", 0, ratio=tuple(part.length for part in parts))
@@ -302,15 +294,15 @@ def recurrent_rule(name: str, shape_of: ShapeOf) -> Rule | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrixKeys:
-    """The keys that are parts of one fused matrix: its own key, and all of their ends in order."""
+    """The keys of the parts of one fused matrix: the key of the matrix, and the suffixes of all parts in order."""
 
     key: str
     suffixes: tuple[str, ...]
-    dimensions: int  # of the matrix, without axes that count layers
+    dimensions: int  # of the matrix, without the axis of layers
 
 
 def fused_matrix_keys(key: str) -> FusedMatrixKeys | None:
-    """The matrix that the tensor of this key is a part of."""
+    """Return the fused matrix that the tensor of this key is a part of, or None."""
     found = _FUSED_MATRIX_KEY.match(key)
     if not found:
         return None
@@ -341,9 +333,9 @@ _WHOLE: Final = re.compile(
 def split_rule(
     name: str, local: Sequence[Shape], arguments: JobArguments, shape_of: Callable[[str], Shape | None]
 ) -> Rule | None:
-    """The rule for a parameter with slices of these shapes, sizes left open; None where its name says nothing.
+    """Return megatron-core's rule for a parameter with slices of these shapes, without sizes; None for unknown names.
 
-    `shape_of` gives the shape of another parameter's slice on the first of these ranks.
+    `shape_of` returns the shape of another parameter's slice on the first of these ranks.
     """
     recurrent = recurrent_rule(name, shape_of)
     if recurrent is not None:
@@ -359,7 +351,7 @@ def split_rule(
         return Rule("split", 0)
     down = _DOWN.match(name)
     if down:
-        # Transformer Engine's down-projections are whole on every rank, those of the local implementation are cut.
+        # Transformer Engine's down-projections are whole on every rank, those of the local implementation are split.
         if len(local) == 1:
             return REPLICATED if arguments.has_transformer_engine else Rule("split", 0)
         return REPLICATED if local[0][0] == _down_rows(down[1], arguments) else Rule("split", 0)

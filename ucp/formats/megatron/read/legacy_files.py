@@ -47,7 +47,7 @@ from ucp.formats.megatron.optimizer_groups import (
     parameter_flags,
     stored_group_flags,
 )
-from ucp.formats.megatron.rank_layout import BufferLayout, BufferParam, bucket_size, lay_out_buffer
+from ucp.formats.megatron.rank_layout import BufferLayout, BufferParam, optimizer_buffer_layout
 from ucp.formats.sharded.shard_fragments import InlineNumber, StoredShard, TensorInFile, WholeTensor
 from ucp.formats.sharded.shard_table import RankCoord, Shard
 
@@ -376,9 +376,7 @@ def _read_optimizer_buffers(
             for entry in mine
         ]
         numel = sum(entry.ref.numel for entry in entries)
-        size = bucket_size(arguments, numel) if pp == 0 and chunk == 0 else None
-        dp = arguments.expert_dp if expert else arguments.dp
-        layout = lay_out_buffer(params, size, dp, wide=arguments.flag("ddp_pad_buckets_for_high_nccl_busbw"))
+        layout = optimizer_buffer_layout(params, numel, arguments, is_first=pp == chunk == 0, expert=expert)
         _add_buffer_states(file, table, mine, layout)
 
 

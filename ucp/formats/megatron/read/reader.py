@@ -1,4 +1,4 @@
-"""Reads Megatron checkpoints of every layout into an index."""
+"""Reader of Megatron checkpoints in every layout."""
 
 from __future__ import annotations
 
@@ -18,59 +18,59 @@ from ucp.storage.paths import list_files
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
-    """Index the checkpoint: names, shapes and places of all states; no tensor is loaded."""
-    place = must_find(path, options.tag)
-    if place.layout == "torch":
-        with SourceFiles(place.root) as files:
-            checkpoint = _read_legacy(place, options, files)
+    """Index the checkpoint: names, shapes and positions of all states; no tensor is loaded."""
+    folder = must_find(path, options.tag)
+    if folder.layout == "torch":
+        with SourceFiles(folder.root) as files:
+            checkpoint = _read_legacy(folder, options, files)
     else:
-        checkpoint = _read_sharded(place, options)
-    if place.root != path and options.tag is None and not (path / TRACKER).is_file():
+        checkpoint = _read_sharded(folder, options)
+    if folder.root != path and options.tag is None and not (path / TRACKER).is_file():
         checkpoint.notes.append(
-            Note("step-folder", f"{place.root.name} is read, the newest finished save in {path} (no {TRACKER})")
+            Note("step-folder", f"read {folder.root.name}, the newest complete save in {path} (no {TRACKER})")
         )
     return checkpoint
 
 
-def _read_sharded(place: MegatronFolder, options: ReadOptions) -> Checkpoint:
-    if not place.is_finished:
+def _read_sharded(folder: MegatronFolder, options: ReadOptions) -> Checkpoint:
+    if not folder.is_finished:
         raise InconsistentError(
-            f"{place.root}: has no {METADATA}: the save was not finished",
+            f"{folder.root}: has no {METADATA}: the save is incomplete",
             hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
         )
-    # Of the layouts, a command reads one: the others' modules would take longer to import than the index takes to read.
+    # Imported here because a command reads one layout, and importing the others takes longer than reading the index.
     from ucp.formats.megatron.read.sharded_parameters import CommonFile, CommonState, ShardedReader
 
     steps: dict[str, Atom] = {}
     common: CommonState
-    if place.layout == "torch_dcp":
+    if folder.layout == "torch_dcp":
         from ucp.formats.megatron.read.sharded_containers import TorchDcpFolder
 
-        common = TorchDcpFolder(place.root)
+        common = TorchDcpFolder(folder.root)
         sharded, steps = common.sharded(), common.steps()
-    elif place.layout == "torch_dist":
+    elif folder.layout == "torch_dist":
         from ucp.formats.megatron.read.sharded_containers import read_torch_dist
 
-        sharded = read_torch_dist(place.root)
+        sharded = read_torch_dist(folder.root)
     else:
         from ucp.formats.megatron.read.sharded_containers import read_zarr
 
-        sharded = read_zarr(place.root)
-    if place.layout != "torch_dcp":
-        common = CommonFile(place.root)
-    reader = ShardedReader(place.root, sharded, common, options.rules, repair=options.repair)
+        sharded = read_zarr(folder.root)
+    if folder.layout != "torch_dcp":
+        common = CommonFile(folder.root)
+    reader = ShardedReader(folder.root, sharded, common, options.rules, repair=options.repair)
     parameters = reader.parameters()
     groups = reader.groups(parameters)
     for name, step in steps.items():
         parameters[name].atoms[STEP] = step
     iteration = reader.common.mapping().get("iteration")
-    return build_checkpoint(place, reader.arguments, parameters, groups, reader.trees(), reader.notes, iteration)
+    return build_checkpoint(folder, reader.arguments, parameters, groups, reader.trees(), reader.notes, iteration)
 
 
-def _read_legacy(place: MegatronFolder, options: ReadOptions, files: SourceFiles) -> Checkpoint:
+def _read_legacy(folder: MegatronFolder, options: ReadOptions, files: SourceFiles) -> Checkpoint:
     from ucp.formats.megatron.read.legacy_layout import LegacyReader
 
-    reader = LegacyReader(place.root)
+    reader = LegacyReader(folder.root)
     parameters = reader.parameters(options.rules, files)
     trees: dict[str, Any] = {}
     for rank in reader.files.values():
@@ -78,11 +78,11 @@ def _read_legacy(place: MegatronFolder, options: ReadOptions, files: SourceFiles
         trees[rank.model.name] = tree_with_atoms(rank.model.name, rank.model.archive, rest, rank.model.name)
     first = next(iter(reader.files.values())).model.mapping()
     groups = reader.groups(parameters)
-    return build_checkpoint(place, reader.arguments, parameters, groups, trees, reader.notes, first.get("iteration"))
+    return build_checkpoint(folder, reader.arguments, parameters, groups, trees, reader.notes, first.get("iteration"))
 
 
 def build_checkpoint(
-    place: MegatronFolder,
+    folder: MegatronFolder,
     arguments: JobArguments,
     parameters: dict[str, Parameter],
     groups: list[ParamGroup],
@@ -90,25 +90,25 @@ def build_checkpoint(
     notes: list[Note],
     iteration: Any,
 ) -> Checkpoint:
-    """The index, with each parameter's group and what the arguments say of the model."""
+    """Return the index, with the group of each parameter and the details of the model from the arguments."""
     for number, group in enumerate(groups):
         group.names.sort(key=order_key)
         for name in group.names:
             if name in parameters and parameters[name].group is None:
                 parameters[name].group = number
-    vocabulary = any(p.rule.cut == "vocab" and p.rule.true_size is None for p in parameters.values())
-    if vocabulary:
+    is_vocabulary_unknown = any(p.rule.cut == "vocab" and p.rule.true_size is None for p in parameters.values())
+    if is_vocabulary_unknown:
         notes.append(
             Note(
                 "vocabulary-unknown",
                 "the size of the tokenizer is not in the checkpoint: rows that pad the vocabulary are kept"
-                " (name it in a rule file: cut = vocab, true_size)",
+                " (give it in a rule file: cut = vocab, true_size)",
             )
         )
     zero = 1 if arguments.is_distributed_optimizer else 0
     return Checkpoint(
-        format="megatron" if place.layout == "torch" else "torch-dist",
-        root=place.root,
+        format="megatron" if folder.layout == "torch" else "torch-dist",
+        root=folder.root,
         mesh=Mesh(arguments.tp, arguments.pp, arguments.dp, arguments.ep, zero),
         parameters=parameters,
         framework="Megatron-LM",
@@ -116,25 +116,25 @@ def build_checkpoint(
         groups=groups,
         extras=Extras(trees),
         notes=list(dict.fromkeys(notes)),
-        sizes=_sizes(place.root),
-        details=_details(place, arguments),
+        sizes=_sizes(folder.root),
+        details=_details(folder, arguments),
     )
 
 
-def _details(place: MegatronFolder, arguments: JobArguments) -> dict[str, Any]:
-    """What a writer and a mapping of names need to know of the model."""
+def _details(folder: MegatronFolder, arguments: JobArguments) -> dict[str, Any]:
+    """Return what writers and name tables need to know about the model."""
     fields = arguments.fields
     heads = arguments.number("num_attention_heads", 0)
-    grouped = arguments.flag("group_query_attention")
+    is_grouped = arguments.flag("group_query_attention")
     hidden = arguments.number("hidden_size", 0)
     dtype = "float16" if arguments.flag("fp16") else "bfloat16" if arguments.flag("bf16") else "float32"
     return {
-        "layout": place.layout,
+        "layout": folder.layout,
         "dtype": dtype,
         "layers": arguments.layers,
         "hidden_size": hidden,
         "heads": heads,
-        "query_groups": arguments.number("num_query_groups", heads) if grouped else heads,
+        "query_groups": arguments.number("num_query_groups", heads) if is_grouped else heads,
         "head_dim": arguments.number("kv_channels", hidden // heads if heads else 0),
         "gated": arguments.gated,
         "tied": arguments.tied,

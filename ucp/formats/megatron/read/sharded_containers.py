@@ -1,11 +1,9 @@
-"""`torch_dist`: torch's distributed checkpoint files, with Megatron's keys in them.
+"""The three containers of sharded checkpoints: `torch_dist`, `torch_dcp` and `zarr` folders, as tensors of blocks.
 
-`torch_dcp`: what jobs with torch's FSDP2 save, one nested state dict in torch's distributed checkpoint files.
-
-Parameters have names and layers numbers, but the optimizer numbers its states group by group, in the order of the
-module, as in a rank file.
-
-`zarr` folders of megatron-core up to 0.11: one folder a tensor, one raw file a block, objects beside them.
+* `torch_dist`: torch's distributed checkpoint files, with Megatron's keys.
+* `torch_dcp`: what jobs with torch's FSDP2 save, one nested state dict in torch's distributed checkpoint files.
+  Parameters have names, but the optimizer numbers its states group by group, as in a rank file.
+* `zarr`: folders of megatron-core up to 0.11, one folder per tensor and one raw file per block.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class DistcpBlock:
 
 
 def archive_tensor(archives: TensorArchives, key: str, entry: DcpTensor) -> ShardedTensor:
-    """An entry as a tensor under this key."""
+    """Return an entry of the metadata as a tensor under this key."""
     blocks: dict[Box, ShardedBlock] = {
         box: DistcpBlock(archives, entry, box, item) for box, item in entry.chunks.items()
     }
@@ -80,7 +78,7 @@ def archive_tensor(archives: TensorArchives, key: str, entry: DcpTensor) -> Shar
 
 
 def read_torch_dist(root: Path) -> ShardedContents:
-    """Every tensor and every object of the folder; an object lies there as the only item of a list."""
+    """Return every tensor and object of a `torch_dist` folder; an object is stored as the only item of a list."""
     archives = TensorArchives(root)
     tensors: dict[str, ShardedTensor] = {}
     objects: dict[str, Any] = {}
@@ -101,37 +99,37 @@ _MASTERS: Final = "fp32_from_fp16_params"
 
 
 class TorchDcpFolder:
-    """The state dict of one folder, as what a sharded checkpoint of Megatron's would hold."""
+    """The state dict of a `torch_dcp` folder, in the form of a sharded checkpoint."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._archives = TensorArchives(root)
         self._folder: DcpFolder = read_dcp_folder(root)
-        self.tree: dict[Any, Any] = {}  # everything but tensors of the model and states of the optimizer
+        self.tree: dict[Any, Any] = {}  # everything except tensors of the model and states of the optimizer
         self._states: dict[KeyPath, DcpTensor] = {}  # paths below `optimizer` → states and masters
         self._weights: dict[str, DcpTensor] = {}
         with SourceFiles(root) as files:
             values = ObjectArchives(files)
             for entry in self._folder.entries.values():
-                self._sort(entry, values)
+                self._add_entry(entry, values)
         self.tree = _with_lists(self.tree)
         self.arguments: JobArguments = arguments_of(self.tree.get("args"), str(root))
         self._names = self._numbered()
 
     def mapping(self) -> Mapping[Any, Any]:
-        """The common part: what a sharded checkpoint keeps for all ranks alike."""
+        """Return the common part: what a sharded checkpoint stores once for all ranks."""
         return {key: value for key, value in self.tree.items() if key not in (_MODEL, _RANDOM)}
 
     def step(self, optimizer: Mapping[str, Any]) -> StoredShard | None:
-        """None: every parameter counts its own."""
+        """Return None: every parameter has its own step."""
         del optimizer
         return None
 
     def carried(self, tree: Any) -> Any:
-        """The tree itself, whose tensors are atoms."""
+        """Return the tree itself, whose tensors are already atoms."""
         return tree
 
-    def _sort(self, entry: DcpEntry, values: ObjectArchives) -> None:
+    def _add_entry(self, entry: DcpEntry, values: ObjectArchives) -> None:
         first, rest = entry.path[0], entry.path[1:]
         if isinstance(entry, DcpTensor) and first == _MODEL and len(rest) == 1:
             self._weights[canonical_name(str(rest[0]))] = entry
@@ -146,7 +144,7 @@ class TorchDcpFolder:
             _set_path(self.tree, entry.path, value)
 
     def _numbered(self) -> list[list[str]]:
-        """The names of the parameters in each group, in the order in which the optimizer numbers them."""
+        """Return the names of the parameters in each group, in the order in which the optimizer numbers them."""
         arguments = self.arguments
         fused, latent = arguments.has_transformer_engine, arguments.flag("multi_latent_attention")
         names = sorted(
@@ -160,8 +158,8 @@ class TorchDcpFolder:
                 mine = [name for name in names if self._flags(name) == wanted]
                 if isinstance(group.get("params"), list) and len(mine) != len(group["params"]):
                     raise InconsistentError(
-                        f"{self._root}: a parameter group of the optimizer has {len(group['params'])} parameters, the"
-                        f" model {len(mine)} for it",
+                        f"{self._root}: a parameter group of the optimizer has {len(group['params'])} parameters, but"
+                        f" {len(mine)} parameters of the model belong to it",
                         hint="take the weights alone with --only weights",
                     )
                 found.append(mine)
@@ -171,27 +169,29 @@ class TorchDcpFolder:
         return parameter_flags(name, len(self._weights[name].shape), self.arguments)
 
     def sharded(self) -> ShardedContents:
-        """Weights, masters and states under the keys of a sharded checkpoint; steps are apart."""
+        """Return weights, masters and states under the keys of a sharded checkpoint, without steps."""
         tensors = {name: archive_tensor(self._archives, name, entry) for name, entry in self._weights.items()}
-        for name, kind, entry in self._named():
+        for name, kind, entry in self._named_states():
             if kind != STEP:
                 key = f"optimizer.state.{kind}.{name}"
                 tensors[key] = archive_tensor(self._archives, key, entry)
         return ShardedContents(tensors, dict(self._objects()))
 
     def _objects(self) -> Iterator[tuple[str, Any]]:
-        """Random and extra states, under the keys that they have in sharded checkpoints."""
+        """Yield random and extra states under the keys that they have in sharded checkpoints."""
         for name, value in self.tree.get(_MODEL, {}).items():
             yield f"{name}/shard_0_1", value
         if _RANDOM in self.tree:
             yield f"{_RANDOM}/shard_0.0_1.1", self.tree[_RANDOM]
 
     def steps(self) -> dict[str, Atom]:
-        """The step of each parameter that has one."""
-        return {name: self._archives.atom(entry, name, STEP) for name, kind, entry in self._named() if kind == STEP}
+        """Return the step of each parameter that has one."""
+        return {
+            name: self._archives.atom(entry, name, STEP) for name, kind, entry in self._named_states() if kind == STEP
+        }
 
-    def _named(self) -> Iterator[tuple[str, str, DcpTensor]]:
-        """Name, kind and place of every state."""
+    def _named_states(self) -> Iterator[tuple[str, str, DcpTensor]]:
+        """Yield name, kind and entry of every state."""
         order = [name for group in self._names for name in group]
         for path, entry in self._states.items():
             if _MASTERS in path:
@@ -214,7 +214,7 @@ def _set_path(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """The tree with lists where its paths had numbers."""
+    """Return the tree with lists in place of dicts with integer keys."""
     if not isinstance(tree, Mapping):
         return tree
     if tree and all(type(key) is int for key in tree):
@@ -239,7 +239,7 @@ _NUMPY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ZarrBlock:
-    """A block in a file of its own. Blocks at the edge are stored in full size: `strides` then step over the rest."""
+    """A block in a file of its own. Blocks at the edge are stored in full size; `strides` skip the rest."""
 
     file: str
     strides: Shape | None
@@ -253,7 +253,7 @@ class ZarrBlock:
 
 
 def read_zarr(root: Path) -> ShardedContents:
-    """Every array and every object of the folder."""
+    """Return every array and object of a `zarr` folder."""
     tensors: dict[str, ShardedTensor] = {}
     objects: dict[str, Any] = {}
     try:
@@ -284,12 +284,12 @@ def _zarr_tensor(root: Path, folder: Path) -> ShardedTensor:
         if not file.is_file():
             raise InconsistentError(
                 f"{file}: is missing; it holds {Box(start, kept)} of {folder.name}",
-                hint="copy the file from the node that wrote it; without it the checkpoint is not whole",
+                hint="copy the file from the node that wrote it; without it the checkpoint is incomplete",
             )
         if file.stat().st_size != nbytes:
             raise IntegrityError(
                 f"{file}: has {file.stat().st_size} bytes, a block of {dtype} {list(chunks)} has {nbytes}",
-                hint="the file was copied or written incompletely; copy it again from where it is whole",
+                hint="the file was copied or written incompletely; copy it again from an intact copy",
             )
         strides = None if steps == strides_of(kept) else steps
         tensor.blocks[Box(start, kept)] = ZarrBlock(file.relative_to(root).as_posix(), strides)
@@ -297,21 +297,21 @@ def _zarr_tensor(root: Path, folder: Path) -> ShardedTensor:
 
 
 def _read_array_header(file: Path) -> tuple[Shape, Shape, DType]:
-    """Shape, shape of a block, and element type."""
+    """Return shape, shape of a block, and dtype of an array."""
     try:
         if file.stat().st_size > _LARGEST_ARRAY:
             raise ValueError(f"it has {file.stat().st_size} bytes")
         data = json.loads(file.read_bytes())
         shape, chunks = _lengths(data["shape"]), _lengths(data["chunks"])
         named = str(data["dtype"])
-        plain = data.get("compressor") is None and not data.get("filters") and data.get("order") == "C"
+        is_plain = data.get("compressor") is None and not data.get("filters") and data.get("order") == "C"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{file}: does not describe an array: {error}") from error
+        raise IntegrityError(f"{file}: is not a valid description of an array: {error}") from error
     dtype = BY_NAME.get(named) or BY_NAME.get(_NUMPY.get(named.lstrip("<|"), ""))
-    if dtype is None or not plain or data.get("zarr_format") != 2 or data.get("dimension_separator", ".") != ".":
-        raise NotUnderstoodError(f"{file}: an array of {named}, compressed or in another order, is not known here")
+    if dtype is None or not is_plain or data.get("zarr_format") != 2 or data.get("dimension_separator", ".") != ".":
+        raise NotUnderstoodError(f"{file}: unsupported array: {named}, compressed or in another order")
     if len(shape) != len(chunks) or 0 in chunks:
-        raise IntegrityError(f"{file}: blocks of {list(chunks)} do not cut an array of {list(shape)}")
+        raise IntegrityError(f"{file}: blocks of {list(chunks)} do not tile an array of {list(shape)}")
     return shape, chunks, dtype
 
 
