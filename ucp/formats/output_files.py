@@ -1,4 +1,4 @@
-"""What several formats write: safetensors of whole atoms, files carried as they are; and what none can do without."""
+"""Output files that several formats write: safetensors files of whole atoms, and copies of source files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ucp.errors import UsageError
 def safetensors_file(
     path: str, tensors: Sequence[tuple[str, Atom]], metadata: Mapping[str, str], alignment: int = 8
 ) -> OutputFile:
-    """A safetensors file of whole atoms: a known header, and write items for the data."""
+    """Return a safetensors file of whole atoms: a known header, and write items for the data."""
     layout = build_header([(key, atom.dtype, atom.shape) for key, atom in tensors], metadata, alignment)
     items = tuple(WriteItem(atom, Region.all_of(atom.shape), layout.offsets[key]) for key, atom in tensors)
     return OutputFile(path, layout.size, (Literal(0, layout.header),), items)
 
 
 def copied_file(source: Checkpoint, name: str, path: str) -> OutputFile:
-    """The neighbour `name` of the source, byte for byte, at `path`."""
+    """Return the file `name` of the source's extras, byte for byte, at `path`."""
     file = source.extras.files[name]
     size = source.sizes[file]
     atom = Atom(file, "file", (size,), UINT8, (Fragment(Region.all_of((size,)), file, 0, UINT8),))
@@ -30,8 +30,8 @@ def copied_file(source: Checkpoint, name: str, path: str) -> OutputFile:
 
 
 def missing_weight_error(parameter: Parameter) -> UsageError:
-    """The error of a target that keeps weights, where the source has states alone."""
+    """Return the error of a target that needs weights, if the source only has optimizer states."""
     return UsageError(
         f"parameter {parameter.name}: the source has no weight for it",
-        hint="give a source that has the model beside its optimizer, and leave --only out",
+        hint="give a source that also has the model, and leave --only out",
     )

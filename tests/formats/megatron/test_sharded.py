@@ -187,7 +187,7 @@ def test_an_unfinished_save_is_refused(tmp_path: Path, missing: tuple[str, ...])
     for name in missing:
         (root / name).unlink()
     for path in (root, tmp_path):
-        with pytest.raises(InconsistentError, match="not finished"):
+        with pytest.raises(InconsistentError, match="the save is incomplete"):
             ucp.open(path)
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_mark_of_a_finished_save_is_refused(tmp_path: Path, data: byte
     root = save(tmp_path / "iter_0000007", model_and_states("param"), common(arguments(1, 1)))
     (root / "metadata.json").write_bytes(data)
     for path in (root, tmp_path):
-        with pytest.raises(IntegrityError, match=r"metadata\.json: is damaged"):
+        with pytest.raises(IntegrityError, match=r"metadata\.json: is not valid JSON"):
             ucp.open(path)
 
 

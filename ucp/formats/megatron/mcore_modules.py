@@ -206,8 +206,8 @@ def order_key(name: str, *, fused: bool = False, latent: bool = False) -> OrderK
     """Return a sort key for the order of parameters in the module; unknown modules come after known ones.
 
     The distributed optimizer fills its buffers in this order, which sharded checkpoints do not store. It is that of the
-    local implementation, or with `fused` that of Transformer Engine. `latent` is for multi-latent attention, which fuses
-    other norms.
+    local implementation, or with `fused` that of Transformer Engine. `latent` is for multi-latent attention, where
+    other norms are fused.
     """
     section = next((i for i, prefix in enumerate(_SECTIONS) if name.startswith(prefix)), len(_SECTIONS))
     found = _NUMBER.search(name)

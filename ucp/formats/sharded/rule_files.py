@@ -1,4 +1,4 @@
-"""Rule files: TOML that says how parameters are cut over tensor-parallel ranks, from a user or from a packaged preset.
+"""Rule files: TOML with the tensor-parallel rules of parameters, from a user or from a packaged preset.
 
     [[rule]]
     match = '(.*\\.)?qkv_proj\\.weight$'   # regular expression, anchored at the start of the name
@@ -6,7 +6,7 @@
     dim = 0                                # split and vocab; negative counts from the last
     ratio = [4, 1, 1]                      # or parts = [4096, 1024, 1024], or count = 3
 
-The first rule whose `match` fits a name applies to it.
+The first rule whose `match` matches a name applies to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ucp.errors import UsageError
 
 _FORM: Final = "a rule file is a list of [[rule]] tables"
 
-# Keys that a rule may carry besides `match` and `cut`, by cut.
+# Keys that a rule may have besides `match` and `cut`, by cut.
 _KEYS: Final[dict[str, frozenset[str]]] = {
     "replicated": frozenset(),
     "average": frozenset(),
@@ -34,7 +34,7 @@ _KEYS: Final[dict[str, frozenset[str]]] = {
 
 
 def load_rule_book(rules: str | Path | None, preset: str | None) -> RuleBook | None:
-    """The user's rules: those of a file, then those of a preset; None where the user gave neither."""
+    """Return the user's rules: those of a file, then those of a preset; None without either."""
     if rules is None and preset is None:
         return None
     book = RuleBook()
@@ -46,26 +46,26 @@ def load_rule_book(rules: str | Path | None, preset: str | None) -> RuleBook | N
 
 
 def load_rules(path: Path) -> RuleBook:
-    """The rules of a TOML file that the user wrote."""
+    """Return the rules of a user's TOML file."""
     return parse_rules(read_toml(path, "rule file"), str(path), f"file: {path.name}")
 
 
 def load_preset(name: str) -> RuleBook:
-    """The rules of a packaged preset."""
+    """Return the rules of a packaged preset."""
     if name not in preset_names():
-        raise UsageError(f"no preset is called {name!r}", hint=f"choose one of: {', '.join(preset_names())}")
+        raise UsageError(f"unknown preset {name!r}", hint=f"choose one of: {', '.join(preset_names())}")
     return parse_rules((_presets() / f"{name}.toml").read_bytes(), f"preset {name}", f"preset: {name}", optional=True)
 
 
 def preset_names() -> list[str]:
-    """Names of the packaged presets, sorted."""
+    """Return the names of the packaged presets, sorted."""
     return sorted(entry.name.removesuffix(".toml") for entry in _presets().iterdir() if entry.name.endswith(".toml"))
 
 
 def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False) -> RuleBook:
-    """The rules in the bytes of a TOML file; `where` names the file in messages, `origin` in reports.
+    """Return the rules in the bytes of a TOML file; `where` names the file in messages, `origin` in reports.
 
-    Those that are not `optional` are expected to match something.
+    A rule that matches no parameter is noted, unless it is `optional`.
     """
     text, document = parse_toml(data, where, "rule file")
     unknown = document.keys() - {"rule", "about"}
@@ -74,7 +74,7 @@ def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False)
         found = ", ".join(sorted(unknown)) or "rule"
         raise UsageError(f"{where}: unexpected {found!r} at the top level", hint=_FORM)
     if not entries:
-        raise UsageError(f"{where}: holds no rules", hint=_FORM)
+        raise UsageError(f"{where}: contains no rules", hint=_FORM)
     book = RuleBook()
     for entry, place in zip(entries, places(text, "rule", len(entries), where), strict=True):
         book.add(_match(entry, place), parse_rule(entry, place), origin, optional=optional)
@@ -82,7 +82,7 @@ def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False)
 
 
 def format_rule(name: str, rule: Rule) -> str:
-    """The rule-file entry, on one line, that gives this rule to this one parameter; for hints."""
+    """Return the entry of a rule file that applies this rule to this parameter, for hints."""
     fields = [f"match = '^{re.escape(name)}$'", f'cut = "{rule.cut}"']
     if rule.cut in ("split", "vocab"):
         fields.append(f"dim = {rule.dim}")
@@ -117,9 +117,9 @@ def parse_rule(entry: Mapping[str, Any], place: str) -> Rule:
         allowed = ", ".join(sorted(_KEYS[cut])) or "no further keys"
         raise UsageError(f"{place}: cut = {cut!r} takes {allowed}, found {', '.join(sorted(unknown))}")
     if len(entry.keys() & {"parts", "ratio", "count"}) > 1:
-        raise UsageError(f"{place}: parts, ratio and count say the same thing: give one of them")
+        raise UsageError(f"{place}: parts, ratio and count are alternatives: give one of them")
     if "widths" in entry and "parts" not in entry:
-        raise UsageError(f"{place}: widths need parts beside them")
+        raise UsageError(f"{place}: widths needs parts")
     assert cut in get_args(Cut)
     rule = Rule(
         cast(Cut, cut),
@@ -163,7 +163,7 @@ def _widths(entry: Mapping[str, Any], place: str) -> tuple[tuple[int, ...], ...]
         return None
 
     def wrong() -> UsageError:
-        return UsageError(f"{place}: widths must be one list a part, with the size on each tensor-parallel rank")
+        return UsageError(f"{place}: widths must be one list per part, with the size on each tensor-parallel rank")
 
     rows = entry["widths"]
     if not isinstance(rows, list) or not rows:

@@ -1,13 +1,13 @@
-"""Inference of missing rules: how parameters are cut over tensor-parallel ranks, from their bytes, shapes and names.
+"""Inference of missing tensor-parallel rules from the bytes, shapes and names of parameters.
 
 Evidence, strongest first:
 
 1. Slices that are bit-equal on every rank are copies of the whole (`replicated`).
-2. Slices of uneven size differ along the dimension that is cut.
-3. A matrix with one side of the hidden size (the length of replicated vectors such as norms) is cut along the other.
-4. The name, through the packaged presets. Parts of fused parameters come from there only: bytes do not show them.
+2. Slices of uneven size differ along the dimension that is split.
+3. A matrix with one side of the hidden size (the length of replicated vectors such as norms) is split along the other.
+4. The name, if a packaged preset has a rule for it. The parts of fused parameters are only known from there.
 
-Whatever stays open is an error that shows the candidates, ready to be pasted into a rule file.
+If the evidence does not decide, the error lists candidates that can be pasted into a rule file.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ucp.storage.local import SourceFiles
 
 InferredRule = tuple[Rule, str]
 
-# Names that look like several projections in one tensor. A plain split of such a tensor would scramble it if its parts
-# lie side by side, so without a preset's word it stays open.
+# Names that look like several projections in one tensor. A plain split would scramble such a tensor if its parts follow
+# each other, so without a rule of a preset it is not decided.
 _FUSED: Final = re.compile(
     r"(.*[._])?(\w*qkv\w*|query_key_value|c_attn|in_proj\w*|kv_proj|key_value|gate_up\w*|w13|w12)([._]|$)"
 )
 
-# Input and output side of an MLP: twice as many rows in as columns out shows a gate beside the projection.
+# Input and output matrix of an MLP: twice as many rows in as columns out means a gate and a projection.
 _MLP_SIDES: Final = (("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2"), ("fc1", "fc2"), ("wi", "wo"))
 
-_SHOWN = 12  # open names that the error spells out
+_SHOWN = 12  # undecided names that the error lists with candidates
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSlice:
-    """What one tensor-parallel rank holds of a parameter: its shape there, and its bytes in slice order."""
+    """One tensor-parallel rank's slice of a parameter: its shape, and its bytes in slice order."""
 
     shape: Shape
     fragments: Sequence[Fragment]
@@ -49,7 +49,7 @@ class LocalSlice:
 
 @dataclass(frozen=True, slots=True)
 class _UndecidedRule:
-    """A name for which evidence does not decide."""
+    """A parameter for which the evidence does not decide."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -58,9 +58,9 @@ class _UndecidedRule:
 
 
 class RuleInference:
-    """Rules for a whole checkpoint at once, because the hidden size shows in other parameters.
+    """Infers the rules of a whole checkpoint at once, because other parameters show the hidden size.
 
-    `presets` are consulted for names, first to last; by default all packaged ones, the generic one last.
+    `presets` are tried for names in this order; by default all packaged ones, the generic one last.
     """
 
     def __init__(self, files: SourceFiles, presets: Sequence[str] | None = None) -> None:
@@ -69,33 +69,33 @@ class RuleInference:
         self._presets: list[tuple[str, RuleBook]] = [(name, load_preset(name)) for name in names]
 
     def rules_for(self, slices: Mapping[str, Sequence[LocalSlice]]) -> dict[str, InferredRule]:
-        """For each parameter its rule and, for people, what it rests on. `slices[name][rank]`; at least two ranks.
+        """Return the rule of each parameter and its evidence, for people. `slices[name][rank]`; at least two ranks.
 
-        Reads slices until they differ, in blocks of bounded size. All names that stay open are reported in one error.
+        Reads slices until they differ, in blocks of bounded size. One error reports all undecided names.
         """
         if not slices:
             return {}
         found: dict[str, InferredRule] = {}
         later: dict[str, SliceEquality] = {}
-        for name, held in slices.items():
-            _check_ranks(name, held)
-            same = compare_slices(self._files, [(s.shape, s.fragments) for s in held])
+        for name, of_ranks in slices.items():
+            _check_dimensions(name, of_ranks)
+            same = compare_slices(self._files, [(s.shape, s.fragments) for s in of_ranks])
             if same is SliceEquality.EQUAL:
-                found[name] = (REPLICATED, f"inferred: bit-equal on {len(held)} ranks")
+                found[name] = (REPLICATED, f"inferred: bit-equal on {len(of_ranks)} ranks")
             else:
                 later[name] = same
         hidden = self._hidden_sizes(slices, found, later)
-        still_open: list[_UndecidedRule] = []
-        # Weights before biases: what decides for a weight decides for a constant bias beside it.
+        undecided: list[_UndecidedRule] = []
+        # Weights before biases: the rule of a weight decides for a constant bias of the same module.
         for name, same in sorted(later.items(), key=lambda item: item[1] is SliceEquality.CONSTANT):
-            verdict = self._judge(name, slices, same, hidden, found)
-            if isinstance(verdict, _UndecidedRule):
-                still_open.append(verdict)
+            decided = self._decide(name, slices, same, hidden, found)
+            if isinstance(decided, _UndecidedRule):
+                undecided.append(decided)
             else:
-                found[name] = verdict
-        if still_open:
+                found[name] = decided
+        if undecided:
             order = {name: i for i, name in enumerate(slices)}
-            raise _ambiguous(sorted(still_open, key=lambda item: order[item.name]))
+            raise _ambiguous(sorted(undecided, key=lambda item: order[item.name]))
         return {name: found[name] for name in slices}
 
     def _hidden_sizes(
@@ -104,17 +104,17 @@ class RuleInference:
         replicated: Mapping[str, InferredRule],
         others: Mapping[str, SliceEquality],
     ) -> set[int]:
-        """Lengths of the vectors that every rank holds whole; of constant ones only where a preset knows the name."""
-        vouched = {
+        """Return the lengths of replicated vectors; of constant vectors only if a preset has a rule for the name."""
+        by_preset = {
             name
             for name, same in others.items()
             if same is SliceEquality.CONSTANT
             and any(rule.cut in ("replicated", "average") for _, rule in self._named(name, slices[name][0].shape))
         }
-        shapes = (slices[name][0].shape for name in (*replicated, *vouched))
+        shapes = (slices[name][0].shape for name in (*replicated, *by_preset))
         return {shape[0] for shape in shapes if len(shape) == 1 and shape[0] > 1}
 
-    def _judge(
+    def _decide(
         self,
         name: str,
         slices: Mapping[str, Sequence[LocalSlice]],
@@ -122,8 +122,7 @@ class RuleInference:
         hidden: set[int],
         found: Mapping[str, InferredRule],
     ) -> InferredRule | _UndecidedRule:
-        held = slices[name]
-        shapes = tuple(s.shape for s in held)
+        shapes = tuple(s.shape for s in slices[name])
         if same is SliceEquality.CONSTANT:
             return self._constant(name, shapes, found)
         if not shapes[0]:
@@ -147,11 +146,11 @@ class RuleInference:
         if known and len({rule.dim for _, rule in known}) == 1:
             return self._with_parts(name, slices, known[0][1].dim, hidden, "inferred: by name")
         candidates = tuple(Rule("split", dim) for dim in range(len(shapes[0])))
-        why = "its shape fits a cut along either dimension" if hidden else "no replicated vector shows the hidden size"
+        why = "its shape fits a split along any dimension" if hidden else "no replicated vector shows the hidden size"
         return _UndecidedRule(name, shapes, why, candidates)
 
     def _constant(self, name: str, shapes: tuple[Shape, ...], found: Mapping[str, InferredRule]) -> InferredRule:
-        """Equal slices of one repeated value (untouched biases, norms of ones) may be copies or cuts: look at names."""
+        """Equal slices of one repeated value (zero biases, norms of ones) may be copies or a split: decide by name."""
         weight = found.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
         if weight is not None and len(shapes[0]) == 1 and weight[0].cut in ("split", "vocab"):
             if weight[0].dim == 0:
@@ -164,11 +163,11 @@ class RuleInference:
     def _with_parts(
         self, name: str, slices: Mapping[str, Sequence[LocalSlice]], dim: int, hidden: set[int], why: str
     ) -> InferredRule | _UndecidedRule:
-        """A split along `dim`, with the parts that a preset knows for this name where its dimension agrees."""
+        """Return a split along `dim`, with the parts that a preset has for this name if its dimension agrees."""
         shapes = tuple(s.shape for s in slices[name])
         total = sum(shape[dim] for shape in shapes)
         plain = Rule("split", dim)
-        gated = _gate_beside(name, slices)
+        gated = _has_gate(name, slices)
         if gated is not None:
             seen = "twice the columns of the MLP's other side, so gate and up" if gated else "an MLP without gate"
             return (Rule("split", dim, ratio=(1, 1)) if gated else plain), f"{why}; {seen}"
@@ -189,11 +188,13 @@ class RuleInference:
                 return rule, f"{why}; preset {preset}"
         if _FUSED.match(name):
             candidates = (plain, Rule("split", dim, ratio=(1, 1, 1)), Rule("split", dim, ratio=(1, 1)))
-            return _UndecidedRule(name, shapes, "its name suggests fused parts, which no preset knows", candidates)
+            return _UndecidedRule(
+                name, shapes, "its name suggests fused parts, for which no preset has a rule", candidates
+            )
         return plain, why
 
     def _named(self, name: str, shape: Shape) -> Iterator[tuple[str, Rule]]:
-        """What presets say of this name, with the dimension counted from the first."""
+        """Yield the rules that presets have for this name, with non-negative dimensions."""
         for preset, book in self._presets:
             known = book.find(name)
             if known is None:
@@ -203,11 +204,11 @@ class RuleInference:
                 yield preset, replace(known.rule, dim=dim)
 
 
-def _check_ranks(name: str, held: Sequence[LocalSlice]) -> None:
-    ranks = {len(s.shape) for s in held}
-    if len(ranks) > 1:
+def _check_dimensions(name: str, slices: Sequence[LocalSlice]) -> None:
+    counts = {len(s.shape) for s in slices}
+    if len(counts) > 1:
         raise InconsistentError(
-            f"parameter {name}: slices have {sorted(ranks)} dimensions on different tensor-parallel ranks",
+            f"parameter {name}: slices have {sorted(counts)} dimensions on different tensor-parallel ranks",
             hint="look for a rank file of another run",
         )
 
@@ -217,7 +218,7 @@ def _differing_dims(shapes: Sequence[Shape]) -> list[int]:
 
 
 def _dim_beside_hidden(shape: Shape, hidden: set[int]) -> int | None:
-    """The cut dimension of a matrix of which exactly one side is a known hidden size."""
+    """Return the split dimension of a matrix of which exactly one side is a known hidden size."""
     if len(shape) != 2:
         return None
     rows, columns = shape
@@ -228,8 +229,8 @@ def _dim_beside_hidden(shape: Shape, hidden: set[int]) -> int | None:
     return None
 
 
-def _gate_beside(name: str, slices: Mapping[str, Sequence[LocalSlice]]) -> bool | None:
-    """Whether the input side of an MLP carries a gate, where the output side is there to compare with."""
+def _has_gate(name: str, slices: Mapping[str, Sequence[LocalSlice]]) -> bool | None:
+    """Whether the input matrix of an MLP has a gate; None if there is no output matrix to compare with."""
     for first, second in _MLP_SIDES:
         stem, found, rest = name.rpartition(f".{first}.")
         other = slices.get(f"{stem}.{second}.weight") if found else None
@@ -254,15 +255,15 @@ def _qkv_candidates(dim: int, total: int, hidden: set[int]) -> tuple[Rule, ...]:
     return (*grouped, Rule("split", dim, ratio=(1, 1, 1)), Rule("split", dim))
 
 
-def _ambiguous(still_open: Sequence[_UndecidedRule]) -> UsageError:
-    lines = [f"the rules of {len(still_open)} parameters cannot be inferred"]
-    for item in still_open[:_SHOWN]:
+def _ambiguous(undecided: Sequence[_UndecidedRule]) -> UsageError:
+    lines = [f"the rules of {len(undecided)} parameters cannot be inferred"]
+    for item in undecided[:_SHOWN]:
         ranks = ", ".join(f"rank {i}: {list(shape)}" for i, shape in enumerate(item.shapes))
         lines.append(f"{item.name} ({ranks}): {item.why}. Candidates:")
         lines += [f"    {line}" for rule in item.candidates for line in format_rule(item.name, rule).splitlines()]
-    if len(still_open) > _SHOWN:
-        lines.append(f"… and {len(still_open) - _SHOWN} more: " + ", ".join(item.name for item in still_open[_SHOWN:]))
+    if len(undecided) > _SHOWN:
+        lines.append(f"… and {len(undecided) - _SHOWN} more: " + ", ".join(item.name for item in undecided[_SHOWN:]))
     return UsageError(
         "\n  ".join(lines),
-        hint="put one candidate for each into a TOML file and give it with --rules, or name the model with --preset",
+        hint="put one candidate for each into a TOML file and pass it with --rules, or choose a --preset",
     )

@@ -1,4 +1,4 @@
-"""Are slices of several ranks bit-equal? Compared in blocks of bounded size, up to the first difference."""
+"""Compares the bytes of slices of several ranks, in blocks of bounded size, up to the first difference."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _FIRST_BLOCK: Final = 4096  # bytes
 
 
 class SliceEquality(Enum):
-    """What a comparison of slices found."""
+    """The result of a comparison of slices."""
 
     DIFFERENT = "different"
     EQUAL = "equal"
-    CONSTANT = "equal, and one value throughout"  # tells copies and cuts of a constant apart no longer
+    CONSTANT = "equal, and one value throughout"  # may be copies, or a split of a constant
 
 
 def compare_slices(files: SourceFiles, slices: Sequence[tuple[Shape, Sequence[Fragment]]]) -> SliceEquality:
-    """Compare the bytes of slices, each a shape and its fragments in slice order. One element is never CONSTANT."""
+    """Compare the bytes of slices, given as shape and fragments in slice order. One element is never CONSTANT."""
     first_shape, first_fragments = slices[0]
     dtypes = {fragment.dtype for _, fragments in slices for fragment in fragments}
     if any(shape != first_shape for shape, _ in slices) or len(dtypes) > 1:
         return SliceEquality.DIFFERENT
     if not dtypes:
-        return SliceEquality.EQUAL if 0 in first_shape else SliceEquality.DIFFERENT  # no bytes are no evidence
+        return SliceEquality.EQUAL if 0 in first_shape else SliceEquality.DIFFERENT  # without bytes nothing is known
     itemsize = dtypes.pop().itemsize
     others = [_blocks(files, fragments, itemsize) for _, fragments in slices[1:]]
     element: bytes | None = None
@@ -48,7 +48,7 @@ def compare_slices(files: SourceFiles, slices: Sequence[tuple[Shape, Sequence[Fr
 
 
 def _blocks(files: SourceFiles, fragments: Sequence[Fragment], itemsize: int) -> Iterator[bytearray]:
-    """The bytes of fragments laid end to end, in blocks of whole elements that grow: most differences come early."""
+    """Yield the bytes of fragments in blocks of whole elements, which grow because most differences come early."""
     pending = bytearray()
     size = min(_FIRST_BLOCK, settings.SLAB_BYTES) // itemsize * itemsize
     for fragment in fragments:
@@ -70,11 +70,11 @@ def _blocks(files: SourceFiles, fragments: Sequence[Fragment], itemsize: int) ->
 
 
 def _runs(fragment: Fragment) -> Iterator[tuple[int, int]]:
-    """Contiguous byte ranges (offset, length) of a fragment, in the order of its region."""
+    """Yield the contiguous byte ranges (offset, length) of a fragment, in the order of its region."""
     if fragment.strides is None:
         yield fragment.offset, fragment.nbytes
         return
-    # A strided fragment is a single box: take the innermost dimension as runs where it is contiguous.
+    # A strided fragment is a single box. Its rows are runs if the innermost dimension is contiguous.
     shape, itemsize = fragment.region.boxes[0].shape, fragment.dtype.itemsize
     dense = bool(shape) and fragment.strides[-1] == 1
     outer = len(shape) - 1 if dense else len(shape)

@@ -1,4 +1,4 @@
-"""The job that the target is for: the source's arguments with the parallel layout that the options ask for."""
+"""The job that the target is for: the source's arguments with the parallel layout of the options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ucp.formats.megatron.rank_layout import ModelChunk, model_chunks
 from ucp.formats.registry import OptimizerSharding, WriteOptions
 
 _LAYOUT: Final = "pipeline_model_parallel_layout"
-# How layers are dealt to stages. Where the number of stages changes, none of it holds any more.
+# Arguments that assign layers to stages. They are reset if the number of stages changes.
 _PIPELINE: Final = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
@@ -36,18 +36,18 @@ _FORMATS: Final = ("megatron", "torch-dist")
 
 @dataclass(frozen=True, slots=True)
 class TargetJob:
-    """The target's layout: `arguments` are those of the job that is to load it."""
+    """The target's layout; `arguments` are those of the job that will load it."""
 
     mesh: Mesh
-    sharding: OptimizerSharding  # how a sharded checkpoint of this job keeps the distributed optimizer's state
+    sharding: OptimizerSharding  # of the distributed optimizer's state in a sharded checkpoint
     arguments: JobArguments
     chunks: tuple[ModelChunk, ...]
     notes: tuple[Note, ...]
 
     def args(self, stored: Inert, rank: int, vocabulary: int | None, layout: str) -> Inert:
-        """The namespace for the file of global rank `rank`; everything that is not about the layout is the source's.
+        """Return the namespace for the file of global rank `rank`: that of the source with the layout of the target.
 
-        `vocabulary` is the padded size, `layout` Megatron's name for the kind of files.
+        `vocabulary` is the padded size, `layout` Megatron's name of the checkpoint format.
         """
         fields = self.arguments.fields
         made = object.__new__(type(stored))
@@ -62,17 +62,17 @@ class TargetJob:
 
 
 def target_job(source: Checkpoint, carried: MegatronExtras, options: WriteOptions) -> TargetJob:
-    """The job that the options ask for; refuses what no Megatron job can be."""
+    """Return the job that the options describe; raises an error if Megatron cannot run it."""
     like = options.like
     if like is not None and like.format not in _FORMATS:
-        raise UsageError(f"--like {like.root}: is {like.format}, not a checkpoint of Megatron's")
+        raise UsageError(f"--like {like.root}: is {like.format}, not a Megatron checkpoint")
     if options.dtype is not None and options.dtype.name not in _DTYPES:
-        raise UsageError(f"Megatron trains no model in {options.dtype}", hint=f"choose one of: {', '.join(_DTYPES)}")
+        raise UsageError(f"Megatron cannot train in {options.dtype}", hint=f"choose one of: {', '.join(_DTYPES)}")
     base = like.mesh if like is not None else source.mesh
     pattern = MegatronExtras(like).arguments if like is not None else carried.arguments
     mesh, etp = _mesh(base, carried.arguments, options)
     if mesh.zero and carried.arguments.has_muon and source.groups:
-        raise UsageError("Megatron's distributed optimizer knows Adam, but not Muon", hint="use --optimizer plain")
+        raise UsageError("Megatron's distributed optimizer supports Adam, but not Muon", hint="use --optimizer plain")
     _check_experts(mesh, carried.arguments, options)
     notes: list[Note] = []
     if bool(mesh.zero) != bool(source.mesh.zero) and source.groups:
@@ -92,13 +92,13 @@ def target_job(source: Checkpoint, carried: MegatronExtras, options: WriteOption
     if fields.get(_LAYOUT) is None and not _layers_divide(arguments, layers):
         raise UsageError(
             f"{layers} layers do not divide over {mesh.pp} stages of {arguments.vpp} chunks",
-            hint="choose another --pp, or name the first layer of every stage",
+            hint="choose another --pp, or give the first layer of every stage",
         )
     return TargetJob(mesh, sharding, arguments, tuple(model_chunks(arguments)), tuple(notes))
 
 
 def _zero(base: Mesh, options: WriteOptions) -> int:
-    """1 for the distributed optimizer, 0 for the plain one."""
+    """Return 1 for the distributed optimizer, 0 for the plain one."""
     if options.zero not in (None, 0, 1):
         raise UsageError(
             f"Megatron has no ZeRO-{options.zero}", hint="--zero 1 is its distributed optimizer, --zero 0 the plain one"
@@ -111,19 +111,19 @@ def _zero(base: Mesh, options: WriteOptions) -> int:
 
 
 def _sharding(pattern: JobArguments, mesh: Mesh, options: WriteOptions) -> OptimizerSharding:
-    """What is asked for, else what Megatron writes for a job with these arguments."""
+    """Return the requested sharding, else that which Megatron writes for a job with these arguments."""
     if options.optimizer_sharding is None:
         return "fully_reshardable" if pattern.flag(_FULLY) else "dp_reshardable"
     if not mesh.zero:
         raise UsageError(
-            "--optimizer-sharding is about the distributed optimizer, but the target is for the plain one",
+            "--optimizer-sharding is for the distributed optimizer, but the target is for the plain one",
             hint="add --optimizer distributed, or leave --optimizer-sharding out",
         )
     return options.optimizer_sharding
 
 
 def _mesh(base: Mesh, stored: JobArguments, options: WriteOptions) -> tuple[Mesh, int]:
-    """The target's mesh, and the tensor-parallel degree of its experts: that of everything else, unless it differs."""
+    """Return the target's mesh, and the tensor-parallel degree of its experts, by default that of other parameters."""
 
     def choose(asked: int | None, kept: int) -> int:
         return kept if asked is None else asked
@@ -131,8 +131,8 @@ def _mesh(base: Mesh, stored: JobArguments, options: WriteOptions) -> tuple[Mesh
     tp, pp, ep = choose(options.tp, base.tp), choose(options.pp, base.pp), choose(options.ep, base.ep)
     etp = choose(options.etp, tp if stored.etp == stored.tp else stored.etp)
     if min(tp, pp, ep, etp) < 1 or tp % etp:
-        raise UsageError(f"experts are cut over etp={etp} ranks, which does not divide tp={tp}")
-    copies = etp * ep // gcd(tp, etp * ep)  # experts are dealt to the ranks of a stage: these must come out even
+        raise UsageError(f"experts are split over etp={etp} ranks, which does not divide tp={tp}")
+    copies = etp * ep // gcd(tp, etp * ep)  # the ranks of a stage must be a multiple of etp × ep
     dp = options.dp if options.dp is not None else -(-base.dp // copies) * copies
     if dp < 1 or dp % copies:
         raise UsageError(
@@ -153,7 +153,7 @@ def _check_experts(mesh: Mesh, arguments: JobArguments, options: WriteOptions) -
 
 
 def _fields(stored: JobArguments, mesh: Mesh, etp: int, options: WriteOptions) -> dict[str, Any]:
-    """The arguments of the target's job, but for those that deal layers to stages."""
+    """Return the arguments of the target's job, except those that assign layers to stages."""
     fields = dict(stored.fields)
     fields.update(
         tensor_model_parallel_size=mesh.tp,
@@ -193,7 +193,7 @@ def _assign_layers(
     options: WriteOptions,
     notes: list[Note],
 ) -> None:
-    """Keep the way in which layers are dealt to stages where it still holds, else deal them evenly."""
+    """Keep the assignment of layers to stages if it still applies, else assign them evenly."""
     layers = stored.layers or 0
     if options.first_layers is None and mesh.pp == pattern.pp and options.vpp in (None, pattern.vpp):
         for name in (*_PIPELINE, *_COUNTED_AS_LAYERS):
@@ -204,9 +204,9 @@ def _assign_layers(
             fields[_LAYOUT] = _PREDICTION.sub("", layout)
         if layout is None or isinstance(layout, str):
             return
-        notes.append(Note("stages-even", "the job's own pipeline layout cannot be read: layers are dealt evenly"))
+        notes.append(Note("stages-even", "the job's own pipeline layout cannot be read: layers are assigned evenly"))
     elif stored.vpp > 1 and options.vpp is None and options.first_layers is None:
-        notes.append(Note("stages-even", f"written with one model chunk a stage; the source had {stored.vpp}"))
+        notes.append(Note("stages-even", f"written with one model chunk per stage; the source had {stored.vpp}"))
     for name in _PIPELINE:
         if name in fields:
             fields[name] = None
@@ -226,15 +226,15 @@ def _assign_layers(
 
 
 def _pipeline_layout(first_layers: tuple[int, ...], stored: JobArguments, pp: int, chunks: int) -> str:
-    """The stages in Megatron's own notation. Multi-token prediction stands on the last one."""
+    """Return the stages in Megatron's notation. Multi-token prediction is on the last one."""
     layers = stored.layers or 0
     stops = (*first_layers[1:], layers)
     counts = [stop - start for start, stop in zip(first_layers, stops, strict=True)]
     if len(first_layers) != pp * chunks or first_layers[:1] != (0,) or min(counts) < 0:
         of = f"pp={pp}" if chunks == 1 else f"pp={pp} × vpp={chunks}"
         raise UsageError(
-            f"stages that start at layers {list(first_layers)} do not deal {layers} layers to {of}",
-            hint="name the first layer of every stage, or of every model chunk of every stage, starting with 0",
+            f"stages that start at layers {list(first_layers)} do not assign {layers} layers to {of}",
+            hint="give the first layer of every stage, or of every model chunk of every stage, starting with 0",
         )
     return "E" + "|".join("t" * count for count in counts) + "m" * stored.prediction_layers + "L"
 
