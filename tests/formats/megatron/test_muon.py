@@ -129,5 +129,5 @@ def test_a_share_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_the_distributed_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="knows Adam, but not Muon"):
+    with pytest.raises(UsageError, match="supports Adam, but not Muon"):
         convert(saved(tmp_path / "source"), tmp_path / "out", to="megatron", optimizer="distributed")

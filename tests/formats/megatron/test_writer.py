@@ -311,14 +311,14 @@ def check_same_atoms(source: Path, made: Path) -> None:
         ("gpt_tp1_pp1_torch", {"ep": 2}, "the model has no experts"),
         ("gpt_tp1_pp1_torch", {"zero": 2}, "Megatron has no ZeRO-2"),
         ("gpt_tp1_pp1_torch", {"zero": 1, "optimizer": "plain"}, "--zero 1 is not the plain optimizer"),
-        ("gpt_tp1_pp1_torch", {"dtype": "float64"}, "Megatron trains no model in float64"),
+        ("gpt_tp1_pp1_torch", {"dtype": "float64"}, "Megatron cannot train in float64"),
         ("gpt_tp1_pp1_torch", {"vocab_size": 100}, "a vocabulary of 122 does not fit a size of 100"),
-        ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (1, 2)}, "do not deal 4 layers to pp=2"),
-        ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 2, "stages": (0, 2)}, "do not deal 4 layers to pp=2 × vpp=2"),
+        ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (1, 2)}, "do not assign 4 layers to pp=2"),
+        ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 2, "stages": (0, 2)}, "do not assign 4 layers to pp=2 × vpp=2"),
         ("gpt_tp1_pp1_torch", {"pp": 2, "vpp": 3}, "4 layers do not divide over 2 stages of 3 chunks"),
         ("gpt_tp1_pp1_torch", {"vpp": 2}, "vpp=2 with pp=1"),
         ("gpt_tp1_pp1_torch", {"etp": 1}, "the model has no experts"),
-        ("moe_ep1_torch", {"tp": 2, "etp": 4}, "cut over etp=4 ranks, which does not divide tp=2"),
+        ("moe_ep1_torch", {"tp": 2, "etp": 4}, "split over etp=4 ranks, which does not divide tp=2"),
         ("moe_ep1_torch", {"ep": 3}, "4 experts do not divide over ep=3"),
         ("moe_ep1_torch", {"ep": 2, "dp": 3}, "ep=2 × etp=1 does not divide tp=1 × dp=3"),
     ],
@@ -346,7 +346,7 @@ def test_weights_take_another_dtype_from_their_masters(corpus: Path, tmp_path: P
 
 
 def test_other_frameworks_are_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not called as megatron-core calls them"):
+    with pytest.raises(UsageError, match="do not have megatron-core's names"):
         ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="megatron")
 
 
