@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.formats.deepspeed import made
+from tests.formats.deepspeed import synthetic
 from ucp.errors import InconsistentError, IntegrityError, UcpError, UsageError
 
 torch = pytest.importorskip("torch")
@@ -114,8 +114,8 @@ def test_a_parameter_that_never_had_a_gradient_has_no_states(tmp_path: Path) -> 
 
 def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -> None:
     """A job that was saved to begin with: nothing is lost, and a job that loads it begins again."""
-    files: dict[str, Any] = {"mp_rank_00_model_states.pt": made.model_state(global_steps=0, dp_world_size=1)}
-    optim = made.flat_optim(1, 0)
+    files: dict[str, Any] = {"mp_rank_00_model_states.pt": synthetic.model_state(global_steps=0, dp_world_size=1)}
+    optim = synthetic.flat_optim(1, 0)
     optim["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
     files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"] = optim
     parts = {"embed": nn.Embedding(5, 3), "up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)}
@@ -125,8 +125,8 @@ def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert ucp.load_into(made.save(tmp_path / "saved", files), net, optimizer).step == 0
-    assert torch.equal(net["up"].weight, made.value("up.weight", "master"))
+    assert ucp.load_into(synthetic.save(tmp_path / "saved", files), net, optimizer).step == 0
+    assert torch.equal(net["up"].weight, synthetic.value("up.weight", "master"))
     assert not optimizer.state
 
 
@@ -289,13 +289,12 @@ def test_loading_and_saving_need_little_memory(tmp_path: Path) -> None:
 
 def test_states_that_belong_to_no_parameter_are_named_as_not_restored(tmp_path: Path) -> None:
     """A dictionary inside a state is carried by the checkpoint, and no live optimizer gets it."""
-    from tests.formats.deepspeed.made import flat_optim, model_state, save
-    from tests.formats.deepspeed.test_forms import MODEL, optim
+    from tests.formats.deepspeed.synthetic import MODEL_FILE, flat_optim, model_state, optim_file, save
 
-    files: dict[str, Any] = {MODEL: model_state()}
+    files: dict[str, Any] = {MODEL_FILE: model_state()}
     for rank in range(2):
-        files[optim(rank)] = flat_optim(2, rank)
-        for slot in files[optim(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        files[optim_file(rank)] = flat_optim(2, rank)
+        for slot in files[optim_file(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             slot["inner"] = {"moment": torch.ones(3), "count": 2}
     source = save(tmp_path / "c", files)
     net = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})

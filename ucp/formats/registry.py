@@ -123,7 +123,7 @@ _BUILT_IN: Final = (
     ),
     Format(
         "deepspeed-universal",
-        "ucp.formats.deepspeed.universal_folder:recognises",
+        "ucp.formats.deepspeed.folder:recognises_universal",
         "ucp.formats.deepspeed.read.universal_reader:read",
         "ucp.formats.deepspeed.write.universal_writer:UniversalWriter",
         "ucp.formats.deepspeed.checks:UniversalChecks",

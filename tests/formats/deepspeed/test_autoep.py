@@ -1,4 +1,4 @@
-"""AutoEP: experts stacked in one parameter and spread over expert-parallel ranks. What real jobs write, and damage."""
+"""AutoEP: experts stacked in one parameter and distributed over ep ranks. Files of real jobs, and damage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.deepspeed.made import read, save
+from tests.formats.deepspeed.synthetic import read, save
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
 from ucp.formats.deepspeed.experts import expert_placements
 
@@ -39,7 +39,7 @@ def expert_file(folder: Path, layer: int, expert: int) -> Path:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_experts_are_one_parameter_and_ranks_are_told(real: Callable[[int], Path], stage: int) -> None:
+def test_experts_are_one_parameter_and_the_degree_is_detected(real: Callable[[int], Path], stage: int) -> None:
     folder = real(stage)
     checkpoint = read(folder)
     assert (checkpoint.mesh.ep, checkpoint.mesh.dp) == (2, 4)
@@ -55,7 +55,7 @@ def test_experts_are_one_parameter_and_ranks_are_told(real: Callable[[int], Path
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_router_has_a_second_name(real: Callable[[int], Path], stage: int) -> None:
-    """AutoEP keeps it under the name of the router that it replaced, and DeepSpeed's `shared_params` is silent."""
+    """AutoEP keeps it under the name of the router that it replaced, which `shared_params` does not list."""
     checkpoint = read(real(stage))
     assert checkpoint.parameters["model.layers.0.mlp.router.gate.weight"].aliases == (
         "model.layers.0.mlp.gate.gate.weight",
@@ -97,7 +97,7 @@ def test_a_missing_rank(real: Callable[[int], Path], stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("to", ["safetensors", "dcp", "deepspeed-universal"])
-def test_other_formats_hold_the_same(real: Callable[[int], Path], tmp_path: Path, to: str, stage: int) -> None:
+def test_other_formats_have_the_same_values(real: Callable[[int], Path], tmp_path: Path, to: str, stage: int) -> None:
     folder = real(stage)
     ucp.convert(folder, tmp_path / "out", to=to)
     source, target = ucp.open(folder), ucp.open(tmp_path / "out")
@@ -112,8 +112,8 @@ def test_other_formats_hold_the_same(real: Callable[[int], Path], tmp_path: Path
     assert ("exp_avg" in target[W1].kinds) == (to != "safetensors")
 
 
-def test_a_universal_folder_says_what_experts_are(real: Callable[[int], Path], tmp_path: Path) -> None:
-    """From atoms as well: AutoEP's loader cuts what is marked, and would take all experts for one rank's otherwise."""
+def test_a_universal_folder_marks_experts(real: Callable[[int], Path], tmp_path: Path) -> None:
+    """Also from atoms: AutoEP's loader slices marked parameters, and would otherwise load all experts on every rank."""
     ucp.convert(real(1), tmp_path / "atoms")
     ucp.convert(tmp_path / "atoms", tmp_path / "out", to="deepspeed-universal")
     folder = tmp_path / "out" / "global_step3_universal" / "zero"
@@ -155,7 +155,7 @@ def layer(experts: list[list[int]], ep_rank: int = 0) -> dict[str, Any]:
 
 
 def whole(weight: str) -> torch.Tensor:
-    """Four experts of 3 × 2; every value says which expert it is of."""
+    """Four experts of 3 × 2; every value identifies its expert."""
     start = 100 * int(weight[-1])
     return torch.arange(24, dtype=torch.float32).reshape(4, 3, 2) + start
 
@@ -185,7 +185,7 @@ def model(experts: list[list[int]], stage: int, ep_rank: int = 0) -> dict[str, A
 
 
 def local(experts: list[int]) -> torch.Tensor:
-    """The flat group of the ranks that hold these experts."""
+    """The flat group of the ranks that have these experts."""
     return torch.cat([whole(weight)[experts].flatten() for weight in WEIGHTS])
 
 
@@ -217,7 +217,7 @@ def flat_files(experts: list[list[int]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("experts", [[[0, 1], [2, 3]], [[2, 0], [3, 1]], [[0, 1, 3], [2]], [[3], [1], [0], [2]]])
-def test_experts_go_where_the_placement_says(tmp_path: Path, experts: list[list[int]]) -> None:
+def test_experts_follow_the_placement(tmp_path: Path, experts: list[list[int]]) -> None:
     opened = ucp.open(save(tmp_path / "c", flat_files(experts)))
     for weight in WEIGHTS:
         for kind in ("master", "weight"):
@@ -226,7 +226,7 @@ def test_experts_go_where_the_placement_says(tmp_path: Path, experts: list[list[
 
 
 def even_files(experts: list[list[int]]) -> dict[str, Any]:
-    """ZeRO-3 of dp 4: every parameter cut on its own."""
+    """ZeRO-3 of dp 4: every parameter partitioned on its own."""
     ep = len(experts)
     files: dict[str, Any] = {}
     for rank in range(4):
@@ -252,14 +252,14 @@ def even_files(experts: list[list[int]]) -> dict[str, Any]:
     return files
 
 
-def test_stage_3_cuts_experts_over_the_ranks_that_hold_them(tmp_path: Path) -> None:
+def test_stage_3_partitions_experts_over_the_ranks_that_have_them(tmp_path: Path) -> None:
     opened = ucp.open(save(tmp_path / "c", even_files([[2, 0], [3, 1]])))
     for weight in WEIGHTS:
         assert torch.equal(opened[f"mlp.experts.{weight}"].read("master", as_torch=True), whole(weight))
 
 
-def test_stage_3_files_that_are_of_another_rank(tmp_path: Path) -> None:
-    """Under names of their own: what the files say of themselves shows it."""
+def test_stage_3_files_of_another_rank(tmp_path: Path) -> None:
+    """Their names are right; the ranks recorded inside the files show it."""
     files = even_files([[0, 1], [2, 3]])
     models = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)]
     exchanged = {**files, models[0]: files[models[1]], models[1]: files[models[0]]}
@@ -271,14 +271,14 @@ def test_stage_3_files_that_are_of_another_rank(tmp_path: Path) -> None:
         read(save(tmp_path / "optims", exchanged))
 
 
-def test_stage_3_files_that_deal_experts_out_in_other_ways(tmp_path: Path) -> None:
+def test_stage_3_files_with_different_placements(tmp_path: Path) -> None:
     files = even_files([[0, 1], [2, 3]])
     files["zero_pp_rank_2_mp_rank_00_model_states.pt"]["ds_autoep_layers"] = [layer([[0, 2], [1, 3]])]
     with pytest.raises(InconsistentError, match=r"zero_pp_rank_2.*places experts differently"):
         read(save(tmp_path / "c", files))
 
 
-def test_groups_that_were_cut_for_another_number_of_expert_ranks(tmp_path: Path) -> None:
+def test_groups_partitioned_for_another_expert_degree(tmp_path: Path) -> None:
     files = flat_files([[0, 1], [2, 3]])
     files["mp_rank_00_model_states.pt"]["ds_autoep_layers"] = [layer([[0], [1], [2], [3]])]
     with pytest.raises(InconsistentError, match="AutoEP distributes its experts over 4 expert-parallel ranks"):
@@ -292,7 +292,7 @@ def test_experts_of_different_shapes(tmp_path: Path) -> None:
         read(save(tmp_path / "c", files))
 
 
-def test_tensor_parallelism_beside_it_is_refused(tmp_path: Path) -> None:
+def test_autoep_with_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     files = flat_files([[0, 1], [2, 3]])
     for name in [name for name in files if "_mp_rank_00_" in name or name.startswith("mp_rank_00")]:
         tree = copy.deepcopy(files[name])
@@ -322,19 +322,19 @@ def test_tensor_parallelism_beside_it_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_metadata_that_is_not_understood(change: dict[str, Any], complaint: str) -> None:
+def test_invalid_metadata(change: dict[str, Any], complaint: str) -> None:
     entry = {**layer([[0, 1], [2, 3]]), **change}
     with pytest.raises(NotUnderstoodError, match=rf"model\.pt: AutoEP layer 0.*{complaint}"):
         expert_placements({"ds_autoep_layers": [entry]}, "model.pt")
 
 
 def test_metadata_of_the_first_releases() -> None:
-    """Another key, and no placement: blocks of as many experts, in order."""
+    """Another key, and no placement: equal blocks of experts, in order."""
     entry = {key: value for key, value in layer([[0, 1], [2, 3]]).items() if key != "expert_placement"}
     assert expert_placements({"autoep_layers": [entry]}, "model.pt")[STACK].experts == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize("said", [3, [3], [layer([[0], [1]])] * 2])
-def test_lists_of_layers_that_are_none(said: Any) -> None:
+def test_layers_that_are_not_a_list(said: Any) -> None:
     with pytest.raises(NotUnderstoodError, match=r"model\.pt"):
         expert_placements({"ds_autoep_layers": said}, "model.pt")

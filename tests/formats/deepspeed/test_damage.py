@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit together: each refusal names the file, the rank and the parameter."""
+"""Inconsistent checkpoints: each error names the file, the rank and the parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.formats.deepspeed.made import (
+from tests.formats.deepspeed.synthetic import (
     GROUPS,
     SHAPES,
     STEP,
@@ -68,7 +68,7 @@ def test_a_missing_rank_in_the_middle(real: Callable[[str], Path]) -> None:
         read(folder)
 
 
-def test_the_last_rank_missing_shows_by_the_count(real: Callable[[str], Path]) -> None:
+def test_a_missing_last_rank_is_noticed_by_the_count(real: Callable[[str], Path]) -> None:
     folder = real("z1_bf16opt_dp3")
     missing = "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
     (folder / "global_step3" / missing).unlink()
@@ -123,7 +123,7 @@ def test_a_missing_expert_file(real: Callable[[str], Path]) -> None:
 
 
 def test_all_expert_files_missing(real: Callable[[str], Path]) -> None:
-    """Their masters are in the optimizer's files, and DeepSpeed loads the experts from here."""
+    """Their masters are in the optimizer files, but DeepSpeed loads experts from these files."""
     folder = real("z1_bf16_moe4_ep2_dp4")
     for path in (folder / "global_step3").glob("layer_0_expert_*"):
         path.unlink()
@@ -141,7 +141,7 @@ def test_expert_files_that_were_exchanged(real: Callable[[str], Path]) -> None:
 
 
 def test_the_last_optimizer_file_of_experts_missing(tmp_path: Path) -> None:
-    """ZeRO off: one optimizer file an expert-parallel rank. The groups' names say how many there were."""
+    """ZeRO off: one optimizer file per expert-parallel rank. The groups' names contain their number."""
     name = "mlp.deepspeed_moe.experts.deepspeed_experts.{}.weight"
     files: dict[str, Any] = {
         "mp_rank_00_model_states.pt": model_state({"gate": torch.ones(3)}, dp_world_size=2, num_experts=[2])
@@ -167,7 +167,7 @@ def test_the_last_optimizer_file_of_experts_missing(tmp_path: Path) -> None:
 
 
 def test_all_optimizer_files_of_experts_missing(tmp_path: Path) -> None:
-    """The model file repeats the optimizer of the first expert-parallel rank: the experts of others have none in it."""
+    """The model file repeats the optimizer of the first expert-parallel rank, without the experts of others."""
     groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1], "name": "ep_size_2", "moe": True}]
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}, 1: {"exp_avg": torch.ones(2, 2)}}, "param_groups": groups}
     model = model_state({"gate": torch.ones(3)}, dp_world_size=2, num_experts=[2], optimizer=optimizer)
@@ -180,7 +180,7 @@ def test_all_optimizer_files_of_experts_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
 def test_files_of_stage_3_that_were_exchanged(tmp_path: Path, kind: str) -> None:
-    """Shards of ZeRO-3 look all alike; only the name that torch gave the archive tells them apart."""
+    """Shards of ZeRO-3 all look alike; only the name that torch gave the archive differs."""
     folder = save_even(tmp_path / "c", 3)
     name = {"model": "zero_pp_rank_{}_mp_rank_00_model_states.pt", "optim": OPTIM}[kind]
     exchange(*(folder / "global_step7" / name.format(rank) for rank in (1, 2)))
@@ -196,7 +196,7 @@ def test_a_file_of_stage_3_that_was_copied_over_another(tmp_path: Path) -> None:
 
 
 def test_files_of_stage_1_that_were_exchanged_are_noted(real: Callable[[str], Path]) -> None:
-    """Masters that are not their weights' say more: `ucp verify` names the parameters."""
+    """`ucp verify` reports the parameters whose masters differ from the weights."""
     folder = real("z1_bf16_tp2_dp2")
     names = [f"bf16_zero_pp_rank_0_mp_rank_0{tp}_optim_states.pt" for tp in (0, 1)]
     exchange(*(folder / "global_step3" / name for name in names))
@@ -205,7 +205,7 @@ def test_files_of_stage_1_that_were_exchanged_are_noted(real: Callable[[str], Pa
 
 
 def test_model_files_without_zero_that_were_exchanged(tmp_path: Path) -> None:
-    """Weights and optimizer are in one file a rank, and agree with each other wherever it lies."""
+    """Weights and optimizer of a rank are in one file, so they agree under any name."""
     names = ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
     folder = save(tmp_path / "c", {name: model_state(param_shapes=None, mp_world_size=2) for name in names})
     exchange(*(folder / "global_step7" / name for name in names))
@@ -235,7 +235,7 @@ def test_a_truncated_file(real: Callable[[str], Path]) -> None:
         read(folder)
 
 
-def test_a_truncated_file_with_a_pickle_that_is_known(tmp_path: Path) -> None:
+def test_a_truncated_file_with_a_known_pickle(tmp_path: Path) -> None:
     folder = save_even(tmp_path / "c", 3)
     path = folder / "global_step7" / OPTIM.format(2)
     path.write_bytes(path.read_bytes()[:-100])
@@ -243,7 +243,7 @@ def test_a_truncated_file_with_a_pickle_that_is_known(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_a_file_that_is_no_archive(real: Callable[[str], Path]) -> None:
+def test_a_file_that_is_not_an_archive(real: Callable[[str], Path]) -> None:
     folder = real("z1_bf16_dp2")
     (folder / "global_step3" / MODEL).write_bytes(b"not a zip at all, but long enough to be looked at")
     with pytest.raises(NotUnderstoodError, match=MODEL):
@@ -270,7 +270,7 @@ def test_an_optimizer_file_of_another_step(tmp_path: Path) -> None:
 
 
 def test_a_step_that_differs_between_tensor_parallel_ranks(real: Callable[[str], Path]) -> None:
-    """Both ranks of tp rank 1 are of a later step: each tp rank agrees with itself."""
+    """Both files of tp rank 1 are from a later step; each tp rank is consistent in itself."""
     folder = real("z1_bf16_tp2_nouc_dp1")
     path = folder / "global_step3" / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
     data = path.read_bytes()
@@ -296,14 +296,14 @@ def test_a_partition_of_the_wrong_length(tmp_path: Path) -> None:
     assert "39 elements of 3 parameters partitioned over 2 ranks" in text
 
 
-def test_a_file_that_was_cut_for_other_ranks(tmp_path: Path) -> None:
+def test_a_file_partitioned_for_other_ranks(tmp_path: Path) -> None:
     def recut(top: dict[str, Any]) -> None:
         top["partition_count"] = [4, 4]
 
     assert "[4, 4] ranks by group" in refusal(tmp_path, flat(change=recut))
 
 
-def test_all_files_cut_for_other_ranks(tmp_path: Path) -> None:
+def test_all_files_partitioned_for_other_ranks(tmp_path: Path) -> None:
     files = {MODEL: model_state(), **{OPTIM.format(r): flat_optim(2, r, partition_count=[1, 1]) for r in range(2)}}
     assert "was partitioned for 1 ranks" in refusal(tmp_path, files)
 
@@ -378,7 +378,7 @@ def test_a_buffer_of_the_wrong_length_in_stage_3(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_an_object_that_carries_tensors_inside_optimizer_state(tmp_path: Path) -> None:
+def test_an_object_with_tensors_in_optimizer_state(tmp_path: Path) -> None:
     def hide(top: dict[str, Any]) -> None:
         top["base_optimizer_state"]["state"][0]["hidden"] = Carrier(torch.ones(3))
 

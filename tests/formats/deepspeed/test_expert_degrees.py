@@ -1,4 +1,4 @@
-"""Mixture of experts whose layers have expert-parallel degrees of their own: a group of the optimizer for each."""
+"""Mixtures of experts whose layers have different expert-parallel degrees, with an optimizer group for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.deepspeed.made import model_state, read, save
+from tests.formats.deepspeed.synthetic import model_state, read, save
 from ucp.formats.deepspeed.experts import layer_degrees
 
 WIDE = "a.deepspeed_moe.experts.deepspeed_experts"  # ep 2
@@ -60,7 +60,7 @@ def saved(folder: Path) -> Path:
         ({"dp": 3, "ep": 1}, [3, 3], ["all", "ep_size_1"]),
     ],
 )
-def test_layers_keep_a_degree_that_is_smaller_and_share_a_group_where_it_is_the_same(
+def test_layers_keep_a_smaller_degree_and_share_a_group_if_degrees_are_equal(
     tmp_path: Path, options: dict[str, int], partitions: list[int], named: list[str]
 ) -> None:
     source = saved(tmp_path / "c")
@@ -81,12 +81,12 @@ EXPERTS = {WIDE: 4, NARROW: 2}
 
 
 def number(name: str) -> torch.Tensor:
-    """What a parameter holds, and its optimizer keeps of it: told apart by its name."""
+    """The value of a parameter and of its states, derived from its name."""
     return torch.full((4,), float(sum(map(ord, name))))
 
 
 def unsharded(folder: Path, wide_first: bool) -> Path:
-    """Two ranks without ZeRO, in fp32: one optimizer file a rank, numbers instead of names, all of one shape."""
+    """Two ranks without ZeRO, in fp32: one optimizer file per rank, numbers instead of names, all of one shape."""
     files: dict[str, Any] = {
         "mp_rank_00_model_states.pt": model_state(
             {"dense.weight": number("dense.weight")}, num_experts=[4, 2], param_shapes=None
@@ -112,7 +112,7 @@ def unsharded(folder: Path, wide_first: bool) -> Path:
 
 @pytest.mark.parametrize("wide_first", [True, False])
 def test_degrees_of_layers_without_zero(tmp_path: Path, wide_first: bool) -> None:
-    """Which layer has which degree follows from how many parameters the groups of each degree have."""
+    """The degree of each layer follows from the number of parameters in the groups of each degree."""
     opened = ucp.open(unsharded(tmp_path / "c", wide_first))
     for name in ("dense.weight", *(f"{prefix}.{n}.up" for prefix, count in EXPERTS.items() for n in range(count))):
         assert torch.equal(opened[name].read("exp_avg", as_torch=True), number(name)), name

@@ -1,4 +1,4 @@
-"""Finding the step folder."""
+"""Locating the step folder."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_tag_may_be_a_path(tmp_path: Path) -> None:
     assert "epoch3/step100, epoch3/step200" in str(error.value)
 
 
-def test_latest_that_names_nothing(tmp_path: Path) -> None:
+def test_latest_that_names_a_missing_folder(tmp_path: Path) -> None:
     step(tmp_path / "global_step1")
     (tmp_path / "latest").write_text("global_step2")
     assert recognises(tmp_path)
@@ -150,7 +150,7 @@ def test_accelerate_s_folder(tmp_path: Path) -> None:
     assert detect_wrapper(tmp_path) == "Accelerate"
 
 
-def test_a_universal_folder_is_not_ours(tmp_path: Path) -> None:
+def test_a_universal_folder_is_not_recognised(tmp_path: Path) -> None:
     folder = step(tmp_path / "global_step1_universal")
     (folder / "zero").mkdir()
     assert not recognises(folder)

@@ -1,4 +1,4 @@
-"""Whatever a file claims to hold, reading ends in a checkpoint or in an error that explains itself."""
+"""Whatever a file contains, reading returns a checkpoint or raises a `UcpError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.formats.deepspeed.made import SHAPES, even_optim, flat_optim, model_state, read, save
+from tests.formats.deepspeed.synthetic import SHAPES, even_optim, flat_optim, model_state, read, save
 from ucp.errors import UcpError
 
 JUNK: tuple[Any, ...] = (

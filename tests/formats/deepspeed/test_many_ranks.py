@@ -1,4 +1,4 @@
-"""Targets of many ranks: what is the same for all of them is worked out once."""
+"""Targets with many ranks: everything that they share is computed once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import ucp.api
 from ucp.containers import torch_file_writer
-from ucp.formats.deepspeed.write.state_tensors import ScalarStates
+from ucp.formats.deepspeed.write.optimizer_files import ScalarStates
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[None]:
@@ -23,7 +23,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_states_of_a_group_are_looked_at_once(project: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_a_group_are_computed_once(project: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = project / "fixtures/z1_bf16_dp2"
     groups = len(ucp.open(source).index.groups)
     calls = count_calls(monkeypatch, ScalarStates, "of")
@@ -31,9 +31,7 @@ def test_states_of_a_group_are_looked_at_once(project: Path, zero: int, monkeypa
     assert len(calls) == groups
 
 
-def test_model_files_of_zero3_are_pickled_once_where_they_are_the_same(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_model_files_of_zero3_are_pickled_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch, torch_file_writer, "write_pickle")
     plan = ucp.api.plan(project / "fixtures/z1_bf16_dp2", "nowhere", to="deepspeed", zero=3, dp=16)
     model_files = [file for file in plan.target.files if file.path.endswith("model_states.pt")]
@@ -42,7 +40,7 @@ def test_model_files_of_zero3_are_pickled_once_where_they_are_the_same(
     assert len(calls) == 2 + optimizer_files, "rank 0 names the tied parameters, all others are alike"
 
 
-def test_model_files_that_hold_shares_of_frozen_parameters_all_differ(project: Path) -> None:
+def test_model_files_with_slices_of_frozen_parameters_differ(project: Path) -> None:
     plan = ucp.api.plan(project / "fixtures/z3_bf16_frozen_subgroups_dp2", "nowhere", to="deepspeed", dp=4)
     held = [
         [item.region for item in file.items]

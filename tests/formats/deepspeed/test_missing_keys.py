@@ -1,4 +1,4 @@
-"""Checkpoints from which keys were deleted: what can be told from elsewhere is told and noted, the rest is refused."""
+"""Checkpoints from which keys were deleted: what can be inferred is noted, the rest is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.deepspeed.made import SHAPES, read, save_flat, value
+from tests.formats.deepspeed.synthetic import SHAPES, read, save_flat, value
 from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, NotUnderstoodError
 
@@ -39,14 +39,14 @@ def notes(checkpoint: Checkpoint, kind: str) -> list[str]:
     return [note.text for note in checkpoint.notes if note.id == kind]
 
 
-def test_the_wrong_order_of_round_robin_is_not_believed(cut: Cut) -> None:
-    """`param_slice_mappings` is all that is left, and it is wrong."""
+def test_the_wrong_order_of_round_robin_is_reported(cut: Cut) -> None:
+    """Only `param_slice_mappings` remains, and it is wrong."""
     with pytest.raises(InconsistentError, match=r"no param_shapes.*25 of 29 parameters.*round_robin_gradients"):
         read(cut("z2_bf16_roundrobin_dp3", "param_shapes"))
 
 
 @pytest.mark.parametrize("name", ["z1_bf16_dp2", "z2_bf16_paramalign_dp2"])
-def test_an_order_that_weights_prove_is(cut: Cut, project: Path, name: str) -> None:
+def test_an_order_confirmed_by_weights_is_used(cut: Cut, project: Path, name: str) -> None:
     assert ucp.diff(cut(name, "param_shapes"), project / "fixtures" / name, strict=True).same
 
 
@@ -54,12 +54,12 @@ def test_an_order_that_weights_prove_is(cut: Cut, project: Path, name: str) -> N
     "gone, kept",
     [("frozen_param_shapes", "frozen_param_fragments"), ("frozen_param_fragments", "frozen_param_shapes")],
 )
-def test_half_of_what_is_known_of_frozen_parameters(cut: Cut, gone: str, kept: str) -> None:
+def test_one_of_two_keys_for_frozen_parameters(cut: Cut, gone: str, kept: str) -> None:
     with pytest.raises(InconsistentError, match=rf"has {kept} of 5 frozen parameters \(pos.weight, .*no {gone}"):
         read(cut("z3_bf16_frozen_subgroups_dp2", gone))
 
 
-def test_frozen_parameters_of_which_no_file_has_a_value(cut: Cut) -> None:
+def test_frozen_parameters_without_values(cut: Cut) -> None:
     found = read(cut("z3_bf16_frozen_subgroups_dp2", "frozen_param_shapes", "frozen_param_fragments"))
     [text] = notes(found, "weights-missing")
     assert "5 of the parameters that it names (pos.weight, " in text
@@ -75,8 +75,8 @@ def test_tensors_that_may_be_buffers(cut: Cut, project: Path, name: str) -> None
     assert "blocks.0.attn.mask" in text
 
 
-def test_tied_experts_models(cut: Cut, project: Path) -> None:
-    """A model with experts is saved as copies, in which tied weights share nothing but their values."""
+def test_tied_weights_of_a_model_with_experts(cut: Cut, project: Path) -> None:
+    """DeepSpeed copies a model with experts before saving: tied weights have equal values and separate storages."""
     folder = cut("z1_bf16_moe4_ep2_dp4", "shared_params")
     found = read(folder)
     assert found.parameters["embed.weight"].aliases == ("head.weight",)
@@ -103,7 +103,7 @@ def test_equal_constants_are_not_tied(tmp_path: Path) -> None:
     assert "other" in read(folder).parameters
 
 
-def test_an_order_that_nothing_proves(cut: Cut) -> None:
+def test_an_unconfirmed_order_is_noted(cut: Cut) -> None:
     """No `param_shapes`, and weights that cannot be compared with their masters."""
     folder = cut("z1_bf16_dp2", "param_shapes")
     path = next(folder.rglob("mp_rank_00_model_states.pt"))
@@ -114,8 +114,8 @@ def test_an_order_that_nothing_proves(cut: Cut) -> None:
     assert "taken from param_slice_mappings" in text
 
 
-def test_dates_of_numpy_beside_the_states(project: Path, tmp_path: Path) -> None:
-    """A date is written again with its unit; what cannot be written is named, with what to do."""
+def test_numpy_dates_in_client_state(project: Path, tmp_path: Path) -> None:
+    """A date keeps its unit; a value that cannot be written is reported with a hint."""
     folder = tmp_path / "c"
     shutil.copytree(project / "fixtures" / "z1_bf16_dp2", folder, ignore=shutil.ignore_patterns("reference"))
     path = next(folder.rglob("mp_rank_00_model_states.pt"))

@@ -1,4 +1,4 @@
-"""Slices of tensor-parallel ranks: which rule applies, what it makes of them, what is a copy of what."""
+"""Slices of tensor-parallel ranks: which rule applies, how it combines them, which are copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.formats.deepspeed.made import array, model_state, read, save
+from tests.formats.deepspeed.synthetic import array, model_state, read, save
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.rules import Rule, RuleBook
 from ucp.errors import InconsistentError
@@ -73,7 +73,7 @@ def test_patterns_of_the_checkpoint_decide(tmp_path: Path) -> None:
     assert array(checkpoint, norm, norm.replicas[0]).tolist() == [1.5, 2.5]
 
 
-def test_without_patterns_rules_are_inferred_and_said(tmp_path: Path) -> None:
+def test_without_patterns_rules_are_inferred_and_noted(tmp_path: Path) -> None:
     slices = {
         "input_norm.weight": [torch.arange(6.0)] * 2,
         "mlp.up_proj.weight": list(torch.arange(60.0).reshape(10, 6).chunk(2, 0)),
@@ -95,7 +95,7 @@ def test_the_user_s_rules_win(tmp_path: Path) -> None:
     assert master(checkpoint, "w") == torch.cat(list(WHOLE.chunk(2, 0)), 1).tolist()
 
 
-def test_a_rule_of_the_user_that_fits_nothing_is_said_and_one_of_a_preset_is_not(tmp_path: Path) -> None:
+def test_an_unused_rule_of_the_user_is_noted_and_one_of_a_preset_is_not(tmp_path: Path) -> None:
     rules = RuleBook()
     rules.add("typo", Rule("split", 1), "file: mine.toml")
     rules.add("other_model", Rule("split", 1), "preset: all", optional=True)
@@ -106,7 +106,7 @@ def test_a_rule_of_the_user_that_fits_nothing_is_said_and_one_of_a_preset_is_not
     assert [note.text for note in checkpoint.notes] == ["'typo' (file: mine.toml) matches no parameter"]
 
 
-def test_a_rule_that_cannot_hold(tmp_path: Path) -> None:
+def test_a_rule_that_contradicts_the_shapes(tmp_path: Path) -> None:
     slices = {"w": [torch.zeros(2, 3), torch.zeros(3, 3)]}
     with pytest.raises(InconsistentError, match="parameter w: rule 'replicated'"):
         read(save_slices(tmp_path / "c", slices, {"tp_replicated_parameter_patterns": ["w"]}))
@@ -118,7 +118,7 @@ def test_slices_of_uneven_size(tmp_path: Path) -> None:
     assert master(read(save_slices(tmp_path / "c", slices, info)), "w") == WHOLE.tolist()
 
 
-def test_fused_parts_are_cut_one_by_one(tmp_path: Path) -> None:
+def test_fused_parts_are_split_separately(tmp_path: Path) -> None:
     q, k = WHOLE[:2], WHOLE[2:]
     slices = {"qk": [torch.cat([q[r : r + 1], k[r : r + 1]]) for r in range(2)]}
     info = {"parameter_with_sub_params": [{"patterns": ["qk"], "shape": ((2, 2), 6), "partition_dim": 0}]}
@@ -128,7 +128,7 @@ def test_fused_parts_are_cut_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_vocabulary_padding_is_taken_off(tmp_path: Path, tp: int) -> None:
+def test_vocabulary_padding_is_removed(tmp_path: Path, tp: int) -> None:
     slices = {"embed": list(WHOLE.chunk(tp, 0)), "n": [torch.ones(2)] * tp}
     info = {
         "original_vocab_size": 3,
@@ -157,7 +157,7 @@ def affine(rank_pieces: Sequence[Sequence[dict[str, Any]]], logical: list[int], 
 
 
 def test_values_that_were_saved_scaled(tmp_path: Path) -> None:
-    """A row-parallel bias is divided by the ranks before every rank adds it: both hold half of it, all of it."""
+    """A row-parallel bias is divided by the number of ranks before every rank adds it: both have all of it, halved."""
     piece = {"shape": [3], "source": [0, [1]], "dest": [0, [1]], "locations": [0, 1], "scale": 0.5}
     slices = {"w": [torch.tensor([1.0, 2.0, 3.0])] * 2}
     checkpoint = read(save_slices(tmp_path / "c", slices, affine([[piece], [piece]], [3], [3])))
@@ -170,7 +170,7 @@ def test_values_that_were_saved_scaled(tmp_path: Path) -> None:
 
 
 def test_blocks_that_two_ranks_share_are_declared_replicas(tmp_path: Path) -> None:
-    """Rank 0 holds rows 0 to 2, rank 1 rows 2 to 4 (a key head that both need): row 2 lies on both."""
+    """Rank 0 has rows 0 to 2, rank 1 rows 2 to 4 (a key head that both need): row 2 is on both."""
     pieces = [
         [{"shape": [rows, 6], "source": [6 * start, [6, 1]], "dest": [6 * at, [6, 1]]} for start, rows, at in held]
         for held in ([(0, 2, 0), (2, 1, 2)], [(2, 1, 0), (3, 2, 1)])

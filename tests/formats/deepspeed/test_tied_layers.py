@@ -1,4 +1,4 @@
-"""A tied module that several layers call: DeepSpeed writes a file at each of them, and wants each back."""
+"""A tied module that several layers use: DeepSpeed writes and expects a file for each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ucp
-from tests.formats.deepspeed.made import model_state, read, save
+from tests.formats.deepspeed.synthetic import model_state, read, save
 
 SIZES = {"tied_modules.norm.weight": 3, "1.weight": 4, "2.weight": 5, "4.weight": 6}
 FILES = {0: "tied_modules.norm.weight", 1: "1.weight", 2: "2.weight", 3: "tied_modules.norm.weight", 4: "4.weight"}
@@ -40,7 +40,7 @@ def saved(folder: Path) -> Path:
     return save(folder, files)
 
 
-def test_every_use_has_its_file_again(tmp_path: Path) -> None:
+def test_every_use_of_a_tied_module_is_written_to_its_file(tmp_path: Path) -> None:
     source = saved(tmp_path / "c")
     assert set(read(source).parameters) == set(SIZES)
     assert ucp.verify(source).ok
@@ -50,8 +50,8 @@ def test_every_use_has_its_file_again(tmp_path: Path) -> None:
         assert torch.equal(tree["weight"], value(name).bfloat16()), layer
 
 
-def test_stages_hold_what_their_layers_call(tmp_path: Path) -> None:
-    """The last stage calls no tied module: it has no copy of one."""
+def test_stages_have_the_modules_that_their_layers_use(tmp_path: Path) -> None:
+    """The last stage does not use a tied module, so it has no copy of one."""
     ucp.convert(saved(tmp_path / "c"), tmp_path / "new", to="deepspeed", pp=3, stages=[0, 2, 4])
     held = [
         {

@@ -1,4 +1,4 @@
-"""Universal folders: made by real DeepSpeed, and made up for what real ones rarely hold."""
+"""Universal folders: from real DeepSpeed, and synthetic ones for rare contents."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ import torch
 from safetensors import safe_open
 
 import ucp
-from tests.formats.deepspeed.made import flat_optim, model_state, save_flat
-from tests.formats.deepspeed.made import save as save_step
-from tests.formats.deepspeed.test_writer import likeness
+from tests.formats.deepspeed.synthetic import flat_optim, model_state, save_flat, tree_differences
+from tests.formats.deepspeed.synthetic import save as save_step
 from ucp.core.checkpoint import Checkpoint, Parameter
 from ucp.core.rules import REPLICATED, Rule, RuleBook, slice_pieces
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
-from ucp.formats.deepspeed import universal_folder
+from ucp.formats.deepspeed.folder import recognises_universal
 from ucp.formats.deepspeed.read import reader, universal_reader
 from ucp.formats.deepspeed.write.universal_writer import UniversalWriter
 from ucp.formats.registry import ReadOptions, WriteOptions, open_checkpoint
@@ -48,7 +47,7 @@ def local_bytes(parameter: Parameter, data: bytes, itemsize: int, tp: int, rank:
 
 
 @pytest.mark.parametrize("fixture", ["universal_z1_bf16_tp2", "universal_z3_bf16"])
-def test_states_equal_what_the_live_engine_held(project: Path, fixture: str) -> None:
+def test_states_equal_those_of_the_live_engine(project: Path, fixture: str) -> None:
     folder = project / "fixtures" / fixture
     opened, index = ucp.open(folder), open_checkpoint(folder, ReadOptions())
     assert index.format == "deepspeed-universal"
@@ -79,8 +78,8 @@ def test_states_equal_what_the_live_engine_held(project: Path, fixture: str) -> 
     )
 
 
-def test_made_up_folders_of_the_converter_are_not_taken_for_parameters(project: Path) -> None:
-    """The converter gave buffers and the tied head an fp32.pt each; the module's own tensors are the truth."""
+def test_folders_of_buffers_and_aliases_are_not_parameters(project: Path) -> None:
+    """The converter wrote an fp32.pt for each buffer and the tied head; the module's own tensors are used."""
     folder = project / "fixtures" / "universal_z1_bf16_tp2"
     index = open_checkpoint(folder, ReadOptions())
     assert (folder / "global_step3_universal" / "zero" / "head.weight" / "fp32.pt").is_file()
@@ -112,7 +111,7 @@ def test_real_conversions_equal_their_native_source(corpus: Path, tmp_path: Path
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1"]
     command += ["--num_merge_workers=1", f"--input_folder={source / 'global_step3'}", f"--output_folder={target}"]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
-    assert universal_folder.recognises(tmp_path)
+    assert recognises_universal(tmp_path)
     made, native = universal_reader.read(tmp_path, ReadOptions()), reader.read(source, ReadOptions())
     made_values, native_values = ucp.open(tmp_path), ucp.open(source)
     pipeline = native.mesh.pp > 1  # its layer files are not part of the folder: neither buffers nor module weights
@@ -227,7 +226,7 @@ def test_everything_wrong_is_reported_at_once(made: Made) -> None:
     assert "b.weight" not in text
 
 
-def test_a_name_that_no_model_file_has_is_kept_and_said(made: Made) -> None:
+def test_an_unlisted_name_is_kept_and_noted(made: Made) -> None:
     made.parameter("a.weight", (2, 3))
     made.parameter("extra.weight", (4,))
     del made.shapes["extra.weight"]
@@ -260,9 +259,7 @@ def test_a_state_that_is_neither_tensor_nor_number_is_named(made: Made) -> None:
         made.read()
 
 
-def test_rules_come_from_the_state_files_where_the_model_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_come_from_the_state_files_if_the_model_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class SubparamShape:
         patterns: list[str]
@@ -320,16 +317,16 @@ def test_the_users_rules_win_over_the_checkpoints(tmp_path: Path) -> None:
 def test_recognition(made: Made, tmp_path: Path) -> None:
     made.parameter("a.weight", (2, 3))
     made.finish()
-    assert universal_folder.recognises(made.root)
-    assert not universal_folder.recognises(tmp_path)  # nothing names the folder
+    assert recognises_universal(made.root)
+    assert not recognises_universal(tmp_path)  # nothing names the folder
     (tmp_path / "latest_universal").write_text("u")
-    assert universal_folder.recognises(tmp_path)
+    assert recognises_universal(tmp_path)
     assert universal_reader.read(tmp_path, ReadOptions()).root == made.root
     (tmp_path / "latest").write_text("global_step7")
-    assert not universal_folder.recognises(tmp_path)  # the save folder's own checkpoint is meant
+    assert not recognises_universal(tmp_path)  # the save folder's own checkpoint is meant
     (tmp_path / "latest").unlink()
     (tmp_path / "latest_universal").write_text("../elsewhere")
-    assert not universal_folder.recognises(tmp_path)
+    assert not recognises_universal(tmp_path)
     assert universal_reader.read(tmp_path, ReadOptions(tag="u")).root == made.root
     with pytest.raises(UsageError, match="no universal folder v"):
         universal_reader.read(tmp_path, ReadOptions(tag="v"))
@@ -337,7 +334,7 @@ def test_recognition(made: Made, tmp_path: Path) -> None:
         universal_reader.read(made.root, ReadOptions(tag="v"))
 
 
-def test_a_folder_without_optimizer_state_is_read_and_said(made: Made) -> None:
+def test_a_folder_without_optimizer_state_is_noted(made: Made) -> None:
     made.parameter("a.weight", (2, 3))
     (made.finish() / "zero" / "optimizer_state.pt").unlink()
     index = open_checkpoint(made.root, ReadOptions())
@@ -345,7 +342,7 @@ def test_a_folder_without_optimizer_state_is_read_and_said(made: Made) -> None:
     assert any(note.id == "universal-no-optimizer" for note in index.notes)
 
 
-def test_extras_hold_what_is_no_state(project: Path) -> None:
+def test_extras_have_everything_but_states(project: Path) -> None:
     index = open_checkpoint(project / "fixtures" / "universal_z3_bf16", ReadOptions())
     trees = index.extras.trees
     assert trees["zero/optimizer_state.pt"]["loss_scaler"] is not None
@@ -355,8 +352,8 @@ def test_extras_hold_what_is_no_state(project: Path) -> None:
     assert not model.get("module")
 
 
-def test_numbers_that_deepspeed_cannot_load_are_told(project: Path, tmp_path: Path) -> None:
-    """NAdam keeps a 0-d `mu_product` beside its moments; DeepSpeed cuts everything but `step` into fragments."""
+def test_numbers_that_deepspeed_cannot_load_are_noted(project: Path, tmp_path: Path) -> None:
+    """NAdam keeps a 0-d `mu_product` next to its moments; DeepSpeed slices everything but `step`."""
     files: dict[str, Any] = {"mp_rank_00_model_states.pt": model_state(dp_world_size=1)}
     optim = flat_optim(1, 0)
     for state in optim["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
@@ -369,7 +366,7 @@ def test_numbers_that_deepspeed_cannot_load_are_told(project: Path, tmp_path: Pa
     assert all(note.id != "universal-numbers" for note in UniversalWriter(plain, WriteOptions()).notes)
 
 
-def test_what_round_robin_makes_of_a_universal_folder_is_told(project: Path) -> None:
+def test_the_defect_of_round_robin_is_noted(project: Path) -> None:
     noted = {}
     for fixture in ("z2_bf16_roundrobin_dp3", "z1_bf16_dp2"):
         source = open_checkpoint(project / "fixtures" / fixture, ReadOptions())
@@ -377,8 +374,8 @@ def test_what_round_robin_makes_of_a_universal_folder_is_told(project: Path) -> 
     assert noted == {"z2_bf16_roundrobin_dp3": True, "z1_bf16_dp2": False}
 
 
-def test_what_expert_parallelism_makes_of_a_universal_folder_is_told(project: Path) -> None:
-    """DeepSpeed looks for folders under the numbers that experts have on their rank: the wrong ones on all but one."""
+def test_the_defect_of_expert_parallelism_is_noted(project: Path) -> None:
+    """DeepSpeed looks up the local numbers of experts, which are wrong on all ranks but one."""
     noted = {}
     for fixture in ("z1_bf16_moe4_ep2_dp4", "z1_bf16_dp2"):
         source = open_checkpoint(project / "fixtures" / fixture, ReadOptions())
@@ -387,7 +384,7 @@ def test_what_expert_parallelism_makes_of_a_universal_folder_is_told(project: Pa
 
 
 @pytest.mark.parametrize("fixture", ["z1_bf16_dp2", "z1_fp16_dp2", "pp2_z1_bf16_tied_dp2"])
-def test_what_comes_of_a_universal_folder_is_what_comes_of_its_source(
+def test_output_from_a_universal_folder_equals_output_from_its_source(
     project: Path, tmp_path: Path, fixture: str
 ) -> None:
     """The dtype of the module, its buffers, and the layer files of a pipeline."""
@@ -401,7 +398,7 @@ def test_what_comes_of_a_universal_folder_is_what_comes_of_its_source(
     for name in names - {Path("latest")}:
         direct, through = (torch.load(tmp_path / way / name, weights_only=False) for way in ("direct", "through"))
         direct.get("ds_config", {}).pop("checkpoint", None)
-        assert likeness(direct, through) == [], name
+        assert tree_differences(direct, through) == [], name
 
 
 def test_a_tag_that_is_a_path_becomes_one_folder(tmp_path: Path) -> None:
@@ -415,7 +412,7 @@ def test_a_tag_that_is_a_path_becomes_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_number_of_one_element_stays_a_number(tmp_path: Path) -> None:
-    """A parameter of one element and NAdam's 0-d `mu_product` have as many elements, and are of different shapes."""
+    """A parameter of one element and NAdam's 0-d `mu_product` have equally many elements but different shapes."""
     numbers = {"step": torch.tensor(1.0), "mu_product": torch.tensor(0.5)}
     moments = {"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
     optimizer = {"state": {"scale": {**moments, **numbers}}, "param_groups": [{"lr": 0.5, "params": ["scale"]}]}
@@ -441,7 +438,7 @@ def saved_with_names(path: Path, *names: str) -> Path:
     return path
 
 
-def test_names_with_slashes_are_folders_in_folders(tmp_path: Path) -> None:
+def test_names_with_slashes_are_nested_folders(tmp_path: Path) -> None:
     saved = saved_with_names(tmp_path / "saved", "a", "a/b", "a/b/c", "d/e")
     ucp.convert(saved, tmp_path / "u", to="deepspeed-universal")
     (made,) = (tmp_path / "u").glob("*/zero/a/b/c.weight/fp32.pt")
@@ -452,14 +449,14 @@ def test_names_with_slashes_are_folders_in_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a//b", "/a", "x.pt/a"])
-def test_names_that_are_no_paths_are_refused(tmp_path: Path, name: str) -> None:
+def test_names_that_are_not_paths_are_refused(tmp_path: Path, name: str) -> None:
     saved = saved_with_names(tmp_path / "saved", name)
     with pytest.raises(UsageError, match="cannot be used as a folder name"):
         ucp.convert(saved, tmp_path / "u", to="deepspeed-universal")
 
 
 def test_weights_alone_are_refused(tmp_path: Path) -> None:
-    """An engine loads by groups: without any it says that it loaded, and keeps the weights that it was built with."""
+    """An engine loads by groups: without any it reports success and keeps its initial weights."""
     torch.save({"linear.weight": torch.ones(3, 2)}, tmp_path / "weights.pt")
     with pytest.raises(
         UsageError,
@@ -468,8 +465,8 @@ def test_weights_alone_are_refused(tmp_path: Path) -> None:
         ucp.convert(tmp_path / "weights.pt", tmp_path / "u", to="deepspeed-universal")
 
 
-def test_an_optimizer_that_nobody_can_read_is_refused(tmp_path: Path) -> None:
-    """ZeRO off and fp32, before the first step: two groups of numbers, and nothing tells which number is whose."""
+def test_an_unnamed_optimizer_is_refused(tmp_path: Path) -> None:
+    """ZeRO off and fp32, before the first step: two groups of numbers that cannot be matched to parameters."""
     step = tmp_path / "saved" / "global_step0"
     step.mkdir(parents=True)
     (tmp_path / "saved" / "latest").write_text("global_step0")

@@ -1,4 +1,4 @@
-"""DeepSpeed's own files: there and back again they are the same, and impossible worlds are refused before any work."""
+"""Native DeepSpeed files: a round trip reproduces them, and impossible layouts are refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import ucp
 import ucp.api
 from tests.formats.dcp.saving import save
+from tests.formats.deepspeed.synthetic import bits, tree_differences
 from ucp.containers.torch_file import TorchFile
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.write.target_layout import balance_stages, round_robin
@@ -40,36 +41,9 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
-def likeness(a: Any, b: Any, where: str = "") -> list[str]:
-    """Where two loaded trees differ, in values or types."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
-        return (
-            []
-            if same
-            else [f"{where}: {a.dtype} {tuple(a.shape)} is not {b.dtype} {tuple(b.shape)}, or has other bits"]
-        )
-    if type(a) is not type(b):
-        return [f"{where}: {type(a).__name__} is not {type(b).__name__}"]
-    if isinstance(a, dict):
-        wrong = [] if list(a) == list(b) else [f"{where}: keys {list(a)} are not {list(b)}"]
-        return wrong + [w for key in a if key in b for w in likeness(a[key], b[key], f"{where}/{key}")]
-    if isinstance(a, (list, tuple)):
-        if len(a) != len(b):
-            return [f"{where}: {len(a)} items are not {len(b)}"]
-        return [w for i, (x, y) in enumerate(zip(a, b, strict=True)) for w in likeness(x, y, f"{where}[{i}]")]
-    if hasattr(a, "__dict__") and not isinstance(a, int):
-        return likeness(vars(a), vars(b), where)
-    return [] if a == b else [f"{where}: {a!r} is not {b!r}"]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 @pytest.mark.parametrize("fixture", JOURNEYS)
-def test_there_and_back_again(project: Path, tmp_path: Path, fixture: str) -> None:
-    """Through another layout (and, but for vocabulary padding, through atoms) every file comes back the same."""
+def test_round_trip(project: Path, tmp_path: Path, fixture: str) -> None:
+    """A conversion to another layout and back reproduces every file; so do atoms, except for vocabulary padding."""
     original = project / "fixtures" / fixture
     home = {key: getattr(ucp.open(original).index.mesh, key) for key in ("tp", "pp", "dp", "ep", "zero")}
     ucp.convert(original, tmp_path / "away", to="deepspeed", **JOURNEYS[fixture])
@@ -83,12 +57,12 @@ def test_there_and_back_again(project: Path, tmp_path: Path, fixture: str) -> No
     assert (tmp_path / "home" / "latest").read_text() == "global_step3"
     for name in names:
         old, new = load(original / "global_step3" / name), load(tmp_path / "home" / "global_step3" / name)
-        wrong = [w for w in likeness(old, new) if not is_expected(w, fixture)]
+        wrong = [w for w in tree_differences(old, new) if not is_expected(w, fixture)]
         assert wrong == [], name
 
 
 def is_expected(difference: str, fixture: str) -> bool:
-    """What a journey may change."""
+    """Whether a round trip may change this."""
     if "param_slice_mappings" in difference and "roundrobin" in fixture:
         return True  # DeepSpeed writes wrong ones
     if "z3" in fixture and ("fp32_flat_groups" in difference and "other bits" in difference):
@@ -116,7 +90,7 @@ def is_expected(difference: str, fixture: str) -> bool:
         ("z1_bf16_tp2_dp2", {"vocab_size": 55}, ["55", "tp=2"]),
     ],
 )
-def test_impossible_worlds_are_refused(
+def test_impossible_layouts_are_refused(
     project: Path, tmp_path: Path, fixture: str, options: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -162,19 +136,19 @@ def test_stages_can_be_chosen(project: Path, tmp_path: Path) -> None:
     assert placed == {(0,)}
 
 
-def test_round_robin_deals_as_deepspeed_does() -> None:
+def test_round_robin_order_is_that_of_deepspeed() -> None:
     assert round_robin(7, 3) == [0, 3, 6, 1, 4, 2, 5]
     assert round_robin(2, 4) == [0, 1]
 
 
-def test_balanced_cuts() -> None:
+def test_balanced_stages() -> None:
     assert balance_stages([1, 1, 1, 1], 2) == [0, 2]
     assert balance_stages([10, 1, 1, 1, 1, 1], 2) == [0, 1]
     assert balance_stages([5, 0, 0, 5], 2) == [0, 3]
 
 
-def test_padding_of_the_vocabulary_is_kept_where_it_exists(project: Path, tmp_path: Path) -> None:
-    """Padding rows take part in the softmax: a run goes on bit for bit only with them."""
+def test_padding_of_the_vocabulary_is_kept_if_it_exists(project: Path, tmp_path: Path) -> None:
+    """Padding rows take part in the softmax: training continues bit for bit only with them."""
     source = project / "fixtures" / "z1_bf16_tp2_dp2"
     plan = ucp.api.plan(source, tmp_path / "direct", to="deepspeed", dp=3)
     assert [note.id for note in plan.writer.notes] == []
@@ -206,8 +180,8 @@ def test_megatrons_vocabulary_is_padded_by_megatrons_rule(corpus: Path, tmp_path
             assert torch.equal(bits(view.read(kind, as_torch=True)), bits(old)), (name, kind)  # type: ignore[arg-type]
 
 
-def test_rules_are_written_down(project: Path, tmp_path: Path) -> None:
-    """Cut for tensor parallelism by a user's rules, a checkpoint says itself how: nothing is left to infer."""
+def test_rules_are_written_to_the_target(project: Path, tmp_path: Path) -> None:
+    """A checkpoint that was split by a user's rules records them: nothing has to be inferred."""
     source = project / "fixtures" / "z1_bf16_tp2_swiglu_untied_dp1"
     ucp.convert(source, tmp_path / "atoms")
     ucp.convert(tmp_path / "atoms", tmp_path / "one", to="deepspeed", tp=1)
@@ -239,7 +213,7 @@ def test_rules_are_written_down(project: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_parameter_without_dimensions(tmp_path: Path, zero: int) -> None:
-    """Its moments have no dimensions either, as a step has none; they lie in the flat group like all others."""
+    """Its moments have no dimensions either, like a step; they are in the flat group like all others."""
     model = torch.nn.ParameterDict({"a": torch.tensor(2.0), "b": torch.arange(6.0).reshape(2, 3)})
     optimizer = torch.optim.NAdam(model.parameters())
     (model["a"] * model["b"]).sum().backward()

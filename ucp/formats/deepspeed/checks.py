@@ -13,8 +13,7 @@ from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint
 from ucp.core.findings import Finding
 from ucp.core.mesh import Rank
 from ucp.errors import UcpError
-from ucp.formats.deepspeed import universal_folder
-from ucp.formats.deepspeed.folder import StepFolder, find, is_step_folder
+from ucp.formats.deepspeed.folder import StepFolder, find, find_universal, is_step_folder
 from ucp.formats.deepspeed.read.rank_files import RankFiles
 from ucp.formats.deepspeed.read.save_consistency import find_grid, select_model_files, without_stale_model_files
 from ucp.formats.deepspeed.step_files import (
@@ -77,7 +76,7 @@ class UniversalChecks(FormatChecks):
 
     def torch_files(self, path: Path, tag: str | None) -> Iterable[Path]:
         """All of the universal folder."""
-        return sorted(universal_folder.find(path, tag).rglob("*.pt"))
+        return sorted(find_universal(path, tag).rglob("*.pt"))
 
 
 # the grid of rank files -----------------------------------------------------------------------------------------------

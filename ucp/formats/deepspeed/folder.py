@@ -1,4 +1,4 @@
-"""Locate the step folder of a DeepSpeed checkpoint: the path itself, or below a save folder or a trainer's folder."""
+"""Locate a DeepSpeed checkpoint: the path itself, or a folder below a save folder or a trainer's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
-from ucp.formats.deepspeed.step_files import is_state_file
+from ucp.formats.deepspeed.step_files import (
+    LATEST_UNIVERSAL,
+    MASTER_FILE,
+    OPTIMIZER_STATE,
+    STATE_SUFFIX,
+    STATES_FOLDER,
+    is_state_file,
+)
 from ucp.storage.paths import scan_folder
 
 # Levels to search below the given path: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
@@ -88,7 +95,7 @@ def is_step_folder(path: Path) -> bool:
     try:
         with scan_folder(path) as entries:
             for entry in entries:
-                if entry.name == "zero" and entry.is_dir():
+                if entry.name == STATES_FOLDER and entry.is_dir():
                     return False
                 found = found or is_state_file(entry.name)
     except NotADirectoryError:
@@ -200,3 +207,43 @@ def _folders_in(path: Path) -> list[Path]:
         return [child for child in path.iterdir() if child.is_dir()]
     except PermissionError:
         return []
+
+
+def recognises_universal(path: Path) -> bool:
+    """Whether `path` is a universal folder, or a save folder that names one and has no native checkpoint."""
+    try:
+        if _is_universal(path):
+            return True
+        named = _latest_universal_tag(path)
+        return named is not None and _is_universal(path / named) and not (path / "latest").is_file()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _is_universal(path: Path) -> bool:
+    if not (path / STATES_FOLDER).is_dir():
+        return False
+    if (path / OPTIMIZER_STATE).is_file():
+        return True
+    with scan_folder(path / STATES_FOLDER) as entries:
+        return any((path / STATES_FOLDER / entry.name / f"{MASTER_FILE}{STATE_SUFFIX}").is_file() for entry in entries)
+
+
+def _latest_universal_tag(path: Path) -> str | None:
+    latest = path / LATEST_UNIVERSAL
+    if not latest.is_file() or latest.stat().st_size > 4096:
+        return None
+    text = latest.read_bytes().decode("utf-8", "replace").strip()
+    return text if text not in ("", ".", "..") and "/" not in text and "\0" not in text else None
+
+
+def find_universal(path: Path, tag: str | None) -> Path:
+    """The universal folder at `path`, or the one below it with this `tag`."""
+    if _is_universal(path):
+        if tag is not None and tag != path.name:
+            raise UsageError(f"{path} is a universal folder itself, not one named {tag!r}", hint="leave out --tag")
+        return path
+    named = tag if tag is not None else _latest_universal_tag(path)
+    if named is None or not _is_universal(path / named):
+        raise UsageError(f"{path}: no universal folder {named or ''} here", hint="give the folder that contains zero/")
+    return path / named

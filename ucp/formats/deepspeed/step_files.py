@@ -1,4 +1,4 @@
-"""File names of a DeepSpeed step folder, parsed and made here only.
+"""File names of DeepSpeed's checkpoints, parsed and made here only.
 
 `pp_rank` in a file name is the data-parallel rank; `mp` is the model-parallel rank, `pp * tp_size + tp`.
 """
@@ -24,6 +24,13 @@ _EXPERT_OPTIM: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.
 _MAX_EXPERTS: Final = 10**5
 
 SWAP_FOLDER: Final = "offloaded_tensors"
+
+# A universal folder: zero/<parameter>/<state>.pt, the master weights as fp32.pt, and copies of the model files.
+STATES_FOLDER: Final = "zero"
+STATE_SUFFIX: Final = ".pt"
+MASTER_FILE: Final = "fp32"
+OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
+LATEST_UNIVERSAL: Final = "latest_universal"
 
 _Key = TypeVar("_Key", int, tuple[int, int], tuple[int, int, int])
 

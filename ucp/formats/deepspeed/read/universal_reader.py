@@ -35,6 +35,7 @@ from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
 from ucp.errors import NotUnderstoodError, StorageError
+from ucp.formats.deepspeed.folder import find_universal
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
 from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, stored_scalar
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, as_shapes, describe_value
@@ -52,8 +53,16 @@ from ucp.formats.deepspeed.read.read_zero3 import read_frozen_slices
 from ucp.formats.deepspeed.read.reader import framework_of, step_of, universal_details
 from ucp.formats.deepspeed.read.resolve_rules import assemble, merge_stage_groups, resolve_all
 from ucp.formats.deepspeed.read.save_consistency import RankGrid, check_same_save, find_grid
-from ucp.formats.deepspeed.step_files import StepFiles, classify_files, model_file_name, sharded_model_file_name
-from ucp.formats.deepspeed.universal_folder import MASTER_FILE, OPTIMIZER_STATE, STATE_SUFFIX, STATES_FOLDER, find
+from ucp.formats.deepspeed.step_files import (
+    MASTER_FILE,
+    OPTIMIZER_STATE,
+    STATE_SUFFIX,
+    STATES_FOLDER,
+    StepFiles,
+    classify_files,
+    model_file_name,
+    sharded_model_file_name,
+)
 from ucp.formats.deepspeed.universal_info import fused_rule, has_tp_rules
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_fragments import StoredShard, scalar_fragments
@@ -66,7 +75,7 @@ _RECONVERT_HINT: Final = "convert the source checkpoint again, or look for a fil
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index a universal folder."""
-    root = find(path, options.tag)
+    root = find_universal(path, options.tag)
     with SourceFiles(root) as source:
         problems = Problems(str(root))
         context = ReadContext("", RankFiles(root), source, problems, DeepSpeedShardTable(problems))

@@ -14,11 +14,17 @@ from ucp.containers.pickle_writer import NewTensor
 from ucp.containers.torch_file_writer import ZeroContent
 from ucp.core.checkpoint import Parameter
 from ucp.errors import UsageError
-from ucp.formats.deepspeed import step_files
+from ucp.formats.deepspeed.step_files import expert_file_name, layer_file_name
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
-from ucp.formats.deepspeed.write.optimizer_files import slice_of_rank
+from ucp.formats.deepspeed.write.optimizer_files import (
+    Segment,
+    empty_tensor,
+    flat_tensor,
+    segment,
+    shaped_tensor,
+    slice_of_rank,
+)
 from ucp.formats.deepspeed.write.source_extras import adjusted_config
-from ucp.formats.deepspeed.write.state_tensors import Segment, empty_tensor, flat_tensor, segment, shaped_tensor
 from ucp.formats.deepspeed.write.target_layout import TargetLayout, parse_layer_name
 from ucp.formats.output_files import missing_weight_error
 from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN
@@ -174,7 +180,7 @@ class ModelFiles:
                     tensor = self._tensor(parameter, tp)
                     if tensor is not None:
                         tree[local] = tensor
-                yield step_files.layer_file_name(layer, tp, has_tp_rank=has_tp_rank), tree
+                yield layer_file_name(layer, tp, has_tp_rank=has_tp_rank), tree
 
     def expert_files(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the files of experts: one per expert and layer, with global names."""
@@ -191,7 +197,7 @@ class ModelFiles:
                 pp, tp = divmod(mp, layout.mesh.tp)
                 tree = {p.name: self._tensor(p, tp) for p in members if pp in layout.stages[p.name]}
                 if tree:
-                    yield step_files.expert_file_name(layer, expert, mp), tree
+                    yield expert_file_name(layer, expert, mp), tree
 
 
 # Keys that are valid for the tensor-parallel degree of the source only.

@@ -11,8 +11,7 @@ from ucp.containers.pickle_writer import bare_object
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
 from ucp.formats.deepspeed.experts import expert_placements
-from ucp.formats.deepspeed.step_files import classify_files
-from ucp.formats.deepspeed.universal_folder import OPTIMIZER_STATE
+from ucp.formats.deepspeed.step_files import OPTIMIZER_STATE, classify_files
 
 # Keys of a model file that the writer computes; everything else in it is carried over.
 _COMPUTED_KEYS: Final = (

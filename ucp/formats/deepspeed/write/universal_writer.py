@@ -14,17 +14,24 @@ from ucp.core.dtypes import FLOAT32
 from ucp.core.mesh import Mesh
 from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import UsageError
-from ucp.formats.deepspeed import step_files
-from ucp.formats.deepspeed.universal_folder import (
+from ucp.formats.deepspeed.step_files import (
     LATEST_UNIVERSAL,
     MASTER_FILE,
     OPTIMIZER_STATE,
     STATE_SUFFIX,
     STATES_FOLDER,
+    model_file_name,
+    sharded_model_file_name,
 )
 from ucp.formats.deepspeed.write.model_files import ModelFiles
-from ucp.formats.deepspeed.write.optimizer_files import flat_groups, sub_groups, zero_stage_object
-from ucp.formats.deepspeed.write.state_tensors import ScalarStates, element_kinds, whole_tensor
+from ucp.formats.deepspeed.write.optimizer_files import (
+    ScalarStates,
+    element_kinds,
+    flat_groups,
+    sub_groups,
+    whole_tensor,
+    zero_stage_object,
+)
 from ucp.formats.deepspeed.write.target_layout import TargetLayout
 from ucp.formats.registry import WriteOptions
 from ucp.storage.local import SourceFiles
@@ -147,12 +154,12 @@ class UniversalWriter:
     def _model_files(self) -> Iterator[tuple[str, Any]]:
         models = ModelFiles(self.layout)
         shapes = [group.shapes for group in flat_groups(self.layout, 0, 0, 0)]
-        yield step_files.model_file_name(0), self._of_source(models.model_tree(0, 0, 0, shapes, None))
+        yield model_file_name(0), self._of_source(models.model_tree(0, 0, 0, shapes, None))
         if not self.layout.has_experts:
             zero3 = TargetLayout(self.source, Mesh(zero=3), self._options)
             subs = sub_groups(zero3, zero3.groups(0, 0, 0))
             tree = ModelFiles(zero3).model_tree(0, 0, 0, [sub.shapes for sub in subs], None)
-            yield step_files.sharded_model_file_name(0, 0), self._of_source(tree)
+            yield sharded_model_file_name(0, 0), self._of_source(tree)
         yield from models.layer_files()
         yield from models.expert_files()
 

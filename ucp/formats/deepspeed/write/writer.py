@@ -15,11 +15,25 @@ from ucp.core.dtypes import BFLOAT16
 from ucp.core.mesh import Mesh
 from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import UsageError
-from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.experts import experts_per_layer
-from ucp.formats.deepspeed.write import optimizer_files
+from ucp.formats.deepspeed.step_files import (
+    expert_optimizer_file_name,
+    is_state_file,
+    model_file_name,
+    optimizer_file_name,
+    sharded_model_file_name,
+)
 from ucp.formats.deepspeed.write.model_files import ModelFiles
-from ucp.formats.deepspeed.write.state_tensors import ScalarStates
+from ucp.formats.deepspeed.write.optimizer_files import (
+    ScalarStates,
+    flat_groups,
+    is_bf16_optimizer,
+    is_elastic,
+    sub_groups,
+    zero0_optimizer_tree,
+    zero3_optimizer_tree,
+    zero12_optimizer_tree,
+)
 from ucp.formats.deepspeed.write.target_layout import TargetLayout
 from ucp.formats.output_files import copied_file
 from ucp.formats.registry import WriteOptions
@@ -32,8 +46,7 @@ class DeepSpeedWriter:
     1. `target_mesh` determines the mesh; `TargetLayout` checks it and assigns parameters to stages, ranks and groups.
     2. `target` creates the tree of every file, rank by rank: `ModelFiles` those with weights (model, layer and expert
        files), `optimizer_files` those with optimizer state.
-    3. In these trees `state_tensors` describes every tensor by the regions of atoms that fill it; only scalars are
-       read.
+    3. The tensors of these trees are described by the regions of atoms that fill them. Only scalars are read.
     4. `torch_file` turns each tree into an output file with write items, which the engine copies later.
     """
 
@@ -48,7 +61,7 @@ class DeepSpeedWriter:
                 " native files of AutoEP jobs cannot be written",
                 hint="use --to deepspeed-universal, which AutoEP jobs with any dp and ep load with load_universal",
             )
-        if self.mesh.zero == 0 and optimizer_files.is_bf16_optimizer(self.layout):
+        if self.mesh.zero == 0 and is_bf16_optimizer(self.layout):
             raise UsageError(
                 "a bf16 pipeline with ZeRO off: DeepSpeed fails to load such checkpoints, its own included",
                 hint="use --zero 1",
@@ -73,7 +86,7 @@ class DeepSpeedWriter:
                 "the source has no optimizer, and DeepSpeed stores the weights of ZeRO-3 in the optimizer files",
                 hint="use --zero 0, 1 or 2 and load with load_module_only=True; or --to safetensors",
             )
-        if self.mesh.zero == 0 and self._unnamed_optimizer(step_files.model_file_name(0)) is not None:
+        if self.mesh.zero == 0 and self._unnamed_optimizer(model_file_name(0)) is not None:
             return
         text = "the source has no optimizer state: load the target with load_module_only=True"
         if any(note.id == "optimizer-unnamed" for note in self.source.notes):
@@ -82,7 +95,7 @@ class DeepSpeedWriter:
 
     def _hyper_parameters(self) -> str:
         """Where the job that loads the target gets its hyper-parameters from, if the source has none."""
-        if self.mesh.zero in (1, 2) and optimizer_files.is_elastic(self.layout):
+        if self.mesh.zero in (1, 2) and is_elastic(self.layout):
             return "the job that loads the target keeps its own, including the learning rate"
         written = "those of the configuration" if self.layout.extras.configured_hyper else "none"
         return f"{written} were written: after load_checkpoint, set engine.optimizer.param_groups before the first step"
@@ -119,45 +132,45 @@ class DeepSpeedWriter:
 
     def _zero12(self, pp: int, tp: int, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
-        by_ep = [optimizer_files.flat_groups(self.layout, pp, tp, ep) for ep in range(self.mesh.ep)]
+        by_ep = [flat_groups(self.layout, pp, tp, ep) for ep in range(self.mesh.ep)]
         states = [[scalars.group(group.members) for group in groups] for groups in by_ep]
         shapes = [group.shapes for group in by_ep[0]]
-        yield step_files.model_file_name(mp), self.models.model_tree(pp, tp, 0, shapes, None)
+        yield model_file_name(mp), self.models.model_tree(pp, tp, 0, shapes, None)
         for dp in range(self.mesh.dp):
             ep = dp % self.mesh.ep
             groups = by_ep[ep]
             index = [dp // group.group.ep for group in groups]
-            tree = optimizer_files.zero12_optimizer_tree(self.layout, groups, states[ep], index)
+            tree = zero12_optimizer_tree(self.layout, groups, states[ep], index)
             yield self._optim_name(dp, mp), self._optim_file(tree)
 
     def _zero3(self, pp: int, tp: int, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
         groups = self.layout.groups(pp, tp, 0)
-        subs = optimizer_files.sub_groups(self.layout, groups)
+        subs = sub_groups(self.layout, groups)
         shapes = [sub.shapes for sub in subs]
         states = [scalars.group(sub.members) for sub in subs]
         model: Any = None
         for dp in range(self.mesh.dp):
             if dp < 2 or self.models.differs_by_rank:  # rank 0 differs; all others are equal
                 model = PickledTree(with_tensors(self.models.model_tree(pp, tp, dp, shapes, None)), self.tag)
-            yield step_files.sharded_model_file_name(dp, mp), model
-            tree = optimizer_files.zero3_optimizer_tree(self.layout, groups, subs, states, dp)
+            yield sharded_model_file_name(dp, mp), model
+            tree = zero3_optimizer_tree(self.layout, groups, subs, states, dp)
             yield self._optim_name(dp, mp), self._optim_file(tree)
 
     def _zero0(self, pp: int, tp: int, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
-        name = step_files.model_file_name(mp)
+        name = model_file_name(mp)
         if not self.layout.has_experts:
             yield name, self.models.model_tree(pp, tp, 0, None, self._zero0_optimizer(name, pp, tp, 0, scalars))
             return
         yield name, self.models.model_tree(pp, tp, 0, None, None)
         for ep in range(self.mesh.ep):
-            name = step_files.expert_optimizer_file_name(ep, mp)
+            name = expert_optimizer_file_name(ep, mp)
             yield name, {"optimizer": self._zero0_optimizer(name, pp, tp, ep, scalars)}
 
     def _zero0_optimizer(self, file: str, pp: int, tp: int, ep: int, scalars: ScalarStates) -> dict[str, Any]:
         groups = self.layout.groups(pp, tp, ep)
-        return self._unnamed_optimizer(file) or optimizer_files.zero0_optimizer_tree(self.layout, groups, scalars)
+        return self._unnamed_optimizer(file) or zero0_optimizer_tree(self.layout, groups, scalars)
 
     def _unnamed_optimizer(self, file: str) -> dict[str, Any] | None:
         """The source's optimizer without names, to be copied unchanged if the target has the same layout; else None."""
@@ -167,7 +180,7 @@ class DeepSpeedWriter:
         return dict(kept) if kept is not None else None
 
     def _optim_name(self, dp: int, mp: int) -> str:
-        return step_files.optimizer_file_name(dp, mp, is_bf16=self.layout.dtype == BFLOAT16)
+        return optimizer_file_name(dp, mp, is_bf16=self.layout.dtype == BFLOAT16)
 
     def _optim_file(self, tree: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -182,7 +195,7 @@ class DeepSpeedWriter:
             if name.endswith(".json"):
                 data = json.dumps(tree, indent=2).encode() + b"\n"
                 yield OutputFile(name, len(data), (Literal(0, data),))
-            elif "/" not in name and not step_files.is_state_file(PurePosixPath(name).name):
+            elif "/" not in name and not is_state_file(PurePosixPath(name).name):
                 yield torch_file(name, with_tensors(tree))
         for name in self.source.extras.files:
             yield copied_file(self.source, name, name)

@@ -1,4 +1,4 @@
-"""Forms of checkpoints that no small real run writes: old releases, offloading, odd optimizers, odd tensors."""
+"""Forms of checkpoints that no small real run writes: old releases, offloading, unusual optimizers and tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.deepspeed.made import (
+from tests.formats.deepspeed.synthetic import (
     GROUPS,
+    MODEL_FILE,
     SHAPES,
     STATES,
     STEP,
@@ -23,6 +24,7 @@ from tests.formats.deepspeed.made import (
     flat_optim,
     flat_padding,
     model_state,
+    optim_file,
     read,
     save,
     save_even,
@@ -32,12 +34,6 @@ from tests.formats.deepspeed.made import (
 from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.sharded.shard_fragments import RankFragments
-
-MODEL = "mp_rank_00_model_states.pt"
-
-
-def optim(rank: int, prefix: str = "bf16_") -> str:
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def notes(checkpoint: Checkpoint) -> set[str]:
@@ -67,21 +63,21 @@ def test_even_slices_at_any_number_of_ranks(tmp_path: Path, dp: int) -> None:
 
 
 def test_the_whole_tail_of_padding_on_the_last_rank(tmp_path: Path) -> None:
-    """BF16_Optimizer keeps padding in the file and books all of it on the last rank, more than that rank holds."""
-    files: dict[str, Any] = {MODEL: model_state(dp_world_size=4)}
+    """BF16_Optimizer keeps padding in the file and counts all of it on the last rank, more than that rank has."""
+    files: dict[str, Any] = {MODEL_FILE: model_state(dp_world_size=4)}
     for rank in range(4):
         state = flat_optim(4, rank, group_paddings=[0, 0] if rank < 3 else [99, 99])
         del state["optimizer_state_dict"]["zero_stage"]
         masters = [flat_group(group, "master", 4)[rank].clone() for group in GROUPS]
         state["optimizer_state_dict"]["single_partition_of_fp32_groups"] = masters
-        files[optim(rank)] = state
+        files[optim_file(rank)] = state
     checkpoint = read(save(tmp_path / "c", files))
     check_values(checkpoint)
     assert checkpoint.details["optimizer_wrapper"] == "BF16_Optimizer"
 
 
-def test_elastic_keeps_no_padding_and_no_groups(tmp_path: Path) -> None:
-    files: dict[str, Any] = {MODEL: model_state()}
+def test_elastic_has_no_padding_and_no_groups(tmp_path: Path) -> None:
+    files: dict[str, Any] = {MODEL_FILE: model_state()}
     for rank in range(2):
         lean = [
             {
@@ -93,7 +89,7 @@ def test_elastic_keeps_no_padding_and_no_groups(tmp_path: Path) -> None:
             }
             for group in GROUPS
         ]
-        files[optim(rank)] = flat_optim(2, rank, base_optimizer_state=lean)
+        files[optim_file(rank)] = flat_optim(2, rank, base_optimizer_state=lean)
     checkpoint = read(save(tmp_path / "c", files))
     check_values(checkpoint)
     assert [group.hyper for group in checkpoint.groups] == [{}, {}]
@@ -103,7 +99,7 @@ def test_elastic_keeps_no_padding_and_no_groups(tmp_path: Path) -> None:
 def test_very_old_files_keep_shapes_in_the_optimizer_file(tmp_path: Path) -> None:
     shapes = model_state()["param_shapes"]
     model = model_state(param_shapes=None)
-    files: dict[str, Any] = {MODEL: {key: item for key, item in model.items() if key != "buffer_names"}}
+    files: dict[str, Any] = {MODEL_FILE: {key: item for key, item in model.items() if key != "buffer_names"}}
     for rank in range(2):
         state = {**flat_optim(2, rank, partition_count=2), "param_shapes": shapes}
         files[f"zero_pp_rank_{rank}_mp_rank_00optim_states.pt"] = state
@@ -112,7 +108,7 @@ def test_very_old_files_keep_shapes_in_the_optimizer_file(tmp_path: Path) -> Non
 
 def test_alignment_padding_between_parameters(tmp_path: Path) -> None:
     paddings = [[(-int(np.prod(SHAPES[name]))) % 8 for name in group[:-1]] + [0] for group in GROUPS]
-    files: dict[str, Any] = {MODEL: model_state()}
+    files: dict[str, Any] = {MODEL_FILE: model_state()}
     for rank in range(2):
         state = flat_optim(2, rank, param_alignment_paddings=paddings)
         top = state["optimizer_state_dict"]
@@ -129,13 +125,13 @@ def test_alignment_padding_between_parameters(tmp_path: Path) -> None:
                     top["single_partition_of_fp32_groups"].append(flat)
                 else:
                     top["base_optimizer_state"]["state"][g][kind] = flat
-        files[optim(rank)] = state
+        files[optim_file(rank)] = state
     check_values(read(save(tmp_path / "c", files)))
 
 
 @pytest.mark.parametrize("step", [STEP, np.int64(STEP), float(STEP)])
 def test_steps_that_are_plain_numbers(tmp_path: Path, step: Any) -> None:
-    files = {MODEL: model_state(), **{optim(rank): flat_optim(2, rank, step=step) for rank in range(2)}}
+    files = {MODEL_FILE: model_state(), **{optim_file(rank): flat_optim(2, rank, step=step) for rank in range(2)}}
     checkpoint = read(save(tmp_path / "c", files))
     atom = checkpoint.parameters["up.bias"].atoms["step"]
     assert atom.shape == ()
@@ -144,7 +140,7 @@ def test_steps_that_are_plain_numbers(tmp_path: Path, step: Any) -> None:
 
 
 def test_states_of_any_name_and_those_that_fit_no_element(tmp_path: Path) -> None:
-    files: dict[str, Any] = {MODEL: model_state()}
+    files: dict[str, Any] = {MODEL_FILE: model_state()}
     for rank in range(2):
         state = flat_optim(2, rank)
         for g, slot in state["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
@@ -152,25 +148,25 @@ def test_states_of_any_name_and_those_that_fit_no_element(tmp_path: Path) -> Non
             slot["worker_error"] = torch.ones(3)
             slot["note"] = "kept"
             slot["master"] = torch.tensor(2.0)
-        files[optim(rank)] = state
+        files[optim_file(rank)] = state
     checkpoint = read(save(tmp_path / "c", files))
     for name, parameter in checkpoint.parameters.items():
         assert array(checkpoint, parameter.atoms["hessian"]).tobytes() == value(name, "exp_avg").numpy().tobytes()
         assert float(array(checkpoint, parameter.atoms["state_master"])) == 2.0
         assert "worker_error" not in parameter.atoms
     assert "state-unplaced" in notes(checkpoint)
-    tree = checkpoint.extras.trees[optim(1)]["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    tree = checkpoint.extras.trees[optim_file(1)]["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
     assert tree["note"] == "kept"
     assert array(checkpoint, tree["worker_error"]).tolist() == [1.0, 1.0, 1.0]
     assert "hessian" not in tree
 
 
-def test_a_number_that_every_rank_has_for_its_share(tmp_path: Path) -> None:
-    """Adafactor (of transformers) keeps the mean square of the tensor it steps, which is a rank's share of a buffer."""
-    files: dict[str, Any] = {MODEL: model_state()}
+def test_a_number_per_rank_is_not_assigned_to_parameters(tmp_path: Path) -> None:
+    """Adafactor (of transformers) keeps the mean square of the tensor it steps, which is a rank's partition."""
+    files: dict[str, Any] = {MODEL_FILE: model_state()}
     for rank in range(2):
-        files[optim(rank)] = flat_optim(2, rank)
-        for slot in files[optim(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        files[optim_file(rank)] = flat_optim(2, rank)
+        for slot in files[optim_file(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             slot["RMS"] = torch.tensor(0.25 + rank)
             slot["mu_product"] = torch.tensor(0.5)
     checkpoint = read(save(tmp_path / "c", files))
@@ -181,25 +177,25 @@ def test_a_number_that_every_rank_has_for_its_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_states_that_are_called_as_we_call_weights(tmp_path: Path, zero: int) -> None:
-    """An optimizer looks for them under the names that it gave them."""
-    files: dict[str, Any] = {MODEL: model_state()}
+def test_states_named_weight_and_master(tmp_path: Path, zero: int) -> None:
+    """An optimizer finds them under its own names again."""
+    files: dict[str, Any] = {MODEL_FILE: model_state()}
     for rank in range(2):
-        files[optim(rank)] = flat_optim(2, rank)
-        for g, slot in files[optim(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
+        files[optim_file(rank)] = flat_optim(2, rank)
+        for g, slot in files[optim_file(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
             slot["weight"] = flat_group(GROUPS[g], "exp_avg", 2)[rank].clone()
     ucp.convert(save(tmp_path / "c", files), tmp_path / "new", to="deepspeed", zero=zero, dp=1)
     folder = tmp_path / "new" / "global_step7"
     if zero == 0:
-        state = torch.load(folder / MODEL, weights_only=False)["optimizer"]["optimizer_state_dict"]["state"]
+        state = torch.load(folder / MODEL_FILE, weights_only=False)["optimizer"]["optimizer_state_dict"]["state"]
     else:
-        made = torch.load(folder / optim(0), weights_only=False)["optimizer_state_dict"]
+        made = torch.load(folder / optim_file(0), weights_only=False)["optimizer_state_dict"]
         state = made["base_optimizer_state" if zero == 1 else "optimizer_state_dict"]["state"]
     assert all(slot.keys() == {"step", *STATES, "weight"} for slot in state.values())
     assert set(read(tmp_path / "new").parameters["up.bias"].atoms) >= {"state_weight", "master"}
 
 
-def test_weights_that_lie_strided_in_their_file(tmp_path: Path) -> None:
+def test_weights_that_are_strided_in_their_file(tmp_path: Path) -> None:
     module = {name: value(name, "master").bfloat16() for name in SHAPES}
     module["up.weight"] = module["up.weight"].t().contiguous().t()
     assert not module["up.weight"].is_contiguous()
@@ -246,7 +242,7 @@ def test_buffers_and_frozen_parameters(tmp_path: Path) -> None:
     assert list(checkpoint.parameters["mask"].atoms) == ["weight"]
 
 
-def test_a_weight_that_nothing_explains_is_kept_and_said(tmp_path: Path) -> None:
+def test_an_unexplained_weight_is_kept_and_noted(tmp_path: Path) -> None:
     module = {**{name: value(name, "master").bfloat16() for name in SHAPES}, "quant.absmax": torch.ones(3)}
     checkpoint = read(save_flat(tmp_path / "c", module=OrderedDict(module)))
     assert "quant.absmax" in checkpoint.parameters
@@ -258,7 +254,7 @@ def sharded_files(dp: int, **model: Any) -> dict[str, Any]:
     for rank in range(dp):
         empty = {name: torch.zeros(0, dtype=torch.bfloat16) for name in SHAPES}
         files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = model_state(empty, dp_world_size=dp, **model)
-        files[optim(rank)] = even_optim(dp, rank)
+        files[optim_file(rank)] = even_optim(dp, rank)
     return files
 
 
@@ -284,17 +280,17 @@ def test_sub_groups_of_stage_3_belong_to_their_groups(tmp_path: Path) -> None:
         state = even_optim(2, rank, sub_groups)
         groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}]
         state["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"] = groups
-        files[optim(rank)] = state
+        files[optim_file(rank)] = state
     checkpoint = read(save(tmp_path / "c", files))
     check_values(checkpoint)
     assert [group.names for group in checkpoint.groups] == [sub_groups[0] + sub_groups[1], sub_groups[2]]
 
 
 def test_mics_copies_are_replicas(tmp_path: Path) -> None:
-    """Four ranks wrote files, but a parameter is cut over two: ranks 2 and 3 hold the state again."""
+    """Four ranks wrote files, but a parameter is partitioned over two: ranks 2 and 3 repeat the state."""
     files = sharded_files(4)
     for rank in range(4):
-        files[optim(rank)] = even_optim(2, rank % 2)
+        files[optim_file(rank)] = even_optim(2, rank % 2)
     checkpoint = read(save(tmp_path / "c", files))
     check_values(checkpoint)
     atom = checkpoint.parameters["embed.weight"].atoms["exp_avg"]
@@ -305,7 +301,7 @@ def test_mics_copies_are_replicas(tmp_path: Path) -> None:
 def swapped_out(files: dict[str, Any], folder: Path, ranks: int, tagged: bool) -> None:
     """Move every flat tensor of stage 3 into swap files, as NVMe offloading does."""
     for rank in range(ranks):
-        top = files[optim(rank)]["optimizer_state_dict"]
+        top = files[optim_file(rank)]["optimizer_state_dict"]
         swap = folder / "global_step7" / "offloaded_tensors" / f"rank{rank:02d}"
         swap.mkdir(parents=True)
         for g, master in enumerate(top["fp32_flat_groups"]):
@@ -340,7 +336,7 @@ def test_state_offloaded_to_nvme_without_swap_files(tmp_path: Path) -> None:
     swapped_out(files, tmp_path / "elsewhere", 2, tagged=True)
     with pytest.raises(InconsistentError, match=r"offloaded to NVMe.*offloaded_tensors/rank00") as error:
         read(save(tmp_path / "c", files))
-    assert optim(1) in str(error.value)
+    assert optim_file(1) in str(error.value)
 
 
 def unsharded_optimizer(masters: bool) -> dict[str, Any]:
@@ -360,7 +356,7 @@ def unsharded_optimizer(masters: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("masters", [True, False])
 def test_zero_off(tmp_path: Path, masters: bool) -> None:
     model = model_state(optimizer=unsharded_optimizer(masters), param_shapes=None)
-    checkpoint = read(save(tmp_path / "c", {MODEL: model}))
+    checkpoint = read(save(tmp_path / "c", {MODEL_FILE: model}))
     check_values(checkpoint, ("master", *STATES) if masters else STATES)
     assert (checkpoint.mesh.zero, checkpoint.mesh.dp) == (0, 2)
     (note,) = [note for note in checkpoint.notes if note.id == "names-inferred"]
@@ -368,29 +364,29 @@ def test_zero_off(tmp_path: Path, masters: bool) -> None:
     assert [group.names for group in checkpoint.groups] == [list(group) for group in GROUPS]
 
 
-def test_zero_off_with_groups_in_another_order_is_told_by_values(tmp_path: Path) -> None:
+def test_zero_off_with_groups_in_another_order_is_matched_by_value(tmp_path: Path) -> None:
     optimizer = unsharded_optimizer(True)
     optimizer["fp32_groups"] = [group[::-1] for group in optimizer["fp32_groups"]]
     inner = optimizer["optimizer_state_dict"]
     for group in inner["param_groups"]:
         group["params"] = group["params"][::-1]
-    checkpoint = read(save(tmp_path / "c", {MODEL: model_state(optimizer=optimizer, param_shapes=None)}))
+    checkpoint = read(save(tmp_path / "c", {MODEL_FILE: model_state(optimizer=optimizer, param_shapes=None)}))
     check_values(checkpoint)
     assert checkpoint.groups[0].names == GROUPS[0][::-1]
 
 
-def test_zero_off_with_a_doubtful_order_keeps_the_state_aside(tmp_path: Path) -> None:
-    """Two frozen-or-not candidates of one shape: nothing says which of them the optimizer owns."""
+def test_zero_off_with_an_ambiguous_order_carries_the_state_in_extras(tmp_path: Path) -> None:
+    """Two candidates of one shape, one of them frozen: nothing shows which one the optimizer owns."""
     module = OrderedDict()
     for name in SHAPES:
         module[name] = value(name, "master")
         if name == "up.weight":
             module["twin.weight"] = module[name] + 1
     model = model_state(module, optimizer=unsharded_optimizer(False), param_shapes=None)
-    checkpoint = read(save(tmp_path / "c", {MODEL: model}))
+    checkpoint = read(save(tmp_path / "c", {MODEL_FILE: model}))
     assert "optimizer-unnamed" in notes(checkpoint)
     assert all(list(parameter.atoms) == ["weight"] for parameter in checkpoint.parameters.values())
-    kept = checkpoint.extras.trees[MODEL]["optimizer"]["state"][0]["exp_avg"]
+    kept = checkpoint.extras.trees[MODEL_FILE]["optimizer"]["state"][0]["exp_avg"]
     assert array(checkpoint, kept).tobytes() == value("embed.weight", "exp_avg").numpy().tobytes()
 
 
@@ -408,21 +404,21 @@ def test_fused_adam_with_zero_off_keeps_flat_groups(tmp_path: Path) -> None:
             at += numel
     groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
     optimizer = {"optimizer_state_dict": {"state": state, "param_groups": groups}, "fp32_groups_flat": masters}
-    checkpoint = read(save(tmp_path / "c", {MODEL: model_state(module, optimizer=optimizer, param_shapes=None)}))
+    checkpoint = read(save(tmp_path / "c", {MODEL_FILE: model_state(module, optimizer=optimizer, param_shapes=None)}))
     check_values(checkpoint)
 
 
 def test_weights_alone_are_read_with_a_note(tmp_path: Path) -> None:
-    checkpoint = read(save(tmp_path / "c", {MODEL: model_state()}))
+    checkpoint = read(save(tmp_path / "c", {MODEL_FILE: model_state()}))
     assert "optimizer-missing" in notes(checkpoint)
     assert all(list(parameter.atoms) == ["weight"] for parameter in checkpoint.parameters.values())
 
 
 def test_the_step_before_the_first_has_no_states(tmp_path: Path) -> None:
-    files: dict[str, Any] = {MODEL: model_state()}
+    files: dict[str, Any] = {MODEL_FILE: model_state()}
     for rank in range(2):
-        files[optim(rank)] = flat_optim(2, rank)
-        files[optim(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
+        files[optim_file(rank)] = flat_optim(2, rank)
+        files[optim_file(rank)]["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
     checkpoint = read(save(tmp_path / "c", files))
     check_values(checkpoint, ["master"])
     assert list(checkpoint.parameters["up.bias"].atoms) == ["weight", "master"]
@@ -431,19 +427,19 @@ def test_the_step_before_the_first_has_no_states(tmp_path: Path) -> None:
 def test_files_from_before_0_3_17_are_refused(tmp_path: Path) -> None:
     state = {"optimizer_state_dict": {"local_sub_partitions_of_fp32_groups": []}}
     with pytest.raises(NotUnderstoodError, match=r"0\.3\.17"):
-        read(save(tmp_path / "c", {MODEL: model_state(dp_world_size=1), optim(0): state}))
+        read(save(tmp_path / "c", {MODEL_FILE: model_state(dp_world_size=1), optim_file(0): state}))
 
 
 def test_ranks_that_share_a_pickle_read_their_own_tensors(tmp_path: Path) -> None:
-    """Equal pickles are read once; the tensors behind them differ, and so may the offsets where they lie."""
+    """Equal pickles are parsed once; their tensors differ, and so may the offsets."""
     folder = save_even(tmp_path / "c", 3)
     checkpoint = read(folder)
-    trees = [checkpoint.extras.trees[optim(rank)] for rank in range(3)]
+    trees = [checkpoint.extras.trees[optim_file(rank)] for rank in range(3)]
     assert trees[0] is trees[1] is trees[2]
     check_values(checkpoint)
 
 
-def test_fragments_are_made_when_asked_for(tmp_path: Path) -> None:
+def test_fragments_are_created_lazily(tmp_path: Path) -> None:
     checkpoint = read(save_even(tmp_path / "c", 2))
     fragments = checkpoint.parameters["embed.weight"].atoms["master"].fragments
     assert isinstance(fragments, RankFragments)
@@ -455,17 +451,17 @@ def test_fragments_are_made_when_asked_for(tmp_path: Path) -> None:
 def test_client_state_survives_with_its_tensors(tmp_path: Path) -> None:
     client = {"rng": torch.arange(5, dtype=torch.int64), "nested": [{"deep": torch.ones(2)}, "text"]}
     checkpoint = read(save_flat(tmp_path / "c", client=client))
-    carried = checkpoint.extras.trees[MODEL]
+    carried = checkpoint.extras.trees[MODEL_FILE]
     assert carried["iteration"] == STEP
     assert "module" not in carried
     assert array(checkpoint, carried["client"]["rng"]).tolist() == [0, 1, 2, 3, 4]
     assert carried["client"]["nested"][1] == "text"
     deep = carried["client"]["nested"][0]["deep"]
-    assert (deep.kind, deep.name) == ("extra", f"{MODEL}/client/nested/0/deep")
+    assert (deep.kind, deep.name) == ("extra", f"{MODEL_FILE}/client/nested/0/deep")
     assert array(checkpoint, deep).tolist() == [1.0, 1.0]
 
 
-def test_unknown_files_are_carried_and_named(tmp_path: Path) -> None:
+def test_unknown_files_are_carried_and_noted(tmp_path: Path) -> None:
     folder = save_flat(tmp_path / "c")
     (folder / "global_step7" / "my_notes.csv").write_text("a,b")
     checkpoint = read(folder)

@@ -1,4 +1,4 @@
-"""Random models written for random worlds and read back: every state of every parameter is the same, bit for bit."""
+"""Random models written for random layouts and read back: every state is the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def rulebook(source: Checkpoint) -> RuleBook:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_every_world_holds_the_same_state(data: st.DataObject) -> None:
+def test_every_layout_has_the_same_state(data: st.DataObject) -> None:
     model = data.draw(models())
     zero = data.draw(st.integers(0, 3))
     flags: dict[str, Any] = {}

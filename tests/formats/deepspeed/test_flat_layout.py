@@ -25,7 +25,7 @@ def test_ranks_that_are_all_padding() -> None:
     assert layout.lengths(3) == (2, 0)
 
 
-def test_alignment_padding_lies_after_each_parameter() -> None:
+def test_alignment_padding_follows_each_parameter() -> None:
     layout = flat_layout_of({"a": (3,), "b": (2,), "c": (1,)}, [5, 6, 0], 1)
     assert [entry.begin for entry in layout.entries] == [0, 8, 16]
     assert layout.content == 17
@@ -35,7 +35,7 @@ def test_the_oldest_releases_padded_to_the_ranks_only() -> None:
     assert with_oldest_alignment(flat_layout_of({"a": (5,)}, None, 5)).per == 1
 
 
-def test_what_meets_a_range() -> None:
+def test_entries_that_overlap_a_range() -> None:
     layout = flat_layout_of({"a": (3,), "none": (0,), "b": (2,), "c": (4,)}, [1, 0, 0, 0], 1)
     assert list(layout.overlapping(0, 3)) == [0]
     assert list(layout.overlapping(3, 4)) == [], "padding"

@@ -1,4 +1,4 @@
-"""States that ranks keep of whole parameters, where their share of the flat buffer ends inside one: Muon's momentum."""
+"""States that ranks keep for whole parameters although their partition ends inside one: Muon's momentum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.deepspeed.made import GROUPS, SHAPES, array, flat_optim, model_state, read, save
+from tests.formats.deepspeed.synthetic import GROUPS, SHAPES, array, flat_optim, model_state, read, save
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -21,7 +21,7 @@ def momentum(name: str) -> torch.Tensor:
 
 
 def kept_by(rank: int, dp: int) -> list[str]:
-    """Matrices with an element in the rank's share, from the sizes alone."""
+    """Matrices with an element in the rank's partition, computed from the sizes."""
     sizes = [SHAPES[name][0] * SHAPES[name][1] for name in GROUPS[0]]
     ends = list(accumulate(sizes))
     per = -(-ends[-1] // (2 * dp)) * 2

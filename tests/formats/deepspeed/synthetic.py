@@ -1,6 +1,6 @@
-"""Tiny checkpoints in DeepSpeed's layout with values known beforehand, for the forms that no small real run writes.
+"""Tiny checkpoints in DeepSpeed's layout with known values, for forms that no small real run writes.
 
-The layout arithmetic here is written down a second time, on purpose without the reader's.
+The layout arithmetic is implemented a second time here, on purpose without the reader's.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ SHAPES: dict[str, tuple[int, ...]] = {
 GROUPS = (["embed.weight", "up.weight", "down.weight"], ["up.bias", "norm.weight"])
 STATES = ("exp_avg", "exp_avg_sq")
 STEP = 7
+MODEL_FILE = "mp_rank_00_model_states.pt"
+
+
+def optim_file(rank: int, prefix: str = "bf16_") -> str:
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def value(name: str, kind: str) -> torch.Tensor:
-    """What the parameter's state is, everywhere in these checkpoints."""
+    """The value of a parameter's state in all of these checkpoints."""
     shape = SHAPES[name]
     start = 100 * (1 + list(SHAPES).index(name)) + {"master": 0, "exp_avg": 0.25, "exp_avg_sq": 0.5}[kind]
     return torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape) + start
 
 
 def model_state(module: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """A model file: weights in bf16 unless others are given."""
+    """A model file with bf16 weights unless others are given."""
     if module is None:
         module = {name: value(name, "master").bfloat16() for name in SHAPES}
     state: dict[str, Any] = {
@@ -59,7 +64,7 @@ def model_state(module: Mapping[str, Any] | None = None, **more: Any) -> dict[st
 
 
 def flat_group(group: Sequence[str], kind: str, dp: int) -> list[torch.Tensor]:
-    """The group's partitions: parameters end to end, zeros up to a multiple of twice the ranks, cut evenly."""
+    """The group's partitions: consecutive parameters, zeros up to a multiple of twice the ranks, divided evenly."""
     content = torch.cat([value(name, kind).reshape(-1) for name in group])
     padded = torch.zeros(-(-content.numel() // (2 * dp)) * 2 * dp)
     padded[: content.numel()] = content
@@ -192,9 +197,36 @@ def _block(checkpoint: Checkpoint, fragment: Fragment, dtype: np.dtype[Any]) -> 
 
 
 def check_values(checkpoint: Checkpoint, kinds: Sequence[str] = ("master", *STATES)) -> None:
-    """Every state of every parameter of `SHAPES` is what it must be."""
+    """Check every state of every parameter of `SHAPES`."""
     assert list(checkpoint.parameters) == list(SHAPES)
     for name, parameter in checkpoint.parameters.items():
         for kind in kinds:
             found = array(checkpoint, parameter.atoms[kind])
             assert found.tobytes() == value(name, kind).numpy().tobytes(), f"{name}|{kind}"
+
+
+def tree_differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """The places where two loaded trees differ, in values or types."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+        return (
+            []
+            if same
+            else [f"{where}: {a.dtype} {tuple(a.shape)} is not {b.dtype} {tuple(b.shape)}, or has other bits"]
+        )
+    if type(a) is not type(b):
+        return [f"{where}: {type(a).__name__} is not {type(b).__name__}"]
+    if isinstance(a, dict):
+        wrong = [] if list(a) == list(b) else [f"{where}: keys {list(a)} are not {list(b)}"]
+        return wrong + [w for key in a if key in b for w in tree_differences(a[key], b[key], f"{where}/{key}")]
+    if isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{where}: {len(a)} items are not {len(b)}"]
+        return [w for i, (x, y) in enumerate(zip(a, b, strict=True)) for w in tree_differences(x, y, f"{where}[{i}]")]
+    if hasattr(a, "__dict__") and not isinstance(a, int):
+        return tree_differences(vars(a), vars(b), where)
+    return [] if a == b else [f"{where}: {a!r} is not {b!r}"]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Files that hold a pickle which was read before are recognised, and nothing else is taken for one."""
+"""Files with a known pickle are recognised, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_tensor_parallel_ranks_share_a_tree_and_data_parallel_ones_do_not() -> N
     assert trees[0, 0] is not trees[1, 0]
 
 
-def test_tensors_of_a_shared_tree_lie_in_the_file_that_is_asked() -> None:
+def test_tensors_of_a_shared_tree_are_located_in_each_file() -> None:
     files = RankFiles(TENSOR_PARALLEL)
     first, second = (files.open(OPTIMIZER.format(dp=0, tp=tp)) for tp in range(2))
     ref = first.mapping("optimizer_state_dict")["single_partition_of_fp32_groups"][0]
@@ -34,7 +34,7 @@ def test_tensors_of_a_shared_tree_lie_in_the_file_that_is_asked() -> None:
     assert held[0] != held[1]
 
 
-def test_only_so_many_pickles_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_pickles_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_files, "_CACHED_PICKLES", 1)
     files = RankFiles(TENSOR_PARALLEL)
     trees = [files.open(OPTIMIZER.format(dp=dp, tp=tp)).tree for dp, tp in ((0, 0), (1, 0), (0, 1))]

@@ -56,7 +56,7 @@ def test_the_oldest_spelling_without_underscore() -> None:
         "layer_00-model_states.pt",
     ],
 )
-def test_lookalikes_are_no_state_files(name: str) -> None:
+def test_similar_names_are_not_state_files(name: str) -> None:
     assert not is_state_file(name)
 
 

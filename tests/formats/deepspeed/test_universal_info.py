@@ -62,13 +62,13 @@ def test_precedence_is_deepspeeds(name: str, rule: Rule) -> None:
     assert named.origin.startswith("checkpoint: ")
 
 
-def test_what_no_pattern_matches_is_concatenated_and_says_so() -> None:
+def test_unmatched_names_are_concatenated_by_default() -> None:
     named = rules_from_info({}, "model.pt").find("anything")
     assert named is not None
     assert (named.rule, named.origin) == (Rule("split", 0), DEFAULT_ORIGIN)
 
 
-def test_patterns_that_no_parameter_used_are_known() -> None:
+def test_unused_patterns_are_listed() -> None:
     book = rules_from_info(INFO, "model.pt")
     for name in ("blocks.0.ln1.weight", "blocks.0.proj.weight"):
         book.find(name)
@@ -87,9 +87,7 @@ def test_patterns_that_no_parameter_used_are_known() -> None:
         ({"affine_map": {"version": 1, "params": {"a": {"logical_shape": [2]}}}}, "a", "affine map"),
     ],
 )
-def test_a_parameter_that_cannot_be_described_is_refused_when_met(
-    info: dict[str, Any], name: str, complaint: str
-) -> None:
+def test_a_parameter_without_description_is_refused_on_lookup(info: dict[str, Any], name: str, complaint: str) -> None:
     book = rules_from_info(info, "model.pt")
     assert book.find("other") is not None
     with pytest.raises(NotUnderstoodError, match=rf"model\.pt.*{complaint}"):
@@ -116,7 +114,7 @@ def test_experts_of_auto_ep_are_ordinary_parameters() -> None:
         {"affine_map": {"version": 2, "params": {}}},
     ],
 )
-def test_an_info_that_makes_no_sense_is_refused(info: Any) -> None:
+def test_an_invalid_info_is_refused(info: Any) -> None:
     with pytest.raises(NotUnderstoodError, match=r"model\.pt"):
         rules_from_info(info, "model.pt")
 
@@ -160,7 +158,7 @@ def check(rule: Rule, entry: dict[str, Any]) -> None:
 
 
 def split_map(logical: Shape, dim: int, widths: list[list[int]]) -> dict[str, Any]:
-    """What DeepSpeed writes for parts side by side, each cut over the ranks with `widths[part][rank]`."""
+    """The affine map of fused parts, each split over the ranks with `widths[part][rank]`."""
     ranks = []
     for rank in range(len(widths[0])):
         shard = (*logical[:dim], sum(row[rank] for row in widths), *logical[dim + 1 :])
@@ -200,7 +198,7 @@ def test_a_replicated_map_becomes_replicated() -> None:
 
 
 def test_parts_of_which_some_are_replicated_stay_pieces() -> None:
-    """Queries cut over two ranks, keys and values whole on both."""
+    """Queries split over two ranks, keys and values whole on both."""
     ranks = []
     for rank in range(2):
         query = {"shape": [2, 3], "source": [6 * rank, [3, 1]], "dest": [0, [3, 1]], "locations": [rank]}
@@ -232,8 +230,8 @@ def test_a_scaled_copy_keeps_its_scale() -> None:
 
 
 @given(st.data())
-def test_any_strided_blocks_are_followed(data: st.DataObject) -> None:
-    """A slice that is any permutation of the whole's dimensions, cut in two anywhere."""
+def test_any_strided_blocks_are_supported(data: st.DataObject) -> None:
+    """A slice that is any permutation of the whole's dimensions, divided in two anywhere."""
     logical = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     order = data.draw(st.permutations(range(len(logical))))
     shape = [logical[d] for d in order]
@@ -269,7 +267,7 @@ def test_any_strided_blocks_are_followed(data: st.DataObject) -> None:
         {"dest": [0, [0]]},
     ],
 )
-def test_a_map_that_lies_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_map_is_refused(change: dict[str, Any]) -> None:
     piece = {"shape": [4], "source": [0, [1]], "dest": [0, [1]], "locations": [0], **change}
     with pytest.raises(NotUnderstoodError, match=r"model\.pt.*affine map"):
         affine_rule(as_map((4,), [((4,), [piece])]), "model.pt")
@@ -284,8 +282,8 @@ def test_two_maps_for_one_name_are_inconsistent() -> None:
 
 
 @pytest.mark.parametrize("variant", ["z1_bf16_autotp2_dp2", "z1_bf16_autotp2fused_dp2"])
-def test_real_affine_maps_say_what_the_pattern_lists_say(corpus: Path, variant: str) -> None:
-    """AutoTP writes both forms; read apart they must agree."""
+def test_real_affine_maps_agree_with_the_pattern_lists(corpus: Path, variant: str) -> None:
+    """AutoTP writes both forms, which must agree."""
     model = TorchFile(corpus / "deepspeed" / variant / "global_step3" / "mp_rank_00_model_states.pt").tree
     info = dict(model["universal_checkpoint_info"])
     with_map = rules_from_info(info, "model.pt")

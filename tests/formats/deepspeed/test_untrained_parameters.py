@@ -1,4 +1,4 @@
-"""What an optimizer lists but does not train: frozen parameters, parameters without elements, groups of nothing."""
+"""Parameters that an optimizer lists but does not train: frozen and empty parameters, and empty groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.deepspeed.made import (
+from tests.formats.deepspeed.synthetic import (
     GROUPS,
     SHAPES,
     STATES,
@@ -21,9 +21,9 @@ from tests.formats.deepspeed.made import (
     read,
     save,
     save_flat,
+    tree_differences,
     value,
 )
-from tests.formats.deepspeed.test_writer import likeness
 from ucp.formats.deepspeed.write.writer import DeepSpeedWriter
 from ucp.formats.registry import WriteOptions
 
@@ -32,7 +32,7 @@ FP32 = {"zero_optimization": {"stage": 0}}
 
 
 def adam(groups: list[list[str]], stateless: tuple[str, ...] = ()) -> dict[str, Any]:
-    """torch's state dict of an optimizer over these groups."""
+    """The state dict of a torch optimizer with these groups."""
     numbers = {name: i for i, name in enumerate(name for group in groups for name in group)}
     return {
         "state": {
@@ -55,8 +55,8 @@ def loaded(folder: Path, name: str) -> Any:
     return torch.load(folder / "global_step7" / name, weights_only=False)
 
 
-def test_frozen_parameters_that_the_optimizer_was_given(tmp_path: Path) -> None:
-    """`Adam(model.parameters())`: ZeRO leaves the frozen ones out of its buffers, without it they stay listed."""
+def test_frozen_parameters_that_the_optimizer_lists(tmp_path: Path) -> None:
+    """`Adam(model.parameters())`: ZeRO omits frozen ones from its buffers; without ZeRO they are listed."""
     saved = zero_off(tmp_path / "c", adam([list(SHAPES)], stateless=("up.weight", "up.bias")))
     checkpoint = read(saved)
     roles = {name: parameter.role for name, parameter in checkpoint.parameters.items()}
@@ -75,7 +75,7 @@ def test_frozen_parameters_that_the_optimizer_was_given(tmp_path: Path) -> None:
     assert sorted(optimizer["state"]) == [0, 3, 4]
 
 
-def test_parameters_without_elements_have_no_place_in_flat_buffers(tmp_path: Path) -> None:
+def test_empty_parameters_are_not_in_flat_buffers(tmp_path: Path) -> None:
     optimizer = adam([list(SHAPES)])
     optimizer["state"][5] = {"step": torch.tensor(float(STEP)), **{kind: torch.zeros(0, 4) for kind in STATES}}
     optimizer["param_groups"][0]["params"].append(5)
@@ -101,7 +101,7 @@ def test_a_group_for_every_parameter_is_in_the_order_of_the_module(tmp_path: Pat
 
 
 def test_a_group_for_every_parameter_but_frozen_ones(tmp_path: Path) -> None:
-    """They are in the module alone, and shapes leave one way to go past them."""
+    """They are in the module only, and the shapes allow only one way to skip them."""
     optimizer = adam([[name] for name in SHAPES])
     more = {"frozen.weight": torch.ones(2, 3), "frozen.bias": torch.ones(2)}
     checkpoint = read(zero_off(tmp_path / "c", optimizer, **more))
@@ -111,8 +111,8 @@ def test_a_group_for_every_parameter_but_frozen_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("momentum", [False, True])
-def test_rows_and_columns_tell_matrices_from_vectors(tmp_path: Path, momentum: bool) -> None:
-    """As transformers' Adafactor sums them up. Those of a square matrix are alike, and like the bias beside it."""
+def test_factored_states_distinguish_matrices_from_vectors(tmp_path: Path, momentum: bool) -> None:
+    """As in transformers' Adafactor. Those of a square matrix have equal shapes, and that of the bias."""
     square = {"q.weight": torch.ones(3, 3), "q.bias": torch.ones(3)}
     shapes = {**SHAPES, **{name: tuple(tensor.shape) for name, tensor in square.items()}}
     numbers = {name: number for number, name in enumerate(sorted(shapes, key=lambda name: len(shapes[name]) < 2))}
@@ -129,8 +129,8 @@ def test_rows_and_columns_tell_matrices_from_vectors(tmp_path: Path, momentum: b
     assert [group.names for group in checkpoint.groups] == groups
 
 
-def test_parameters_without_elements_are_not_each_other(tmp_path: Path) -> None:
-    """DeepSpeed takes them for one that is shared: it goes by addresses, and they have none."""
+def test_empty_parameters_are_not_aliases(tmp_path: Path) -> None:
+    """DeepSpeed treats them as shared: it compares addresses, and they have none."""
     module = {name: value(name, "master").bfloat16() for name in SHAPES}
     module.update({"none": torch.zeros(0, 4), "void": torch.zeros(2, 0), "nil": torch.zeros(0)})
     files: dict[str, Any] = {MODEL: model_state(module, shared_params={"void": "none", "nil": "none"})}
@@ -140,8 +140,8 @@ def test_parameters_without_elements_are_not_each_other(tmp_path: Path) -> None:
     assert shapes == {**SHAPES, "none": (0, 4), "void": (2, 0), "nil": (0,)}
 
 
-def test_groups_that_tell_the_names_are_believed(tmp_path: Path) -> None:
-    """An optimizer that was made from `named_parameters()`: in an order of its own, which no shape would tell."""
+def test_names_recorded_in_groups_are_used(tmp_path: Path) -> None:
+    """An optimizer created from `named_parameters()`, in an order that shapes do not reveal."""
     frozen = {"frozen.weight": torch.ones(SHAPES["up.weight"])}
     names = list(reversed(SHAPES))
     optimizer = adam([names])
@@ -154,8 +154,8 @@ def test_groups_that_tell_the_names_are_believed(tmp_path: Path) -> None:
     assert not read(zero_off(tmp_path / "d", optimizer, **frozen)).groups
 
 
-def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:
-    """A group whose parameters are all frozen: ZeRO-3 writes it without members, and wants as many groups back."""
+def test_empty_groups_keep_their_position(tmp_path: Path) -> None:
+    """A group whose parameters are all frozen: ZeRO-3 writes it empty and expects the same number of groups."""
     files: dict[str, Any] = {}
     groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": []}, {"lr": 0.3, "params": [1]}]
     for rank in range(2):
@@ -172,7 +172,7 @@ def test_groups_of_nothing_keep_their_place(tmp_path: Path) -> None:
 
 
 def elastic(folder: Path, config: dict[str, Any]) -> Path:
-    """A list of states in place of torch's state dict: no hyper-parameters."""
+    """A list of states instead of torch's state dict, without hyper-parameters."""
     zero = {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}, "bf16": {"enabled": True}}
     files: dict[str, Any] = {MODEL: model_state(ds_config={**zero, **config})}
     for rank in range(2):
@@ -183,8 +183,8 @@ def elastic(folder: Path, config: dict[str, Any]) -> Path:
     return save(folder, files)
 
 
-def test_a_job_keeps_its_hyper_parameters_where_the_source_has_none(tmp_path: Path) -> None:
-    """In the elastic form DeepSpeed touches no group. It pads by what the file says, and so pads the step: by none."""
+def test_a_job_keeps_its_hyper_parameters_if_the_source_has_none(tmp_path: Path) -> None:
+    """In the elastic form DeepSpeed loads no groups. It pads every state, even the step, by the stored number: 0."""
     saved = elastic(tmp_path / "c", {})
     assert any("keeps its own" in note.text for note in DeepSpeedWriter(read(saved), WriteOptions(dp=3)).notes)
     ucp.convert(saved, tmp_path / "new", to="deepspeed", dp=3)
@@ -200,8 +200,8 @@ def test_a_job_keeps_its_hyper_parameters_where_the_source_has_none(tmp_path: Pa
             )
 
 
-def test_hyper_parameters_that_are_needed_and_lost_are_told(tmp_path: Path) -> None:
-    """ZeRO-3 has no such form, and torch's optimizers fail without: what the configuration says is taken."""
+def test_missing_hyper_parameters_are_noted(tmp_path: Path) -> None:
+    """ZeRO-3 has no such form, and torch's optimizers fail without them: the configuration is used."""
     config = {"optimizer": {"type": "Adam", "params": {"lr": 0.25, "betas": [0.8, 0.9], "torch_adam": True}}}
     for given, expected in ((config, {"lr": 0.25, "betas": [0.8, 0.9]}), ({}, {})):
         saved = elastic(tmp_path / f"c{len(expected)}", given)
@@ -213,8 +213,8 @@ def test_hyper_parameters_that_are_needed_and_lost_are_told(tmp_path: Path) -> N
         assert groups == [{**expected, "params": [g]} for g in range(len(GROUPS))]
 
 
-def test_client_tensors_of_a_form_that_is_not_read_are_left_out(tmp_path: Path) -> None:
-    """A conjugate view is memory and a rule: what cannot be carried is told, and the rest goes on."""
+def test_client_tensors_of_an_unsupported_form_are_dropped(tmp_path: Path) -> None:
+    """A conjugate view cannot be carried: it is noted and dropped, the rest is kept."""
     client = {"view": torch.ones(3, dtype=torch.complex64).conj(), "list": [torch.ones(2).untyped_storage(), 5]}
     saved = save_flat(tmp_path / "c", client=client)
     left = [note.text for note in read(saved).notes if note.id == "extra-unreadable"]
@@ -224,7 +224,7 @@ def test_client_tensors_of_a_form_that_is_not_read_are_left_out(tmp_path: Path) 
     assert loaded(tmp_path / "new", MODEL)["client"] == {"list": [None, 5]}
 
 
-def test_an_optimizer_that_nobody_can_name_goes_on_where_nothing_but_the_ranks_change(tmp_path: Path) -> None:
+def test_an_unnamed_optimizer_is_copied_if_only_the_number_of_ranks_changes(tmp_path: Path) -> None:
     optimizer = adam([["norm.weight", "embed.weight"], ["up.bias", "down.weight", "up.weight"]])  # in no order
     twin = {"twin.weight": torch.ones(4, 3)}
     saved = zero_off(tmp_path / "c", optimizer, **twin)
@@ -233,7 +233,7 @@ def test_an_optimizer_that_nobody_can_name_goes_on_where_nothing_but_the_ranks_c
     for source in (saved, tmp_path / "atoms"):
         new = tmp_path / f"new of {source.name}"
         ucp.convert(source, new, to="deepspeed", zero=0, dp=6)
-        assert likeness(optimizer, loaded(new, MODEL)["optimizer"]) == []
+        assert tree_differences(optimizer, loaded(new, MODEL)["optimizer"]) == []
     assert not DeepSpeedWriter(read(saved), WriteOptions(zero=0)).notes
     (note,) = DeepSpeedWriter(read(saved), WriteOptions(zero=1)).notes
     assert "have no names" in note.text
