@@ -76,7 +76,8 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 def make(folder: Path, ranks: int, zero: int) -> None:
     """A sparse checkpoint of `ranks` ranks in `folder`."""
-    from synthetic import Gpt, Maker  # takes torch and DeepSpeed
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+    from synthetic_deepspeed import Gpt, Maker  # imports torch and DeepSpeed
 
     model = Gpt(25600, max(1, round(ranks * LAYERS_OF_A_RANK)), 51153, 51200)
     tp = TP if zero < 3 else 1

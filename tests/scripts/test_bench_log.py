@@ -18,7 +18,7 @@ import ucp
 PARTS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import bench_log_parts as bench
+import log_tasks as bench
 run, out = sys.argv[2] + "/run", sys.argv[2] + "/out"
 made = bench.make(run, params=20_000, steps=4, kernel="fused")
 grown = bench.memory(run, 2, out, step=2)
@@ -34,7 +34,7 @@ print(json.dumps([made, grown, fast, taken, trained, both, saved]))
 
 @pytest.fixture(scope="module")
 def bench(project: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_log", project / "scripts" / "bench_log.py")
+    spec = importlib.util.spec_from_file_location("bench_log", project / "scripts" / "bench" / "log.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,7 +46,7 @@ def bench(project: Path) -> ModuleType:
 @pytest.mark.interop  # DeepSpeed saves a checkpoint
 @pytest.mark.slow
 def test_the_parts_of_the_benchmark_run(project: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARTS, str(project / "scripts"), str(tmp_path)]
+    command = [sys.executable, "-c", PARTS, str(project / "scripts" / "bench"), str(tmp_path)]
     said = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout
     made, grown, fast, taken, trained, both, saved = json.loads(said.splitlines()[-1])
     assert set(grown) == {"growth", "largest"}  # too short a merge to be seen

@@ -16,7 +16,7 @@ from tests.paths import PROJECT
 @pytest.mark.slow
 def test_every_way_of_keeping_the_state_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    command = [sys.executable, str(PROJECT / "scripts" / "bench_shadow.py"), "--json", str(tmp_path / "told.json")]
+    command = [sys.executable, str(PROJECT / "scripts" / "bench" / "shadow.py"), "--json", str(tmp_path / "told.json")]
     size = ["--width", "32", "--layers", "2", "--tokens", "8", "--steps", "5", "--every", "2", "--rounds", "1"]
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *size], capture_output=True, text=True, env=env, cwd=tmp_path, check=False)

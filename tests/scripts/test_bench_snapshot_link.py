@@ -16,7 +16,7 @@ from tests.paths import PROJECT
 @pytest.mark.slow
 def test_room_and_none(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    script = str(PROJECT / "scripts" / "bench_snapshot_link.py")
+    script = str(PROJECT / "scripts" / "bench" / "snapshot_link.py")
     size = ["--seconds", "0.05", "--elements", "200000", "--count", "3", "--room", "100", "0.02"]
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, *size, "--json", str(tmp_path / "told.json")]

@@ -1,4 +1,4 @@
-"""Checkpoints that scripts/synthetic.py makes are what DeepSpeed would have saved, and cost what they should."""
+"""Synthetic checkpoints are what DeepSpeed would have saved, and benchmarks of them run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*command: str | Path) -> str:
 
 
 def make(path: Path, gb: float, *options: str) -> Path:
-    run(PROJECT / "scripts" / "synthetic.py", path, "--gb", str(gb), *options)
+    run(PROJECT / "scripts" / "bench" / "synthetic_deepspeed.py", path, "--gb", str(gb), *options)
     return path
 
 
@@ -91,7 +91,7 @@ def test_sparse_files_cost_no_disk(tmp_path: Path) -> None:
 def test_benchmark_runs_at_any_size(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     small = ["--gb", "0.02", "--memory-gb", "0.02", "--link-gb", "1", "--link-ranks", "16", "--rounds", "1"]
-    run(PROJECT / "scripts" / "bench_convert.py", *small, "--skip-deepspeed", "--work", tmp_path, "--json", result)
+    run(PROJECT / "scripts" / "bench" / "convert.py", *small, "--skip-deepspeed", "--work", tmp_path, "--json", result)
     figures = {figure["what"]: figure for figure in json.loads(result.read_text())["figures"]}
     assert figures["0.02 GB: convert peak RSS"]["met"]
     assert figures["extra disk during convert"]["met"]

@@ -1,18 +1,17 @@
 #!/usr/bin/env python
 """Measure `ucp convert`, `inspect` and `--link` against `cp`, DeepSpeed's own converter and `import torch`, in one run.
 
-    .venv/bin/python scripts/bench_convert.py                     # takes ten minutes and 20 GB of disk
-    .venv/bin/python scripts/bench_convert.py --json result.json
-    .venv/bin/python scripts/bench_convert.py --gb 0.1 --memory-gb 0.05 0.2 --link-gb 20 --link-ranks 32 --rounds 2
+    .venv/bin/python scripts/bench/convert.py                     # takes ten minutes and 20 GB of disk
+    .venv/bin/python scripts/bench/convert.py --json result.json
+    .venv/bin/python scripts/bench/convert.py --gb 0.1 --memory-gb 0.05 0.2 --link-gb 20 --link-ranks 32 --rounds 2
 
-Every figure is a ratio to something measured in the same run, in turns (A B A B …), on files in the page cache; before
-each turn the last output is removed, the disk is idle, and as much free memory as an output takes was just in use: a
-virtual machine whose host takes free pages back would charge whoever gets them first. That does not make it fair: what
-a program pays there depends on which pages those before it have left. With --keep-memory (as root) free memory is kept
-from the host for the run, all of it is fetched once, and times repeat. Sizes stay below what Linux lets be dirty before
-it makes writers wait for the disk, a seventh of the memory. The checkpoints come from
-scripts/synthetic.py. This process stays small and imports no torch: a child's peak memory would start from ours
-otherwise.
+Every figure is a ratio to something measured in the same run, in turns (A B A B …), on files in the page cache. Before
+each turn the last output is removed, the disk is idle, and as much free memory as an output needs was just in use: in a
+virtual machine whose host takes back free pages, the first program to use them pays for them. That is still not fair,
+because the cost depends on the pages that earlier programs left. With --keep-memory (as root), free memory is kept from
+the host for the run and fetched once, and times become repeatable. Sizes stay below the amount of dirty memory at which
+Linux makes writers wait for the disk, a seventh of the memory. The checkpoints are made by synthetic_deepspeed.py. This
+process stays small and does not import torch: otherwise the peak memory of its children would start from its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parent.parent
 STEP = "global_step100"
 UCP = [sys.executable, "-m", "ucp"]
 TOUCH = """
@@ -46,7 +46,7 @@ import sys, time
 from pathlib import Path
 from ucp.formats import registry
 from ucp.formats.atoms import reader
-from ucp.formats.deepspeed import reader, universal
+from ucp.formats.deepspeed.read import reader, universal_reader
 begin = time.perf_counter()
 registry.open_checkpoint(Path(sys.argv[1]), registry.ReadOptions())
 print(time.perf_counter() - begin)
@@ -92,7 +92,16 @@ class Bench:
         """A checkpoint of `gb` · 10⁹ bytes in the page cache."""
         print(f"      making {name}: {gb:g} GB {' '.join(options)}", file=sys.stderr, flush=True)
         path = self.work / name
-        run([sys.executable, str(PROJECT / "scripts" / "synthetic.py"), str(path), "--gb", str(gb), *options])
+        run(
+            [
+                sys.executable,
+                str(HERE / "synthetic_deepspeed.py"),
+                str(path),
+                "--gb",
+                str(gb),
+                *options,
+            ]
+        )
         if "--sparse" not in options:
             for file in sorted((path / STEP).iterdir()):
                 run(["dd", f"if={file}", "of=/dev/null", "bs=1M"])

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 """Make DeepSpeed checkpoints of any size without training: GPT-like shapes, random numbers, DeepSpeed's own classes.
 
-    .venv/bin/python scripts/synthetic.py DEST --gb 2                      # ZeRO-1, dp 4, bf16
-    .venv/bin/python scripts/synthetic.py DEST --gb 2 --tp 2 --dp 2        # with universal_checkpoint_info
-    .venv/bin/python scripts/synthetic.py DEST --gb 2 --zero 3 --dp 6
-    .venv/bin/python scripts/synthetic.py DEST --gb 1000 --dp 1024 --sparse   # 1 TB of holes: costs no disk
+    synthetic_deepspeed.py DEST --gb 2                          # ZeRO-1, dp 4, bf16
+    synthetic_deepspeed.py DEST --gb 2 --tp 2 --dp 2            # with universal_checkpoint_info
+    synthetic_deepspeed.py DEST --gb 2 --zero 3 --dp 6
+    synthetic_deepspeed.py DEST --gb 1000 --dp 1024 --sparse    # 1 TB of holes: needs no disk space
 
 Key trees, flat layout, padding and shared storages are those that `engine.save_checkpoint` writes, so DeepSpeed's own
-tools read the result. Weights are the masters rounded to bf16, tensor-parallel replicas are equal. One rank file is in
-memory at a time. Sparse files have every header, pickle and offset right; their tensors read as zeros.
+tools read the result. Weights are the masters rounded to bf16, and tensor-parallel replicas are equal. One rank file is
+in memory at a time. In sparse files every header, pickle and offset is right; their tensors read as zeros.
 """
 
 from __future__ import annotations

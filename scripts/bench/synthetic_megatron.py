@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Make up a Megatron checkpoint of a given size, with optimizer state, as a `torch_dist` folder.
 
-    .venv/bin/python scripts/synthetic_megatron.py folder --gb 1.2 --tp 2 --pp 2
+    .venv/bin/python scripts/bench/synthetic_megatron.py folder --gb 1.2 --tp 2 --pp 2
 
 The numbers are noise; names, shapes, arguments and layout are those of a Llama-like model, and megatron-core loads it.
 One file of noise is laid out by `ucp` itself as every state of every parameter: no tensor is ever made.

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""One rank of a job that resumes: starts a real DeepSpeed engine, loads a checkpoint of scripts/synthetic.py, says how.
+"""One rank of a job that resumes: measures how a DeepSpeed engine loads a checkpoint of synthetic_deepspeed.py.
 
-scripts/bench_reshard.py starts it, once a rank, with the usual environment (RANK, WORLD_SIZE, MASTER_ADDR …):
+reshard.py starts one process per rank with the usual environment (RANK, WORLD_SIZE, MASTER_ADDR …):
 
-    python scripts/resuming_rank.py HOW FOLDER PARAMETERS OUT.json
+    python scripts/bench/deepspeed_load_rank.py HOW FOLDER PARAMETERS OUT.json
 
 HOW is `universal` (`load_checkpoint` with `load_universal`), `native` (plain `load_checkpoint`) or `ucp` (`load_into`);
-PARAMETERS is what synthetic.py made the model of. Seconds and memory are those of the load alone.
+PARAMETERS is the size that synthetic_deepspeed.py was given. Seconds and memory are those of the load alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from synthetic import Gpt
+from synthetic_deepspeed import Gpt
 
 import ucp
 from tests.interop.ds_rank import patch_for_cpu

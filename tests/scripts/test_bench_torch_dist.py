@@ -25,7 +25,7 @@ def run(*command: str | Path) -> str:
 
 
 def test_made_up_checkpoints_hold_together(tmp_path: Path) -> None:
-    run(PROJECT / "scripts" / "synthetic_megatron.py", tmp_path / "made", "--gb", "0.03")
+    run(PROJECT / "scripts" / "bench" / "synthetic_megatron.py", tmp_path / "made", "--gb", "0.03")
     made = ucp.open(tmp_path / "made")
     assert (made.index.mesh.tp, made.index.mesh.pp, made.index.step) == (2, 2, 100)
     assert 0.02e9 < sum(made.index.sizes.values()) < 0.05e9
@@ -38,7 +38,7 @@ def test_made_up_checkpoints_hold_together(tmp_path: Path) -> None:
 def test_benchmark_runs_at_any_size(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     small = ["--gb", "0.03", "--rounds", "1", "--skip-megatron", "--work", tmp_path, "--json", result]
-    run(PROJECT / "scripts" / "bench_megatron.py", *small)
+    run(PROJECT / "scripts" / "bench" / "torch_dist.py", *small)
     figures = {figure["what"].partition(": ")[2]: figure for figure in json.loads(result.read_text())["figures"]}
     assert figures["peak RSS"]["met"]
     assert figures["wall"]["unit"] == "× cp"

@@ -1,8 +1,9 @@
 """One rank of a megatron-core job on CPU: loads a `torch_dist` folder into its own layout and saves it again.
 
-`python scripts/reloading_rank.py RANK WORLD STORE SOURCE OUT RESULT`, with the project's root on the path; the job has
-WORLD tensor-parallel ranks and the plain optimizer. RESULT gets seconds of loading and saving, and the peaks of
-resident bytes before the model was built and in the end, as JSON.
+    python scripts/bench/megatron_load_rank.py RANK WORLD STORE SOURCE OUT RESULT
+
+needs the project's root on the path. The job has WORLD tensor-parallel ranks and the plain optimizer. RESULT receives
+the seconds of loading and saving, and the peak resident bytes before the model was built and at the end, as JSON.
 """
 
 from __future__ import annotations

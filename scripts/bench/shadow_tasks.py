@@ -1,4 +1,4 @@
-"""What `bench_shadow.py` measures: jobs, and the ways in which their state is kept."""
+"""The measurements of shadow.py: jobs, and the ways in which their state is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_shadow_cores import Cores
+from shadow_cores import Cores
 
 import ucp
 from ucp.training.shadow.client import status

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Measure `ucp verify` and `ucp report`: the deep pass against `cat`, a quick look at a thousand ranks, in one run.
 
-    .venv/bin/python scripts/bench_verify.py                      # takes a few minutes and 20 GB of disk
-    .venv/bin/python scripts/bench_verify.py --json result.json
-    .venv/bin/python scripts/bench_verify.py --gb 2.2 --rounds 3 --sparse-gb 50 --sparse-ranks 64
+    .venv/bin/python scripts/bench/verify.py                      # takes a few minutes and 20 GB of disk
+    .venv/bin/python scripts/bench/verify.py --json result.json
+    .venv/bin/python scripts/bench/verify.py --gb 2.2 --rounds 3 --sparse-gb 50 --sparse-ranks 64
 
-`cat FILES > /dev/null` is measured in the same run, in turns (A B A B …): once with the files in the page cache, where
-it is bound by memory, and once after they were dropped from it, where it is bound by the disk. Install `isal` for the
-fast CRC. The checkpoints come from scripts/synthetic.py; those of a thousand ranks are holes.
+`cat FILES > /dev/null` is measured in the same run, in turns (A B A B …): once with the files in the page cache (bound
+by memory), and once after they were dropped from it (bound by the disk). Install `isal` for the fast CRC. The
+checkpoints are made by synthetic_deepspeed.py; those of a thousand ranks are sparse.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench_convert import UCP, Bench, Usage, measure, run
+from convert import UCP, Bench, Usage, measure, run
 
 
 class VerifyBench(Bench):

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Does a snapshot stall training as much as its plan says, on a link of a certain rate and on a real clock?
+"""Compare the stall of snapshots with the plan, on a link of limited rate and in wall time.
 
-    .venv/bin/python scripts/bench_snapshot_link.py
+    .venv/bin/python scripts/bench/snapshot_link.py
 
-A torch job whose steps take a set time is snapshotted over a throttled link: with room for all of its state between two
-steps (`--room 1.5`: for half as much again), and with too little. Where the demand test says that there is room, the
-stall of an iteration should be at most 1 % of it; where not, what was measured should be within 10 % of what was
-planned from earlier snapshots. Each figure is the median over all snapshots but the first, which measure.
+Snapshots of a torch job whose steps take a fixed time are taken over a throttled link: with room for all of its state
+between two steps (`--room 1.5`: for 1.5 times the state), and with too little. If the demand test finds enough room,
+the stall should be at most 1 % of an iteration; if not, the measured stall should be within 10 % of the one planned from
+earlier snapshots. Each figure is the median over all snapshots except the first, which measure.
 """
 
 from __future__ import annotations

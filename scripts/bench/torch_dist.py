@@ -1,19 +1,19 @@
 #!/usr/bin/env python
 """Measure resharding of Megatron's `torch_dist` folders against `cp`, megatron-core itself and torch's own exporter.
 
-    .venv/bin/python scripts/bench_megatron.py                    # takes five minutes and 8 GB of disk
-    .venv/bin/python scripts/bench_megatron.py --json result.json
-    .venv/bin/python scripts/bench_megatron.py --gb 0.1 --rounds 2
+    .venv/bin/python scripts/bench/torch_dist.py                    # takes five minutes and 8 GB of disk
+    .venv/bin/python scripts/bench/torch_dist.py --json result.json
+    .venv/bin/python scripts/bench/torch_dist.py --gb 0.1 --rounds 2
 
-A made-up checkpoint (scripts/synthetic_megatron.py) with optimizer state goes from tp 2 × pp 2 to tp 4 × pp 1. Measured
-as scripts/bench_convert.py does: the source is in the page cache, the memory of an output was just in use, the fastest
-rounds are compared. Nobody waits for the disk: the size is below what Linux lets be dirty before it begins to write
-(this is checked), and no turn begins while another program's pages are still to be written.
+A synthetic checkpoint (synthetic_megatron.py) with optimizer state is converted from tp 2 × pp 2 to tp 4 × pp 1.
+Measured as in convert.py: the source is in the page cache, the memory of an output was just in use, the fastest rounds
+are compared. No program waits for the disk: the size is below the amount of dirty memory at which Linux starts to write
+(this is checked), and no turn starts while another program's pages are still to be written.
 
-megatron-core's route is a job of four CPU ranks that loads the folder and saves it again. Of the others, only loading
-and saving count, not starting Python, importing and building a model, while ucp's whole process counts; `with_start` is
-the ratio of whole processes. Memory of the others is that of all ranks, less what one takes before it loads. What
-megatron-core saved must be what we wrote.
+megatron-core's route is a job of four CPU ranks that loads the folder and saves it again. For the others, only loading
+and saving are counted, without starting Python, importing and building a model, while ucp's whole process is counted;
+`with_start` is the ratio of whole processes. The memory of the others is that of all ranks, minus that of one before it
+loads. What megatron-core saved must equal what ucp wrote.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_convert import PROJECT, UCP, Bench, Usage, measure, run
+from convert import HERE, PROJECT, UCP, Bench, Usage, measure, run
 
 TP = 4
 QUIET_SECONDS = 60.0  # most that a turn waits for other programs' pages
@@ -53,7 +53,13 @@ class MegatronBench(Bench):
     def make_up(self, gb: float) -> Path:
         """A checkpoint of about `gb` · 10⁹ bytes in the page cache."""
         path = self.work / "source"
-        command = [sys.executable, str(PROJECT / "scripts" / "synthetic_megatron.py"), str(path), "--gb", str(gb)]
+        command = [
+            sys.executable,
+            str(HERE / "synthetic_megatron.py"),
+            str(path),
+            "--gb",
+            str(gb),
+        ]
         run([*command, "--tp", "2", "--pp", "2"])
         for file in sorted(path.rglob("*.distcp")):
             run(["dd", f"if={file}", "of=/dev/null", "bs=1M"])
@@ -123,7 +129,7 @@ class MegatronBench(Bench):
                 subprocess.Popen(
                     [
                         sys.executable,
-                        str(PROJECT / "scripts" / "reloading_rank.py"),
+                        str(HERE / "megatron_load_rank.py"),
                         *(str(rank), str(TP), f"{scratch}/store", str(source), str(out), f"{scratch}/{rank}.json"),
                     ],
                     env={**os.environ, "PYTHONPATH": str(PROJECT), **settings},

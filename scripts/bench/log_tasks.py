@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""What scripts/bench_log.py measures, each in a process of its own: `bench_log_parts.py TASK '{"argument": …}'`.
+"""The measurements of log.py, each in a process of its own: `log_tasks.py TASK '{"argument": …}'`.
 
-A task prints what it measured as JSON. CPU seconds are those of the process or thread, as a busy machine disturbs them
-less than the clock.
+A task prints its result as JSON. CPU seconds are those of the process or thread: a busy machine disturbs them less than
+wall time.
 """
 
 from __future__ import annotations

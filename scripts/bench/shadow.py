@@ -1,23 +1,22 @@
 #!/usr/bin/env python3
-"""What it costs a job to keep its state elsewhere, and what a failure costs it then.
+"""Measure what it costs a job to keep its state elsewhere, and what a failure then costs.
 
-    .venv/bin/python scripts/bench_shadow.py                      # less than nine minutes on an idle machine
-    .venv/bin/python scripts/bench_shadow.py --json result.json
-    .venv/bin/python scripts/bench_shadow.py --width 128 --tokens 64 --steps 5 --seconds 40       # to try it out
+    .venv/bin/python scripts/bench/shadow.py                      # less than nine minutes on an idle machine
+    .venv/bin/python scripts/bench/shadow.py --json result.json
+    .venv/bin/python scripts/bench/shadow.py --width 128 --tokens 64 --steps 5 --seconds 40       # to try it out
 
 Training has one thread, pinned to one core; a second core is free for what keeps its state: the shadow, and in every
-row alike the threads of the trainer's process that write or send (`--background trainer` leaves those on the
-trainer's core). With `--both-cores` training takes all there are, and nothing is free.
+row the threads of the training process that write or send (`--background trainer` leaves those on the trainer's core).
+With `--both-cores` training uses all cores, and none is free.
 
-Blocks of steps of one torch job in turns, in an order that changes, so that whatever else the machine does hits all
-ways alike: without anything, with a gradient log, with log and shadow (a process of its own), with snapshots after
-every step and after every few, as folders and in a store, and with what others do: `torch.save` (training stands
-still), CheckFreq's two phases (the copy overlaps a forward and backward pass, the write what follows), DeepSpeed's
-`save_checkpoint` of an engine. All of them are durable when they count. Figures are ratios to the block without
-anything of the same round: median and the 90 % interval of it (bootstrap). From the cost of one checkpoint follows
-how often it may be taken for 5 %, and from that how many steps a failure costs on average, beside what it costs with
-a shadow; the snapshots of that frequency are then measured, too. On a machine that was busy before, nothing counts as
-measured.
+Blocks of steps of one torch job run in turns, in changing order, so that other load on the machine affects all variants
+alike: without anything, with a gradient log, with log and shadow (a process of its own), with snapshots after every
+step and after every few, as folders and in a store, and with the alternatives: `torch.save` (training waits),
+CheckFreq's two phases (the copy overlaps a forward and backward pass, the write what follows), DeepSpeed's
+`save_checkpoint` of an engine. All are durable when they count. Figures are ratios to the block without anything in the same round: the median
+and its 90 % interval (bootstrap). The cost of one checkpoint determines how often it may be taken for 5 % overhead, and
+that how many steps a failure costs on average, compared with the cost with a shadow; snapshots at that frequency are
+then measured too. On a machine that was busy before, nothing counts as measured.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bench_shadow_parts as parts
+import shadow_tasks as parts
 import torch
-from bench_shadow_cores import Cores
-from bench_shadow_published import CLAIMS, LIGHTCHECK, show_beside
+from shadow_cores import Cores
+from shadow_published import CLAIMS, LIGHTCHECK, show_beside
 
 IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
 SHADOW_MOST = 1.03  # what a shadow may cost where a core is free for it

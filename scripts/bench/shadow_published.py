@@ -1,4 +1,4 @@
-"""What others have published of their checkpointing systems, on their machines. Nothing of it is measured here."""
+"""Published figures of other checkpointing systems, on their machines. None of them is measured here."""
 
 from __future__ import annotations
 

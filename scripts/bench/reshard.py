@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Measure resharding: `ucp convert --to deepspeed` against `cp`, plans of 1,024 ranks, and resuming against DeepSpeed.
 
-    .venv/bin/python scripts/bench_reshard.py                     # takes ten minutes and 20 GB of disk
-    .venv/bin/python scripts/bench_reshard.py --json result.json
-    .venv/bin/python scripts/bench_reshard.py --gb 0.3 --engine-gb 0.1 --plan-gb 20 --plan-ranks 16 64 --rounds 2
+    .venv/bin/python scripts/bench/reshard.py                     # takes ten minutes and 20 GB of disk
+    .venv/bin/python scripts/bench/reshard.py --json result.json
+    .venv/bin/python scripts/bench/reshard.py --gb 0.3 --engine-gb 0.1 --plan-gb 20 --plan-ranks 16 64 --rounds 2
 
-Measured as scripts/bench_convert.py does. Figures are medians over the rounds. Install `isal` for the fast CRC.
+Measured as scripts/bench/convert.py does. Figures are medians over the rounds. Install `isal` for the fast CRC.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench_convert import PROJECT, STEP, UCP, Bench, Usage, measure, run
+from convert import HERE, PROJECT, STEP, UCP, Bench, Usage, measure, run
 
 BYTES_PER_PARAMETER = 14  # of a ZeRO-1 checkpoint in bf16: weight, master and two states
 
@@ -151,7 +151,7 @@ class ReshardBench(Bench):
             "MASTER_PORT": str(port),
             "PYTHONPATH": str(PROJECT),
         }
-        script = str(PROJECT / "scripts" / "resuming_rank.py")
+        script = str(HERE / "deepspeed_load_rank.py")
         processes, outs = [], []
         for rank in range(world):
             outs.append(self.work / f"{how}{rank}.json")

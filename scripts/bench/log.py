@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Measure logs and merging: replay, memory, volume and the cost of recording, each beside what it is compared with.
+"""Measure gradient logs and replay: speed, memory, volume and the cost of recording, each against a reference.
 
-    .venv/bin/python scripts/bench_log.py                        # takes ten minutes and 5 GB of disk
-    .venv/bin/python scripts/bench_log.py --json result.json
-    .venv/bin/python scripts/bench_log.py --params 2e6 --steps 10 --tokens 512 --pairs 2           # a minute
+    .venv/bin/python scripts/bench/log.py                        # takes ten minutes and 5 GB of disk
+    .venv/bin/python scripts/bench/log.py --json result.json
+    .venv/bin/python scripts/bench/log.py --params 2e6 --steps 10 --tokens 512 --pairs 2           # a minute
 
-Every figure that has a limit is told to be met (ok) or missed (MISS). Figures are CPU time of one process, which a busy
-machine disturbs less than the clock: replay as the slope between two numbers of steps, so that start-up, base and
-output fall out, on one core; recording as what the recorder counts in hook and writer, beside a step's own CPU time on
-one core. What only the clock can tell (whole steps with and without a recorder in turns, two workers against one) is
-measured too, and judged only where the machine was idle before and nothing else ran.
+Every figure with a limit is reported as met (ok) or missed (MISS). Figures are CPU time of one process, which a busy
+machine disturbs less than wall time: replay as the slope between two numbers of steps, which cancels start-up, base and
+output, on one core; recording as counted by the recorder in hook and writer, against a step's own CPU time on one core.
+What needs wall time (whole steps with and without a recorder in turns, two workers against one) is measured too, and
+judged only if the machine was idle before and nothing else ran.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parent.parent
-PARTS = PROJECT / "scripts" / "bench_log_parts.py"
+HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parent.parent
+PARTS = PROJECT / "scripts" / "log_tasks.py"
 FULL_STATE_BYTES = 12  # master and two moments in float32, a parameter
 IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
 RECOVERED_STEPS = 100

@@ -1,4 +1,4 @@
-"""Which core does what in `bench_shadow.py`: training on one, everything that keeps its state on another."""
+"""Assignment of cores in shadow.py: training on one, everything that keeps its state on another."""
 
 from __future__ import annotations
 
