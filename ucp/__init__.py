@@ -11,6 +11,7 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from ucp.api import convert, diff, report, verify
     from ucp.api import open_checkpoint as open
+    from ucp.formats.store.store_layout import StoreSchema
     from ucp.planning import plan
     from ucp.sources import OpenCheckpoint
     from ucp.training.gradient_compression import TopK
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ucp.training.recording.recorder import Recorder, record
     from ucp.training.save import SaveHandle, save
     from ucp.training.snapshots.snapshot import Snapshots, snapshot
+    from ucp.training.store.store_loading import load_store
+    from ucp.training.store.writer import Store
 
 __all__ = [
     "LoadReport",
@@ -25,11 +28,14 @@ __all__ = [
     "Recorder",
     "SaveHandle",
     "Snapshots",
+    "Store",
+    "StoreSchema",
     "TopK",
     "__version__",
     "convert",
     "diff",
     "load_into",
+    "load_store",
     "open",
     "plan",
     "record",
@@ -49,6 +55,9 @@ _LIVE = {
     "Snapshots": "ucp.training.snapshots.snapshot",
     "snapshot": "ucp.training.snapshots.snapshot",
     "TopK": "ucp.training.gradient_compression",
+    "Store": "ucp.training.store.writer",
+    "StoreSchema": "ucp.formats.store.store_layout",
+    "load_store": "ucp.training.store.store_loading",
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.injection import CALLS, REAL, Injector, points
-from tests.store.stores import fill, is_of_one_step, schema
+from tests.training.store.stores import fill, is_of_one_step, schema
 from ucp.errors import UcpError
 from ucp.training.store.store_loading import load_store
 from ucp.training.store.writer import Store

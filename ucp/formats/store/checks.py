@@ -22,8 +22,8 @@ class StoreChecks(FormatChecks):
         lease = checkpoint.lease
         if not isinstance(lease, GenerationLease):
             return
-        file = lease.shape.path.name
-        for number in lease.survey.torn:
+        file = lease.store.path.name
+        for number in lease.generations.torn:
             yield Finding(
                 "store",
                 "warning",
@@ -32,7 +32,7 @@ class StoreChecks(FormatChecks):
                 subject=f"superblock {number}",
                 hint="normal after a crash: the other superblock is used, and the next generation rewrites this one",
             )
-        for broken in lease.survey.broken:
+        for broken in lease.generations.broken:
             yield Finding(
                 "store",
                 "error",
@@ -49,7 +49,7 @@ class StoreChecks(FormatChecks):
         lease = checkpoint.lease
         if not isinstance(lease, GenerationLease):
             return
-        layout, file = lease.shape.layout, lease.shape.path.name
+        layout, file = lease.store.layout, lease.store.path.name
         for number, (entry, record) in enumerate(zip(layout.schema.entries, lease.header.atoms, strict=True)):
             start = layout.atom_at(lease.header.slot, number)
             if entry.nbytes:

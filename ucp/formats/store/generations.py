@@ -1,8 +1,8 @@
-"""Which generations a store holds: read from its blocks alone, at any instant, also while a job writes into it.
+"""The generations of a store, and leases on them. Both work at any time, also while a job writes.
 
-Leases: locks by which readers keep a slot as it is, and a writer keeps others out. They end with their process.
-
-Locks belong to an open file (`F_OFD_SETLK`), so threads and libraries of one process do not get in each other's way.
+A lease is a lock with which a reader keeps a slot from being overwritten; the writer has one against other writers.
+Locks end with their process. They belong to an open file (`F_OFD_SETLK`), so that threads and libraries of one process
+do not release each other's.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ from ucp.storage.local import read_at
 
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer at the end of the file
 
-_RESTORE = "restore the store from a copy, or make a new one"
+_RESTORE: Final = "restore the store from a copy, or create a new one"
+_FLOCK: Final = struct.Struct("hhqqi4x")  # type, whence, start, length, pid: `struct flock` of 64-bit Linux
+_NO_LOCKS: Final = {errno.ENOLCK, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # on this file system
+_WRITER_AT: Final = 0  # the byte whose lock marks the writer
+_MAX_ATTEMPTS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFile:
-    """What never changes of a store."""
+    """The parts of a store that never change."""
 
     path: Path
     head: StoreHead
@@ -54,16 +58,17 @@ class StoreFile:
 
 @dataclass(slots=True)
 class Generations:
-    """The whole generations of a store, newest first; the first is the root. `torn` has superblocks that do not parse.
+    """The complete generations of a store, newest first; the first is the root.
 
-    `broken` is a superblock whose slot header does not verify, though it was durable before: no crash does that.
+    `torn` lists superblocks with a wrong checksum, as a crash leaves them. `broken` lists superblocks whose slot header
+    is invalid although it was durable before them: a crash does not cause that.
     """
 
     generations: list[SlotHeader] = field(default_factory=list)
     root_superblock: int | None = None
     torn: list[int] = field(default_factory=list)
     broken: list[Superblock] = field(default_factory=list)
-    beyond: list[int] = field(default_factory=list)  # slots with a header newer than the root: never committed
+    uncommitted: list[int] = field(default_factory=list)  # slots with a header newer than the root
     sequence: int = 0  # of the newest superblock
 
     @property
@@ -72,7 +77,7 @@ class Generations:
 
 
 def is_store(path: Path) -> bool:
-    """Whether a file begins like a store."""
+    """Whether a file starts like a store."""
     try:
         with path.open("rb", buffering=0) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -96,7 +101,7 @@ def read_store_file(read: ReadAt, size: int, path: Path) -> StoreFile:
     """Head and schema of a store of `size` bytes."""
     block = read(HEAD_AT, PAGE)
     if block[: len(MAGIC)] != MAGIC:
-        raise NotUnderstoodError(f"{path}: is no store")
+        raise NotUnderstoodError(f"{path}: is not a store")
     try:
         head = StoreHead.parse(block)
     except DamagedBlockError as error:
@@ -105,23 +110,23 @@ def read_store_file(read: ReadAt, size: int, path: Path) -> StoreFile:
         raise IntegrityError(f"{path}: its head (bytes [0, {PAGE})) is damaged: {error}", hint=_RESTORE) from None
     slots, schema_bytes, *_, file_bytes = head.numbers
     if size != file_bytes:
-        raise IntegrityError(f"{path}: has {size:,} bytes, not {file_bytes:,}", hint=_RESTORE)
+        raise IntegrityError(f"{path}: has {size:,} bytes instead of {file_bytes:,}", hint=_RESTORE)
     if schema_bytes > min(size, settings.MAX_STORE_SCHEMA_BYTES):
-        raise IntegrityError(f"{path}: says that its schema has {schema_bytes:,} bytes", hint=_RESTORE)
+        raise IntegrityError(f"{path}: the size of its schema ({schema_bytes:,} bytes) is invalid", hint=_RESTORE)
     data = read(SCHEMA_AT, schema_bytes)
     if xxhash.xxh3_128_digest(data) != head.schema_digest:
         where = f"bytes [{SCHEMA_AT}, {SCHEMA_AT + schema_bytes})"
         raise IntegrityError(f"{path}: its schema ({where}) is damaged", hint=_RESTORE)
     layout = StoreLayout(StoreSchema.parse(data, str(path)), slots, schema_bytes)
     if layout.numbers() != head.numbers:
-        raise IntegrityError(f"{path}: its schema does not make the sizes that its head says", hint=_RESTORE)
+        raise IntegrityError(f"{path}: the sizes in its head do not match its schema", hint=_RESTORE)
     return StoreFile(path, head, layout)
 
 
-def find_generations(read: ReadAt, shape: StoreFile) -> Generations:
-    """Look at superblocks and slot headers."""
+def find_generations(read: ReadAt, store: StoreFile) -> Generations:
+    """Read the superblocks and slot headers."""
     found = Generations()
-    identity, layout = shape.head.id, shape.layout
+    identity, layout = store.head.id, store.layout
     roots: list[tuple[Superblock, int]] = []
     for number, at in enumerate(SUPERBLOCKS_AT):
         try:
@@ -129,7 +134,7 @@ def find_generations(read: ReadAt, shape: StoreFile) -> Generations:
         except DamagedBlockError:
             found.torn.append(number)
     roots.sort(key=lambda root: -root[0].sequence)
-    headers = {slot: header for slot in range(layout.slots) if (header := _header(read, shape, slot)) is not None}
+    headers = {slot: header for slot in range(layout.slots) if (header := _header(read, store, slot)) is not None}
     if roots:
         found.sequence = roots[0][0].sequence
     for superblock, number in roots:
@@ -147,17 +152,17 @@ def find_generations(read: ReadAt, shape: StoreFile) -> Generations:
     last = 0 if root is None else root.sequence
     for slot, header in headers.items():
         if header.sequence > last:
-            found.beyond.append(slot)
+            found.uncommitted.append(slot)
         elif header is not root:
             found.generations.append(header)
     found.generations.sort(key=lambda header: -header.sequence)
     return found
 
 
-def _header(read: ReadAt, shape: StoreFile, slot: int) -> SlotHeader | None:
-    layout = shape.layout
+def _header(read: ReadAt, store: StoreFile, slot: int) -> SlotHeader | None:
+    layout = store.layout
     try:
-        return SlotHeader.parse(read(layout.slot_at(slot), layout.header_bytes), shape.head.id, slot, layout)
+        return SlotHeader.parse(read(layout.slot_at(slot), layout.header_bytes), store.head.id, slot, layout)
     except DamagedBlockError:
         return None
 
@@ -167,24 +172,18 @@ def notes_of(header: SlotHeader, path: Path) -> dict[str, Any]:
     try:
         notes = json.loads(header.notes or b"{}")
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: the notes of generation {header.sequence} are no JSON: {error}") from None
+        raise IntegrityError(f"{path}: the notes of generation {header.sequence} are not valid JSON: {error}") from None
     if not isinstance(notes, dict):
-        raise IntegrityError(f"{path}: the notes of generation {header.sequence} are no JSON object")
+        raise IntegrityError(f"{path}: the notes of generation {header.sequence} are not a JSON object")
     return notes
 
 
-_FLOCK: Final = struct.Struct("hhqqi4x")  # type, whence, start, length, pid: `struct flock` of 64-bit Linux
-_CANNOT: Final = {errno.ENOLCK, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-_WRITER_AT: Final = 0  # the byte that stands for being the writer
-_ATTEMPTS: Final = 100
-
-
 class StoreBusyError(UcpError):
-    """Readers hold every slot that could be overwritten, or another process writes."""
+    """Readers hold every slot that could be overwritten, or another process is writing."""
 
 
 def try_lock(fd: int, at: int, kind: int) -> bool:
-    """Try to lock the byte `at` (`F_RDLCK`, `F_WRLCK`, `F_UNLCK`). True also where the file system has no locks."""
+    """Try to lock the byte `at` (`F_RDLCK`, `F_WRLCK`, `F_UNLCK`). True also if the file system has no locks."""
     command = getattr(fcntl, "F_OFD_SETLK", None)
     if command is None:
         return True
@@ -193,38 +192,38 @@ def try_lock(fd: int, at: int, kind: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        if error.errno in _CANNOT:
+        if error.errno in _NO_LOCKS:
             return True
         raise
     return True
 
 
 def lock_for_writing(fd: int, path: Path) -> None:
-    """One writer a store."""
+    """Become the only writer of a store."""
     if not try_lock(fd, _WRITER_AT, fcntl.F_WRLCK):
         raise StoreBusyError(
-            f"{path}: another process writes into this store", hint="one job a store: end the other first"
+            f"{path}: another process is writing to this store", hint="one job per store: stop the other one first"
         )
 
 
 def unlock_for_writing(fd: int) -> None:
-    """Let another process write. (Closing `fd` is not enough: a map of the file keeps it open.)"""
+    """Let another process write. (Closing `fd` is not enough, because a memory map keeps the file open.)"""
     try_lock(fd, _WRITER_AT, fcntl.F_UNLCK)
 
 
 class GenerationLease:
-    """A generation that stays as it is for as long as this object lives (or until `close`)."""
+    """Keeps a generation from being overwritten while this object exists, or until `close`."""
 
-    def __init__(self, fd: int, shape: StoreFile, found: Generations, header: SlotHeader) -> None:
+    def __init__(self, fd: int, store: StoreFile, found: Generations, header: SlotHeader) -> None:
         self.fd = fd
-        self.shape = shape
-        self.survey = found
+        self.store = store
+        self.generations = found
         self.header = header
 
     def close(self) -> None:
-        """Let the slot go."""
+        """Release the slot."""
         if self.fd >= 0:
-            try_lock(self.fd, self.shape.layout.slot_at(self.header.slot), fcntl.F_UNLCK)
+            try_lock(self.fd, self.store.layout.slot_at(self.header.slot), fcntl.F_UNLCK)
             os.close(self.fd)
             self.fd = -1
 
@@ -233,45 +232,45 @@ class GenerationLease:
 
 
 def take_lease(path: Path, step: int | None = None) -> GenerationLease:
-    """Hold the newest whole generation of a store, or that of a certain step."""
+    """Lease the newest complete generation of a store, or that of a step."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
     try:
         read = positional_reader(fd, path)
-        shape = read_store_file(read, os.fstat(fd).st_size, path)
-        for _ in range(_ATTEMPTS):
-            found = find_generations(read, shape)
+        store = read_store_file(read, os.fstat(fd).st_size, path)
+        for _ in range(_MAX_ATTEMPTS):
+            found = find_generations(read, store)
             header = choose_generation(found, path, step)
-            at = shape.layout.slot_at(header.slot)
+            at = store.layout.slot_at(header.slot)
             if try_lock(fd, at, fcntl.F_RDLCK):
-                # Between looking and locking the writer may have gone on: look again.
-                again = find_generations(read, shape)
+                # The writer may have continued between reading and locking: read again.
+                again = find_generations(read, store)
                 if any(same.sequence == header.sequence and same.slot == header.slot for same in again.generations):
-                    return GenerationLease(fd, shape, again, header)
+                    return GenerationLease(fd, store, again, header)
                 try_lock(fd, at, fcntl.F_UNLCK)
             time.sleep(0.001)
-        raise StoreBusyError(f"{path}: generations come faster than they can be held", hint="try again")
+        raise StoreBusyError(f"{path}: generations are replaced faster than they can be leased", hint="try again")
     except BaseException:
         os.close(fd)
         raise
 
 
 def choose_generation(found: Generations, path: Path, step: int | None) -> SlotHeader:
-    """The generation that is wanted among those that are there."""
+    """The generation of `step`, or the newest."""
     if step is not None:
         for header in found.generations:
             if header.step == step:
                 return header
-        there = ", ".join(str(header.step) for header in found.generations) or "none"
-        raise UsageError(f"{path}: holds no generation of step {step}", hint=f"steps that it holds: {there}")
+        steps = ", ".join(str(header.step) for header in found.generations) or "none"
+        raise UsageError(f"{path}: has no generation of step {step}", hint=f"available steps: {steps}")
     if found.root is not None:
         return found.root
     if found.root_superblock is not None and not found.broken:
-        raise IntegrityError(f"{path}: holds no generation yet", hint="the job has committed none: wait for the first")
+        raise IntegrityError(f"{path}: has no generation yet", hint="wait until the job commits the first one")
     raise IntegrityError(
-        f"{path}: no generation of it is whole: "
+        f"{path}: has no complete generation: "
         + (f"the header of slot {found.broken[0].slot} is damaged" if found.broken else "both superblocks are damaged"),
         hint="restore the store from a copy",
     )

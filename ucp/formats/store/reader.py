@@ -1,6 +1,6 @@
-"""Reading a mapped store: the newest whole generation, held as it is for as long as the index lives.
+"""Read a mapped store: index its newest complete generation, leased while the index exists.
 
-An index as the JSON of a store, and back: what never changes in the schema, the rest in a generation's notes.
+The index is stored as JSON: what never changes in the schema, the rest in the notes of a generation.
 """
 
 from __future__ import annotations
@@ -23,52 +23,54 @@ from ucp.formats.registry import ReadOptions
 from ucp.formats.store.generations import GenerationLease, Generations, notes_of, take_lease
 from ucp.formats.store.store_layout import StoreEntry, StoreSchema, round_up
 
+EXTRA: Final = "extra"  # kind of the tensors inside extras
+
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
-    """Index the newest whole generation of a store, or with a tag that of a step. Rules do not apply."""
+    """Index the newest complete generation of a store, or with a tag that of a step. Rules do not apply."""
     if options.tag is not None and not options.tag.isdecimal():
-        raise UsageError(f"--tag {options.tag}: a store has generations by step", hint="give a number, or leave it out")
+        raise UsageError(f"--tag {options.tag}: the tag of a store is a step", hint="give a number, or leave it out")
     lease = take_lease(path, None if options.tag is None else int(options.tag))
-    header, layout = lease.header, lease.shape.layout
+    header, layout = lease.header, lease.store.layout
     atoms = [_atom(lease, number, path.name) for number in range(len(layout.schema.entries))]
     try:
-        told = describe(layout.schema.about, notes_of(header, path), atoms)
+        described = describe(layout.schema.about, notes_of(header, path), atoms)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise IntegrityError(f"{path}: an entry cannot be understood: {error!r}") from None
+        raise IntegrityError(f"{path}: its schema or notes are invalid: {error!r}") from None
     written = datetime.fromtimestamp(header.time_ns / 1e9, timezone.utc).isoformat(timespec="seconds")
     return Checkpoint(
         format="store",
         root=path.parent,
-        mesh=told.mesh,
-        parameters=told.parameters,
-        framework=told.framework,
+        mesh=described.mesh,
+        parameters=described.parameters,
+        framework=described.framework,
         step=header.step,
         steps=_steps(lease),
-        groups=told.groups,
-        extras=told.extras,
-        notes=[*told.notes, *_damage_notes(lease.survey, path)],
+        groups=described.groups,
+        extras=described.extras,
+        notes=[*described.notes, *_damage_notes(lease.generations, path)],
         sizes={path.name: layout.file_bytes},
         details={
-            **told.details,
+            **described.details,
             "generation": header.sequence,
             "written": written,
             "slots": layout.slots,
-            "steps": [generation.step for generation in lease.survey.generations],
+            "steps": [generation.step for generation in lease.generations.generations],
         },
         lease=lease,
     )
 
 
 def _atom(lease: GenerationLease, number: int, file: str) -> Atom:
-    layout = lease.shape.layout
+    layout = lease.store.layout
     entry = layout.schema.entries[number]
     fragment = Fragment(Region.all_of(entry.shape), file, layout.atom_at(lease.header.slot, number), entry.dtype)
     return Atom(entry.name, entry.kind, entry.shape, entry.dtype, (fragment,))
 
 
 def _steps(lease: GenerationLease) -> dict[str, int]:
-    """The parameters whose states are of another step than the generation."""
-    header, entries = lease.header, lease.shape.layout.schema.entries
+    """Parameters whose states have another step than the generation."""
+    header, entries = lease.header, lease.store.layout.schema.entries
     return {
         entry.name: record.step
         for entry, record in zip(entries, header.atoms, strict=True)
@@ -79,30 +81,27 @@ def _steps(lease: GenerationLease) -> dict[str, int]:
 def _damage_notes(found: Generations, path: Path) -> list[Note]:
     return [
         *(
-            Note("store-torn", f"{path.name}: superblock {number} is torn, as after a crash; the other one counts")
+            Note("store-torn", f"{path.name}: superblock {number} is torn, as after a crash; the other one is used")
             for number in found.torn
         ),
         *(
             Note(
                 "store-damaged",
                 f"{path.name}: generation {broken.sequence} (step {broken.step}, slot {broken.slot}) is damaged, so an"
-                " older one counts",
+                " older one is used",
             )
             for broken in found.broken
         ),
     ]
 
 
-EXTRA: Final = "extra"  # kind of the tensors inside extras
-
-
 @dataclass(frozen=True, slots=True)
 class StoreDescription:
-    """What a store and one generation of it say, besides bytes."""
+    """The index of one generation, apart from its location."""
 
     mesh: Mesh
     framework: str
-    parameters: dict[str, Parameter]  # with the atoms that were given
+    parameters: dict[str, Parameter]
     groups: list[ParamGroup]
     extras: Extras
     notes: list[Note]
@@ -110,9 +109,9 @@ class StoreDescription:
 
 
 def schema_of(source: Checkpoint) -> StoreSchema:
-    """Room for every state of a checkpoint and for the tensors in its extras.
+    """The schema of a store for every state of a checkpoint and the tensors in its extras.
 
-    Later generations may have other values everywhere, and notes of up to twice the length.
+    Later generations may have other values, and notes of up to twice the length.
     """
     notes, tensors = generation_notes(source)
     entries = [
@@ -131,7 +130,7 @@ def schema_of(source: Checkpoint) -> StoreSchema:
 
 
 def generation_notes(source: Checkpoint) -> tuple[dict[str, Any], dict[str, Atom]]:
-    """What of a checkpoint changes from generation to generation, and the tensors in its extras."""
+    """The part of an index that changes from generation to generation, and the tensors in its extras."""
     encoder = InertEncoder()
     notes = {
         "groups": [{"hyper": encoder.encode(group.hyper), "names": group.names} for group in source.groups],
@@ -157,15 +156,15 @@ def _parameter_json(parameter: Parameter) -> dict[str, Any]:
 
 
 def describe(about: Mapping[str, Any], notes: Mapping[str, Any], atoms: list[Atom]) -> StoreDescription:
-    """What `schema_of` and `generation_notes` wrote. A store that was made by hand has parameters and nothing else."""
+    """Read what `schema_of` and `generation_notes` wrote. A store with a schema of the user's has parameters only."""
     tensors = {atom.name: atom for atom in atoms if atom.kind == EXTRA}
-    told = about.get("parameters")
-    if told is None:
+    listed = about.get("parameters")
+    if listed is None:
         parameters = _from_atoms(atoms)
     else:
-        parameters = {entry["name"]: _parameter(entry) for entry in told}
+        parameters = {entry["name"]: _parameter(entry) for entry in listed}
     for atom in atoms:
-        if atom.name in parameters and not (atom.kind == EXTRA and told is not None):
+        if atom.name in parameters and not (atom.kind == EXTRA and listed is not None):
             parameters[atom.name].atoms[atom.kind] = atom
     return StoreDescription(
         Mesh(**about["mesh"]) if "mesh" in about else Mesh(),
@@ -179,7 +178,7 @@ def describe(about: Mapping[str, Any], notes: Mapping[str, Any], atoms: list[Ato
 
 
 def _from_atoms(atoms: list[Atom]) -> dict[str, Parameter]:
-    """Parameters of a store whose schema says nothing of them: the shape is the weight's, or the largest state's."""
+    """Parameters of a schema that does not describe any: the shape is that of the weight, or of the largest state."""
     states: dict[str, dict[str, Atom]] = {}
     for atom in atoms:
         states.setdefault(atom.name, {})[atom.kind] = atom

@@ -1,9 +1,8 @@
-"""Where everything in a store lies: arithmetic from the list of atoms alone. Knows integers only.
+"""The file layout of a mapped store: the offset of every part, and the blocks that determine which data is valid.
 
-Head, two superblocks, the schema; then slots of equal size. A slot is a header, and behind it every atom at a place
-that never changes. All offsets are in bytes.
-
-The blocks that say what is valid: head, superblocks, slot headers. Each is sealed with a checksum of its own.
+The file starts with a head, two superblocks and the schema. Slots of equal size follow. A slot consists of a header and
+of all atoms, each at an offset that never changes. Offsets follow from the schema alone, and are in bytes. Head,
+superblocks and slot headers each end with a checksum of their own.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class StoreEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoreSchema:
-    """What a store has room for: its atoms in order, what is known of them (JSON), and bytes for a generation's notes.
+    """The atoms of a store in order, a description of them, and the bytes reserved for the notes of a generation.
 
-    `about` never changes; notes are JSON that every generation has its own of (hyper-parameters, counters, extras).
+    `about` is JSON that never changes. Notes are JSON of one generation: hyper-parameters, counters, extras.
     """
 
     entries: tuple[StoreEntry, ...]
@@ -70,26 +69,26 @@ class StoreSchema:
         return StoreSchema(tuple(entries), **options)
 
     def dump(self) -> bytes:
-        """The schema's bytes."""
-        told = {
+        """The schema as stored in the file."""
+        content = {
             "entries": [[e.name, e.kind, list(e.shape), e.dtype.name] for e in self.entries],
             "about": self.about,
             "notes_bytes": self.notes_bytes,
         }
-        return json.dumps(told, separators=(",", ":")).encode()
+        return json.dumps(content, separators=(",", ":")).encode()
 
     @staticmethod
     def parse(data: bytes, where: str) -> StoreSchema:
-        """What `dump` wrote; `where` names the file in errors."""
+        """Read the result of `dump`; `where` names the file in errors."""
         try:
-            told = json.loads(data)
+            content = json.loads(data)
             entries = tuple(
                 StoreEntry(str(name), str(kind), _shape(shape), BY_NAME[dtype])
-                for name, kind, shape, dtype in told["entries"]
+                for name, kind, shape, dtype in content["entries"]
             )
-            schema = StoreSchema(entries, dict(told["about"]), int(told["notes_bytes"]))
+            schema = StoreSchema(entries, dict(content["about"]), int(content["notes_bytes"]))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise IntegrityError(f"{where}: its schema cannot be understood: {error!r}") from None
+            raise IntegrityError(f"{where}: its schema is invalid: {error!r}") from None
         if schema.notes_bytes < 0 or len({(e.name, e.kind) for e in entries}) != len(entries):
             raise IntegrityError(f"{where}: its schema contradicts itself")
         return schema
@@ -97,15 +96,15 @@ class StoreSchema:
 
 def _shape(shape: Sequence[Any]) -> Shape:
     if len(shape) > settings.MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"{shape!r:.80} is no shape")
+        raise ValueError(f"{shape!r:.80} is not a shape")
     return tuple(shape)
 
 
 def _dtype_of(tensor: Any, name: str, kind: str) -> DType:
-    word = str(tensor.dtype).removeprefix("torch.")
-    if word not in BY_NAME:
-        raise UsageError(f"parameter {name}, {kind}: no checkpoint holds elements of type {word}")
-    return BY_NAME[word]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in BY_NAME:
+        raise UsageError(f"parameter {name}, {kind}: elements of type {dtype} cannot be stored")
+    return BY_NAME[dtype]
 
 
 def round_up(value: int, unit: int) -> int:
@@ -114,16 +113,16 @@ def round_up(value: int, unit: int) -> int:
 
 
 class StoreLayout:
-    """Offsets of everything in a store with this schema (of `schema_bytes` bytes) and number of slots."""
+    """The offsets of a store with this schema, which takes `schema_bytes` bytes, and this number of slots."""
 
     def __init__(self, schema: StoreSchema, slots: int, schema_bytes: int) -> None:
         if slots < 2:
-            raise UsageError(f"a store needs at least 2 slots, not {slots}", hint="one is always whole")
+            raise UsageError(f"a store needs at least 2 slots, not {slots}", hint="one of them is always complete")
         self.schema = schema
         self.slots = slots
         self.schema_bytes = schema_bytes
         self.header_bytes = round_up(HEADER_FIXED + HEADER_ENTRY * len(schema.entries) + schema.notes_bytes, PAGE)
-        self.offsets: list[int] = []  # of every atom, from the start of its slot
+        self.offsets: list[int] = []  # of every atom, relative to its slot
         at = self.header_bytes
         for entry in schema.entries:
             at = round_up(at, PAGE if entry.nbytes >= PAGE else GRAIN)
@@ -135,20 +134,20 @@ class StoreLayout:
         self.number = {(entry.name, entry.kind): i for i, entry in enumerate(schema.entries)}
 
     def slot_at(self, slot: int) -> int:
-        """Where a slot begins."""
+        """Offset of a slot."""
         return self.first_slot + slot * self.slot_bytes
 
     def atom_at(self, slot: int, number: int) -> int:
-        """Where the bytes of atom `number` begin in a slot."""
+        """Offset of atom `number` in a slot."""
         return self.slot_at(slot) + self.offsets[number]
 
     def numbers(self) -> tuple[int, ...]:
-        """What the head repeats, so that a reader that computes otherwise notices."""
+        """The sizes that the head repeats, so that a reader notices if it computes others."""
         return self.slots, self.schema_bytes, self.first_slot, self.slot_bytes, self.header_bytes, self.file_bytes
 
 
 def coalesce_ranges(ranges: Iterable[tuple[int, int]], unit: int) -> list[tuple[int, int]]:
-    """Half-open ranges widened to multiples of `unit` (bytes), sorted, those that touch made one."""
+    """Half-open ranges, widened to multiples of `unit` bytes, sorted, and merged where they touch."""
     made: list[tuple[int, int]] = []
     for start, stop in sorted((start // unit * unit, round_up(stop, unit)) for start, stop in ranges if start < stop):
         if made and start <= made[-1][1]:
@@ -158,7 +157,7 @@ def coalesce_ranges(ranges: Iterable[tuple[int, int]], unit: int) -> list[tuple[
     return made
 
 
-VERSION: Final = 1  # see docs/store.md for what a reader may rely on
+VERSION: Final = 1  # docs/store.md describes what a reader may rely on
 MAGIC: Final = b"UCPSTORE"
 _ROOT_MAGIC: Final = b"UCPROOT1"
 _SLOT_MAGIC: Final = b"UCPSLOT1"
@@ -175,16 +174,16 @@ NO_SLOT: Final = -1
 
 
 class DamagedBlockError(ValueError):
-    """A block whose checksum, place or numbers are not right. What that means, the caller knows."""
+    """A block with a wrong checksum, position or number. The caller decides whether that is an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreHead:
-    """The first block: never changes."""
+    """The first block, which never changes."""
 
     id: bytes  # 16 random bytes; blocks of another store do not parse
     schema_digest: bytes
-    numbers: tuple[int, ...]  # as `Layout.numbers`
+    numbers: tuple[int, ...]  # of `StoreLayout.numbers`
     created_ns: int
 
     def pack(self) -> bytes:
@@ -206,13 +205,16 @@ class StoreHead:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """Which slot is the root: the newest of the two that is whole counts. Slot -1: there is no generation yet."""
+    """Names the slot of the newest generation. The newer of the two valid superblocks is used.
+
+    Slot -1 means that there is no generation yet.
+    """
 
     sequence: int
     slot: int
     step: int
     time_ns: int
-    header_seal: int  # of the slot header that it goes with
+    header_seal: int  # checksum of that slot's header
 
     def pack(self, identity: bytes) -> bytes:
         fixed = _ROOT.pack(
@@ -225,13 +227,13 @@ class Superblock:
         _check_seal(block)
         magic, owner, sequence, slot, _, step, time_ns, seal = _ROOT.unpack_from(block)
         if magic != _ROOT_MAGIC or owner != identity or not -1 <= slot < slots or (slot == NO_SLOT) != (sequence == 0):
-            raise DamagedBlockError("is no superblock of this store")
+            raise DamagedBlockError("is not a superblock of this store")
         return Superblock(sequence, slot, step, time_ns, seal)
 
 
 @dataclass(frozen=True, slots=True)
 class AtomRecord:
-    """What a generation says of one atom: XXH3-128 of its bytes, and the step that it is of."""
+    """One atom of a generation: XXH3-128 of its bytes, and its step."""
 
     digest: bytes
     step: int
@@ -239,7 +241,7 @@ class AtomRecord:
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What is in a slot. Valid only while all of the slot's bytes are those of one generation."""
+    """The content of a slot. Valid only while all bytes of the slot are of one generation."""
 
     sequence: int
     slot: int
@@ -247,7 +249,7 @@ class SlotHeader:
     time_ns: int
     atoms: tuple[AtomRecord, ...]
     notes: bytes
-    seal: int = 0  # as stored; made by `pack`
+    seal: int = 0  # the stored checksum; computed by `pack`
 
     def pack(self, identity: bytes) -> bytes:
         body = b"".join(_ENTRY.pack(atom.digest, atom.step, 0) for atom in self.atoms) + self.notes
@@ -259,29 +261,29 @@ class SlotHeader:
 
     @staticmethod
     def parse(block: bytes, identity: bytes, slot: int, layout: StoreLayout) -> SlotHeader:
-        """`block` is the whole header of slot `slot`."""
+        """Read the complete header of slot `slot`."""
         seal = _check_seal(block[:HEADER_FIXED])
         magic, owner, sequence, step, time_ns, number, count, length, digest = _SLOT.unpack_from(block)
         if magic != _SLOT_MAGIC or owner != identity or number != slot or count != len(layout.schema.entries):
-            raise DamagedBlockError("is no header of this slot")
+            raise DamagedBlockError("is not a header of this slot")
         notes_at = HEADER_FIXED + HEADER_ENTRY * count
         if length > layout.schema.notes_bytes or len(block) < notes_at + length:
-            raise DamagedBlockError("its notes are longer than there is room for")
+            raise DamagedBlockError("its notes are longer than the reserved space")
         body = block[HEADER_FIXED : notes_at + length]
         if xxhash.xxh3_128_digest(body) != digest:
-            raise DamagedBlockError("its checksum does not fit its content")
+            raise DamagedBlockError("its checksum does not match its content")
         atoms = tuple(AtomRecord(*fields[:2]) for fields in _ENTRY.iter_unpack(body[: HEADER_ENTRY * count]))
         return SlotHeader(sequence, slot, step, time_ns, atoms, body[HEADER_ENTRY * count :], seal)
 
 
 def seal_of(header: bytes) -> int:
-    """The seal of a packed slot header."""
+    """The checksum in a packed slot header."""
     seal: int = _SEAL.unpack_from(header, HEADER_FIXED - _SEAL.size)[0]
     return seal
 
 
 def blank_header() -> bytes:
-    """What makes a slot invalid before anything in it changes."""
+    """The bytes that make a slot invalid, before any other byte of it changes."""
     return bytes(HEADER_FIXED)
 
 
@@ -293,6 +295,6 @@ def _sealed(fixed: bytes, size: int) -> bytes:
 def _check_seal(block: bytes) -> int:
     body, seal = block[: -_SEAL.size], block[-_SEAL.size :]
     if len(seal) < _SEAL.size or xxhash.xxh3_64_intdigest(body) != _SEAL.unpack(seal)[0]:
-        raise DamagedBlockError("its checksum does not fit its content")
+        raise DamagedBlockError("its checksum does not match its content")
     found: int = _SEAL.unpack(seal)[0]
     return found

@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 
 class _LeasedMap(mmap.mmap):
-    """A map that keeps its generation's lease: the slot is free again when the last array of it is gone."""
+    """A map with the lease of its generation: the slot is released when the last array on the map is gone."""
 
     lease: GenerationLease
 
 
 def load_store(path: str | os.PathLike[str], *, step: int | None = None) -> LoadedGeneration:
-    """Map the newest whole generation of a store, or that of `step`. Nothing is read until it is looked at."""
+    """Map the newest complete generation of a store, or that of `step`. Data is read when it is accessed."""
     return LoadedGeneration(take_lease(Path(path), step))
 
 
 class LoadedGeneration(Mapping[tuple[str, str], "np.ndarray[Any, Any]"]):
-    """A generation: a mapping from (parameter, kind) to arrays. Writing into one changes this process's copy only."""
+    """A generation: a mapping from (parameter, kind) to arrays. Writing to one changes this process's copy only."""
 
     def __init__(self, lease: GenerationLease) -> None:
-        shape = lease.shape
-        self.path = shape.path
+        file = lease.store
+        self.path = file.path
         self.step = lease.header.step
         self.sequence = lease.header.sequence
-        self.notes: dict[str, Any] = notes_of(lease.header, shape.path)
-        self._layout = shape.layout
+        self.notes: dict[str, Any] = notes_of(lease.header, file.path)
+        self._layout = file.layout
         self._header = lease.header
         try:
-            # Private pages: tensors must be writable for torch, and the file must not change.
-            self._map = _LeasedMap(lease.fd, shape.layout.file_bytes, access=mmap.ACCESS_COPY)
+            # Private pages: torch needs writable tensors, and the file must not change.
+            self._map = _LeasedMap(lease.fd, file.layout.file_bytes, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be mapped: {error.strerror}") from error
         self._map.lease = lease
@@ -59,7 +59,7 @@ class LoadedGeneration(Mapping[tuple[str, str], "np.ndarray[Any, Any]"]):
         return len(self._layout.number)
 
     def array(self, name: str, kind: str) -> np.ndarray[Any, Any]:
-        """One atom as numpy, on the map. Types that numpy lacks (bfloat16) come as unsigned integers of their size."""
+        """One atom as a numpy array on the map; as unsigned integers if numpy lacks the type (bfloat16)."""
         number = self._number(name, kind)
         entry = self._layout.schema.entries[number]
         at, count = self._layout.atom_at(self._header.slot, number), prod(entry.shape)
@@ -68,7 +68,7 @@ class LoadedGeneration(Mapping[tuple[str, str], "np.ndarray[Any, Any]"]):
         return np.frombuffer(self._map, _numpy_type(entry.dtype), count, at).reshape(entry.shape)
 
     def tensor(self, name: str, kind: str) -> torch.Tensor:
-        """One atom as a torch tensor, on the map."""
+        """One atom as a torch tensor on the map."""
         import torch
 
         number = self._number(name, kind)
@@ -80,11 +80,11 @@ class LoadedGeneration(Mapping[tuple[str, str], "np.ndarray[Any, Any]"]):
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=at).view(entry.shape)
 
     def atom_step(self, name: str, kind: str) -> int:
-        """The step that one atom is of."""
+        """The step of one atom."""
         return self._header.atoms[self._number(name, kind)].step
 
     def check(self) -> None:
-        """Compare every atom with the digest of its generation."""
+        """Compare every atom with the checksum that its generation records."""
         for number, (entry, record) in enumerate(zip(self._layout.schema.entries, self._header.atoms, strict=True)):
             at = self._layout.atom_at(self._header.slot, number)
             if xxhash.xxh3_128_digest(memoryview(self._map)[at : at + entry.nbytes]) != record.digest:
@@ -97,7 +97,7 @@ class LoadedGeneration(Mapping[tuple[str, str], "np.ndarray[Any, Any]"]):
     def _number(self, name: str, kind: str) -> int:
         number = self._layout.number.get((name, kind))
         if number is None:
-            raise UsageError(f"{self.path}: holds no {name}, {kind}")
+            raise UsageError(f"{self.path}: does not contain {name}, {kind}")
         return number
 
 

@@ -1,14 +1,10 @@
-"""Writing a store from a job: tensors go straight to their place, and a generation counts when all of it is durable.
+"""Write a store from a job: copy tensors to their places in a mapped file, and make complete generations valid.
 
-The order of a generation, each arrow a wait for the medium:
-the slot made invalid → data → slot header → the older superblock, which names the slot as root.
+The order within a generation; each arrow waits until the bytes are durable:
+slot header erased → data → slot header → the older superblock, which then names the slot.
 
-The memory of a store: a file mapped once, and how what was written into it becomes durable.
-
-On persistent memory with DAX the kernel accepts `MAP_SYNC`, and libpmem, where it is installed, flushes caches without
-a system call. Everywhere else `msync` writes the pages of the given ranges.
-
-The bytes of what a job gives to a store, whatever holds them: tensors of torch, numpy arrays, plain bytes.
+On persistent memory with DAX, the kernel accepts `MAP_SYNC`, and libpmem, if installed, flushes CPU caches without a
+system call. Everywhere else `msync` writes the pages of the given ranges.
 """
 
 from __future__ import annotations
@@ -62,40 +58,43 @@ from ucp.formats.store.store_layout import (
 )
 from ucp.storage.local import sync, write_all
 
+_MAP_SHARED_VALIDATE: Final = 0x03
+_MAP_SYNC: Final = 0x80000
+_MS_SYNC: Final = 4
+
 
 class Store:
-    """A store that this process writes. `begin`, `write` every atom, `commit`; then the next generation."""
+    """A store that this process writes: `begin`, `write` every atom, `commit`; then the next generation."""
 
-    def __init__(self, medium: DurableMemory, shape: StoreFile, fd: int | None = None) -> None:
-        """Use `create` or `open`. `fd` is the open file that locks are taken with; None takes none."""
-        self.path = shape.path
-        self.schema = shape.layout.schema
-        self.slots = shape.layout.slots
-        self._shape = shape
-        self._layout = shape.layout
+    def __init__(self, medium: DurableMemory, file: StoreFile, fd: int | None = None) -> None:
+        """Use `create` or `open` instead. `fd` is the open file for locks; None uses no locks."""
+        self.path = file.path
+        self.schema = file.layout.schema
+        self.slots = file.layout.slots
+        self._file = file
+        self._layout = file.layout
         self._medium = medium
         self._fd = fd
         self._closed = False
-        self._slot: int | None = None  # that is being written
+        self._slot: int | None = None  # the slot being written
         self._step = 0
-        self._written: dict[int, AtomRecord] = {}  # without a digest: given out as a view
-        found = find_generations(lambda at, size: bytes(medium.view[at : at + size]), shape)
+        self._written: dict[int, AtomRecord] = {}  # an empty digest marks a view, digested by `commit`
+        found = find_generations(lambda at, size: bytes(medium.view[at : at + size]), file)
         self._sequence = found.sequence
         self._root = NO_SLOT if found.root is None else found.root.slot
         self._superblock = 0 if found.root_superblock is None else found.root_superblock
         self._held = {header.slot: header.sequence for header in found.generations}
-        for slot in found.beyond:  # complete, but its superblock never came: a later one must not bring it back
+        for slot in found.uncommitted:  # complete, but without superblock: a later one must not make it valid
             self._invalidate(slot)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Opening
+    # opening ----------------------------------------------------------------------------------------------------------
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], schema: StoreSchema, *, slots: int = 2) -> Store:
-        """Make a new store with room for `slots` generations, all its blocks reserved, and open it."""
+        """Create a store of `slots` generations with all its disk blocks reserved, and open it."""
         path = Path(path)
         if path.exists():
-            raise UsageError(f"{path}: exists already", hint="Store.open goes on with it; or give another path")
+            raise UsageError(f"{path}: exists already", hint="continue with Store.open, or give another path")
         data = schema.dump()
         layout = StoreLayout(schema, slots, len(data))
         head = StoreHead(uuid.uuid4().bytes, xxhash.xxh3_128_digest(data), layout.numbers(), time.time_ns())
@@ -104,7 +103,7 @@ class Store:
         try:
             fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                # A mapped file with holes kills its process when the disk is full: all blocks are reserved now.
+                # Writing to an unreserved block of a mapped file kills the process if the disk is full.
                 os.posix_fallocate(fd, 0, layout.file_bytes)
                 for at, block in ((SCHEMA_AT, data), *((at, nothing) for at in SUPERBLOCKS_AT), (HEAD_AT, head.pack())):
                     write_all(fd, at, block)
@@ -116,45 +115,46 @@ class Store:
         except OSError as error:
             staged.unlink(missing_ok=True)
             raise StorageError(
-                f"{path}: cannot be made: {error.strerror}",
-                hint=f"a store of these atoms in {slots} slots needs {layout.file_bytes:,} bytes, all of them at once",
+                f"{path}: cannot be created: {error.strerror}",
+                hint=f"a store of these atoms in {slots} slots needs {layout.file_bytes:,} bytes",
             ) from error
         return cls.open(path)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
-        """Go on with a store. What a crash left behind is put right; the newest whole generation stays."""
+        """Open an existing store, and discard what a crash left unfinished. The newest complete generation stays."""
         path = Path(path)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
-            shape = read_store_file(positional_reader(fd, path), os.fstat(fd).st_size, path)
+            file = read_store_file(positional_reader(fd, path), os.fstat(fd).st_size, path)
             lock_for_writing(fd, path)
-            return cls(MappedFile(fd, shape.layout.file_bytes, path), shape, fd)
+            return cls(MappedFile(fd, file.layout.file_bytes, path), file, fd)
         except BaseException:
             os.close(fd)
             raise
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # A generation
+    # one generation ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, *, wait: float = 0.0) -> None:
-        """Begin the generation of `step`, in the slot that is longest out of date and that no reader holds.
+        """Start the generation of `step` in the slot of the oldest generation that no reader has leased.
 
-        Where readers hold all but the root, waits up to `wait` seconds and then raises `BusyError`.
+        If readers hold every slot but the newest, waits up to `wait` seconds, then raises `StoreBusyError`.
         """
         if self._closed:
-            raise UsageError(f"{self.path}: the store was closed")
+            raise UsageError(f"{self.path}: the store is closed")
         if self._slot is not None:
-            raise UsageError(f"{self.path}: the generation of step {self._step} is not committed", hint="or abort it")
+            raise UsageError(
+                f"{self.path}: the generation of step {self._step} is not committed", hint="commit or abort it first"
+            )
         until = time.monotonic() + wait
         while (slot := self._free_slot()) is None:
             if time.monotonic() >= until:
                 raise StoreBusyError(
-                    f"{self.path}: readers hold all of its {self._layout.slots} slots but the newest generation's",
-                    hint="wait for them, or make the store with more slots",
+                    f"{self.path}: readers hold every slot of {self._layout.slots} but that of the newest generation",
+                    hint="wait for them, or create the store with more slots",
                 )
             time.sleep(0.002)
         self._slot, self._step = slot, step
@@ -163,7 +163,7 @@ class Store:
         self._invalidate(slot)
 
     def write(self, name: str, kind: str, tensor: Any, *, step: int | None = None) -> None:
-        """Put one atom in its place: a tensor, a numpy array or bytes. `step` where it is not the generation's."""
+        """Copy one atom (a tensor, a numpy array or bytes) to its place. `step` defaults to the generation's."""
         number, entry = self._find(name, kind)
         target = self._bytes(number)
         digest = xxhash.xxh3_128()
@@ -175,27 +175,27 @@ class Store:
         self._written[number] = AtomRecord(digest.digest(), self._step if step is None else step)
 
     def view(self, name: str, kind: str, *, step: int | None = None) -> ByteArray:
-        """The bytes of one atom in the generation that is being written, to be filled before `commit`."""
+        """The bytes of one atom of this generation, to be filled before `commit`."""
         number, _ = self._find(name, kind)
         self._written[number] = AtomRecord(b"", self._step if step is None else step)
         return self._bytes(number)
 
     def commit(self, notes: Mapping[str, Any] | None = None) -> int:
-        """Make the generation durable, then the newest. `notes` are JSON values. Gives its sequence number."""
-        slot = self._must_have_begun()
+        """Make the generation durable, then the newest one. `notes` are JSON values. Returns its sequence number."""
+        slot = self._current_slot()
         layout, entries = self._layout, self.schema.entries
         if len(self._written) < len(entries):
             missing = [str(entry) for number, entry in enumerate(entries) if number not in self._written]
             raise UsageError(
                 f"{self.path}: {len(missing)} of {len(entries)} atoms were not written in the generation of step"
                 f" {self._step}: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}",
-                hint="what is in their place is of an older generation: write all of them",
+                hint="write all of them: the slot still has the bytes of an older generation",
             )
-        told = json.dumps(dict(notes or {}), separators=(",", ":")).encode()
-        if len(told) > self.schema.notes_bytes:
+        data = json.dumps(dict(notes or {}), separators=(",", ":")).encode()
+        if len(data) > self.schema.notes_bytes:
             raise UsageError(
-                f"{self.path}: the notes have {len(told):,} bytes, there is room for {self.schema.notes_bytes:,}",
-                hint="make the store with a larger notes_bytes",
+                f"{self.path}: the notes have {len(data):,} bytes, but only {self.schema.notes_bytes:,} are reserved",
+                hint="create the store with a larger notes_bytes",
             )
         records = tuple(
             record if record.digest else AtomRecord(xxhash.xxh3_128_digest(self._bytes(number).data), record.step)
@@ -204,14 +204,14 @@ class Store:
         begin = layout.slot_at(slot)
         self._medium.persist([(begin + layout.header_bytes, begin + layout.slot_bytes)])
         now, sequence = time.time_ns(), self._sequence + 1
-        header = SlotHeader(sequence, slot, self._step, now, records, told).pack(self._shape.head.id)
-        # The seal comes last, for a reader that looks at this very moment.
+        header = SlotHeader(sequence, slot, self._step, now, records, data).pack(self._file.head.id)
+        # The part with the checksum comes last, for readers at this very moment.
         self._put(begin + HEADER_FIXED, header[HEADER_FIXED:])
         self._put(begin, header[:HEADER_FIXED])
         self._medium.persist([(begin, begin + len(header))])
         older = 1 - self._superblock
         at = SUPERBLOCKS_AT[older]
-        root = Superblock(sequence, slot, self._step, now, seal_of(header)).pack(self._shape.head.id)
+        root = Superblock(sequence, slot, self._step, now, seal_of(header)).pack(self._file.head.id)
         self._put(at, root)
         self._medium.persist([(at, at + len(root))])
         self._superblock, self._root, self._sequence = older, slot, sequence
@@ -220,7 +220,7 @@ class Store:
         return sequence
 
     def abort(self) -> None:
-        """Give the generation up that was begun. The newest whole one stays."""
+        """Discard the generation that was started. The newest complete one stays."""
         if self._slot is not None:
             self._end()
 
@@ -228,25 +228,25 @@ class Store:
 
     @property
     def sequence(self) -> int:
-        """Number of the newest generation; 0 where there is none."""
+        """Number of the newest generation; 0 if there is none."""
         return self._sequence
 
     @property
     def slot_start(self) -> int:
-        """Where the slot begins that is being written, for other processes that fill it through the file."""
-        return self._layout.slot_at(self._must_have_begun())
+        """Offset of the slot being written, for other processes that write to the file themselves."""
+        return self._layout.slot_at(self._current_slot())
 
     def place(self, name: str, kind: str) -> int:
-        """Where the bytes of an atom are, from the start of every slot."""
+        """Offset of an atom, relative to its slot."""
         return self._layout.offsets[self._layout.number[name, kind]]
 
     @property
-    def way(self) -> str:
-        """How bytes are made durable here."""
-        return str(getattr(self._medium, "way", type(self._medium).__name__))
+    def durability(self) -> str:
+        """How bytes are made durable: `pmem_persist`, `msync on DAX` or `msync`."""
+        return str(getattr(self._medium, "durability", type(self._medium).__name__))
 
     def close(self) -> None:
-        """Let the store go. A generation that was begun is given up."""
+        """Close the store, and discard a generation that is not committed."""
         self.abort()
         self._closed = True
         if self._fd is not None:
@@ -264,7 +264,7 @@ class Store:
         self.close()
 
     def _free_slot(self) -> int | None:
-        """The slot that holds the oldest generation, or none; never the root, and none that a reader holds."""
+        """The slot of the oldest generation that no reader has leased; never that of the newest one."""
         others = (slot for slot in range(self._layout.slots) if slot != self._root)
         for slot in sorted(others, key=lambda slot: self._held.get(slot, 0)):
             if self._fd is None or try_lock(self._fd, self._layout.slot_at(slot), fcntl.F_WRLCK):
@@ -285,35 +285,30 @@ class Store:
     def _put(self, at: int, data: bytes) -> None:
         self._medium.view[at : at + len(data)] = data
 
-    def _must_have_begun(self) -> int:
+    def _current_slot(self) -> int:
         if self._slot is None:
-            raise UsageError(f"{self.path}: no generation was begun", hint="call begin(step) first")
+            raise UsageError(f"{self.path}: no generation was started", hint="call begin(step) first")
         return self._slot
 
     def _find(self, name: str, kind: str) -> tuple[int, StoreEntry]:
-        self._must_have_begun()
+        self._current_slot()
         number = self._layout.number.get((name, kind))
         if number is None:
             kinds = [known for owner, known in self._layout.number if owner == name]
             raise UsageError(
-                f"{self.path}: has no room for {name}, {kind}",
-                hint=f"of {name} it has {', '.join(kinds)}" if kinds else "its schema does not name the parameter",
+                f"{self.path}: its schema does not contain {name}, {kind}",
+                hint=f"states of {name}: {', '.join(kinds)}" if kinds else "the schema has no parameter of that name",
             )
         return number, self.schema.entries[number]
 
     def _bytes(self, number: int) -> ByteArray:
-        at = self._layout.atom_at(self._must_have_begun(), number)
+        at = self._layout.atom_at(self._current_slot(), number)
         nbytes = self.schema.entries[number].nbytes
         return np.frombuffer(self._medium.view, np.uint8, nbytes, at) if nbytes else np.empty(0, np.uint8)
 
 
-_MAP_SHARED_VALIDATE: Final = 0x03
-_MAP_SYNC: Final = 0x80000
-_MS_SYNC: Final = 4
-
-
 class DurableMemory(Protocol):
-    """Bytes that can be written in place, and made durable range by range."""
+    """Memory that can be written in place and made durable range by range."""
 
     view: memoryview
 
@@ -324,7 +319,7 @@ class DurableMemory(Protocol):
 
 
 class MappedFile:
-    """A file mapped for writing. `way` says how it is made durable: `pmem_persist`, `msync on DAX` or `msync`."""
+    """A file mapped for writing. `durability` is `pmem_persist`, `msync on DAX` or `msync`."""
 
     def __init__(self, fd: int, size: int, path: Path) -> None:
         self._path = path
@@ -332,14 +327,14 @@ class MappedFile:
         self.view = memoryview(self._map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._pmem = _libpmem() if is_dax else None
-        self.way = "pmem_persist" if self._pmem is not None else "msync on DAX" if is_dax else "msync"
+        self.durability = "pmem_persist" if self._pmem is not None else "msync on DAX" if is_dax else "msync"
 
     def persist(self, ranges: Iterable[tuple[int, int]]) -> None:
         if self._pmem is not None:
             for start, stop in ranges:
                 self._pmem.pmem_persist(ctypes.c_void_p(self._address + start), ctypes.c_size_t(stop - start))
             return
-        # Through ctypes, which lets other threads run meanwhile; `mmap.flush` does not in every version.
+        # ctypes releases the GIL; `mmap.flush` does not in every version of Python.
         for start, stop in coalesce_ranges(ranges, mmap.PAGESIZE):
             length = min(stop, len(self.view)) - start
             if _libc().msync(ctypes.c_void_p(self._address + start), ctypes.c_size_t(length), _MS_SYNC) != 0:
@@ -347,7 +342,7 @@ class MappedFile:
                 raise StorageError(f"{self._path}: bytes [{start}, {stop}) cannot be made durable: {what}")
 
     def close(self) -> None:
-        """Let go of the map; it ends with the last array that lies on it."""
+        """Release the map; it is removed when the last array on it is gone."""
         self.view = memoryview(b"")
         del self._map
 
@@ -383,10 +378,9 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def tensor_blocks(tensor: Any, entry: StoreEntry) -> Iterator[ByteArray]:
-    """The bytes of an atom, row-major, in blocks that stay in the CPU's cache until they are digested.
+    """The bytes of an atom, row-major, in blocks that stay in the CPU cache until they are digested.
 
-    `tensor` is a tensor, a numpy array, or bytes as they are to be stored. `UsageError` where it is not what the store
-    has room for.
+    `tensor` is a torch tensor, a numpy array, or bytes. Raises `UsageError` if it does not match the schema.
     """
     if isinstance(tensor, (bytes, bytearray, memoryview)):
         flat: Any = np.frombuffer(tensor, np.uint8)
@@ -398,8 +392,7 @@ def tensor_blocks(tensor: Any, entry: StoreEntry) -> Iterator[ByteArray]:
     if not fits:
         given = f"{tensor.dtype} {list(tensor.shape)}" if hasattr(tensor, "dtype") else f"{len(flat)} bytes"
         raise UsageError(
-            f"parameter {entry.name}, {entry.kind}: {given} was given, the store has room for"
-            f" {entry.dtype} {list(entry.shape)}"
+            f"parameter {entry.name}, {entry.kind}: is {given}, but the schema has {entry.dtype} {list(entry.shape)}"
         )
     itemsize = entry.dtype.itemsize if hasattr(tensor, "dtype") else 1
     count = max(1, settings.SLAB_BYTES // itemsize)

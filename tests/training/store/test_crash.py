@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import PROJECT
-from tests.store.stores import ENTRIES, content, fill, is_of_one_step, schema
+from tests.training.store.stores import ENTRIES, content, fill, is_of_one_step, schema
 from ucp.errors import IntegrityError
 from ucp.formats.store.generations import StoreFile, find_generations, positional_reader, read_store_file
 from ucp.formats.store.store_layout import StoreHead, StoreLayout, Superblock
@@ -38,7 +38,7 @@ def test_a_killed_writer_leaves_one_whole_generation(tmp_path: Path, kills: int,
         pytest.skip("no shared memory")
     folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY if where == "memory" else tmp_path))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.store.killed_writer", str(folder / "store"), str(kills), "7"],
+        [sys.executable, "-m", "tests.training.store.killed_writer", str(folder / "store"), str(kills), "7"],
         capture_output=True,
         text=True,
         check=False,

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.store.stores import fill, is_of_one_step, schema
+from tests.training.store.stores import fill, is_of_one_step, schema
 from ucp.formats.store.generations import find_generations, positional_reader, read_store_file
 from ucp.training.store.store_loading import load_store
 from ucp.training.store.writer import Store
@@ -80,8 +80,8 @@ def main() -> None:
         read = positional_reader(fd, path)
         found = find_generations(read, read_store_file(read, os.fstat(fd).st_size, path))
         os.close(fd)
-        seen["in the middle"] += len(found.generations) == 1 and not found.beyond
-        seen["uncommitted"] += len(found.beyond)
+        seen["in the middle"] += len(found.generations) == 1 and not found.uncommitted
+        seen["uncommitted"] += len(found.uncommitted)
         seen["kills"] += 1
     seen["generations"] = before
     json.dump(seen, sys.stdout)

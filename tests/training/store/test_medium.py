@@ -50,7 +50,7 @@ def test_memory_of_the_system_is_synced() -> None:
     path = folder / f"ucp-test-medium-{os.getpid()}"
     try:
         made = mapped(path)
-        assert made.way == "msync"
+        assert made.durability == "msync"
         made.close()
     finally:
         path.unlink(missing_ok=True)
@@ -64,7 +64,7 @@ def test_msync_takes_ranges_that_are_no_pages(tmp_path: Path) -> None:
 def test_persistent_memory_without_its_library_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_libpmem", lambda: None)
     made = mapped(tmp_path / "store")
-    assert made.way == "msync on DAX"
+    assert made.durability == "msync on DAX"
     made.close()
     assert is_persisted(tmp_path / "store")
 
@@ -74,6 +74,6 @@ def test_persistent_memory_without_its_library_is_synced(tmp_path: Path, monkeyp
 def test_persistent_memory_is_flushed_by_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_libc", lambda: pytest.fail("a system call"))
     made = mapped(tmp_path / "store")
-    assert made.way == "pmem_persist"
+    assert made.durability == "pmem_persist"
     made.close()
     assert is_persisted(tmp_path / "store")

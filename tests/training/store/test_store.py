@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store.stores import ENTRIES, fill, is_of_one_step, schema
+from tests.training.store.stores import ENTRIES, fill, is_of_one_step, schema
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UsageError
 from ucp.formats.store.generations import StoreBusyError, find_generations, positional_reader, read_store_file
 from ucp.formats.store.store_layout import StoreSchema
@@ -30,7 +30,7 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
         "e": {"weight": torch.nn.Parameter(torch.tensor([float("nan"), -0.0, float("inf")]))},
     }
     with Store.create(tmp_path / "store", StoreSchema.of(tensors)) as store:
-        assert store.way in ("msync", "msync on DAX", "pmem_persist")
+        assert store.durability in ("msync", "msync on DAX", "pmem_persist")
         store.begin(41)
         for name, states in tensors.items():
             for kind, tensor in states.items():
@@ -113,7 +113,7 @@ def test_the_root_is_never_overwritten_and_readers_hold_what_they_read(tmp_path:
         assert load_store(path).step == 2  # until it is committed
         store.commit()
         assert load_store(path).step == 3
-        with pytest.raises(StoreBusyError, match="another process writes"):
+        with pytest.raises(StoreBusyError, match="another process is writing"):
             Store.open(path)
     Store.open(path).close()
 
@@ -143,14 +143,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         load_store(path)
     with pytest.raises(UsageError, match="exists already"):
         Store.create(path, schema())
-    with pytest.raises(UsageError, match="no generation was begun"):
+    with pytest.raises(UsageError, match="no generation was started"):
         store.write("big", "weight", b"")
     fill(store, 1)
     with pytest.raises(UsageError, match="is not committed"):
         store.begin(2)
-    with pytest.raises(UsageError, match=r"no room for big, master"):
+    with pytest.raises(UsageError, match=r"does not contain big, master"):
         store.write("big", "master", b"")
-    with pytest.raises(UsageError, match=r"float64 \[128, 256\] was given, the store has room for float32"):
+    with pytest.raises(UsageError, match=r"is float64 \[128, 256\], but the schema has float32"):
         store.write("big", "weight", np.zeros((128, 256)))
     with pytest.raises(UsageError, match="the notes have"):
         store.commit({"long": "x" * 100})
@@ -218,7 +218,7 @@ def test_damage_is_found_or_passed_by(tmp_path: Path) -> None:
         load_store(tmp_path / "whole").check()
     with (tmp_path / "whole").open("r+b") as file:
         file.truncate(8 * mmap.PAGESIZE)
-    with pytest.raises(IntegrityError, match="bytes, not"):
+    with pytest.raises(IntegrityError, match="bytes instead of"):
         load_store(tmp_path / "whole")
     (tmp_path / "other").write_bytes(b"something else")
     with pytest.raises(NotUnderstoodError):

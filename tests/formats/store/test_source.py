@@ -14,8 +14,8 @@ import pytest
 
 import ucp
 from tests.conftest import PROJECT
-from tests.store.stores import fill, schema
-from tests.store.test_store import damaged, look
+from tests.training.store.stores import fill, schema
+from tests.training.store.test_store import damaged, look
 from ucp.errors import UsageError
 from ucp.formats.store.generations import StoreBusyError
 from ucp.formats.store.reader import generation_notes, schema_of
@@ -88,7 +88,7 @@ def test_generations_are_chosen_by_step(tmp_path: Path) -> None:
     assert ucp.open(tmp_path / "store").index.details["steps"] == [30, 20, 10]
     with pytest.raises(UsageError, match="no generation of step 11"):
         ucp.open(tmp_path / "store", tag="11")
-    with pytest.raises(UsageError, match="by step"):
+    with pytest.raises(UsageError, match="the tag of a store is a step"):
         ucp.open(tmp_path / "store", tag="global_step10")
 
 
@@ -157,7 +157,7 @@ def test_a_running_job_is_read_without_a_mixture(tmp_path: Path) -> None:
         fill(store, 1)
         store.commit()
     code = (
-        "import sys, pathlib\nfrom tests.store.killed_writer import write_for_ever\n"
+        "import sys, pathlib\nfrom tests.training.store.killed_writer import write_for_ever\n"
         "write_for_ever(pathlib.Path(sys.argv[1]), 1)"
     )
     job = subprocess.Popen([sys.executable, "-c", code, str(path)], cwd=PROJECT, stdout=subprocess.DEVNULL)
