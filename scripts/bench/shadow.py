@@ -13,10 +13,10 @@ Blocks of steps of one torch job run in turns, in changing order, so that other 
 alike: without anything, with a gradient log, with log and shadow (a process of its own), with snapshots after every
 step and after every few, as folders and in a store, and with the alternatives: `torch.save` (training waits),
 CheckFreq's two phases (the copy overlaps a forward and backward pass, the write what follows), DeepSpeed's
-`save_checkpoint` of an engine. All are durable when they count. Figures are ratios to the block without anything in the same round: the median
-and its 90 % interval (bootstrap). The cost of one checkpoint determines how often it may be taken for 5 % overhead, and
-that how many steps a failure costs on average, compared with the cost with a shadow; snapshots at that frequency are
-then measured too. On a machine that was busy before, nothing counts as measured.
+`save_checkpoint` of an engine. All are durable when they count. Figures are ratios to the block without anything in the
+same round: the median and its 90 % interval (bootstrap). The cost of one checkpoint determines how often it may be
+taken for 5 % overhead, and that how many steps a failure costs on average, compared with the cost with a shadow;
+snapshots at that frequency are then measured too. On a machine that was busy before, nothing counts as measured.
 """
 
 from __future__ import annotations

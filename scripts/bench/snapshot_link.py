@@ -5,8 +5,8 @@
 
 Snapshots of a torch job whose steps take a fixed time are taken over a throttled link: with room for all of its state
 between two steps (`--room 1.5`: for 1.5 times the state), and with too little. If the demand test finds enough room,
-the stall should be at most 1 % of an iteration; if not, the measured stall should be within 10 % of the one planned from
-earlier snapshots. Each figure is the median over all snapshots except the first, which measure.
+the stall should be at most 1 % of an iteration; if not, the measured stall should be within 10 % of the one planned
+from earlier snapshots. Each figure is the median over all snapshots except the first, which measure.
 """
 
 from __future__ import annotations
