@@ -136,7 +136,7 @@ def test_a_disk_that_fails_for_good(
         assert told is not None
         assert (raised is told) == (on_error == "raise")
         assert f"the log cannot be written: {os.strerror(number)}" in str(told)
-        assert "see to the disk" in str(told)
+        assert "check the disk" in str(told)
         job.recorder.close()
     assert job.recorder.durable_step >= 3
     assert goes_on_from(tmp_path, job) >= 3
@@ -202,7 +202,7 @@ def test_a_base_that_cannot_be_saved_is_told_at_the_next_step(tmp_path: Path, mo
 
 def test_the_first_base_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SPACE_RESERVE_BYTES", 1 << 60)
-    with pytest.raises(StorageError, match=r"base of step 0 cannot be saved: .* are needed, and .* to spare"):
+    with pytest.raises(StorageError, match=r"base of step 0 cannot be saved: .* bytes needed, plus .*"):
         Job(tmp_path)
 
 
