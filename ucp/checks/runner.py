@@ -195,14 +195,13 @@ class ThreadFiles(SourceFiles):
         self._all: list[SourceFiles] = []
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
-        if self._remote is not None:  # connections are shared by all threads
+        if self.is_remote:  # connections are shared by all threads
             super().read_into(file, offset, target)
             return
         files: SourceFiles | None = getattr(self._of_thread, "files", None)
         if files is None:
             files = self._of_thread.files = SourceFiles(self.root, self._max_open)
-            with self._lock:
-                self._all.append(files)
+            self._all.append(files)
         files.read_into(file, offset, target)
 
     def close(self) -> None:

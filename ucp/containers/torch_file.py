@@ -6,8 +6,6 @@ holds one storage each. The prefix is chosen by the writer.
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +24,11 @@ from ucp.containers.zip_directory import (
     locate_payload,
     read_directory,
 )
-from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
-from ucp.storage.local import read_at
-from ucp.storage.paths import RemotePath
+from ucp.errors import IntegrityError, NotUnderstoodError, UnsafeError
+from ucp.storage.storage import PositionalFile, storage_of
 
 if TYPE_CHECKING:
-    from ucp.storage.remote_files import RemoteIndexFile
+    pass
 
 __all__ = ["TorchFile", "ZipEntry"]
 
@@ -173,7 +170,7 @@ class TorchFile:
         """Read all local headers while the file is open, and the data of tiny entries next to them."""
         with _open(self.path) as opened:
             spans = list(_spans(self.entries.values()))
-            opened.expect((start, stop - start) for start, stop, _ in spans)
+            opened.prefetch((start, stop - start) for start, stop, _ in spans)
             for start, stop, entries in spans:
                 data = opened.read(start, stop - start)
 
@@ -229,50 +226,8 @@ def _header_offset(entry: ZipEntry) -> int:
     return entry.header_offset
 
 
-def _open(path: Path) -> _OpenTorchFile | RemoteIndexFile:
-    if not isinstance(path, RemotePath):
-        return _OpenTorchFile(path)
-    try:
-        opened = path.indexed()
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-    opened.expect_ends()
+def _open(path: Path) -> PositionalFile:
+    """Open a file for the time of a `with` block: an index of many ranks keeps no file open."""
+    opened = storage_of(path).open(path)
+    opened.prefetch_ends()
     return opened
-
-
-class _OpenTorchFile:
-    """A file open for positional reads inside a `with` block; an index of many ranks keeps no file open."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            # Without O_NONBLOCK, opening a named pipe would block.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        found = os.fstat(self._fd)
-        self.size = found.st_size
-        if not stat.S_ISREG(found.st_mode):
-            os.close(self._fd)
-            raise NotUnderstoodError(f"{path}: is not a file")
-
-    def __enter__(self) -> _OpenTorchFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Announce ranges that will be read. Does nothing for local files, whose reads need no round trip."""
-
-    def read(self, offset: int, size: int) -> bytes:
-        try:
-            data = read_at(self._fd, offset, size)
-        except OSError as error:
-            raise StorageError(f"{self._path}: cannot read bytes at {offset}: {error.strerror}") from error
-        if len(data) < size:
-            raise IntegrityError(
-                f"{self._path}: ends at byte {offset + len(data)}, but {size} bytes at {offset} are needed",
-                hint=COPY_AGAIN,
-            )
-        return data

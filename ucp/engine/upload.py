@@ -237,7 +237,7 @@ class StoreDestination:
                 self._remove(self._objects())
 
     def _objects(self) -> dict[str, ObjectInfo]:
-        return self.path.store.everything(self.path.key)
+        return self.path.store.list_all(self.path.key)
 
     def _shards_among(self, objects: Mapping[str, ObjectInfo]) -> list[WorkShard]:
         """Shards that have a journal among these objects; a folder that contains something else is refused."""
@@ -294,7 +294,7 @@ class StoreDestination:
     def _notes(self, shard: WorkShard) -> dict[str, ObjectInfo]:
         """The objects in the journal folder of a shard."""
         folder = _journal_folder(shard)
-        objects = self.path.store.everything((self.path / folder).key)
+        objects = self.path.store.list_all((self.path / folder).key)
         return {f"{folder}/{name}": info for name, info in objects.items()}
 
     def _put_note(self, name: str, note: object) -> None:
@@ -320,7 +320,7 @@ class UploadJournal:
         """Make this process the owner of the shard. Entries of an earlier owner stay valid."""
         self._owner = uuid4().hex
         store = self._path.store
-        entries = _journal_entries(store.everything(self._path.key), self._shard)
+        entries = _journal_entries(store.list_all(self._path.key), self._shard)
         first = {"ucp": "upload", "version": 1, "fingerprint": fingerprint, "owner": self._owner}
         store.put((self._folder / _FIRST_ENTRY).key, _json(first))
         self._count = max(1, len(entries))

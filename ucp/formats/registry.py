@@ -19,7 +19,8 @@ from ucp.core.mesh import Mesh
 from ucp.core.rules import RuleBook
 from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
-from ucp.storage.paths import RemotePath, is_shadow
+from ucp.storage.paths import is_shadow
+from ucp.storage.storage import storage_of
 
 if TYPE_CHECKING:
     from ucp.formats.format_checks import FormatChecks
@@ -250,7 +251,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
 def _format_at(path: Path) -> Format:
     if not path.exists():
         raise StorageError(f"{path}: no such file or folder", hint=_similar_paths(path))
-    if isinstance(path, RemotePath) and path.is_half_done():
+    if storage_of(path).is_unfinished(path):
         raise InconsistentError(
             f"{path}: is half-done: ucp started writing it and did not finish",
             hint="repeat the command that writes it with --resume, or remove it",
@@ -276,7 +277,7 @@ def recognizing_format(path: Path) -> Format | None:
 
 def _checkpoints_nearby(path: Path) -> str | None:
     """Checkpoints one folder below `path`, or the one that a file belongs to."""
-    if isinstance(path, RemotePath):
+    if storage_of(path).is_remote:
         return None
     try:
         others = sorted(path.iterdir())[:_MAX_SEARCHED] if path.is_dir() else [path.parent]
@@ -290,7 +291,7 @@ def _similar_paths(path: Path) -> str | None:
     """What a user may have meant by a path that does not exist."""
     if is_shadow(path):
         return "convert the shadow (`ucp convert`), and use the copy"
-    if isinstance(path, RemotePath):
+    if storage_of(path).is_remote:
         return None
     try:
         siblings = os.listdir(path.parent)

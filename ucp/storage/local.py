@@ -1,7 +1,4 @@
-"""Positional reads and writes on local files, with a bounded set of open descriptors shared by all threads.
-
-A file that is read here and there for a while, on this machine or in an object store.
-"""
+"""Positional reads and writes on local files, and the files of a checkpoint wherever they are."""
 
 from __future__ import annotations
 
@@ -9,9 +6,11 @@ import ctypes
 import errno
 import os
 import signal
+import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from io import RawIOBase
 from itertools import islice
@@ -21,95 +20,225 @@ from typing import IO, TYPE_CHECKING, Final
 
 from ucp import settings
 from ucp.core.checkpoint import COMPUTED, ComputedFiles
-from ucp.errors import IntegrityError, StorageError
-from ucp.storage.paths import RemotePath
+from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
+from ucp.storage.storage import FolderEntry, storage_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ucp.storage.remote_files import RemoteIndexFile
-
-
 _PR_SET_PDEATHSIG: Final = 1
-_MAX_VECTORS: Final = 1024  # that Linux takes in one call
+_MAX_VECTORS: Final = 1024  # buffers per `preadv` (IOV_MAX of Linux)
 
 
 class SourceFiles:
-    """Read-only access to the files below a checkpoint's root. Thread-safe; closes descriptors long unused."""
+    """Read-only access to the files of a checkpoint, wherever they are. Thread-safe."""
 
-    def __init__(self, root: Path, keep: int | None = None, computed: ComputedFiles | None = None) -> None:
-        """`keep` is how many descriptors stay open (`MAX_OPEN_FILES`); `computed` has the files that do not exist."""
+    def __init__(self, root: Path, max_open: int | None = None, computed: ComputedFiles | None = None) -> None:
+        """`computed` are files that exist only in memory; the others are below `root`."""
         self.root = root
         self.computed = computed
-        self._keep = keep
-        self._remote = root.reads() if isinstance(root, RemotePath) else None
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, _SourceDescriptor] = OrderedDict()
-
-    @property
-    def is_remote(self) -> bool:
-        return self._remote is not None
+        storage = storage_of(root)
+        self.is_remote = storage.is_remote
+        self._reader = storage.read_ranges(root, max_open)
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         """Fill `target` (bytes) from `file` at byte `offset`; a file that ends too early is an integrity error."""
         if self.computed is not None and file.startswith(COMPUTED):
             self.computed.read_into(file, offset, target)
-        elif self._remote is not None:
-            self._remote.read_into(file, offset, target)
         else:
-            self._read(file, offset, [target], len(target))
+            self._reader.read_into(file, offset, target)
 
     def scatter(self, file: str, offset: int, targets: Sequence[memoryview], nbytes: int) -> None:
-        """Fill one target after the other, `nbytes` bytes in all, from `file`, beginning at byte `offset`."""
+        """Fill one target after the other, `nbytes` bytes in all, with consecutive bytes of `file` from `offset` on."""
         if len(targets) == 1:
             self.read_into(file, offset, targets[0])
-        elif self._remote is not None or (self.computed is not None and file.startswith(COMPUTED)):
-            data, at = memoryview(self.read(file, offset, nbytes)), 0
-            for target in targets:
-                target[:] = data[at : at + len(target)]
-                at += len(target)
-        elif len(targets) <= _MAX_VECTORS:
-            self._read(file, offset, targets, nbytes)
+        elif self.computed is not None and file.startswith(COMPUTED):
+            scatter_bytes(self.read(file, offset, nbytes), targets)
         else:
-            for first in range(0, len(targets), _MAX_VECTORS):
-                some = targets[first : first + _MAX_VECTORS]
-                nbytes = sum(map(len, some))
-                self._read(file, offset, some, nbytes)
-                offset += nbytes
+            self._reader.scatter(file, offset, targets, nbytes)
+
+    def read(self, file: str, offset: int, size: int) -> bytes:
+        """`size` bytes of `file` from byte `offset`."""
+        if not file.startswith(COMPUTED):
+            return self._reader.read(file, offset, size)
+        data = bytearray(size)
+        self.read_into(file, offset, memoryview(data))
+        return bytes(data)
+
+    def close(self) -> None:
+        """Close all open files; the next read opens them again."""
+        self._reader.close()
+
+    def __enter__(self) -> SourceFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def scatter_bytes(data: bytes, targets: Iterable[memoryview]) -> None:
+    """Copy consecutive bytes of `data` into one target after the other."""
+    view, start = memoryview(data), 0
+    for target in targets:
+        target[:] = view[start : start + len(target)]
+        start += len(target)
+
+
+class RandomAccessFile:
+    """A local file or an object, open for positional reads. `size` is in bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = storage_of(path).open(path)
+        self.size = self._file.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read_at_most(self, offset: int, size: int) -> bytes:
+        """`size` bytes from byte `offset`, fewer only if the file ends."""
+        return self._file.read_at_most(offset, size)
+
+
+class LocalStorage:
+    """The file systems of this machine; a `Storage`. A folder appears when it is complete, so none is unfinished."""
+
+    is_remote = False
+
+    def scan(self, folder: Path) -> AbstractContextManager[Iterable[FolderEntry]]:
+        return os.scandir(folder)
+
+    def list(self, folder: Path) -> Iterator[tuple[str, int]]:
+        for base, _, names in os.walk(folder):
+            for name in sorted(names):
+                file = Path(base) / name
+                yield file.relative_to(folder).as_posix(), file.stat().st_size
+
+    def stat(self, path: Path) -> os.stat_result:
+        return path.stat()
+
+    def open(self, path: Path) -> LocalFile:
+        return LocalFile(path)
+
+    def read_ranges(self, root: Path, max_open: int | None = None) -> LocalReader:
+        return LocalReader(root, max_open)
+
+    def put(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def delete(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    def is_unfinished(self, folder: Path) -> bool:
+        del folder
+        return False
+
+
+LOCAL: Final = LocalStorage()
+
+
+class LocalFile:
+    """A local file, open for positional reads; a `PositionalFile`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = _open_for_reading(path, os.O_NONBLOCK)  # opening a named pipe must not block
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise NotUnderstoodError(f"{path}: is not a file")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = self.read_at_most(offset, size)
+        if len(data) < size:
+            raise IntegrityError(
+                f"{self.path}: ends at byte {offset + len(data)}, but {size} bytes at {offset} are needed",
+                hint="the file was copied or written incompletely; copy it again from where it is whole",
+            )
+        return data
+
+    def read_at_most(self, offset: int, size: int) -> bytes:
+        try:
+            return read_at(self._fd, offset, size)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot read bytes at {offset}: {error.strerror}") from error
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Not needed: local reads have no round trip."""
+
+    def prefetch_ends(self) -> None:
+        """Not needed."""
+
+
+class LocalReader:
+    """Positional reads of local files. Keeps files open, and closes the least recently used. Thread-safe."""
+
+    def __init__(self, root: Path, max_open: int | None = None) -> None:
+        """`max_open` files stay open; the default is `MAX_OPEN_FILES`."""
+        self.root = root
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _SourceDescriptor] = OrderedDict()
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        self._read(file, offset, [target], len(target))
+
+    def scatter(self, file: str, offset: int, targets: Sequence[memoryview], nbytes: int) -> None:
+        if len(targets) <= _MAX_VECTORS:
+            self._read(file, offset, targets, nbytes)
+            return
+        for first in range(0, len(targets), _MAX_VECTORS):
+            some = targets[first : first + _MAX_VECTORS]
+            nbytes = sum(map(len, some))
+            self._read(file, offset, some, nbytes)
+            offset += nbytes
+
+    def read(self, file: str, offset: int, size: int) -> bytes:
+        handle = self._acquire(file)
+        try:
+            data = os.pread(handle.fd, size, offset)
+        except OSError as error:
+            raise self._cannot_read(file, offset, error) from error
+        finally:
+            self._release(handle)
+        if len(data) == size:
+            return data
+        block = bytearray(size)  # the system call was cut short, or the file ends
+        self._read(file, offset, [memoryview(block)], size)
+        return bytes(block)
 
     def _read(self, file: str, offset: int, targets: Sequence[memoryview], nbytes: int) -> None:
         handle = self._acquire(file)
         try:
             done = os.preadv(handle.fd, targets, offset)
             while done < nbytes:
-                got = os.preadv(handle.fd, list(_skip_bytes(targets, done)), offset + done) if done else 0
-                if got == 0:
+                count = os.preadv(handle.fd, list(_skip_bytes(targets, done)), offset + done) if done else 0
+                if count == 0:
                     raise IntegrityError(
                         f"{self.root / file}: ends at byte {offset + done}, but bytes"
                         f" [{offset}, {offset + nbytes}) are needed",
                         hint="the file is truncated or was changed while it was read; restore it and try again",
                     )
-                done += got
-        except OSError as error:
-            raise self._cannot_read(file, offset, error) from error
-        finally:
-            self._release(handle)
-
-    def read(self, file: str, offset: int, size: int) -> bytes:
-        """`size` bytes of `file` from byte `offset`."""
-        if self._remote is None and not file.startswith(COMPUTED):
-            found = self._read_small(file, offset, size)
-            if len(found) == size:
-                return found
-        data = bytearray(size)
-        self.read_into(file, offset, memoryview(data))
-        return bytes(data)
-
-    def _read_small(self, file: str, offset: int, size: int) -> bytes:
-        """At most `size` bytes, in one call: fewer where the file ends, or where the system pleases."""
-        handle = self._acquire(file)
-        try:
-            return os.pread(handle.fd, size, offset)
+                done += count
         except OSError as error:
             raise self._cannot_read(file, offset, error) from error
         finally:
@@ -124,21 +253,13 @@ class SourceFiles:
                 os.close(handle.fd)
             self._open.clear()
 
-    def __enter__(self) -> SourceFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _acquire(self, file: str) -> _SourceDescriptor:
         with self._lock:
             handle = self._open.get(file)
             if handle is None:
                 handle = self._open[file] = _SourceDescriptor(_open_for_reading(self.root / file))
                 handle.users += 1
-                self._evict()  # not this one, which is in use now
+                self._evict()  # does not close this one, which has a user now
             else:
                 self._open.move_to_end(file)
                 handle.users += 1
@@ -149,20 +270,12 @@ class SourceFiles:
             handle.users -= 1
 
     def _evict(self) -> None:
-        excess = len(self._open) - (settings.MAX_OPEN_FILES if self._keep is None else self._keep)
+        excess = len(self._open) - (settings.MAX_OPEN_FILES if self._max_open is None else self._max_open)
         if excess <= 0:
             return
         idle = (file for file, handle in self._open.items() if handle.users == 0)
         for file in list(islice(idle, excess)):
             os.close(self._open.pop(file).fd)
-
-
-def _skip_bytes(targets: Sequence[memoryview], done: int) -> Iterator[memoryview]:
-    """What is left of the targets after `done` bytes."""
-    for target in targets:
-        if done < len(target):
-            yield target[done:]
-        done = max(0, done - len(target))
 
 
 class _SourceDescriptor:
@@ -173,15 +286,23 @@ class _SourceDescriptor:
         self.users = 0
 
 
-def _open_for_reading(path: Path) -> int:
+def _skip_bytes(targets: Sequence[memoryview], count: int) -> Iterator[memoryview]:
+    """The targets without their first `count` bytes."""
+    for target in targets:
+        if count < len(target):
+            yield target[count:]
+        count = max(0, count - len(target))
+
+
+def _open_for_reading(path: Path, flags: int = 0) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
-    """`size` bytes from byte `offset`, fewer only where the file ends. The system may give fewer at a time."""
+    """`size` bytes from byte `offset`, fewer only if the file ends: one system call may return fewer."""
     data = os.pread(fd, size, offset)
     while 0 < len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
         data += more
@@ -189,7 +310,7 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
 
 
 def positional_reader(file: IO[bytes] | RawIOBase) -> Callable[[int, int], bytes]:
-    """`read(offset, size)` on an open file, wherever it is: fewer bytes only where it ends."""
+    """A function `read(offset, size)` for an open local file or object; returns fewer bytes only if the file ends."""
     if hasattr(file, "read_at_most"):
         read: Callable[[int, int], bytes] = file.read_at_most
         return read
@@ -198,18 +319,18 @@ def positional_reader(file: IO[bytes] | RawIOBase) -> Callable[[int, int], bytes
 
 
 def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:
-    """Write all of `data` at byte `offset`, however many calls that takes. Calls end at multiples of `WRITE_BYTES`."""
+    """Write all of `data` at byte `offset`. System calls end at multiples of `WRITE_BYTES`."""
     view = memoryview(data)
     done, size = 0, len(view)
     while done < size:
-        some = settings.WRITE_BYTES - (offset + done) % settings.WRITE_BYTES
-        done += os.pwrite(fd, view[done : done + some], offset + done)
+        limit = settings.WRITE_BYTES - (offset + done) % settings.WRITE_BYTES
+        done += os.pwrite(fd, view[done : done + limit], offset + done)
 
 
 def allocate(fd: int, size: int) -> None:
-    """Give a file its size, and on file systems that can its blocks: writing into reserved blocks costs a quarter less.
+    """Set the size of a file and reserve its blocks if the file system can: writing is then a quarter cheaper.
 
-    Not `os.posix_fallocate`, which where the file system cannot writes into every block.
+    Not `os.posix_fallocate`, which writes into every block if the file system cannot.
     """
     os.ftruncate(fd, size)
     if size >= settings.PREALLOCATE_FILE_BYTES:
@@ -217,7 +338,7 @@ def allocate(fd: int, size: int) -> None:
 
 
 def make_file(path: Path, size: int, mode: int = 0o644) -> None:
-    """A file of this size below folders that are made, to be filled in place; one that is there keeps its bytes."""
+    """Create a file of this size, and its folders, to be filled in place; an existing file keeps its bytes."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, mode)
@@ -227,26 +348,26 @@ def make_file(path: Path, size: int, mode: int = 0o644) -> None:
     try:
         allocate(fd, size)
     except OSError as error:
-        raise StorageError(f"{path}: cannot get {size:,} bytes: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot allocate {size:,} bytes: {error.strerror}") from error
     finally:
         os.close(fd)
 
 
 def free_bytes(folder: Path) -> int:
-    """What the file system of a folder has room for, as far as we may use it."""
+    """Free space of a folder's file system that this user may use."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder with all that is in it, as far as the system lets us."""
-    import shutil  # which loads three decompressors
+    """Remove a folder and everything in it, ignoring errors."""
+    import shutil  # imports three decompressors
 
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    """Wait until the bytes of a file, or the names in a folder, are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -257,7 +378,7 @@ def sync(path: Path) -> None:
 def _reserve(fd: int, size: int) -> None:
     try:
         fallocate = _libc().fallocate64
-    except (OSError, AttributeError):  # no Linux
+    except (OSError, AttributeError):  # not Linux
         return
     if fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0 and ctypes.get_errno() == errno.ENOSPC:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -268,47 +389,9 @@ def die_with_parent() -> None:
     parent = os.getppid()
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:
-        os._exit(1)  # it was too late
+        os._exit(1)  # the parent ended before the call
 
 
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-class RandomAccessFile:
-    """A file open for positional reads, until it is closed or the `with` block ends. `size` is in bytes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._remote: RemoteIndexFile | None = None
-        self._fd = -1
-        try:
-            if isinstance(path, RemotePath):
-                self._remote = path.indexed()
-            else:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        self.size = os.fstat(self._fd).st_size if self._remote is None else self._remote.size
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._remote is None:
-            os.close(self._fd)
-
-    def read_at_most(self, offset: int, size: int) -> bytes:
-        """`size` bytes from byte `offset`, fewer where the file ends."""
-        if self._remote is not None:
-            return self._remote.read_at_most(offset, size)
-        try:
-            return read_at(self._fd, offset, size)
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot read bytes at {offset}: {error.strerror}") from error

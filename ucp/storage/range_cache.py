@@ -1,4 +1,4 @@
-"""Blocks of objects, kept for a while: many small reads become few range requests."""
+"""A cache of byte ranges of objects: many small reads become few range requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from ucp import settings
 
 Fetch = Callable[[str, int, int], bytes]
-"""`fetch(key, start, stop)`: bytes `[start, stop)` of an object."""
+"""`fetch(key, start, stop)` returns bytes `[start, stop)` of an object."""
 Submit = Callable[[Callable[[], None]], Any]
-"""`submit(work)`: do it soon, in another thread."""
+"""`submit(work)` runs something soon, in another thread."""
 
 
 class _CachedRange:
-    """Adjacent blocks that one request brings: bytes `[start, stop)` of an object."""
+    """Adjacent blocks that one request fetches: bytes `[start, stop)` of an object."""
 
     __slots__ = ("data", "key", "start", "stop", "used")
 
@@ -26,33 +26,33 @@ class _CachedRange:
         self.key = key
         self.start = start
         self.stop = stop
-        self.used = 0  # bytes that were asked for
+        self.used = 0  # bytes that were read
         self.data: Future[bytes] = Future()
 
 
 class RangeCache:
-    """Aligned blocks of objects, the least recently used of which are let go. Thread-safe.
+    """Aligned blocks of objects, the least recently used of which are evicted. Thread-safe.
 
-    Missing blocks beside each other come in one request, and several requests at once. Blocks that were let go before
-    they were used up are not fetched again: what is wanted of them is then read exactly, so that little memory costs
-    requests and never more than twice the bytes.
+    Adjacent missing blocks are fetched in one request, and several requests run at once. If a block was evicted before
+    all of it was read, it is not fetched again: later reads of it request exactly the bytes they need. So a small cache
+    costs more requests, but never more than twice the bytes.
     """
 
     def __init__(self, fetch: Fetch, submit: Submit, block: int, capacity: int, ahead: int = 0) -> None:
-        """`block` and `capacity` are in bytes; a reader that goes through an object has `ahead` blocks fetched."""
+        """`block` and `capacity` are in bytes; for a sequential reader, `ahead` blocks are fetched in advance."""
         self._fetch = fetch
         self._submit = submit
         self._block = block
         self._capacity = capacity
         self._ahead = ahead
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, int], _CachedRange] = {}
-        self._runs: OrderedDict[int, _CachedRange] = OrderedDict()  # by identity, least recently used first
+        self._blocks: dict[tuple[str, int], _CachedRange] = {}
+        self._ranges: OrderedDict[int, _CachedRange] = OrderedDict()  # by identity, least recently used first
         self._bytes = 0
-        self._wasted: set[tuple[str, int]] = set()
+        self._wasted: set[tuple[str, int]] = set()  # blocks that were evicted before they were read
 
     def read(self, key: str, size: int, offset: int, target: memoryview) -> None:
-        """Fill `target` from byte `offset` of an object of `size` bytes, which must have them."""
+        """Fill `target` from byte `offset` of an object of `size` bytes, which must be long enough."""
         if not target:
             return
         stop = offset + len(target)
@@ -60,21 +60,21 @@ class RangeCache:
         with self._lock:
             if any((key, number) in self._wasted for number in numbers):
                 step = settings.REMOTE_REQUEST_BYTES
-                new = runs = [_CachedRange(key, at, min(at + step, stop)) for at in range(offset, stop, step)]
+                new = ranges = [_CachedRange(key, at, min(at + step, stop)) for at in range(offset, stop, step)]
             else:
-                new, runs = self._runs_for(key, size, numbers)
-            ahead = self._next(key, size, numbers) if self._ahead else []
-        for run in (*new[1:], *ahead):
-            self._submit(partial(self._load, run))
+                new, ranges = self._ranges_for(key, size, numbers)
+            ahead = self._ranges_ahead(key, size, numbers) if self._ahead else []
+        for one in (*new[1:], *ahead):
+            self._submit(partial(self._load, one))
         if new:
             self._load(new[0])
-        for run in runs:
-            low, high = max(offset, run.start), min(stop, run.stop)
-            target[low - offset : high - offset] = memoryview(run.data.result())[low - run.start : high - run.start]
-            run.used += high - low
+        for one in ranges:
+            low, high = max(offset, one.start), min(stop, one.stop)
+            target[low - offset : high - offset] = memoryview(one.data.result())[low - one.start : high - one.start]
+            one.used += high - low
 
-    def expect(self, key: str, size: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Byte ranges `(offset, length)` will be read soon: begin to fetch them, and short gaps with them."""
+    def prefetch(self, key: str, size: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Start to fetch byte ranges `(offset, length)`, and short gaps between them, which will be read soon."""
         numbers: list[int] = []
         for offset, length in sorted(ranges):
             stop = -(-min(size, offset + length) // self._block)
@@ -83,79 +83,79 @@ class RangeCache:
                 start = numbers[-1] + 1
             numbers += range(start, stop)
         with self._lock:
-            new, _ = self._runs_for(key, size, numbers)
-        for run in new:
-            self._submit(partial(self._load, run))
+            new, _ = self._ranges_for(key, size, numbers)
+        for one in new:
+            self._submit(partial(self._load, one))
 
-    def forget(self, key: str) -> None:
-        """Let go of an object's blocks, and of those of everything below."""
+    def discard(self, key: str) -> None:
+        """Drop the blocks of an object, and of all objects below."""
         with self._lock:
-            for run in list(self._runs.values()):
-                if run.key == key or run.key.startswith(key + "/"):
-                    self._drop(run)
+            for one in list(self._ranges.values()):
+                if one.key == key or one.key.startswith(key + "/"):
+                    self._drop(one)
             self._wasted = {at for at in self._wasted if at[0] != key and not at[0].startswith(key + "/")}
 
-    def _runs_for(self, key: str, size: int, numbers: Iterable[int]) -> tuple[list[_CachedRange], list[_CachedRange]]:
-        """(runs to load, all runs that have these blocks)."""
+    def _ranges_for(self, key: str, size: int, numbers: Iterable[int]) -> tuple[list[_CachedRange], list[_CachedRange]]:
+        """(ranges to load, all ranges that contain these blocks)."""
         new: list[_CachedRange] = []
-        runs: list[_CachedRange] = []
+        ranges: list[_CachedRange] = []
         for number in numbers:
-            run = self._held.get((key, number))
-            if run is None:
+            one = self._blocks.get((key, number))
+            if one is None:
                 start, stop = number * self._block, min(size, (number + 1) * self._block)
                 last = new[-1] if new else None
                 if last is not None and last.stop == start and stop - last.start <= settings.REMOTE_REQUEST_BYTES:
-                    run, last.stop = last, stop
+                    one, last.stop = last, stop
                 else:
-                    run = _CachedRange(key, start, stop)
-                    new.append(run)
-                    self._runs[id(run)] = run
-                self._held[key, number] = run
+                    one = _CachedRange(key, start, stop)
+                    new.append(one)
+                    self._ranges[id(one)] = one
+                self._blocks[key, number] = one
                 self._bytes += stop - start
             else:
-                self._runs.move_to_end(id(run))
-            if not runs or runs[-1] is not run:
-                runs.append(run)
-        self._evict(runs)
-        return new, runs
+                self._ranges.move_to_end(id(one))
+            if not ranges or ranges[-1] is not one:
+                ranges.append(one)
+        self._evict(ranges)
+        return new, ranges
 
-    def _next(self, key: str, size: int, numbers: range) -> list[_CachedRange]:
-        """What a reader will want that comes from the block before: the blocks after these."""
-        if (key, numbers.start - 1) not in self._held and len(numbers) < 2:
+    def _ranges_ahead(self, key: str, size: int, numbers: range) -> list[_CachedRange]:
+        """What a sequential reader will want next: a reader is sequential if the block before these is cached."""
+        if (key, numbers.start - 1) not in self._blocks and len(numbers) < 2:
             return []
         stop = min(numbers.stop + self._ahead, -(-size // self._block))
         after = range(numbers.stop, stop)
         if any((key, number) in self._wasted for number in after):
             return []
-        return self._runs_for(key, size, after)[0]
+        return self._ranges_for(key, size, after)[0]
 
-    def _load(self, run: _CachedRange) -> None:
+    def _load(self, one: _CachedRange) -> None:
         try:
-            data = self._fetch(run.key, run.start, run.stop)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the blocks raises it
+            data = self._fetch(one.key, one.start, one.stop)
+        except BaseException as error:  # noqa: BLE001 - raised in the threads that wait for the range
             with self._lock:
-                if id(run) in self._runs:
-                    self._drop(run)
-            run.data.set_exception(error)
+                if id(one) in self._ranges:
+                    self._drop(one)
+            one.data.set_exception(error)
         else:
-            run.data.set_result(data)
+            one.data.set_result(data)
 
     def _evict(self, keep: list[_CachedRange]) -> None:
         if self._bytes <= self._capacity:
             return
-        for run in list(self._runs.values()):
+        for one in list(self._ranges.values()):
             if self._bytes <= self._capacity:
                 return
-            if run not in keep:
-                if run.used < run.stop - run.start:
-                    self._wasted.update((run.key, number) for number in self._numbers(run))
-                self._drop(run)
+            if one not in keep:
+                if one.used < one.stop - one.start:
+                    self._wasted.update((one.key, number) for number in self._numbers(one))
+                self._drop(one)
 
-    def _drop(self, run: _CachedRange) -> None:
-        del self._runs[id(run)]
-        for number in self._numbers(run):
-            self._held.pop((run.key, number), None)
-        self._bytes -= run.stop - run.start
+    def _drop(self, one: _CachedRange) -> None:
+        del self._ranges[id(one)]
+        for number in self._numbers(one):
+            self._blocks.pop((one.key, number), None)
+        self._bytes -= one.stop - one.start
 
-    def _numbers(self, run: _CachedRange) -> range:
-        return range(run.start // self._block, -(-run.stop // self._block))
+    def _numbers(self, one: _CachedRange) -> range:
+        return range(one.start // self._block, -(-one.stop // self._block))

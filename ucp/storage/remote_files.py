@@ -4,19 +4,68 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Final
 
 from ucp import settings
 from ucp.errors import IntegrityError, StorageError
+from ucp.storage.local import scatter_bytes
+from ucp.storage.paths import RemotePath
 from ucp.storage.range_cache import RangeCache
+from ucp.storage.storage import FolderEntry
 
-if TYPE_CHECKING:
-    from ucp.storage.paths import RemotePath
+
+class RemoteStorage:
+    """All object stores; a `Storage`."""
+
+    is_remote = True
+
+    def scan(self, folder: Path) -> AbstractContextManager[Iterable[FolderEntry]]:
+        return nullcontext(list(folder.iterdir()))
+
+    def list(self, folder: Path) -> Iterator[tuple[str, int]]:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                yield path.relative_to(folder).as_posix(), path.stat().st_size
+
+    def stat(self, path: Path) -> os.stat_result:
+        return path.stat()
+
+    def open(self, path: Path) -> RemoteIndexFile:
+        try:
+            return _remote(path).indexed()
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+
+    def read_ranges(self, root: Path, max_open: int | None = None) -> RemoteReader:
+        del max_open
+        return RemoteReader(_remote(root))
+
+    def put(self, path: Path, data: bytes) -> None:
+        remote = _remote(path)
+        remote.store.put(remote.key, data)
+
+    def delete(self, paths: Iterable[Path]) -> None:
+        for path in map(_remote, paths):
+            path.store.remove([path.key])
+
+    def is_unfinished(self, folder: Path) -> bool:
+        remote = _remote(folder)
+        return remote.store.is_unfinished(remote.key)
+
+
+REMOTE: Final = RemoteStorage()
+
+
+def _remote(path: Path) -> RemotePath:
+    assert isinstance(path, RemotePath)
+    return path
 
 
 class RemoteIndexFile:
-    """An object of `size` bytes, read in small blocks that all indexes of the store share."""
+    """An object of `size` bytes, read in small blocks that are cached for all files of the store."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
         self.path = path
@@ -31,7 +80,7 @@ class RemoteIndexFile:
         self.close()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from byte `offset`; an object that ends earlier is an integrity error."""
@@ -45,33 +94,33 @@ class RemoteIndexFile:
         return bytes(data)
 
     def read_at_most(self, offset: int, size: int) -> bytes:
-        """As `read`, but fewer bytes where the object ends."""
+        """Like `read`, but fewer bytes if the object ends."""
         return self.read(min(offset, self.size), max(0, min(size, self.size - offset)))
 
-    def expect_ends(self) -> None:
-        """The first and the last bytes will be read soon, and then those of the files beside it."""
-        self._expect_ends(self._key, self.size)
-        for name, size in self._store.after(self._key, settings.REMOTE_FILES_AHEAD):
-            self._expect_ends(name, size)
+    def prefetch_ends(self) -> None:
+        """Start to fetch the first and the last bytes, also of the next files in the folder."""
+        self._prefetch_ends(self._key, self.size)
+        for key, size in self._store.next_files(self._key, settings.REMOTE_FILES_AHEAD):
+            self._prefetch_ends(key, size)
 
-    def _expect_ends(self, key: str, size: int) -> None:
-        look = settings.REMOTE_PROBE_BYTES
-        self._store.index.expect(key, size, [(0, look), (max(0, size - look), look)])
+    def _prefetch_ends(self, key: str, size: int) -> None:
+        length = settings.REMOTE_PROBE_BYTES
+        self._store.index.prefetch(key, size, [(0, length), (max(0, size - length), length)])
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Byte ranges `(offset, length)` will be read soon: they are fetched at once and not one after the other."""
-        self._store.index.expect(self._key, self.size, ranges)
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Start to fetch byte ranges `(offset, length)` that will be read soon, all at once."""
+        self._store.index.prefetch(self._key, self.size, ranges)
 
 
 class RemoteRawFile(io.RawIOBase):
-    """An object as a file of Python's."""
+    """An object as a raw file of Python."""
 
     def __init__(self, file: RemoteIndexFile) -> None:
         self._file = file
-        self._at = 0
+        self._position = 0
 
     def read_at_most(self, offset: int, size: int) -> bytes:
-        """`size` bytes from byte `offset`, fewer only where the object ends."""
+        """`size` bytes from byte `offset`, fewer only if the object ends."""
         return self._file.read_at_most(offset, size)
 
     def readable(self) -> bool:
@@ -81,49 +130,59 @@ class RemoteRawFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._file.read_at_most(self._at, len(buffer))
+        data = self._file.read_at_most(self._position, len(buffer))
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
 
 class RemoteReader:
-    """Positional reads of the objects below a folder, in large blocks, ahead of readers that go through an object."""
+    """Positional reads of the objects below a folder, in large blocks, which are prefetched for sequential reads."""
 
     def __init__(self, root: RemotePath) -> None:
         self.root = root
-        self._store = root.store
-        self._known: dict[str, tuple[str, int]] = {}  # file → (key, size)
-        self._blocks = RangeCache(
-            self._store.fetch,
-            self._store.submit,
+        store = root.store
+        self._objects: dict[str, tuple[str, int]] = {}  # file → (key, size)
+        self._cache = RangeCache(
+            store.fetch,
+            store.submit,
             settings.REMOTE_BLOCK_BYTES,
             settings.REMOTE_CACHE_BYTES,
             settings.REMOTE_BLOCKS_AHEAD,
         )
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
-        """Fill `target` (bytes) from `file` at byte `offset`."""
-        known = self._known.get(file)
+        known = self._objects.get(file)
         if known is None:
-            known = self._known[file] = self._look(file)
+            known = self._objects[file] = self._locate(file)
         key, size = known
         if offset + len(target) > size:
             raise IntegrityError(
                 f"{key}: ends at byte {size}, but bytes [{offset}, {offset + len(target)}) are needed",
                 hint="the object is truncated or was changed while it was read; copy it again",
             )
-        self._blocks.read(key, size, offset, target.cast("B"))
+        self._cache.read(key, size, offset, target.cast("B"))
 
-    def _look(self, file: str) -> tuple[str, int]:
+    def scatter(self, file: str, offset: int, targets: Sequence[memoryview], nbytes: int) -> None:
+        scatter_bytes(self.read(file, offset, nbytes), targets)
+
+    def read(self, file: str, offset: int, size: int) -> bytes:
+        data = bytearray(size)
+        self.read_into(file, offset, memoryview(data))
+        return bytes(data)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _locate(self, file: str) -> tuple[str, int]:
         path = self.root / file
         try:
             return path.key, path.stat().st_size

@@ -27,7 +27,7 @@ from ucp.core.target import Literal, OutputFile
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
 from ucp.formats.atoms import MANIFEST
 from ucp.formats.output_files import copied_file, safetensors_file
-from ucp.storage.paths import RemotePath
+from ucp.storage.storage import storage_of
 
 FORMAT: Final = "ucp-atoms"
 VERSION: Final = 2  # the newest that is understood; see docs/atom-format.md for what a reader may rely on
@@ -166,7 +166,7 @@ class LinkTableReader:
     """The reading side: rows of numbers back to fragments, with absolute paths."""
 
     def __init__(self, tables: dict[str, Any], manifest: Path) -> None:
-        if isinstance(manifest, RemotePath):
+        if storage_of(manifest).is_remote:
             raise UnsafeError(
                 f"{manifest}: points at files elsewhere, which nothing in an object store may",
                 hint="make real atoms, without --link",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ucp.errors import UsageError
-from ucp.storage.paths import RemotePath
+from ucp.storage.storage import storage_of
 
 
 def recognises(path: Path) -> bool:
@@ -19,7 +19,7 @@ def recognises(path: Path) -> bool:
 
     if not is_store(path):
         return False
-    if isinstance(path, RemotePath):
+    if storage_of(path).is_remote:
         raise UsageError(
             f"{path}: a store must be a local file, to be mapped into memory", hint="copy it to this machine"
         )

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ import pytest
 from ucp import settings
 from ucp.errors import IntegrityError
 from ucp.storage import local
-from ucp.storage.local import SourceFiles, allocate, write_all
+from ucp.storage.local import LocalReader, SourceFiles, allocate, write_all
 
 
 def test_a_file_in_use_is_not_closed_for_another(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes(name.encode())
-    with SourceFiles(tmp_path, keep=1) as files:
+    with closing(LocalReader(tmp_path, 1)) as files:
         first = files._acquire("a")
         second = files._acquire("b")  # too many are open, and both are in use
         assert os.pread(first.fd, 1, 0) == b"a"
