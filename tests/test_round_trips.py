@@ -15,7 +15,7 @@ import pytest
 
 import ucp
 import ucp.api
-from tests.formats.megatron import made
+from tests.formats.megatron import legacy_model
 
 FORMS: dict[str, dict[str, Any]] = {
     "atoms": {"to": "atoms"},
@@ -67,11 +67,11 @@ class Job:
     """The checkpoint that all others are made of."""
 
     def __init__(self, root: Path) -> None:
-        trees = made.all_ranks(2, 1)
+        trees = legacy_model.all_ranks(2, 1)
         for tree in trees.values():
             masters = tree["optimizer"]["fp32_from_fp16_params"]
             tree["optimizer"]["fp32_from_fp16_params"] = [[m * PRECISE for m in group] for group in masters]
-        self.path = made.save(root / "start", trees)
+        self.path = legacy_model.save(root / "start", trees)
         self.states = states(self.path)
         self._config = root / "config.json"
         self._config.write_text(json.dumps({"num_attention_heads": 2}))
@@ -83,7 +83,7 @@ class Job:
         does not say in which dtype the module had it.
         """
         if options["to"] in ("megatron", "torch-dist"):
-            options.update(model_config=self._config, vocab_size=made.VOCABULARY)
+            options.update(model_config=self._config, vocab_size=legacy_model.VOCABULARY)
         if options["to"] in ("deepspeed", "deepspeed-universal", "megatron", "torch-dist"):
             options["dtype"] = "bf16"
         ucp.api.convert(source, target, jobs=1, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_commands import ucp
-from tests.log.made import made_manifest, segments, write_log
+from tests.log.small_logs import segments, small_manifest, write_log
 from ucp.log.base_folders import BaseCheckpoint, base_folder, write_base
 from ucp.log.epoch_manifest import ParentEpoch
 from ucp.log.reader import Log
@@ -18,8 +18,8 @@ from ucp.log.reader import Log
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Two epochs; the second goes on from step 5 of the first with two ranks; two bases."""
-    write_log(tmp_path, range(1, 8), made_manifest(), skipped=(3,), per_segment=2)
-    write_log(tmp_path, range(6, 12), made_manifest(2, epoch=1, start=5, parent=ParentEpoch(0, 5)), per_segment=4)
+    write_log(tmp_path, range(1, 8), small_manifest(), skipped=(3,), per_segment=2)
+    write_log(tmp_path, range(6, 12), small_manifest(2, epoch=1, start=5, parent=ParentEpoch(0, 5)), per_segment=4)
     for number, (step, epoch) in enumerate([(0, 0), (7, 0), (5, 1), (8, 1)]):
         write_base(BaseCheckpoint(base_folder(tmp_path, number), number, step, epoch))
     return tmp_path

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.cli.test_commands import ucp
-from tests.log.made import made_manifest
+from tests.log.small_logs import small_manifest
 from ucp.log.epoch_manifest import write_manifest
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import epoch_folder, stream_folder
@@ -36,7 +36,7 @@ def test_what_is_missing_is_told() -> None:
 
 
 def test_from_what_a_log_has_measured(tmp_path: Path) -> None:
-    manifest = made_manifest()
+    manifest = small_manifest()
     folder = epoch_folder(tmp_path / "log", 0)
     write_manifest(folder, manifest)
     schema = manifest.streams[0]

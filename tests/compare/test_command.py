@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from tests.compare.made import atoms, poke
+from tests.compare.edited_atoms import atoms, poke
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

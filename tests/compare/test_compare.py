@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.compare.made import atoms, index, peek, poke
+from tests.compare.edited_atoms import atoms, index, peek, poke
 from ucp import settings
 from ucp.compare.comparison import CompareOptions, Comparison, compare
 from ucp.compare.elements import Tolerance

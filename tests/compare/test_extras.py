@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import ucp
-from tests.compare.made import index
-from tests.formats.megatron import made
+from tests.compare.edited_atoms import index
+from tests.formats.megatron import legacy_model
 from ucp.cli.main import cli
 from ucp.compare.comparison import CompareOptions, compare
 from ucp.core.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ def save(root: Path, change: Callable[[dict[str, Any]], Any] = dict.copy) -> Pat
     """A Megatron job of two stages with a schedule, random states and a note of its own; every file changed alike."""
     import torch
 
-    trees = made.all_ranks(1, 2)
+    trees = legacy_model.all_ranks(1, 2)
     for number, tree in enumerate(trees.values()):
         tree["opt_param_scheduler"] = dict(SCHEDULE)
         tree["rng_state"] = [
@@ -32,7 +32,7 @@ def save(root: Path, change: Callable[[dict[str, Any]], Any] = dict.copy) -> Pat
         ]
         tree["notes"] = {"weather": ["rain", {"since": 3}]}
         change(tree)
-    return made.save(root, trees)
+    return legacy_model.save(root, trees)
 
 
 def paths(a: Path | Checkpoint, b: Path | Checkpoint, **options: Any) -> dict[str, tuple[Any, Any]]:

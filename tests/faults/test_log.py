@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.injection import CALLS, REAL, Injector, points
-from tests.log.made import made_manifest
-from tests.log.test_reader import contents, expected
-from tests.log.test_writer import begin, put
+from tests.log.small_logs import begin, contents, expected, put, small_manifest
 from ucp import settings
 from ucp.errors import StorageError, UcpError
 from ucp.log.epoch_manifest import ParentEpoch
@@ -82,7 +80,7 @@ def go_on(run: Path) -> None:
     """Write the rest of the steps in a new epoch, as a job does that starts again from what the log has."""
     with Log.open(run, "inspect") as log:
         last = log.recoverable_step
-    writer = begin(run, made_manifest(epoch=1, start=last, parent=ParentEpoch(0, last)), durable_step=last)
+    writer = begin(run, small_manifest(epoch=1, start=last, parent=ParentEpoch(0, last)), durable_step=last)
     for step in range(last + 1, STEPS + 2):
         put(writer, step)
     writer.close()

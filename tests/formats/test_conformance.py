@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ucp
-from tests.formats.megatron import made
+from tests.formats.megatron import legacy_model
 from ucp.formats.store.reader import generation_notes, schema_of
 from ucp.read.arrays import read_tensor
 from ucp.testing import FormatConformance
@@ -48,12 +48,12 @@ class OfMegatron(FormatConformance):
 
     def make_source(self, folder: Path) -> Path:
         folder.mkdir()
-        return made.save(folder, made.all_ranks(2, 1))
+        return legacy_model.save(folder, legacy_model.all_ranks(2, 1))
 
     def write(self, source: Path, target: Path) -> Path:
         config = target.with_name("config.json")
         config.write_text(json.dumps({"num_attention_heads": 2}))
-        options = {"model_config": config, "vocab_size": made.VOCABULARY, "dtype": "bf16", **self.options}
+        options = {"model_config": config, "vocab_size": legacy_model.VOCABULARY, "dtype": "bf16", **self.options}
         ucp.convert(source, target, to=self.format, jobs=1, **options)
         return target
 

@@ -88,10 +88,10 @@ def _metadata(data: bytes, folder: Path) -> None:
 
 
 def _segment(data: bytes, folder: Path) -> None:
-    from tests.log.made import made_manifest, segments, write_log
+    from tests.log.small_logs import segments, small_manifest, write_log
 
     if not (folder / "log").exists():
-        write_log(folder, range(1, 3), made_manifest())
+        write_log(folder, range(1, 3), small_manifest())
     segments(folder)[0].write_bytes(data)
     with Log.open(folder) as log:
         for span in log.spans():
@@ -147,14 +147,14 @@ class _Tape:
 
 def _shadow_frames(data: bytes, folder: Path) -> None:
     """What a job sends to its shadow: whole frames, and frames of which a part is wanted."""
-    from tests.log.made import made_manifest
+    from tests.log.small_logs import small_manifest
     from ucp.log.frames import SEGMENT_BYTES, BadBytesError, SegmentHeader
     from ucp.training.shadow.protocol import RefusedError, receive
     from ucp.training.shadow.server import frames_of
     from ucp.training.shadow.step_assembler import BlockTables, GapError, ReceivedStep, StepAssembler, StreamShard
 
     del folder
-    manifest = made_manifest()
+    manifest = small_manifest()
     for portion in (None, StreamShard((0, 10), (0, 40))):
         tables = BlockTables(manifest.streams[0], manifest.state_kinds, portion)
         tape, intake = _Tape(sealed_segment(data)), StepAssembler(0, tables)
@@ -171,10 +171,10 @@ def _shadow_frames(data: bytes, folder: Path) -> None:
 
 
 def _log_manifest(data: bytes, folder: Path) -> None:
-    from tests.log.made import made_manifest, write_log
+    from tests.log.small_logs import small_manifest, write_log
 
     if not (folder / "log").exists():
-        write_log(folder, range(1, 3), made_manifest())
+        write_log(folder, range(1, 3), small_manifest())
     next((folder / "log").rglob("manifest.json")).write_bytes(data)
     Log.open(folder).close()
 
@@ -199,14 +199,14 @@ def _atoms(data: bytes, folder: Path) -> None:
 
 @cache
 def _some_files() -> dict[str, tuple[bytes, ...]]:
-    from tests.log.made import made_manifest, segments, write_log
+    from tests.log.small_logs import segments, small_manifest, write_log
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ucp.convert(RANKS, folder / "dcp", to="dcp", include=["*attn.q*"])
         ucp.convert(RANKS, folder / "hf", to="safetensors", include=["*attn.q*"])
         ucp.convert(RANKS, folder / "atoms", include=["*attn.q*"])
-        write_log(folder / "run", range(1, 3), made_manifest())
+        write_log(folder / "run", range(1, 3), small_manifest())
         _write_store(folder / "store", ucp.open(folder / "atoms").index)
         return {
             "store": ((folder / "store").read_bytes(),),

@@ -16,7 +16,7 @@ import pytest
 import ucp
 from tests.hostile.seals import sealed_segment, sealed_store
 from tests.hostile.targets import RANKS, TARGETS, Target
-from tests.log.made import made_manifest
+from tests.log.small_logs import small_manifest
 from ucp.errors import IntegrityError, UcpError
 from ucp.formats.store.store_layout import (
     HEADER_ENTRY,
@@ -79,7 +79,7 @@ def test_the_manifest_of_a_log(tmp_path: Path) -> None:
             return text
         return _json({"checksum": _checksum(told), **told}).encode() if isinstance(told, dict) else text
 
-    survives_all(TARGETS["log manifest"], made_manifest().to_json(), tmp_path, sealed)
+    survives_all(TARGETS["log manifest"], small_manifest().to_json(), tmp_path, sealed)
 
 
 def schema_of_the_seed() -> tuple[Any, Callable[[bytes], bytes]]:
@@ -207,7 +207,7 @@ def test_a_scale_that_is_none(tmp_path: Path) -> None:
         {"share": ["a"]},
         {"base": 7, "log": None},
         {"base": str(RANKS), "log": None, "format": 2, "manifest": {}, "step": 1},
-        {"base": str(RANKS), "log": None, "format": 2, "manifest": made_manifest().to_json(), "step": float("inf")},
+        {"base": str(RANKS), "log": None, "format": 2, "manifest": small_manifest().to_json(), "step": float("inf")},
     ],
 )
 def test_what_a_shadow_says_of_itself(told: Any) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.interop.test_megatron import run_job, states_of
+from tests.interop.megatron_jobs import run_job, states_of
 from tests.interop.worker import Worker
 
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
 SOURCE = "megatron/llama_tp2_pp2_torch"

@@ -9,21 +9,12 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.interop.deepspeed_jobs import auto_ep, zero
 from tests.interop.jobs import JobResult, Trainer
 from tests.interop.spec import Spec
 from tests.references import Place, RankState, differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
-
-
-def zero(stage: int, **options: Any) -> dict[str, Any]:
-    """DeepSpeed configuration of a ZeRO stage with options."""
-    return {"zero_optimization": {"stage": stage, **options}}
-
-
-def auto_ep(ep: int, **options: Any) -> Spec:
-    """A Hugging Face mixture of four experts, which AutoEP spreads over `ep` ranks."""
-    return Spec(autoep=True, experts=4, ep=ep, hidden=8, ffn=6, tied=False, **options)
 
 
 JOBS: dict[str, tuple[int, Spec]] = {

@@ -11,43 +11,14 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.interop.deepspeed_jobs import BF16_OPTIMIZER, places, state, unequal, zero
 from tests.interop.spec import Spec
-from tests.references import Place, RankState, bits, differences
+from tests.references import differences
 from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
 RANKS = "tests.training.ranks:"
-
-
-def zero(stage: int, **options: Any) -> dict[str, Any]:
-    """DeepSpeed configuration of a ZeRO stage with options."""
-    return {"zero_optimization": {"stage": stage, **options}}
-
-
-BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
-
-
-def state(out: Path, when: str, rank: int) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return load_file(out / when / f"rank{rank:02d}.safetensors")
-
-
-def unequal(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
-    """Keys under which two states differ in any bit."""
-    import torch
-
-    keys = sorted({*one, *two})
-    return [
-        key
-        for key in keys
-        if key not in one
-        or key not in two
-        or one[key].dtype != two[key].dtype
-        or one[key].shape != two[key].shape
-        or not torch.equal(bits(one[key]), bits(two[key]))
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -113,13 +84,6 @@ def saved(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
         return made[key]
 
     return make
-
-
-def places(results: list[dict[str, Any]], out: Path, when: str, experts: int = 0) -> list[RankState]:
-    return [
-        RankState(Place(at["tp_rank"], at["tp"], at["ep_rank"], at["ep"], experts), state(out, when, at["rank"]))
-        for at in results
-    ]
 
 
 def rule_file(folder: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ucp
+from tests.interop.deepspeed_jobs import BF16_OPTIMIZER, state, unequal, zero
 from tests.interop.spec import Spec
-from tests.interop.test_load_into import BF16_OPTIMIZER, state, unequal, zero
 from tests.training.worlds import Worlds
 from ucp.log.base_folders import list_bases, usable_bases
 from ucp.log.codecs import Encoding

@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.interop.jobs import JobResult, Trainer
+from tests.interop.deepspeed_jobs import loaded_states, world_of
+from tests.interop.jobs import Trainer
 from tests.interop.spec import Spec
-from tests.references import Place, RankState, differences
+from tests.references import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
-
-
-def loaded_states(run: JobResult, spec: Spec) -> list[RankState]:
-    return [
-        RankState(
-            Place(at["tp_rank"], at["tp"], at["ep_rank"], at["ep"], spec.experts), run.state(at["rank"], "loaded")
-        )
-        for at in run.ranks
-    ]
 
 
 # What no checkpoint of one tensor-parallel rank can say: how its parameters are cut.
@@ -49,10 +41,6 @@ true_size = 53
 match = '.*'
 cut = "replicated"
 """
-
-
-def world_of(spec: Spec, dp: int) -> int:
-    return spec.tp * spec.pp * dp
 
 
 # name: (source, its dp, target, its dp, options of the conversion)

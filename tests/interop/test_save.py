@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.interop.deepspeed_jobs import BF16_OPTIMIZER, assert_tiled, places, state, unequal, zero
 from tests.interop.spec import Spec
-from tests.interop.test_load_into import BF16_OPTIMIZER, places, state, unequal, zero
 from tests.references import differences
 from tests.training.worlds import Worlds
-from ucp.formats.atoms import manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
@@ -70,18 +69,6 @@ def test_atoms_hold_what_the_engines_held(worlds: Worlds, tmp_path: Path, name: 
         (g.hyper, order(g.names)) for g in native.index.groups
     ]
     assert saved.index.step == native.index.step == 2
-
-
-def assert_tiled(folder: Path) -> None:
-    """The parts of every file lie end to end and cover it."""
-    files = manifest.load_manifest(folder)["files"]
-    assert files
-    for name, entry in files.items():
-        at = 0
-        for offset, length, _ in entry["parts"]:
-            assert offset == at, name
-            at += length
-        assert at == entry["bytes"] == (folder / name).stat().st_size, name
 
 
 def test_a_live_save_resumes_in_another_world_and_in_this_one(worlds: Worlds, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.interop.deepspeed_jobs import BF16_OPTIMIZER, state, zero
 from tests.interop.spec import Spec
-from tests.interop.test_load_into import BF16_OPTIMIZER, state, zero
 from tests.references import Place, RankState, differences
 from tests.training.worlds import Worlds
 from ucp.errors import UsageError

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.interop.deepspeed_jobs import assert_tiled, state, unequal
 from tests.interop.spec import Spec
-from tests.interop.test_load_into import state, unequal
-from tests.interop.test_save import assert_tiled
 from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 import ucp
+from tests.interop.deepspeed_jobs import auto_ep, loaded_states, world_of
 from tests.interop.jobs import Trainer
 from tests.interop.spec import Spec
-from tests.interop.test_live_deepspeed import auto_ep
-from tests.interop.test_reshard import loaded_states, world_of
 from tests.references import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]

@@ -16,9 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.log.made import made_manifest
-from tests.log.test_reader import contents, expected
-from tests.log.test_writer import put
+from tests.log.small_logs import contents, expected, put, small_manifest
 from ucp import settings
 from ucp.log.epoch_manifest import write_manifest
 from ucp.log.maintenance import resume_stream
@@ -28,7 +26,7 @@ from ucp.log.writer import StreamWriter
 
 def write_until_killed(run: Path, pipe: int) -> None:
     """Write steps as fast as they go; report every durable step."""
-    manifest = made_manifest()
+    manifest = small_manifest()
     folder = epoch_folder(run / "log", 0)
     lsn, step = 0, 0
     if folder.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.log.made import gradient, made_manifest, record, segments, write_log
+from tests.log.small_logs import contents, expected, record, segments, small_manifest, write_log
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UcpError, UsageError
 from ucp.log.epoch_manifest import EpochManifest, ParentEpoch, read_manifest
 from ucp.log.frames import FrameHeader, SegmentHeader
@@ -16,38 +16,10 @@ from ucp.log.reader import Log
 from ucp.log.stream_recovery import scan_stream
 
 
-def contents(log: Log, upto: int | None = None) -> dict[int, dict[tuple[int, int], bytes]]:
-    """Step → (stream, block) → bit patterns, of everything that can be had."""
-    found: dict[int, dict[tuple[int, int], bytes]] = {}
-    for span in log.spans(upto):
-        for step in range(span.first, span.last + 1):
-            found[step] = {}
-            for stream in span.epoch.streams.values():
-                assert stream.record(step).groups[0].lr == 0.1 / step
-                for block in stream.schema.blocks:
-                    stored = stream.read_block(step, block.id)
-                    if stored is not None:
-                        found[step][stream.number, block.id] = stored.bits().tobytes()
-    return found
-
-
-def expected(steps: range, streams: int = 1, skipped: tuple[int, ...] = ()) -> dict[int, dict[tuple[int, int], bytes]]:
-    manifest = made_manifest(streams)
-    return {
-        step: {
-            (s.stream, b.id): gradient(s.stream, step, b.id, b.count).tobytes()
-            for s in manifest.streams
-            for b in s.blocks
-            if step not in skipped
-        }
-        for step in steps
-    }
-
-
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("check", ["all", "tail"])
 def test_a_log_reads_as_it_was_written(tmp_path: Path, check: str, compress: bool) -> None:
-    write_log(tmp_path, range(1, 8), made_manifest(2), skipped=(3,), per_segment=2, compress=compress)
+    write_log(tmp_path, range(1, 8), small_manifest(2), skipped=(3,), per_segment=2, compress=compress)
     with Log.open(tmp_path, "strict", check=check) as log:  # type: ignore[arg-type]
         assert contents(log) == expected(range(1, 8), 2, (3,))
         stream = log.epochs[0].streams[1]
@@ -60,7 +32,7 @@ def test_a_log_reads_as_it_was_written(tmp_path: Path, check: str, compress: boo
 
 
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
-    manifest = write_log(tmp_path, range(1, 2), made_manifest(3, epoch=4, start=9, parent=ParentEpoch(2, 9)))
+    manifest = write_log(tmp_path, range(1, 2), small_manifest(3, epoch=4, start=9, parent=ParentEpoch(2, 9)))
     assert read_manifest(tmp_path / "log" / "epoch-000004") == manifest
     assert [b.region.numel for b in manifest.streams[2].blocks] == [16, 4]
 
@@ -74,7 +46,7 @@ def test_the_log_folder_and_an_epoch_can_be_given(tmp_path: Path) -> None:
 
 
 def test_the_last_step_that_all_streams_have_is_the_last(tmp_path: Path) -> None:
-    manifest = write_log(tmp_path, range(1, 6), made_manifest(2), per_segment=1)
+    manifest = write_log(tmp_path, range(1, 6), small_manifest(2), per_segment=1)
     segments(tmp_path, 1)[-1].unlink()  # digest and end
     segments(tmp_path, 1)[-1].unlink()  # step 5
     log = Log.open(tmp_path)
@@ -89,8 +61,8 @@ def test_the_last_step_that_all_streams_have_is_the_last(tmp_path: Path) -> None
 
 
 def test_a_newer_epoch_wins_after_the_step_it_went_on_from(tmp_path: Path) -> None:
-    write_log(tmp_path, range(1, 8), made_manifest())
-    write_log(tmp_path, range(5, 7), made_manifest(2, epoch=1, start=4, parent=ParentEpoch(0, 4)))
+    write_log(tmp_path, range(1, 8), small_manifest())
+    write_log(tmp_path, range(5, 7), small_manifest(2, epoch=1, start=4, parent=ParentEpoch(0, 4)))
     log = Log.open(tmp_path)
     assert [(s.epoch.number, s.first, s.last) for s in log.spans()] == [(0, 1, 4), (1, 5, 6)]
     assert [(s.epoch.number, s.first, s.last) for s in log.spans(3)] == [(0, 1, 3)]
@@ -241,7 +213,7 @@ def test_headers_know_their_place() -> None:
 
 def test_manifests_of_another_run_do_not_mix(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 3))
-    other: EpochManifest = made_manifest(epoch=1, start=2, parent=ParentEpoch(0, 2))
+    other: EpochManifest = small_manifest(epoch=1, start=2, parent=ParentEpoch(0, 2))
     other.run = "another"
     write_log(tmp_path, range(3, 5), other)
     with pytest.raises(InconsistentError, match="2 different runs"):

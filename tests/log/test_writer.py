@@ -13,37 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.log.made import gradient, made_manifest, record, segments, write_log
-from tests.log.test_reader import contents, expected
+from tests.log.small_logs import begin, contents, expected, put, record, segments, small_manifest, write_log
 from ucp import settings
 from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.errors import StorageError, UsageError
 from ucp.log import segment_writer
-from ucp.log.epoch_manifest import EpochManifest, ParentEpoch, write_manifest
+from ucp.log.epoch_manifest import ParentEpoch, write_manifest
 from ucp.log.frames import FrameType
 from ucp.log.maintenance import apply_cuts, plan_compact, plan_truncate, remove_empty_epochs, resume_stream
 from ucp.log.payloads import StateDigest, pack_digests
 from ucp.log.reader import Log, epoch_folder, stream_folder
 from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
 from ucp.log.writer import StreamWriter
-
-
-def begin(run: Path, manifest: EpochManifest | None = None, **settings: int) -> StreamWriter:
-    manifest = manifest or made_manifest()
-    folder = epoch_folder(run / "log", manifest.epoch)
-    write_manifest(folder, manifest)
-    return StreamWriter(stream_folder(folder, 0), manifest.epoch, manifest.streams[0], **settings)
-
-
-def put(writer: StreamWriter, step: int, *, skipped: bool = False) -> None:
-    slot = writer.acquire()
-    slot.step, slot.record = step, record(step, skipped=skipped)
-    for block, array in enumerate(slot.arrays):
-        if not skipped:
-            array[:] = gradient(0, step, block, len(array))
-            slot.present.append(block)
-    writer.submit(slot)
 
 
 def test_steps_are_written_and_become_durable(tmp_path: Path) -> None:
@@ -210,7 +192,7 @@ def test_an_epoch_that_was_closed_can_go_on(tmp_path: Path) -> None:
 
 
 def test_streams_are_cut_to_the_same_step(tmp_path: Path) -> None:
-    write_log(tmp_path, range(1, 8), made_manifest(2), per_segment=2)
+    write_log(tmp_path, range(1, 8), small_manifest(2), per_segment=2)
     epoch = Log.open(tmp_path).epochs[0]
     cuts = plan_truncate(epoch, 5)
     apply_cuts(cuts, save_tails=True)
@@ -222,8 +204,8 @@ def test_streams_are_cut_to_the_same_step(tmp_path: Path) -> None:
 
 
 def test_what_a_base_has_made_superfluous_goes(tmp_path: Path) -> None:
-    write_log(tmp_path, range(1, 8), made_manifest(), per_segment=2)
-    write_log(tmp_path, range(6, 12), made_manifest(2, epoch=1, start=5, parent=ParentEpoch(0, 5)), per_segment=2)
+    write_log(tmp_path, range(1, 8), small_manifest(), per_segment=2)
+    write_log(tmp_path, range(6, 12), small_manifest(2, epoch=1, start=5, parent=ParentEpoch(0, 5)), per_segment=2)
     log = Log.open(tmp_path)
     apply_cuts(plan_compact(log, 3))
     log = Log.open(tmp_path, "strict")
@@ -238,7 +220,7 @@ def test_what_a_base_has_made_superfluous_goes(tmp_path: Path) -> None:
 def test_what_a_parameter_takes_in_a_step(tmp_path: Path, compress: bool, most: float) -> None:
     """Gradients like those of a real step: normal, of a size that differs from row to row, in bfloat16."""
     numel = 1_000_003
-    manifest = made_manifest()
+    manifest = small_manifest()
     tensor = OptimizerTensor(numel, 0, "float32", "bfloat16", ("w",))
     schema = StreamSchema(0, Rank(), [tensor], list(cut_blocks(0, 0, [(0, Region.all_of((numel,)), 0)])))
     manifest.streams, manifest.parameters = [schema], [LoggedParameter("w", (numel,), "bfloat16", 0)]

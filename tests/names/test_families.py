@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.names.made import (
+from tests.names.small_models import (
     EXPERTS,
     FFN,
     HEADS,
@@ -22,9 +22,10 @@ from tests.names.made import (
     llama_shapes,
     mixtral_shapes,
     numbers,
+    read_all,
+    same,
     write_weights,
 )
-from tests.names.test_mapping import read_all, same
 from ucp.errors import UsageError
 from ucp.planning import plan
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.names.made import (
+from tests.names.small_models import (
     EXPERTS,
     FFN,
     GPT2,
@@ -26,21 +26,11 @@ from tests.names.made import (
     llama_shapes,
     mixtral_shapes,
     numbers,
+    read_all,
+    same,
     write_weights,
 )
 from ucp.errors import InconsistentError, UsageError
-
-
-def read_all(path: Path, **options: Any) -> dict[str, Array]:
-    opened = ucp.open(path, **options)
-    return {name: np.asarray(view.read()) for name, view in opened.parameters.items()}
-
-
-def same(found: dict[str, Array], expected: dict[str, Array]) -> None:
-    assert sorted(found) == sorted(expected)
-    for name, array in expected.items():
-        assert found[name].shape == array.shape, name
-        assert (found[name] == array).all(), name
 
 
 def llama_in_megatron(t: dict[str, Array]) -> dict[str, Array]:

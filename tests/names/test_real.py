@@ -12,7 +12,7 @@ import torch
 
 import ucp
 from tests.formats.dcp.saving import save
-from tests.names.made import LLAMA, MIXTRAL, llama_shapes, mixtral_shapes, numbers, write_weights
+from tests.names.small_models import LLAMA, MIXTRAL, llama_shapes, mixtral_shapes, numbers, write_weights
 from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, UsageError
 from ucp.formats.translate.hf_config import from_hf_config, to_hf_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from tests.names.made import LLAMA, llama_shapes, numbers, write_weights
+from tests.names.small_models import LLAMA, llama_shapes, numbers, write_weights
 from ucp.errors import InconsistentError, StorageError, UsageError
 from ucp.names.name_tables import (
     NamePattern,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.remote.test_targets import SOURCE, here, seen, there
+from tests.remote.uploads import SOURCE, here, seen, there
 from ucp import settings
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, StorageError, UsageError

@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 
 import ucp
-from tests.remote.test_targets import SOURCE, here, seen
+from tests.remote.uploads import SOURCE, here, seen
 from ucp import settings
 from ucp.settings import KIB
 from ucp.storage.object_store import ObjectStore

@@ -12,6 +12,7 @@ import ucp
 from tests.paths import FIXTURES
 from tests.remote.conftest import upload
 from tests.remote.troubled_proxy import Proxy
+from tests.remote.uploads import SOURCE, here, seen, there
 from ucp import settings
 from ucp.cli.main import run
 from ucp.core.target import OutputFile, Target
@@ -22,23 +23,6 @@ from ucp.storage.object_store import ObjectStore, upload_part_bytes
 from ucp.storage.paths import parse_path
 
 fsspec = pytest.importorskip("fsspec")
-
-SOURCE = FIXTURES / "z1_bf16_dp2"
-
-
-def here(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def there(url: str) -> dict[str, bytes]:
-    """Every object below a URL, our notes too."""
-    fs, path = fsspec.core.url_to_fs(url)
-    fs.invalidate_cache()
-    return {name[len(path) + 1 :]: fs.cat_file(name) for name in fs.find(path)}
-
-
-def seen(url: str) -> dict[str, bytes]:
-    return {name: data for name, data in there(url).items() if not name.startswith(".ucp-")}
 
 
 @pytest.fixture

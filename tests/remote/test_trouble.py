@@ -13,8 +13,8 @@ import pytest
 import ucp
 from tests.paths import FIXTURES
 from tests.remote.conftest import upload
-from tests.remote.test_targets import here, seen
 from tests.remote.troubled_proxy import Fault, Proxy, Request, Trouble
+from tests.remote.uploads import here, seen
 from ucp import settings
 from ucp.cli.main import run
 from ucp.errors import InconsistentError, StorageError

@@ -9,9 +9,8 @@ import pytest
 
 import ucp
 from tests.reports.browser import CHROMIUM, DRIVER, Browser
-from tests.reports.made import zero1, zero3
-from tests.reports.test_page import HOSTILE, hostile_page
-from tests.reports.test_report import full
+from tests.reports.index_only import zero1, zero3
+from tests.reports.pages import HOSTILE, full, hostile_page
 from ucp.reports.html_page import html_page
 from ucp.reports.page_data import page_data
 

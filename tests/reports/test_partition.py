@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reports.made import zero1, zero3
+from tests.reports.index_only import zero1, zero3
 from ucp.core.box import Box
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment
 from ucp.core.dtypes import FLOAT32

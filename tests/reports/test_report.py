@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.reports.made import zero1, zero3
+from tests.reports.index_only import zero1, zero3
+from tests.reports.pages import full
 from ucp import settings
-from ucp.core.checkpoint import Checkpoint
-from ucp.core.dtypes import FLOAT32
 from ucp.errors import IntegrityError
 from ucp.reports.atom_statistics import AtomStatistics
 from ucp.reports.html_page import html_page, measure
@@ -161,16 +160,6 @@ def test_a_sample_reads_less_and_the_ends(clean: Path, monkeypatch: pytest.Monke
     assert whole.count == 53 * 14
     assert 48 <= some.count <= 64
     assert whole.low <= some.low <= some.high <= whole.high
-
-
-def full(checkpoint: Checkpoint) -> dict[tuple[str, str], AtomStatistics]:
-    """Statistics as wide as they come, for every state."""
-    noise = np.random.default_rng(0)
-    found = {}
-    for atom in checkpoint.atoms():
-        made = found[atom.name, atom.kind] = AtomStatistics(FLOAT32)
-        made.take(0, [noise.normal(size=500).astype(np.float32) * np.float32(noise.random())])
-    return found
 
 
 @pytest.mark.slow

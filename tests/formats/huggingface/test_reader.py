@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.names.made import LLAMA, gpt2_shapes, llama_shapes, numbers, write_weights
+from tests.names.small_models import LLAMA, gpt2_shapes, llama_shapes, numbers, write_weights
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 
 

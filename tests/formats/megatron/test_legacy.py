@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.megatron.made import (
+from tests.formats.megatron.legacy_model import (
     PADDED,
     VOCABULARY,
     all_ranks,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.megatron import made
+from tests.formats.megatron import legacy_model
 from ucp.api import convert, diff
 from ucp.errors import InconsistentError, UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
@@ -45,20 +45,20 @@ def groups_of(names: list[str], values: dict[str, torch.Tensor]) -> list[list[st
 
 
 def save(root: Path, tree: dict[str, Any], dp: int, optimizer: str) -> Path:
-    tree["args"] = made.arguments(1, 1, optimizer=optimizer, world_size=dp, use_distributed_optimizer=False)
-    return made.save(root, {"mp_rank_00": tree})
+    tree["args"] = legacy_model.arguments(1, 1, optimizer=optimizer, world_size=dp, use_distributed_optimizer=False)
+    return legacy_model.save(root, {"mp_rank_00": tree})
 
 
 def saved(root: Path) -> Path:
     """A job of one rank."""
-    tree = made.rank_tree(1, 1, 0, 0, optimizer=False)
+    tree = legacy_model.rank_tree(1, 1, 0, 0, optimizer=False)
     values = {name: tensor.float() for name, tensor in tree["model"].items() if tensor is not None}
     return save(root, {**tree, "optimizer": chain(groups_of(list(values), values), values)}, 1, "muon")
 
 
 def saved_layer_wise(root: Path, dp: int) -> Path:
     """Whole parameters dealt to `dp` ranks, as megatron-core deals them: by size, forth and back."""
-    tree = made.rank_tree(1, 1, 0, 0, optimizer=False)
+    tree = legacy_model.rank_tree(1, 1, 0, 0, optimizer=False)
     values = {name: tensor.float() for name, tensor in tree["model"].items() if tensor is not None}
     listed = [name for group in groups_of(list(values), values) for name in group]
     loop = [*range(dp), *reversed(range(dp))]
@@ -75,7 +75,7 @@ def saved_layer_wise(root: Path, dp: int) -> Path:
 def check(root: Path) -> None:
     """All states are those of their own parameter, and the groups those of their own optimizer."""
     found = open_checkpoint(root, ReadOptions())
-    for name, whole in made.whole_model().items():
+    for name, whole in legacy_model.whole_model().items():
         rows = found.parameters[name].shape[0]
         held = ucp.open(root)[name]
         is_of_muon = whole.ndim == 2 and name not in ENDS

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ucp
-from tests.formats.megatron import made
+from tests.formats.megatron import legacy_model
 from ucp.api import convert, diff
 from ucp.errors import InconsistentError
 from ucp.formats.registry import ReadOptions, open_checkpoint
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def state_dict() -> dict[str, Any]:
     """As a rank file, with what torch's files hold apart: random states and the learning-rate schedule."""
-    tree = made.rank_tree(1, 1, 0, 0)
+    tree = legacy_model.rank_tree(1, 1, 0, 0)
     tree["opt_param_scheduler"] = {"num_steps": 16, "max_lr": 0.1}
     tree["rng_state"] = [{"torch_rng_state": torch.arange(8, dtype=torch.uint8), "random_rng_state": (3, (1,), None)}]
     return tree
@@ -34,7 +34,7 @@ def save(root: Path, tree: dict[str, Any]) -> Path:
 
 def test_it_holds_what_rank_files_hold(tmp_path: Path) -> None:
     tree = state_dict()
-    theirs = made.save(tmp_path / "legacy", {"mp_rank_00": tree})
+    theirs = legacy_model.save(tmp_path / "legacy", {"mp_rank_00": tree})
     source = save(tmp_path / "source", tree)
     assert diff(theirs, source).identical
     convert(source, tmp_path / "out", to="megatron", tp=2, pp=2)
@@ -52,7 +52,7 @@ def test_single_precision_has_no_masters(tmp_path: Path) -> None:
     tree["args"].bf16 = False
     tree["model"] = {name: value if value is None else value.float() for name, value in tree["model"].items()}
     tree["optimizer"] = tree["optimizer"]["optimizer"]
-    theirs = made.save(tmp_path / "legacy", {"mp_rank_00": tree})
+    theirs = legacy_model.save(tmp_path / "legacy", {"mp_rank_00": tree})
     assert diff(theirs, save(tmp_path / "source", tree)).identical
 
 
@@ -67,7 +67,7 @@ def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
 def test_groups_of_the_source_are_no_second_optimizer(tmp_path: Path) -> None:
     """Megatron keeps them inside of what wraps the optimizer, or in a list of optimizers."""
     tree = state_dict()
-    theirs = made.save(tmp_path / "legacy", {"mp_rank_00": tree})
+    theirs = legacy_model.save(tmp_path / "legacy", {"mp_rank_00": tree})
     convert(theirs, tmp_path / "out", to="dcp")
     found = open_checkpoint(tmp_path / "out", ReadOptions())
     assert [len(group.names) for group in found.groups] == [10, 3]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.formats.megatron import made
+from tests.formats.megatron import legacy_model
 from ucp.api import convert
 from ucp.containers.torch_file import TorchFile
 from ucp.errors import NotUnderstoodError, UsageError
@@ -22,19 +22,19 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 def save(root: Path, *, depths: int = 1, **fields: Any) -> Path:
     """One rank with `depths` depths of prediction; the arguments are those of such a job, unless `fields` differ."""
-    tree = made.rank_tree(1, 1, 0, 0, optimizer=False)
+    tree = legacy_model.rank_tree(1, 1, 0, 0, optimizer=False)
     output = tree["model"].pop(OUTPUT)
     for depth in range(depths):
         stem = f"mtp.layers.{depth}"
         tree["model"][f"{stem}.enorm.weight"] = tree["model"]["decoder.final_layernorm.weight"] + depth
-        tree["model"][f"{stem}.eh_proj.weight"] = output[: made.HIDDEN].repeat(1, 2) + depth
+        tree["model"][f"{stem}.eh_proj.weight"] = output[: legacy_model.HIDDEN].repeat(1, 2) + depth
         for name in [name for name in tree["model"] if name.startswith("decoder.layers.1.")]:
             inner = name.removeprefix("decoder.layers.1.")
             tree["model"][f"{stem}.transformer_layer.{inner}"] = tree["model"][name]
     if fields.get("untie_embeddings_and_output_weights", True):
         tree["model"][OUTPUT] = output
-    tree["args"] = made.arguments(1, 1, mtp_num_layers=depths, **fields)
-    return made.save(root, {"mp_rank_00": tree})
+    tree["args"] = legacy_model.arguments(1, 1, mtp_num_layers=depths, **fields)
+    return legacy_model.save(root, {"mp_rank_00": tree})
 
 
 def held(root: Path, rank: str) -> list[str]:

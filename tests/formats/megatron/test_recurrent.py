@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.megatron import made
+from tests.formats.megatron import legacy_model
 from ucp.api import convert, diff
 from ucp.containers.distcp import read_dcp_folder
 from ucp.formats.megatron.mcore_modules import order_key
 
-HIDDEN, INNER, STATE, HEADS = made.HIDDEN, 8, 4, 2
+HIDDEN, INNER, STATE, HEADS = legacy_model.HIDDEN, 8, 4, 2
 MIXER, DELTA = "decoder.layers.0.mixer", "decoder.layers.1.self_attention"
 # Parts of the fused matrices and their rows; how the rest is cut: along a dimension, or not at all.
 PARTS = {
@@ -26,7 +26,7 @@ PARTS = {
     f"{DELTA}.conv1d.weight": {"query": 6, "key": 6, "value": INNER},
 }
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
-    "embedding.word_embeddings.weight": ((made.PADDED, HIDDEN), 0),
+    "embedding.word_embeddings.weight": ((legacy_model.PADDED, HIDDEN), 0),
     f"{MIXER}.dt_bias": ((HEADS,), 0),
     f"{MIXER}.A_log": ((HEADS,), 0),
     f"{MIXER}.D": ((HEADS,), 0),
@@ -44,7 +44,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
     f"{DELTA}.out_norm.weight": ((4,), None),
     f"{DELTA}.out_proj.weight": ((HIDDEN, INNER), 1),
     "decoder.final_norm.weight": ((HIDDEN,), None),
-    "output_layer.weight": ((made.PADDED, HIDDEN), 0),
+    "output_layer.weight": ((legacy_model.PADDED, HIDDEN), 0),
 }
 BACKWARDS = list(SHAPES)[::-1]
 ENGINE = {  # Transformer Engine's names of the norms that it fuses
@@ -77,9 +77,9 @@ def save(root: Path, **fields: Any) -> Path:
         model: OrderedDict[str, Any] = OrderedDict()
         for name, tensor in whole_model().items():
             model[ENGINE.get(name, name)] = slice_of(name, tensor, rank).bfloat16()
-        tree = {"args": made.arguments(2, 1, **more), "checkpoint_version": 3.0, "iteration": 7, "model": model}
-        trees[f"mp_rank_{rank:02d}"] = {**tree, "optimizer": made.plain_optimizer(model)}
-    return made.save(root, trees)
+        tree = {"args": legacy_model.arguments(2, 1, **more), "checkpoint_version": 3.0, "iteration": 7, "model": model}
+        trees[f"mp_rank_{rank:02d}"] = {**tree, "optimizer": legacy_model.plain_optimizer(model)}
+    return legacy_model.save(root, trees)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.megatron.made import VOCABULARY, arguments, whole_model
-from tests.formats.megatron.test_sharded import common, model_and_states, save
+from tests.formats.megatron.legacy_model import VOCABULARY, arguments, whole_model
+from tests.formats.megatron.sharded_folder import common, model_and_states, save
 from ucp.core.dtypes import BFLOAT16, FLOAT16
 from ucp.errors import InconsistentError
 from ucp.formats.megatron.rank_layout import BufferParam, lay_out_buffer

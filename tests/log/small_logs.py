@@ -10,17 +10,24 @@ from ucp.core.dtypes import BFLOAT16, DType
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.log.codecs import bits_type
-from ucp.log.epoch_manifest import EpochManifest, KernelFingerprint, OptimizerGroup, ParentEpoch, write_manifest
+from ucp.log.epoch_manifest import (
+    EpochManifest,
+    KernelFingerprint,
+    OptimizerGroup,
+    ParentEpoch,
+    write_manifest,
+)
 from ucp.log.frames import FrameType
 from ucp.log.payloads import GradientStage, GroupScalars, StateDigest, StepRecord, pack_digests, pack_json
-from ucp.log.reader import epoch_folder, stream_folder
+from ucp.log.reader import Log, epoch_folder, stream_folder
 from ucp.log.segment_writer import SegmentWriter, append_step, encode_block
 from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
+from ucp.log.writer import StreamWriter
 
 SHAPE = (6, 10)
 
 
-def made_manifest(
+def small_manifest(
     streams: int = 1, *, epoch: int = 0, start: int = 0, parent: ParentEpoch | None = None
 ) -> EpochManifest:
     """One parameter of 60 elements, cut over `streams` ranks, in blocks of 16 elements."""
@@ -68,7 +75,7 @@ def write_log(
     compress: bool = False,
 ) -> EpochManifest:
     """Write a log of these steps; a segment ends after every `per_segment` of them."""
-    manifest = manifest or made_manifest()
+    manifest = manifest or small_manifest()
     folder = epoch_folder(run / "log", manifest.epoch)
     write_manifest(folder, manifest)
     for schema in manifest.streams:
@@ -94,3 +101,48 @@ def write_log(
 def segments(run: Path, stream: int = 0, epoch: int = 0) -> list[Path]:
     """The segment files of a stream."""
     return sorted(stream_folder(epoch_folder(run / "log", epoch), stream).glob("*.ugl"))
+
+
+def contents(log: Log, upto: int | None = None) -> dict[int, dict[tuple[int, int], bytes]]:
+    """Step → (stream, block) → bit patterns, of everything that can be had."""
+    found: dict[int, dict[tuple[int, int], bytes]] = {}
+    for span in log.spans(upto):
+        for step in range(span.first, span.last + 1):
+            found[step] = {}
+            for stream in span.epoch.streams.values():
+                assert stream.record(step).groups[0].lr == 0.1 / step
+                for block in stream.schema.blocks:
+                    stored = stream.read_block(step, block.id)
+                    if stored is not None:
+                        found[step][stream.number, block.id] = stored.bits().tobytes()
+    return found
+
+
+def expected(steps: range, streams: int = 1, skipped: tuple[int, ...] = ()) -> dict[int, dict[tuple[int, int], bytes]]:
+    manifest = small_manifest(streams)
+    return {
+        step: {
+            (s.stream, b.id): gradient(s.stream, step, b.id, b.count).tobytes()
+            for s in manifest.streams
+            for b in s.blocks
+            if step not in skipped
+        }
+        for step in steps
+    }
+
+
+def begin(run: Path, manifest: EpochManifest | None = None, **settings: int) -> StreamWriter:
+    manifest = manifest or small_manifest()
+    folder = epoch_folder(run / "log", manifest.epoch)
+    write_manifest(folder, manifest)
+    return StreamWriter(stream_folder(folder, 0), manifest.epoch, manifest.streams[0], **settings)
+
+
+def put(writer: StreamWriter, step: int, *, skipped: bool = False) -> None:
+    slot = writer.acquire()
+    slot.step, slot.record = step, record(step, skipped=skipped)
+    for block, array in enumerate(slot.arrays):
+        if not skipped:
+            array[:] = gradient(0, step, block, len(array))
+            slot.present.append(block)
+    writer.submit(slot)

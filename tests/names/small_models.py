@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+import ucp
 from ucp.containers.safetensors_file import build_header
 from ucp.core.dtypes import FLOAT32
 
@@ -139,3 +140,15 @@ def interleaved(q: Array, k: Array, v: Array, groups: int) -> Array:
     """Megatron's `linear_qkv`: group by group, the group's query heads, its key head, its value head."""
     parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
     return np.concatenate(parts, axis=1).reshape(-1, *q.shape[1:])
+
+
+def read_all(path: Path, **options: Any) -> dict[str, Array]:
+    opened = ucp.open(path, **options)
+    return {name: np.asarray(view.read()) for name, view in opened.parameters.items()}
+
+
+def same(found: dict[str, Array], expected: dict[str, Array]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, array in expected.items():
+        assert found[name].shape == array.shape, name
+        assert (found[name] == array).all(), name
