@@ -13,16 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import ucp
 from ucp.cli.main import COMMANDS
 
 FIXTURE = "z1_bf16_tp2_dp2"
-
-
-def ucp(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ucp", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200", **environment}
-    )
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_commands import ucp
+from tests.cli.command import ucp
 from tests.log.small_logs import segments, small_manifest, write_log
 from ucp.log.base_folders import BaseCheckpoint, base_folder, write_base
 from ucp.log.epoch_manifest import ParentEpoch

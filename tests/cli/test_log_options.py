@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_commands import ucp
+from tests.cli.command import ucp
 
 torch = pytest.importorskip("torch")
 

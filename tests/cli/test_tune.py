@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cli.test_commands import ucp
+from tests.cli.command import ucp
 from tests.log.small_logs import small_manifest
 from ucp.log.epoch_manifest import write_manifest
 from ucp.log.payloads import StepRecord

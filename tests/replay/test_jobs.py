@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.training.test_recording_states import assert_same, merged
+from tests.training.state_jobs import assert_same, merged
 from ucp.core.checkpoint import kind_of_state
 from ucp.errors import UsageError
 

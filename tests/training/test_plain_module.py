@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 
 
-class Net(nn.Module):
+class ConvNet(nn.Module):
     def __init__(self, seed: int, width: int = 6) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 
 def job(optimizer: str, seed: int, steps: int, *, swapped: bool = False) -> tuple[Any, Any]:
-    net = Net(seed)
+    net = ConvNet(seed)
     groups = [
         {"params": [net.conv.weight, net.scale], "weight_decay": 0.1},
         {"params": [net.conv.bias, *net.norm.parameters()], "weight_decay": 0.0},
@@ -175,7 +175,7 @@ def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:
 def test_groups_that_the_job_joined_must_agree(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
     ucp.save(tmp_path / "atoms", net, made)
-    fresh = Net(7)
+    fresh = ConvNet(7)
     joined = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad])
     with pytest.raises(InconsistentError, match="groups 0 and 1 of the checkpoint: weight_decay differ"):
         ucp.load_into(tmp_path / "atoms", fresh, joined)
@@ -197,10 +197,10 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
 def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
     ucp.save(tmp_path / "atoms", net, made)
-    wide = Net(7, width=8)
+    wide = ConvNet(7, width=8)
     with pytest.raises(InconsistentError, match=r"conv.weight: shape is \[6, 3, 3, 3\] in the checkpoint, but \[8,"):
         ucp.load_into(tmp_path / "atoms", wide)
-    odd = Net(7)
+    odd = ConvNet(7)
     odd.mask = torch.zeros(3)
     with pytest.raises(InconsistentError, match=r"mask\|weight: is bool in the checkpoint, but float32 in the job"):
         ucp.load_into(tmp_path / "atoms", odd)
@@ -209,7 +209,7 @@ def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:
 def test_other_precision_is_cast_and_said(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
     ucp.save(tmp_path / "atoms", net, made)
-    half = Net(7).bfloat16()
+    half = ConvNet(7).bfloat16()
     report = ucp.load_into(tmp_path / "atoms", half)
     assert torch.equal(half.conv.weight, net.conv.weight.bfloat16())
     assert any("were cast from float32 to bfloat16" in note for note in report.notes)
@@ -229,7 +229,7 @@ def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a DeepSpeed engine nor a torch module"):
         ucp.load_into(tmp_path, [net], made)
     with pytest.raises(UsageError, match=r"a parameter of shape .* that is not in the module"):
-        ucp.save(tmp_path / "atoms", Net(3), made)
+        ucp.save(tmp_path / "atoms", ConvNet(3), made)
     with pytest.raises(UsageError, match=r"client_state: client_state.x is a builtins.object"):
         ucp.save(tmp_path / "atoms", net, made, client_state={"x": object()})
     assert list(tmp_path.iterdir()) == []

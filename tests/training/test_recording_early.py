@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.training.test_recording import Trained, logged, optimizers
+from tests.training.recorded_jobs import Trained, logged, optimizers
 from ucp.errors import InconsistentError, UsageError
 from ucp.log.payloads import GradientStage
 from ucp.log.reader import Log

@@ -1,4 +1,4 @@
-"""Logs of states, for optimizers that nobody can replay, and of buffers: real jobs, every step, every bit."""
+"""Logs of states, for optimizers that cannot be replayed, and of buffers: real jobs, every step, every bit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.training.test_recording import Net
-from ucp.core.checkpoint import kind_of_state
+from tests.training.recorded_jobs import TiedNet
+from tests.training.state_jobs import NormedNet, StateJob, assert_same, merged, unreplayable_optimizers
 from ucp.errors import UsageError
 from ucp.log.base_folders import list_bases
 from ucp.log.frames import FrameType
@@ -18,80 +18,10 @@ from ucp.log.reader import Log
 
 torch = pytest.importorskip("torch")
 
-State = dict[str, Any]
 
-
-class Normed(Net):
-    """With a batch norm, whose buffers change with every forward pass, and a buffer that is replaced now and then."""
-
-    def __init__(self) -> None:
-        super().__init__(buffer=False)
-        self.norm = torch.nn.BatchNorm1d(13)
-        self.register_buffer("phase", torch.zeros(3, 2, dtype=torch.int64))
-        self.register_buffer("still", torch.ones(5))
-
-    def forward(self, x: Any, *, rare: bool) -> Any:
-        return super().forward(self.norm(x), rare=rare)
-
-
-class Job:
-    """A job that keeps every state that it had."""
-
-    def __init__(self, run: Path, make: Callable[[Any], Any], *, model: Any = None, **options: Any) -> None:
-        self.model = Net() if model is None else model
-        self.optimizer = make(self.model.parameters())
-        self.history: list[State] = [self.state()]
-        self.recorder = ucp.record(run, self.model, self.optimizer, **options)
-
-    def state(self) -> State:
-        found = {f"{name}|weight": value.clone() for name, value in self.model.state_dict().items()}
-        for name, p in self.model.named_parameters():
-            for kind, value in self.optimizer.state.get(p, {}).items():
-                if value is not None:
-                    found[f"{name}|{kind_of_state(kind)}"] = torch.as_tensor(value).clone()
-        return found
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            number = len(self.history)
-            self.optimizer.zero_grad()
-            self.model(torch.randn(4, 13), rare=number % 3 == 0).backward()
-            if hasattr(self.model, "phase") and number % 2:
-                self.model.phase = self.model.phase + 1
-            self.optimizer.step()
-            self.history.append(self.state())
-
-
-def merged(run: Path, step: int, **options: Any) -> State:
-    state = ucp.open(run, log=run, step=step, exact=True, **options)
-    return {
-        f"{name}|{kind}": parameter.read(kind, as_torch=True)
-        for name, parameter in state.parameters.items()
-        for kind in parameter.kinds
-    }
-
-
-def assert_same(found: State, expected: State) -> None:
-    expected = {key: value for key, value in expected.items() if not key.startswith("tied.")}
-    assert sorted(found) == sorted(expected)
-    for key, value in expected.items():
-        assert found[key].dtype == value.dtype, key
-        assert torch.equal(found[key].view(-1).view(torch.uint8), value.detach().view(-1).view(torch.uint8)), key
-
-
-def optimizers() -> dict[str, Callable[[Any], Any]]:
-    optim = torch.optim
-    return {
-        "rmsprop": lambda p: optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
-        "nadam": lambda p: optim.NAdam(p, lr=1e-2),  # keeps a product besides its counter
-        "asgd": lambda p: optim.ASGD(p, lr=1e-2),
-        "adafactor": lambda p: optim.Adafactor(p, lr=1e-2),  # states of other shapes than the parameter's
-    }
-
-
-@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("name", unreplayable_optimizers())
 def test_an_optimizer_that_cannot_be_replayed_is_logged_as_it_is(tmp_path: Path, name: str) -> None:
-    job = Job(tmp_path, optimizers()[name], base_every=4, keep_bases=None)
+    job = StateJob(tmp_path, unreplayable_optimizers()[name], base_every=4, keep_bases=None)
     job.train(6)
     job.recorder.close()
     log = Log.open(tmp_path, "strict")
@@ -111,7 +41,7 @@ def test_a_state_is_folded_from_many_differences(tmp_path: Path, monkeypatch: py
     from ucp import settings
 
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 16)
-    job = Job(tmp_path, optimizers()["rmsprop"], model=Normed())
+    job = StateJob(tmp_path, unreplayable_optimizers()["rmsprop"], model=NormedNet())
     job.train(9)
     job.recorder.close()
     again = ucp.record(tmp_path, job.model, job.optimizer, base=None, step=9)
@@ -128,7 +58,7 @@ def test_without_zstandard_values_are_absolute(tmp_path: Path, monkeypatch: pyte
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "zstandard" else real(name))
-    job = Job(tmp_path, optimizers()["rmsprop"])
+    job = StateJob(tmp_path, unreplayable_optimizers()["rmsprop"])
     job.train(3)
     job.recorder.close()
     [stream] = Log.open(tmp_path, "strict").epochs[0].streams.values()
@@ -137,7 +67,7 @@ def test_without_zstandard_values_are_absolute(tmp_path: Path, monkeypatch: pyte
         assert_same(merged(tmp_path, step), job.history[step])
 
 
-def step_with_closure(job: Job) -> None:
+def step_with_closure(job: StateJob) -> None:
     def closure() -> Any:
         job.optimizer.zero_grad()
         loss = job.model(torch.randn(4, 13), rare=True)
@@ -150,23 +80,23 @@ def step_with_closure(job: Job) -> None:
 
 def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
     """Also with a closure, which cannot be replayed; and gradients of one that nobody can replay."""
-    job = Job(tmp_path / "a", lambda p: torch.optim.AdamW(p, lr=1e-2), what="state")
+    job = StateJob(tmp_path / "a", lambda p: torch.optim.AdamW(p, lr=1e-2), what="state")
     job.train(2)
     step_with_closure(job)
     job.recorder.close()
     for step in (1, 2, 3):
         assert_same(merged(tmp_path / "a", step), job.history[step])
-    other = Job(tmp_path / "b", optimizers()["rmsprop"], what="gradients")
+    other = StateJob(tmp_path / "b", unreplayable_optimizers()["rmsprop"], what="gradients")
     other.train(2)
     other.recorder.close()
     with pytest.raises(UsageError, match="cannot be replayed"):
         merged(tmp_path / "b", 2)
     with pytest.raises(UsageError, match="gradients, state or auto"):
-        Job(tmp_path / "c", optimizers()["rmsprop"], what="everything")
+        StateJob(tmp_path / "c", unreplayable_optimizers()["rmsprop"], what="everything")
 
 
 def test_a_log_of_states_begins_with_a_closure_and_ends_with_a_thawed_parameter(tmp_path: Path) -> None:
-    job = Job(tmp_path, optimizers()["rmsprop"])
+    job = StateJob(tmp_path, unreplayable_optimizers()["rmsprop"])
     step_with_closure(job)
     job.train(1)
     job.model.frozen.requires_grad_(True)
@@ -177,12 +107,12 @@ def test_a_log_of_states_begins_with_a_closure_and_ends_with_a_thawed_parameter(
 
 
 def test_a_log_of_states_without_steps_can_be_opened(tmp_path: Path) -> None:
-    Job(tmp_path, optimizers()["rmsprop"]).recorder.close()
+    StateJob(tmp_path, unreplayable_optimizers()["rmsprop"]).recorder.close()
     assert Log.open(tmp_path, "inspect").recoverable_step == 0
 
 
 def test_buffers_are_those_of_the_step(tmp_path: Path) -> None:
-    job = Job(tmp_path, lambda p: torch.optim.AdamW(p, lr=1e-2), model=Normed(), base_every=3, keep_bases=None)
+    job = StateJob(tmp_path, lambda p: torch.optim.AdamW(p, lr=1e-2), model=NormedNet(), base_every=3, keep_bases=None)
     job.train(5)
     job.recorder.close()
     for step in range(1, 6):
@@ -199,7 +129,7 @@ def test_buffers_are_those_of_the_step(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_changes_its_shape_ends_the_recording(tmp_path: Path) -> None:
-    job = Job(tmp_path, lambda p: torch.optim.AdamW(p, lr=1e-2), model=Normed())
+    job = StateJob(tmp_path, lambda p: torch.optim.AdamW(p, lr=1e-2), model=NormedNet())
     job.train(1)
     job.model.phase = torch.zeros(4, dtype=torch.int64)
     with pytest.raises(UsageError, match="buffer phase has another shape"):
@@ -228,7 +158,7 @@ TAKEN_NAMES = ("buffer", "param", "grad", "weight", "master", "own:x:()", "own/y
 
 
 def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", calling_states(*TAKEN_NAMES), model=Normed(), base_every=2, keep_bases=None)
+    job = StateJob(tmp_path / "run", calling_states(*TAKEN_NAMES), model=NormedNet(), base_every=2, keep_bases=None)
     job.train(4)
     ucp.save(tmp_path / "saved", job.model, job.optimizer)
     job.recorder.close()
@@ -236,7 +166,7 @@ def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
         assert_same(merged(tmp_path / "run", step), job.history[step])
     assert ucp.diff(tmp_path / "run", tmp_path / "saved", log_a=tmp_path / "run", exact=True).same
     assert ucp.verify(tmp_path / "run", "deep", log=tmp_path / "run").ok
-    other = Normed()
+    other = NormedNet()
     optimizer = calling_states(*TAKEN_NAMES)(other.parameters())
     ucp.load_into(tmp_path / "run", other, optimizer, log=tmp_path / "run", step=4)
     for p, q in zip(job.model.parameters(), other.parameters(), strict=True):
@@ -255,13 +185,13 @@ def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
 def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
     tmp_path: Path, make: Callable[[Any], Any]
 ) -> None:
-    job = Job(tmp_path, make)
+    job = StateJob(tmp_path, make)
     job.train(3)
     job.recorder.close()
     assert Log.open(tmp_path).epochs[0].manifest.kernel.id.endswith("(state)")
     for step in (1, 2, 3):
         assert_same(merged(tmp_path, step), job.history[step])
-    model = Net()
+    model = TiedNet()
     optimizer = make(model.parameters())
     before = [group.get("betas") for group in optimizer.param_groups]
     ucp.load_into(tmp_path, model, optimizer, log=tmp_path, step=3)
@@ -273,7 +203,7 @@ def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=1.0), lambda p: torch.optim.NAdam(p, lr=1.0)])
 def test_the_rate_of_a_base_is_that_of_the_next_step(tmp_path: Path, make: Callable[[Any], Any]) -> None:
     """A base is saved when the optimizer has taken its step, and a scheduler takes its own after that."""
-    job = Job(tmp_path, make, base_every=2, keep_bases=None)
+    job = StateJob(tmp_path, make, base_every=2, keep_bases=None)
     for step in range(1, 6):
         job.train(1)
         job.optimizer.param_groups[0]["lr"] = 0.5**step

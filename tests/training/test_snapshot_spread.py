@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.training.test_snapshots import OPTIMIZERS, Net, held, one_thread, train, wrong
+from tests.training.snapshot_jobs import OPTIMIZERS, BatchNormNet, held, one_thread, train, wrong
 from ucp import settings
 from ucp.errors import UsageError
 
@@ -20,7 +20,7 @@ __all__ = ["one_thread"]
 
 
 def job(name: str) -> tuple[Any, Any]:
-    net = Net()
+    net = BatchNormNet()
     return net, OPTIMIZERS[name](p for p in net.parameters() if p.requires_grad)
 
 

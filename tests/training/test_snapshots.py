@@ -6,13 +6,13 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ucp
+from tests.training.snapshot_jobs import OPTIMIZERS, BatchNormNet, held, one_thread, train, wrong
 from ucp import settings
 from ucp.engine.journal import Journal, journal_name
 from ucp.engine.staging import busy_error
@@ -28,67 +28,7 @@ from ucp.training.store.writer import Store
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny layers: threads of torch would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Linear(12, width)
-        self.norm = nn.BatchNorm1d(width)  # forward passes write its buffers
-        self.rest = nn.Linear(width, 4)
-        self.frozen = nn.Parameter(torch.randn(50), requires_grad=False)
-
-    def forward(self, x: Any) -> Any:
-        return self.rest(self.norm(self.first(x))).square().mean() + self.frozen.sum()
-
-
-OPTIMIZERS = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
-    "adam, single": lambda groups: torch.optim.Adam(groups, lr=0.01, foreach=False),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-    "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
-}
-
-
-def held(net: Any, optimizer: Any) -> dict[tuple[str, str], Any]:
-    """Everything that the job holds, copied with the world standing still."""
-    state = {(name, "weight"): value.detach().clone() for name, value in net.state_dict().items()}
-    for name, p in net.named_parameters():
-        for kind, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor):
-                state[name, kind] = value.detach().clone()
-    return state
-
-
-def wrong(path: Path, wanted: dict[tuple[str, str], Any], **options: Any) -> list[tuple[str, str]]:
-    """Which atoms of a snapshot are not what was held."""
-    opened = ucp.open(path, **options)
-    bad = [
-        key
-        for key, value in wanted.items()
-        if not torch.equal(opened[key[0]].read(key[1], as_torch=True).reshape(value.shape), value)
-    ]
-    there = {(name, kind) for name in opened for kind in opened[name].kinds}
-    return bad + sorted(there - wanted.keys())
-
-
-def train(net: Any, optimizer: Any, step: int, nap: float = 0.0) -> None:
-    generator = torch.Generator().manual_seed(step)
-    loss = net(torch.randn(8, 12, generator=generator))
-    if nap:
-        time.sleep(nap)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+__all__ = ["one_thread"]  # applies to every test of the module
 
 
 @pytest.mark.parametrize(
@@ -108,7 +48,7 @@ def test_snapshots_of_random_schedules_are_saves(
     """Hundreds of snapshots in all, each under another rate, chunk, limit and rhythm of training."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     chance = random.Random(f"{name} {target}")
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS[name](net.parameters())
     path = tmp_path / ("run.ucpstore" if target == "store" else "run")
     references: dict[int, Any] = {}
@@ -137,7 +77,7 @@ def test_snapshots_of_random_schedules_are_saves(
 
 
 def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     snapshots = ucp.snapshot(tmp_path / "run", net, optimizer, every=3, busy="wait", client_state=lambda: {"seen": 7})
     for step in range(1, 11):
@@ -149,7 +89,7 @@ def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
     assert snapshots.latest == tmp_path / "run" / "step-00000009"
     train(net, optimizer, 11)  # hooks are gone
     assert snapshots.taken == 3
-    fresh = Net()
+    fresh = BatchNormNet()
     other = OPTIMIZERS["adamw"](p for p in fresh.parameters() if p.requires_grad)
     report = ucp.load_into(tmp_path / "run" / "step-00000009", fresh, other)
     assert report.client_state == {"seen": 7}
@@ -162,7 +102,7 @@ def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_what_other_jobs_have_left(tmp_path: Path) -> None:
     """Half a snapshot of a killed job goes, one that is being written stays; so do snapshots that went further."""
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     run = tmp_path / "run"
     (run / "step-00000080").mkdir(parents=True)
@@ -180,7 +120,7 @@ def test_what_other_jobs_have_left(tmp_path: Path) -> None:
 
 def test_a_store_that_a_killed_job_was_filling(tmp_path: Path) -> None:
     """The store that was to take the other's place goes with the next job, unless a process writes it."""
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     path, left = tmp_path / "run.ucpstore", tmp_path / ".run.ucpstore.next"
     with Store.create(left, StoreSchema.of({"a": {"weight": torch.zeros(3)}})):
@@ -191,7 +131,7 @@ def test_a_store_that_a_killed_job_was_filling(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, every=1) as snapshots:
         train(net, optimizer, 1)
@@ -228,7 +168,7 @@ class Gate(Throttle):
 def test_copies_rest_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", 64)
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, avoid_backward=True) as snapshots:
         train(net, optimizer, 1)
@@ -255,7 +195,7 @@ def test_training_waits_for_a_late_copy(tmp_path: Path, monkeypatch: pytest.Monk
     """The copier hangs after its first chunk: the trainer copies the rest, and the wait is measured."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", 64)
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     with ucp.snapshot(tmp_path / "run", net, optimizer) as snapshots:
         train(net, optimizer, 1)
@@ -298,7 +238,7 @@ def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         snapshot_scheduler, "make_layout", lambda *args, **kw: made.append(1) or make_layout(*args, **kw)
     )
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     with ucp.snapshot(tmp_path / "run", net, optimizer, keep=None) as snapshots:
 
@@ -330,7 +270,7 @@ def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_failures_are_told(tmp_path: Path) -> None:
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with pytest.raises(UsageError, match="need an optimizer"):
         ucp.snapshot(tmp_path / "run", net)
@@ -390,7 +330,7 @@ def test_a_throttled_link_does_what_the_plan_says(window: float, rate: float, mo
 def test_a_log_brings_a_snapshot_to_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorder and snapshots in one job: snapshot and log make the state of any step after it."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["adam, single"](p for p in net.parameters() if p.requires_grad)
     wanted = {}
     with (
@@ -422,7 +362,7 @@ def test_a_durable_snapshot_appears_when_the_disk_has_it(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", noted)
-    net = Net()
+    net = BatchNormNet()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, durable=durable) as snapshots:
         snapshots.take()

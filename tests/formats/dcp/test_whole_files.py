@@ -14,7 +14,7 @@ from ucp.errors import IntegrityError, NotUnderstoodError, UcpError
 torch = pytest.importorskip("torch")
 
 
-class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+class TiedEmbedding(torch.nn.Module):  # type: ignore[misc, name-defined]
     """A tied head, a transposed weight, a 0-d parameter and a tensor of no elements."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
         return self.head(self.embed(tokens) @ self.mix.T @ self.mix) * self.scale
 
 
-def trained(net: Net) -> Any:
+def trained(net: TiedEmbedding) -> Any:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
     for _ in range(2):
         net(torch.arange(5)).square().sum().backward()
@@ -63,7 +63,7 @@ def test_accelerates_full_form(tmp_path: Path) -> None:
 
 def test_a_file_of_the_users_own(tmp_path: Path) -> None:
     """Raw state dicts of a DDP module and its optimizer, a scheduler, and what else there is; to DeepSpeed."""
-    net = Net()
+    net = TiedEmbedding()
     optimizer = trained(net)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     path = tmp_path / "last.pt"
@@ -86,7 +86,7 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
 
 
 def test_a_model_alone(tmp_path: Path) -> None:
-    net = Net()
+    net = TiedEmbedding()
     torch.save(net.state_dict(), tmp_path / "model.pth")
     ucp.convert(tmp_path / "model.pth", tmp_path / "atoms")
     opened = ucp.open(tmp_path / "atoms")

@@ -13,8 +13,7 @@ import pytest
 import ucp
 from tests.training.shadow.following import held, until, wait_for
 from tests.training.shadow.jobs import Pair
-from tests.training.test_recording_states import Job as Recorded
-from tests.training.test_recording_states import Normed, assert_same, optimizers
+from tests.training.state_jobs import NormedNet, StateJob, assert_same, unreplayable_optimizers
 from ucp import settings
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.dtypes import FLOAT32
@@ -50,10 +49,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SHADOW_HEARTBEAT_SECONDS", 0.02)
 
 
-class Job(Recorded):
+class Job(StateJob):
     """A job whose recorder is closed with the test, however that ends."""
 
-    made: ClassVar[list[Recorded]] = []
+    made: ClassVar[list[StateJob]] = []
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -68,7 +67,7 @@ def _closed(_no_thread_stays: None) -> Iterator[None]:
 
 
 def makers() -> dict[str, Any]:
-    return {"adamw": lambda p: torch.optim.AdamW(p, lr=1e-2), **optimizers()}
+    return {"adamw": lambda p: torch.optim.AdamW(p, lr=1e-2), **unreplayable_optimizers()}
 
 
 def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -97,13 +96,13 @@ def test_every_step_is_the_job_s(tmp_path: Path, pairs: list[Pair], name: str, w
     """A batch norm, a buffer that is replaced, parameters without gradient: all of it is the job's after every step."""
     address = WAYS[way]
     if address is None:
-        job = Job(tmp_path, makers()[name], model=Normed())
+        job = Job(tmp_path, makers()[name], model=NormedNet())
         pairs.append(Pair(None, tmp_path))
     else:
         if way == "shm":
             address = ShadowAddress(f"test-{secrets.token_hex(8)}", 0, None, "shm")
         pairs.append(Pair(address=address))
-        job = Job(tmp_path, makers()[name], model=Normed(), to=pairs[0].url)
+        job = Job(tmp_path, makers()[name], model=NormedNet(), to=pairs[0].url)
         without_log(pairs[0].shadow)
         told = job.recorder._sink._sinks[0]._hello
         told["run"] = None  # nor when it is told the names of states
@@ -122,7 +121,7 @@ def test_every_step_is_the_job_s(tmp_path: Path, pairs: list[Pair], name: str, w
 @pytest.mark.parametrize("name", ["adamw", "nadam"])
 def test_a_snapshot_of_values_stays(tmp_path: Path, pairs: list[Pair], name: str) -> None:
     pairs.append(Pair())
-    job = Job(tmp_path, makers()[name], model=Normed(), to=pairs[0].url)
+    job = Job(tmp_path, makers()[name], model=NormedNet(), to=pairs[0].url)
     job.train(3)
     wait_for(pairs[0].shadow, 3)
     old = held(pairs[0].shadow)
@@ -137,7 +136,7 @@ def test_a_snapshot_of_values_stays(tmp_path: Path, pairs: list[Pair], name: str
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_late_shadow_and_a_job_that_begins_again(tmp_path: Path, pairs: list[Pair], name: str) -> None:
     """From the middle of a log, and into the next epoch with what is held."""
-    job = Job(tmp_path, makers()[name], model=Normed())
+    job = Job(tmp_path, makers()[name], model=NormedNet())
     job.train(3)
     job.recorder.flush()
     pairs.append(Pair(None, tmp_path))
@@ -156,7 +155,7 @@ def test_a_late_shadow_and_a_job_that_begins_again(tmp_path: Path, pairs: list[P
 
 def test_states_without_a_log(tmp_path: Path, pairs: list[Pair]) -> None:
     """The shadow alone has the states; a job that begins again with them goes on where it was."""
-    beginning = Job(tmp_path / "made", makers()["rmsprop"], model=Normed())
+    beginning = Job(tmp_path / "made", makers()["rmsprop"], model=NormedNet())
     beginning.recorder.close()
     base = tmp_path / "made" / "base" / "base-000000" / "atoms"
     pairs.append(Pair())
@@ -181,8 +180,8 @@ def test_shares_of_values(tmp_path: Path, pairs: list[Pair], name: str) -> None:
     pairs += [Pair(share=WorkShard(number, 2)) for number in range(2)]
     whole = Pair()
     pairs.append(whole)
-    job = Job(tmp_path, makers()[name], model=Normed(), to=[pair.url for pair in pairs[:2]])
-    other = Job(tmp_path / "other", makers()[name], model=Normed(), to=whole.url)
+    job = Job(tmp_path, makers()[name], model=NormedNet(), to=[pair.url for pair in pairs[:2]])
+    other = Job(tmp_path / "other", makers()[name], model=NormedNet(), to=whole.url)
     for pair in pairs[:2]:
         without_log(pair.shadow)
     for step in range(1, 4):
@@ -202,7 +201,7 @@ def test_shares_of_values(tmp_path: Path, pairs: list[Pair], name: str) -> None:
 def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: list[Pair]) -> None:
     """The shadow was told of the job before its optimizer had made its states, and hears of them from the log alone."""
     pairs.append(Pair())
-    job = Job(tmp_path, makers()["adafactor"], model=Normed(), to=pairs[0].url)
+    job = Job(tmp_path, makers()["adafactor"], model=NormedNet(), to=pairs[0].url)
     following = pairs[0].shadow.course.following
     assert following is not None
     assert following.lacks_kinds
@@ -221,7 +220,7 @@ def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: li
 def test_connections_that_are_cut(tmp_path: Path, pairs: list[Pair]) -> None:
     """Before the names of states are told, and again and again."""
     pairs.append(Pair())
-    job = Job(tmp_path, makers()["nadam"], model=Normed(), to=pairs[0].url)
+    job = Job(tmp_path, makers()["nadam"], model=NormedNet(), to=pairs[0].url)
     for step in range(1, 9):
         pairs[0].door.hang_up()
         job.train(1)
@@ -239,7 +238,7 @@ def test_a_base_that_was_spread_over_steps(
 ) -> None:
     """The log brings its parts to one step, and the shadow goes on from there. Without a log it is refused."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
-    model = Normed()
+    model = NormedNet()
     del model.phase  # a snapshot cannot be spread over steps in which tensors are replaced
     job = Job(tmp_path / "run", makers()[name], model=model)
     job.train(2)
@@ -271,7 +270,7 @@ def test_a_base_that_was_spread_over_steps(
 def test_a_difference_that_does_not_lead_on_is_not_applied(tmp_path: Path, pairs: list[Pair]) -> None:
     """The shadow keeps the step that it has, says why, and begins again when the job calls again."""
     pairs.append(Pair())
-    job = Job(tmp_path, makers()["rmsprop"], model=Normed(), to=pairs[0].url)
+    job = Job(tmp_path, makers()["rmsprop"], model=NormedNet(), to=pairs[0].url)
     job.train(3)
     wait_for(pairs[0].shadow, 3)
     following = pairs[0].shadow.course.following
@@ -358,4 +357,4 @@ def test_a_manifest_that_asks_for_too_much(tmp_path: Path, pairs: list[Pair], mo
 
     monkeypatch.setattr(epoch_start, "all_gather", larger)
     with pytest.raises(UcpError, match="more elements than any parameter"):
-        Job(tmp_path, makers()["rmsprop"], model=Normed(), to=pairs[0].url)
+        Job(tmp_path, makers()["rmsprop"], model=NormedNet(), to=pairs[0].url)
