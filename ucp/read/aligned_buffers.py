@@ -14,19 +14,15 @@ import numpy as np
 from ucp.read.casting import RawArray
 
 
-class _ThreadBuffers(threading.local):
-    def __init__(self) -> None:
-        self.by_use: dict[str, RawArray] = {}
-
-
-_BUFFERS = _ThreadBuffers()
+_BUFFERS = threading.local()
 
 
 def scratch_buffer(use: str, nbytes: int) -> RawArray:
     """An uninitialized buffer of `nbytes` bytes, valid until this thread requests one for the same use again."""
-    buffer = _BUFFERS.by_use.get(use)
+    buffers: dict[str, RawArray] = vars(_BUFFERS)  # of this thread
+    buffer = buffers.get(use)
     if buffer is None or buffer.size < nbytes:
-        buffer = _BUFFERS.by_use[use] = page_aligned(nbytes)
+        buffer = buffers[use] = page_aligned(nbytes)
     return buffer[:nbytes]
 
 
