@@ -1,7 +1,7 @@
 """Kills writers: `python -m tests.log.killed_writer FOLDER TIMES`.
 
-Forks a process that writes a log and says through a pipe which step is durable, kills it (SIGKILL) after a random time,
-and reads what is left. Every second one goes on where the one before was killed.
+Forks a process that writes a log and reports durable steps through a pipe, kills it (SIGKILL) after a random time, and
+reads what is left. Every second process continues the log of the one before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_until_killed(run: Path, pipe: int) -> None:
 
 
 def kill_one(run: Path, after: float) -> tuple[int, int]:
-    """(last step that was said to be durable, step that can be recovered)."""
+    """(last step that was reported durable, last step that can be recovered)."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Blocks come back bit for bit, whatever is in them."""
+"""Encodings are lossless for any bit patterns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks(draw: st.DrawFn) -> tuple[DType, np.ndarray]:
 
 
 @given(blocks(), st.booleans())
-def test_a_block_comes_back(block: tuple[DType, np.ndarray], compress: bool) -> None:
+def test_a_block_survives_a_round_trip(block: tuple[DType, np.ndarray], compress: bool) -> None:
     dtype, bits = block
     encoding, data = codecs.encode(bits, dtype, compress=compress)
     assert np.array_equal(codecs.decode(encoding, data, dtype, len(bits)), bits)
@@ -39,7 +39,7 @@ def test_a_block_comes_back(block: tuple[DType, np.ndarray], compress: bool) -> 
 
 
 @given(blocks())
-def test_every_encoding_brings_a_block_back(block: tuple[DType, np.ndarray]) -> None:
+def test_every_encoding_is_lossless(block: tuple[DType, np.ndarray]) -> None:
     dtype, bits = block
     for encoding, data in (
         (Encoding.RAW, bits.view(np.uint8)),
@@ -50,7 +50,7 @@ def test_every_encoding_brings_a_block_back(block: tuple[DType, np.ndarray]) -> 
 
 
 @given(blocks(), st.randoms(use_true_random=False))
-def test_differences_lead_from_old_to_new_and_fold(block: tuple[DType, np.ndarray], random: object) -> None:
+def test_differences_lead_from_old_to_new_and_add_up(block: tuple[DType, np.ndarray], random: object) -> None:
     del random
     dtype, old = block
     rng = np.random.default_rng(len(old))
@@ -62,7 +62,7 @@ def test_differences_lead_from_old_to_new_and_fold(block: tuple[DType, np.ndarra
     assert np.array_equal(codecs.apply_difference(old, codecs.apply_difference(one, two)), new)
 
 
-def test_nothing_is_stored_for_what_does_not_change() -> None:
+def test_unchanged_states_take_no_bytes() -> None:
     bits = np.arange(100, dtype="<u4")
     assert codecs.encode_difference(bits, bits)[0] == Encoding.UNCHANGED
     assert codecs.encode(np.zeros(100, "<u4"), FLOAT32)[0] == Encoding.ZERO
@@ -77,7 +77,7 @@ def test_small_differences_take_less_than_the_states() -> None:
     assert data.nbytes < old.nbytes / 3
 
 
-def test_float32_that_holds_bfloat16_is_narrowed_and_nothing_else_is() -> None:
+def test_only_float32_that_fits_bfloat16_is_narrowed() -> None:
     bits = np.random.default_rng(0).normal(size=1000).astype(np.float32).view("<u4")
     assert codecs.encode(bits, FLOAT32)[0] == Encoding.RAW
     narrow = bits & np.uint32(0xFFFF0000)
@@ -99,12 +99,12 @@ def test_few_values_are_stored_sparsely(how: str) -> None:
 
 
 @given(arrays.arrays(np.uint64, st.integers(0, 50), elements=st.integers(0, 2**62)))
-def test_varints_come_back(numbers: np.ndarray) -> None:
+def test_varints_survive_a_round_trip(numbers: np.ndarray) -> None:
     assert np.array_equal(codecs.unpack_varints(codecs.pack_varints(numbers), len(numbers)), numbers)
 
 
 @given(st.binary(max_size=60), st.sampled_from(list(Encoding)), DTYPES, st.integers(0, 100))
-def test_random_bytes_are_refused_or_give_as_many_elements(
+def test_random_bytes_are_refused_or_decode_to_the_right_length(
     data: bytes, encoding: Encoding, dtype: DType, count: int
 ) -> None:
     try:

@@ -1,4 +1,4 @@
-"""What is read is what was written; what is damaged, cut or out of place is never read as anything else."""
+"""A log is read as it was written; damaged, cut or misplaced bytes are never read as anything else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_log_reads_as_it_was_written(tmp_path: Path, check: str, compress: boo
     assert len(segments(tmp_path)) == 4
 
 
-def test_a_manifest_comes_back(tmp_path: Path) -> None:
+def test_a_manifest_survives_a_round_trip(tmp_path: Path) -> None:
     manifest = write_log(tmp_path, range(1, 2), small_manifest(3, epoch=4, start=9, parent=ParentEpoch(2, 9)))
     assert read_manifest(tmp_path / "log" / "epoch-000004") == manifest
     assert [b.region.numel for b in manifest.streams[2].blocks] == [16, 4]
@@ -45,7 +45,7 @@ def test_the_log_folder_and_an_epoch_can_be_given(tmp_path: Path) -> None:
         Log.open(tmp_path / "log" / "epoch-000000" / "stream-00000")
 
 
-def test_the_last_step_that_all_streams_have_is_the_last(tmp_path: Path) -> None:
+def test_the_last_step_is_the_last_one_complete_in_all_streams(tmp_path: Path) -> None:
     manifest = write_log(tmp_path, range(1, 6), small_manifest(2), per_segment=1)
     segments(tmp_path, 1)[-1].unlink()  # digest and end
     segments(tmp_path, 1)[-1].unlink()  # step 5
@@ -60,7 +60,7 @@ def test_the_last_step_that_all_streams_have_is_the_last(tmp_path: Path) -> None
     assert Log.open(tmp_path, "inspect").recoverable_step == manifest.start
 
 
-def test_a_newer_epoch_wins_after_the_step_it_went_on_from(tmp_path: Path) -> None:
+def test_a_newer_epoch_replaces_steps_after_its_start(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 8), small_manifest())
     write_log(tmp_path, range(5, 7), small_manifest(2, epoch=1, start=4, parent=ParentEpoch(0, 4)))
     log = Log.open(tmp_path)
@@ -71,7 +71,7 @@ def test_a_newer_epoch_wins_after_the_step_it_went_on_from(tmp_path: Path) -> No
         log.spans(7)
 
 
-def test_old_segments_may_be_gone_but_not_one_between(tmp_path: Path) -> None:
+def test_old_segments_may_be_missing_but_not_one_in_between(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 8), per_segment=2)
     segments(tmp_path)[0].unlink()
     log = Log.open(tmp_path, "strict")
@@ -87,7 +87,7 @@ def test_old_segments_may_be_gone_but_not_one_between(tmp_path: Path) -> None:
 
 
 def opened_prefix(run: Path, whole: dict[int, dict[tuple[int, int], bytes]]) -> tuple[int, bool]:
-    """(steps that can be had, a defect was reported); fails where anything was read that was not written."""
+    """(number of complete steps, whether a defect was reported); fails if anything was read that was not written."""
     log = Log.open(run)
     found = contents(log) if log.epochs[0].steps else {}
     assert found == {step: whole[step] for step in list(whole)[: len(found)]}
@@ -110,8 +110,8 @@ def test_every_flipped_bit_is_found(tmp_path: Path, flipped: int) -> None:
             scan = scan_stream(folder, 0, schema)
             assert scan.defects, f"byte {at} of {path.name}"
             if at % 41 == 0:
-                steps, told = opened_prefix(tmp_path, whole)
-                assert told
+                steps, reported = opened_prefix(tmp_path, whole)
+                assert reported
                 assert steps < 3 or path == segments(tmp_path)[-1]
         path.write_bytes(good)
     assert opened_prefix(tmp_path, whole) == (3, False)
@@ -147,7 +147,7 @@ def test_a_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
             Log.open(tmp_path)
 
 
-def test_frames_that_were_written_twice_or_come_from_elsewhere_are_none(tmp_path: Path) -> None:
+def test_duplicated_or_stale_frames_are_not_read(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 4), end=False)
     write_log(tmp_path / "other", range(1, 6), end=False)
     [path], [other] = segments(tmp_path), segments(tmp_path / "other")
@@ -162,7 +162,7 @@ def test_frames_that_were_written_twice_or_come_from_elsewhere_are_none(tmp_path
     assert defect.offset == len(good)
 
 
-def test_a_torn_end_is_told_from_damage(tmp_path: Path) -> None:
+def test_a_torn_end_is_distinguished_from_damage(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 5), end=False)
     [path] = segments(tmp_path)
     good = path.read_bytes()
@@ -177,7 +177,7 @@ def test_a_torn_end_is_told_from_damage(tmp_path: Path) -> None:
             assert (found.recoverable_step, found.defects[0].kind, found.defects[0].offset) == (step - 1, kind, at)
 
 
-def test_a_file_that_was_just_being_made_is_a_torn_end(tmp_path: Path) -> None:
+def test_a_file_that_was_just_being_created_is_a_torn_end(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 4), end=False)
     [path] = segments(tmp_path)
     scan = Log.open(tmp_path).epochs[0].streams[0].scan
@@ -188,7 +188,7 @@ def test_a_file_that_was_just_being_made_is_a_torn_end(tmp_path: Path) -> None:
         assert [defect.kind for defect in epoch.defects] == ["torn"]
 
 
-def test_a_block_that_rots_later_is_refused_when_it_is_read(tmp_path: Path) -> None:
+def test_a_block_damaged_after_opening_is_refused_when_it_is_read(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 4))
     [path] = segments(tmp_path)
     grad = Log.open(tmp_path).epochs[0].streams[0].scan.steps[1].grads[0].header
@@ -203,7 +203,7 @@ def test_a_block_that_rots_later_is_refused_when_it_is_read(tmp_path: Path) -> N
         stream.read_block(1, 3)
 
 
-def test_headers_know_their_place() -> None:
+def test_headers_survive_a_round_trip() -> None:
     header = SegmentHeader(3, 2, 77, 12345, b"x" * 16, 99)
     assert SegmentHeader.unpack(header.pack()) == header
     frame = FrameHeader(1, 2, 3, 4, 5, 6, 7, 8, 9)  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_headers_know_their_place() -> None:
     assert np.iinfo(np.uint64).max > header.salt
 
 
-def test_manifests_of_another_run_do_not_mix(tmp_path: Path) -> None:
+def test_epochs_of_different_runs_are_refused(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 3))
     other: EpochManifest = small_manifest(epoch=1, start=2, parent=ParentEpoch(0, 2))
     other.run = "another"

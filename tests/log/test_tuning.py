@@ -1,4 +1,4 @@
-"""The tuner: closed forms, whole numbers against trying them all, and against simulated failures."""
+"""The tuner against closed forms, brute force over whole numbers, and simulated failures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_collapsed_form_keeps_its_identity(size: float, bandwidth: float, me
 
 @settings(max_examples=40, deadline=None)
 @given(costs())
-def test_whole_numbers_are_as_good_as_trying_all(c: RecordingCosts) -> None:
+def test_whole_numbers_are_as_good_as_brute_force(c: RecordingCosts) -> None:
     choice = choose(c, longest=3000)
     every = min(range(1, 3001), key=lambda k: waste(c, k, 1).total)
     assert abs(choice.base_every - every) <= 1
@@ -104,7 +104,7 @@ def simulate(c: RecordingCosts, every: int, batch: int, failures: int, seed: int
     return wasted / (useful + wasted)
 
 
-def test_predicted_waste_is_what_simulated_failures_waste() -> None:
+def test_predicted_waste_matches_simulated_failures() -> None:
     c = RecordingCosts(step=1.0, mtbf=4000.0, base_stall=3.0, sync_stall=0.05, record=0.01, replay=0.1, restart=30.0)
     choice = choose(c)
     measured = simulate(c, choice.base_every, choice.batch_steps, failures=1500, seed=1)
@@ -125,7 +125,7 @@ def test_limits_are_kept() -> None:
             choose(replace(c, **wrong))
 
 
-def test_the_tuner_changes_its_mind_only_where_it_pays() -> None:
+def test_the_tuner_changes_its_choice_only_if_that_saves_enough() -> None:
     c = RecordingCosts(step=1.0, mtbf=10_000.0, base_stall=2.0, replay=0.2)
     tuner = Tuner()
     first = tuner.update(c)
@@ -135,6 +135,6 @@ def test_the_tuner_changes_its_mind_only_where_it_pays() -> None:
     assert tuner.update(replace(c, base_stall=0.2)).base_every < first.base_every
 
 
-def test_the_time_between_failures_is_learned() -> None:
+def test_the_time_between_failures_is_estimated() -> None:
     assert estimated_mtbf(0, 0, prior_seconds=1000) == 1000
     assert estimated_mtbf(100_000, 99, prior_seconds=1000) == pytest.approx(1010)

@@ -55,7 +55,7 @@ def test_a_step_becomes_durable_by_itself(tmp_path: Path, monkeypatch: pytest.Mo
     writer.close()
 
 
-def test_several_steps_wait_for_the_disk_together(tmp_path: Path) -> None:
+def test_several_steps_share_a_sync(tmp_path: Path) -> None:
     writer = begin(tmp_path, slots=8)
     for step in range(1, 17):
         put(writer, step)
@@ -64,7 +64,7 @@ def test_several_steps_wait_for_the_disk_together(tmp_path: Path) -> None:
     assert writer.stats.syncs <= 4
 
 
-def test_the_trainer_waits_when_all_slots_are_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_loop_waits_while_all_slots_are_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
     real = os.fdatasync
 
@@ -85,7 +85,7 @@ def test_the_trainer_waits_when_all_slots_are_in_use(tmp_path: Path, monkeypatch
     assert contents(Log.open(tmp_path, "strict")) == expected(range(1, 4))
 
 
-def test_segments_end_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_rotate_and_old_ones_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "LOG_SEGMENT_BYTES", 6000)
     writer = begin(tmp_path)
     for step in range(1, 13):
@@ -165,7 +165,7 @@ def test_a_disk_that_keeps_failing_closes_the_stream(
     assert {1: found[1]} == expected(range(1, 2))
 
 
-def test_an_epoch_goes_on_after_its_torn_end(tmp_path: Path) -> None:
+def test_an_epoch_continues_after_its_torn_end(tmp_path: Path) -> None:
     manifest = write_log(tmp_path, range(1, 6), end=False)
     [path] = segments(tmp_path)
     path.write_bytes(path.read_bytes()[:-100] + bytes(5000))
@@ -179,7 +179,7 @@ def test_an_epoch_goes_on_after_its_torn_end(tmp_path: Path) -> None:
     assert contents(Log.open(tmp_path, "strict")) == expected(range(1, 8))
 
 
-def test_an_epoch_that_was_closed_can_go_on(tmp_path: Path) -> None:
+def test_a_closed_epoch_can_continue(tmp_path: Path) -> None:
     manifest = write_log(tmp_path, range(1, 4))
     log = Log.open(tmp_path)
     next_lsn = resume_stream(log.epochs[0], log.epochs[0].streams[0])
@@ -203,7 +203,7 @@ def test_streams_are_cut_to_the_same_step(tmp_path: Path) -> None:
         plan_truncate(log.epochs[0], 6)
 
 
-def test_what_a_base_has_made_superfluous_goes(tmp_path: Path) -> None:
+def test_compacting_drops_what_a_base_replaces(tmp_path: Path) -> None:
     write_log(tmp_path, range(1, 8), small_manifest(), per_segment=2)
     write_log(tmp_path, range(6, 12), small_manifest(2, epoch=1, start=5, parent=ParentEpoch(0, 5)), per_segment=2)
     log = Log.open(tmp_path)
@@ -217,7 +217,7 @@ def test_what_a_base_has_made_superfluous_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress, most", [(False, 2.02), (True, 1.45)])
-def test_what_a_parameter_takes_in_a_step(tmp_path: Path, compress: bool, most: float) -> None:
+def test_bytes_per_parameter_and_step(tmp_path: Path, compress: bool, most: float) -> None:
     """Gradients like those of a real step: normal, of a size that differs from row to row, in bfloat16."""
     numel = 1_000_003
     manifest = small_manifest()
@@ -242,9 +242,9 @@ def test_what_a_parameter_takes_in_a_step(tmp_path: Path, compress: bool, most: 
     assert Log.open(tmp_path, "strict").recoverable_step == 3
 
 
-def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
+def test_a_program_that_does_not_close_loses_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.log.test_writer import begin, put\n"
+        "import sys; from pathlib import Path; from tests.log.small_logs import begin, put\n"
         "writer = begin(Path(sys.argv[1]), slots=8)\n"
         "for step in range(1, 6): put(writer, step)\n"
     )

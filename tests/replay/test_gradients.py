@@ -1,4 +1,4 @@
-"""Gradients of a stretch are what was logged, however tensors are cut into blocks and stretches."""
+"""Gradients of a chunk are those that were logged, for any cut of tensors into blocks and chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.replay.made import bits
+from tests.replay.helpers import bits
 from ucp.core.box import Box
 from ucp.core.dtypes import BY_NAME
 from ucp.core.mesh import Rank
@@ -39,7 +39,7 @@ def logged(
     kind: torch.dtype = getattr(torch, dtype.removesuffix(" narrow"))
     tensor = OptimizerTensor(at, 0, "float32", str(kind).removeprefix("torch."), tuple(map(str, range(len(sizes)))))
     schema = StreamSchema(0, Rank(), [tensor], list(cut_blocks(0, 0, shares, limit)))
-    appender = SegmentWriter(folder, 0, 0, schema.hash())
+    writer = SegmentWriter(folder, 0, 0, schema.hash())
     whole = []
     for step in range(1, STEPS + 1):
         gradient = torch.zeros(at, dtype=kind)
@@ -52,9 +52,9 @@ def logged(
             for zip_ in [compress and b.id % 2 == 0]
             if b.id != leave_out
         ]
-        append_step(appender, step, StepRecord(), blocks)
+        append_step(writer, step, StepRecord(), blocks)
         whole.append(gradient)
-    appender.close_segment()
+    writer.close_segment()
     return LogStream(folder, schema, scan_stream(folder, 0, schema)), whole
 
 
@@ -72,7 +72,7 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     dtype=st.sampled_from(["bfloat16", "float32", "float32 narrow", "float16"]),
     compress=st.booleans(),
 )
-def test_every_cut_gives_what_was_logged(
+def test_every_cut_returns_the_logged_gradient(
     sizes: list[int], gap: int, limit: int, chunk: int, dtype: str, compress: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ def test_every_cut_gives_what_was_logged(
         stream.close()
 
 
-def test_a_block_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_block_is_named(tmp_path: Path) -> None:
     stream, _ = logged(tmp_path, [100, 100], 0, 64, "bfloat16", compress=False, leave_out=1)
     names = ["first", "second"]
     gradients = Gradients(stream.schema.blocks, [names[b.parameter] for b in stream.schema.blocks], 0, 200)

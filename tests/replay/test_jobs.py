@@ -1,4 +1,4 @@
-"""Jobs of torch under a recorder, and the bits that a merge gives for every step: what other tests do not train."""
+"""Recorded torch jobs, replayed bit for bit at every step: cases that other tests do not train."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def turn_momentum_on(optimizer: Any, step: int) -> None:
     ],
     ids=["adamw", "adam", "adagrad", "states", "momentum turned on"],
 )
-def test_every_step_is_the_job_s(tmp_path: Path, make: Callable[[Any], Any], change: Any) -> None:
+def test_every_step_equals_the_job(tmp_path: Path, make: Callable[[Any], Any], change: Any) -> None:
     history = train(tmp_path, make, change, base_every=3, keep_bases=None)
     for step, expected in enumerate(history):
         assert_same(merged(tmp_path, step), expected)
@@ -105,8 +105,8 @@ def test_a_parameter_without_elements(tmp_path: Path, name: str) -> None:
     assert torch.equal(found["rare"].read(as_torch=True), model.rare)
 
 
-def test_what_a_scaler_leaves_out_is_a_skipped_step(tmp_path: Path) -> None:
-    """With a fused optimizer, GradScaler calls it all the same, and the operator does nothing."""
+def test_a_step_skipped_by_grad_scaler_is_logged_as_skipped(tmp_path: Path) -> None:
+    """GradScaler calls a fused optimizer anyway, and the operator does nothing."""
     model = torch.nn.Linear(5, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -127,7 +127,7 @@ def test_what_a_scaler_leaves_out_is_a_skipped_step(tmp_path: Path) -> None:
             assert torch.equal(found.read(kind, as_torch=True), value), (step, kind)
 
 
-def test_damage_is_told_where_a_step_cannot_be_had(tmp_path: Path) -> None:
+def test_damage_is_reported_if_a_step_is_not_available(tmp_path: Path) -> None:
     """The second of three segments is damaged in the middle of a step."""
     train(tmp_path, lambda p: torch.optim.SGD(p, lr=1e-2), nothing, base_every=3, keep_bases=None)
     segment = sorted((tmp_path / "log" / "epoch-000000" / "stream-00000").glob("*.ugl"))[1]
@@ -136,8 +136,8 @@ def test_damage_is_told_where_a_step_cannot_be_had(tmp_path: Path) -> None:
     segment.write_bytes(bytes(data))
     with pytest.raises(
         UsageError, match=r"is not in the log \(last complete step: [345]\)\n.*because of .*damaged"
-    ) as told:
+    ) as caught:
         ucp.open(tmp_path, log=tmp_path, step=8)
-    last = str(told.value).partition("complete step: ")[2][0]
+    last = str(caught.value).partition("complete step: ")[2][0]
     hints = {finding.hint for finding in ucp.verify(tmp_path, log=tmp_path).findings if finding.check == "log"}
     assert hints == {f"steps up to {last} are good"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.replay.lean import lean_builds
+from tests.replay.deepspeed_builds import lean_builds
 from tests.replay.lion import Lion
 from ucp.replay import kernels
 from ucp.replay.gradients import consumed
@@ -24,7 +24,7 @@ SIZES = (1, 7, 64, 1003, 4 * CHUNK_ALIGNMENT + 5)
 
 @dataclass
 class Logged:
-    """What a log holds of one step: gradients before clipping, the factor, hyper-parameters; None if skipped."""
+    """One step of a log: gradients before clipping, the factor, hyper-parameters; None if skipped."""
 
     reduced: list[torch.Tensor]
     factor: float
@@ -36,7 +36,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     lr_tensor: bool = False,
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor], list[Logged | None]]:
-    """Run a real optimizer for 60 steps on two groups; gives it, the initial parameters and the log."""
+    """Run a real optimizer for 60 steps on two groups; returns it, the initial parameters and the log."""
     generator = torch.Generator().manual_seed(5)
     parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in SIZES]
     begin = [p.detach().clone() for p in parameters]
@@ -73,7 +73,7 @@ def train(
 def replay(
     kernel_id: str, begin: list[torch.Tensor], log: list[Logged | None], *, cut: int | None
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor], int]]:
-    """Every parameter, its states and counter, replayed in stretches of `cut` elements."""
+    """Every parameter, its states and counter, replayed in chunks of `cut` elements."""
     kernel = KERNELS[kernel_id]
     first = next(entry for entry in log if entry is not None)
     done = []
@@ -82,17 +82,17 @@ def replay(
         parts = []
         for start in range(0, whole.numel(), cut or whole.numel()):
             piece = slice(start, start + (cut or whole.numel()))
-            stretch = StateChunk(whole[piece].clone())
+            chunk = StateChunk(whole[piece].clone())
             for kind in kernel.kinds(constant):
                 value = kernel.initial(kind, constant)
                 if value is not None:
-                    stretch.states[kind] = torch.full_like(stretch.param, value)
+                    chunk.states[kind] = torch.full_like(chunk.param, value)
             for entry in log:
                 if entry is not None:
-                    grad = consumed(entry.reduced[number][piece], entry.factor, stretch.param.dtype)
-                    kernel.update(stretch, grad, entry.hyper[number % 2])
-                    stretch.step += 1
-            parts.append(stretch)
+                    grad = consumed(entry.reduced[number][piece], entry.factor, chunk.param.dtype)
+                    kernel.update(chunk, grad, entry.hyper[number % 2])
+                    chunk.step += 1
+            parts.append(chunk)
         kinds = parts[0].states
         done.append(
             (
@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, Make]] = {
 
 
 def deepspeed_optimizer(name: str) -> tuple[str, Make]:
-    """An optimizer of DeepSpeed's that is compiled when it is first used."""
+    """A DeepSpeed optimizer, which is compiled on first use."""
     from ucp.errors import UsageError
     from ucp.replay.kernels import load_native_op
 
@@ -190,7 +190,7 @@ def check(kernel_id: str, optimizer: torch.optim.Optimizer, begin: list[torch.Te
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_replay_gives_the_bits_of_the_optimizer(case: str, count: int) -> None:
+def test_replay_produces_the_bits_of_the_optimizer(case: str, count: int) -> None:
     kernel_id, make = CASES[case]
     with threads(count):
         optimizer, begin, log = train(make)
@@ -199,10 +199,10 @@ def test_replay_gives_the_bits_of_the_optimizer(case: str, count: int) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("case", ["adamw-single", "adam-decay"])
-def test_adam_is_replayed_with_or_without_memory_of_its_own(
+def test_adam_is_replayed_with_and_without_reused_memory(
     case: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operations one by one where they are those of the installed torch, else torch's own function."""
+    """Operation by operation if the installed torch computes the same, else with torch's own function."""
     cases = {**CASES, "adam-decay": ("torch.adam.single", lambda g: torch.optim.Adam(g, foreach=False))}
     kernel_id, make = cases[case]
     assert kernels._torch_computes_alike(kernel_id == "torch.adamw.single"), "the fast way is never taken"
@@ -238,19 +238,19 @@ def test_replay_of_deepspeed_optimizers(name: str) -> None:
 
 @pytest.mark.slow
 def test_replay_of_deepspeed_adam_from_the_middle() -> None:
-    """The job's product of betas was rounded at every step since it began; a replay that begins later knows it."""
+    """The job's product of betas was rounded at every step; a replay that starts later must repeat that."""
     _, make = deepspeed_optimizer("adam")
     _, begin, log = train(make)
     done = [entry for entry in log if entry is not None]
     whole = replay("deepspeed.cpu_adam", begin, done, cut=None)[3]
     kernel, number = KERNELS["deepspeed.cpu_adam"], 3
-    stretch = StateChunk(begin[number].clone(), {k: torch.zeros_like(begin[number]) for k in ("exp_avg", "exp_avg_sq")})
+    chunk = StateChunk(begin[number].clone(), {k: torch.zeros_like(begin[number]) for k in ("exp_avg", "exp_avg_sq")})
     for entry in done:
-        if stretch.step == 40:
-            stretch.handle = None  # as if a base had been saved here
-        kernel.update(stretch, consumed(entry.reduced[number], entry.factor, torch.float32), entry.hyper[number % 2])
-        stretch.step += 1
-    assert_same_bits(stretch.param, whole[0], "parameter")
+        if chunk.step == 40:
+            chunk.handle = None  # as if a base had been saved here
+        kernel.update(chunk, consumed(entry.reduced[number], entry.factor, torch.float32), entry.hyper[number % 2])
+        chunk.step += 1
+    assert_same_bits(chunk.param, whole[0], "parameter")
 
 
 def differing(kernel_id: str, make: Make, change: Callable[[Logged], Logged] = lambda e: e) -> int:
@@ -261,8 +261,8 @@ def differing(kernel_id: str, make: Make, change: Callable[[Logged], Logged] = l
     return sum(int((param != parameters[n]).sum()) for n, (param, _, _) in zip(SIZES, done, strict=True))
 
 
-def test_what_makes_a_replay_exact_matters() -> None:
-    """Each of these would pass unnoticed if the bits were not compared, or if the case could not tell."""
+def test_each_condition_of_an_exact_replay_matters() -> None:
+    """Each of these changes the bits, so the tests above would notice it."""
     _, single = CASES["adamw-single"]
     assert differing("torch.adamw.fused", single), "the other kernel"
 

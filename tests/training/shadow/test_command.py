@@ -18,7 +18,7 @@ import torch
 
 import ucp
 from tests.paths import PROJECT
-from tests.replay.made import assert_same, state_of
+from tests.replay.helpers import assert_same, state_of
 from tests.training.shadow import trainer
 from tests.training.shadow.following import until
 from ucp.cli.main import run as run_command

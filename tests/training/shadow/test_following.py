@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ucp
-from tests.replay.made import Run, assert_same, start, state_of
+from tests.replay.helpers import Run, assert_same, start, state_of
 from tests.training.shadow.following import held, until, wait_for
 from ucp import settings
 from ucp.errors import UsageError
@@ -93,11 +93,11 @@ def test_a_step_counts_when_all_ranks_have_it(tmp_path: Path, shadows: Shadows) 
     run.train(2)
     shadow = shadows(None, tmp_path)
     wait_for(shadow, 2)
-    path = run.appenders[1].path
+    path = run.writers[1].path
     assert path is not None
     run.train(1)
     kept = path.read_bytes()
-    end = run.appenders[1].end
+    end = run.writers[1].end
     path.write_bytes(kept[: end - 64])  # the commit of the second rank is gone
     late = shadows(None, tmp_path)
     wait_for(late, 2)
@@ -202,7 +202,7 @@ def test_what_is_complete_goes_on_after_old_files_are_dropped(tmp_path: Path, sh
     assert looked.wait(120)  # … and nobody is still at it
     run.train(2)
     run.save(1)
-    run.appenders[0].close_segment()
+    run.writers[0].close_segment()
     run.train(1)
     for path in sorted((tmp_path / "log").rglob("*.ugl"))[:-1]:
         path.unlink()

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ucp
-from tests.replay.made import assert_same, state_of
+from tests.replay.helpers import assert_same, state_of
 from tests.training.shadow import trainer
 from tests.training.shadow.following import until
 from tests.training.shadow.test_command import Processes, expected

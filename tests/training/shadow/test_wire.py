@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ucp
-from tests.replay.made import assert_same, state_of
+from tests.replay.helpers import assert_same, state_of
 from tests.training.shadow.following import held, until, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings

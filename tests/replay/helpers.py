@@ -1,4 +1,4 @@
-"""Logs made without a recorder: a small torch job that writes its own frames, so that tests can spoil each of them."""
+"""Logs written without a recorder: a small torch job that writes its own frames, which tests can damage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 
 @dataclass
 class Run:
-    """A job that keeps every state that it had."""
+    """A job that keeps its state after every step."""
 
     folder: Path
     net: Net
@@ -53,7 +53,7 @@ class Run:
     step: int = 0
     streams: int = 1
     history: dict[int, State] = field(default_factory=dict)
-    appenders: list[SegmentWriter] = field(default_factory=list)
+    writers: list[SegmentWriter] = field(default_factory=list)
     schemas: list[StreamSchema] = field(default_factory=list)
     kinds: list[str] = field(default_factory=lambda: ["grad", "param", "exp_avg", "exp_avg_sq"])
     scale: float | None = None
@@ -71,9 +71,9 @@ class Run:
         return next(n for n, g in enumerate(self.optimizer.param_groups) if any(p is parameter for p in g["params"]))
 
     def open_epoch(self, parent: ParentEpoch | None = None, base: str | None = None) -> None:
-        """Write the manifest of a new epoch that goes on from the present step."""
+        """Write the manifest of a new epoch that continues from the current step."""
         names = [name for name, _ in self.named()]
-        self.schemas, self.appenders = [], []
+        self.schemas, self.writers = [], []
         for number in range(self.streams):
             schema = StreamSchema(number, Rank(dp=number))
             for index, (name, p) in enumerate(self.named()):
@@ -110,7 +110,7 @@ class Run:
         )
         folder = epoch_folder(self.log, self.epoch)
         write_manifest(folder, manifest)
-        self.appenders = [
+        self.writers = [
             SegmentWriter(stream_folder(folder, s.stream), self.epoch, s.stream, s.hash()) for s in self.schemas
         ]
         for s in self.schemas:
@@ -124,7 +124,7 @@ class Run:
         ]
 
     def train(self, steps: int) -> None:
-        """Take steps and log each."""
+        """Train and log some steps."""
         for _ in range(steps):
             self.step += 1
             for group in self.optimizer.param_groups:
@@ -139,7 +139,7 @@ class Run:
             if not skipped:
                 self.optimizer.step()
             scale = None if self.scale is None else np.float32(self.scale)
-            for schema, appender in zip(self.schemas, self.appenders, strict=True):
+            for schema, writer in zip(self.schemas, self.writers, strict=True):
                 blocks = [] if skipped else self._blocks(schema, reduced)
                 record = StepRecord(
                     () if skipped else scalars,
@@ -147,7 +147,7 @@ class Run:
                     None if skipped else scale,
                     skipped,
                 )
-                append_step(appender, self.step, record, blocks)
+                append_step(writer, self.step, record, blocks)
             self.history[self.step] = self.state()
 
     def _scalars(self, number: int, group: dict[str, Any]) -> GroupScalars:
@@ -186,7 +186,7 @@ class Run:
         return found
 
     def save(self, number: int, steps: dict[str, int] | None = None) -> Path:
-        """A base of the present state; gives its checkpoint."""
+        """Save a base of the current state; returns its checkpoint."""
         base = BaseCheckpoint(base_folder(self.folder, number), number, self.step, self.epoch, steps=steps or {})
         base.folder.mkdir(parents=True)
         ucp.save(base.path, self.net, self.optimizer).wait()
@@ -194,11 +194,11 @@ class Run:
         return base.path
 
     def digest(self) -> None:
-        """Log digests of the present state."""
+        """Log digests of the current state."""
         import xxhash
 
         names = [name for name, _ in self.named()]
-        for schema, appender in zip(self.schemas, self.appenders, strict=True):
+        for schema, writer in zip(self.schemas, self.writers, strict=True):
             digests = []
             for index, tensor in enumerate(schema.tensors):
                 p = self.net.get_parameter(tensor.names[0])
@@ -208,11 +208,11 @@ class Run:
                         digests.append(
                             StateDigest(index, kind, xxhash.xxh3_128_hexdigest(bits(value.reshape(-1)).tobytes()))
                         )
-            appender.append(FrameType.DIGEST, self.step, [pack_digests(digests)])
+            writer.append(FrameType.DIGEST, self.step, [pack_digests(digests)])
 
     def store(self, before: State | None, since: int = -1) -> None:
-        """Log the present state in full, or as a difference to an older one."""
-        for schema, appender in zip(self.schemas, self.appenders, strict=True):
+        """Log the current state in full, or as a difference from an earlier one."""
+        for schema, writer in zip(self.schemas, self.writers, strict=True):
             made = []
             for block in schema.blocks:
                 name = self.named()[block.parameter][0]
@@ -229,7 +229,7 @@ class Run:
                         encoding, data = encode_difference(bits(before[key].reshape(-1)[part]), new)
                         made.append(EncodedBlock(block.id, encoding, BY_NAME["float32"], len(new), data, number))
             kind_of = FrameType.FULL if before is None else FrameType.DIFF
-            append_blocks(appender, kind_of, self.step, made, base_step=since)
+            append_blocks(writer, kind_of, self.step, made, base_step=since)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -1,6 +1,6 @@
-"""A merge by forked workers: `python -m tests.replay.forking SRC LOG STEP DST [TUNABLE=NUMBER …]`.
+"""Converts a step in forked workers: `python -m tests.replay.convert_in_workers SRC LOG STEP DST [SETTING=NUMBER …]`.
 
-A process of its own, because pytest's has threads. Prints what was replayed where.
+A process of its own, because pytest has threads. Prints which chunk was replayed in which process.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ def main(src: str, log: str, step: str, dst: str, *assignments: str) -> None:
     for setting in assignments:
         name, _, value = setting.partition("=")
         setattr(settings, name, int(value))
-    # Threads of torch's own, which no fork has: a worker that wants them would wait for ever.
+    # Start torch's threads, which forks do not inherit: a worker that uses them would wait forever.
     torch.set_num_threads(2)
     torch.ones(1 << 20).add_(1)
     compute, parent = ReplayedFiles._compute, os.getpid()
 
-    def told(self: ReplayedFiles, tensor: ReplayedTensor, number: int) -> Any:
-        tell("replayed", os.getpid() - parent and "fork", f"{tensor.file}/{number}")
+    def reporting(self: ReplayedFiles, tensor: ReplayedTensor, number: int) -> Any:
+        process = "fork" if os.getpid() != parent else "parent"
+        os.write(1, f"replayed {process} {tensor.file}/{number}\n".encode())
         return compute(self, tensor, number)
 
-    ReplayedFiles._compute = told  # type: ignore[method-assign]
+    ReplayedFiles._compute = reporting  # type: ignore[method-assign]
     api.plan(src, dst, log=log, step=int(step)).run(jobs=2, processes=True)
-
-
-def tell(*words: object) -> None:
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 if __name__ == "__main__":

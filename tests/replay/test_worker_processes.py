@@ -1,4 +1,4 @@
-"""Merging in worker processes: the bytes of threads, and nothing is replayed twice."""
+"""Replay in worker processes: the same bytes as in threads, and nothing is replayed twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from tests.replay.made import Run, assert_same, start, state_of
+from tests.replay.helpers import Run, assert_same, start, state_of
 from tests.trees import contents
 from ucp import settings
 from ucp.engine.worker import CopyWork, WorkerBudget
@@ -25,13 +25,13 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", BLOCK)
 
 
-def merge(project: Path, run: Run, base: Path, dst: Path) -> subprocess.CompletedProcess[str]:
-    told = {"LOG_BLOCK_ELEMENTS": BLOCK, "REPLAY_CACHE_BYTES": 1, "COMPUTED_BATCH_BYTES": 1}
+def convert(project: Path, run: Run, base: Path, dst: Path) -> subprocess.CompletedProcess[str]:
+    chosen = {"LOG_BLOCK_ELEMENTS": BLOCK, "REPLAY_CACHE_BYTES": 1, "COMPUTED_BATCH_BYTES": 1}
     return subprocess.run(
         [
-            *(sys.executable, "-m", "tests.replay.forking"),
+            *(sys.executable, "-m", "tests.replay.convert_in_workers"),
             *map(str, (base, run.folder, run.step, dst)),
-            *(f"{name}={value}" for name, value in told.items()),
+            *(f"{name}={value}" for name, value in chosen.items()),
         ],
         cwd=project,
         capture_output=True,
@@ -42,21 +42,21 @@ def merge(project: Path, run: Run, base: Path, dst: Path) -> subprocess.Complete
 
 
 def sync(run: Run) -> None:
-    for appender in run.appenders:
-        appender.sync()
+    for writer in run.writers:
+        writer.sync()
 
 
-def replays(said: str) -> Counter[str]:
-    """How often each stretch was replayed; all of them in forks."""
-    words = [line.split() for line in said.splitlines() if line.startswith("replayed ")]
+def replays(output: str) -> Counter[str]:
+    """How often each chunk was replayed; all of them in forks."""
+    words = [line.split() for line in output.splitlines() if line.startswith("replayed ")]
     assert {where for _, where, _ in words} == {"fork"}
     return Counter(what for _, _, what in words)
 
 
 def test_the_same_bytes_as_from_threads_and_nothing_is_replayed_twice(project: Path, tmp_path: Path) -> None:
-    """Blocks are so large that torch would update them in threads, of which the parent has some and no fork has any.
+    """Blocks are large enough for torch to update them in threads, which the parent has and forks do not.
 
-    The layout changes on the way: computed files upon computed files, and every worker has its own of both.
+    The layout changes between steps: computed files on top of computed files, and every worker has its own of both.
     """
     run = start(tmp_path / "run", large=20_000)
     base = run.save(0)
@@ -66,7 +66,7 @@ def test_the_same_bytes_as_from_threads_and_nothing_is_replayed_twice(project: P
     run.open_epoch(ParentEpoch(0, 2))
     run.train(1)
     sync(run)
-    done = merge(project, run, base, tmp_path / "forked")
+    done = convert(project, run, base, tmp_path / "forked")
     found = replays(done.stdout)
     assert done.returncode == 0, done.stderr
     assert len(found) == 2 * sum(-(-p.numel() // BLOCK) for _, p in run.named()) == 2 * (6 + 2)
@@ -77,7 +77,7 @@ def test_the_same_bytes_as_from_threads_and_nothing_is_replayed_twice(project: P
 
 
 class Connected:
-    """Computed files that come over a connection."""
+    """Computed files that are read over a connection."""
 
     identity = "connected"
 

@@ -1,4 +1,4 @@
-"""States at any step of a log, bit for bit what the job held."""
+"""States at any step of a log equal the job's own, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
+from tests.replay.helpers import Run, assert_same, start, state_of
 from tests.replay.lion import Lion
-from tests.replay.made import Run, assert_same, start, state_of
 from ucp import settings
 from ucp.core.checkpoint import Checkpoint
 from ucp.engine.plan import Plan
@@ -33,16 +33,16 @@ from ucp.replay.replayer import ReplayedFiles
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny tensors walk the path of large ones: several blocks a tensor, in several chunks."""
+    """Tiny tensors are treated like large ones: several blocks per tensor, in several chunks."""
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 128)
 
 
 def sync(run: Run) -> None:
-    for appender in run.appenders:
-        appender.sync()
+    for writer in run.writers:
+        writer.sync()
 
 
-def derive(run: Run, base: Path, step: int | None, exact: bool = True) -> Checkpoint:
+def replayed(run: Run, base: Path, step: int | None, exact: bool = True) -> Checkpoint:
     sync(run)
     with_log = Log.open(run.folder)
     return at_step(ucp.open(base).index, with_log, step, exact=exact)
@@ -50,17 +50,17 @@ def derive(run: Run, base: Path, step: int | None, exact: bool = True) -> Checkp
 
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("scale", [None, 0.37])
-def test_every_step_is_the_job_s(tmp_path: Path, streams: int, scale: float | None) -> None:
+def test_every_step_equals_the_job(tmp_path: Path, streams: int, scale: float | None) -> None:
     run = start(tmp_path, streams=streams, scale=scale)
     base0 = run.save(0)
     run.train(5)
     base5 = run.save(1)
     run.train(6)
     for step in range(1, 12):
-        assert_same(state_of(derive(run, base0, step)), run.history[step])
+        assert_same(state_of(replayed(run, base0, step)), run.history[step])
     for step in range(6, 12):
-        assert_same(state_of(derive(run, base5, step)), run.history[step])
-    newest = derive(run, base5, None)
+        assert_same(state_of(replayed(run, base5, step)), run.history[step])
+    newest = replayed(run, base5, None)
     assert newest.step == 11
     assert newest.details["replay"] == {
         "base_step": 5,
@@ -90,19 +90,19 @@ def test_other_optimizers(tmp_path: Path, kernel: str, make: Any) -> None:
     base = run.save(0)
     run.train(7)
     for step in (1, 7):
-        assert_same(state_of(derive(run, base, step)), run.history[step])
+        assert_same(state_of(replayed(run, base, step)), run.history[step])
 
 
-def test_the_states_of_a_stretch_come_from_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converting reads three states of every parameter; with a cache of a few stretches each is replayed once."""
+def test_the_states_of_a_chunk_come_from_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converting reads three states of every parameter; with a cache of a few chunks each is replayed once."""
     monkeypatch.setattr(settings, "REPLAY_CACHE_BYTES", 1)
     monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4096)
     run = start(tmp_path, large=400)
     base = run.save(0)
     run.train(3)
-    state = derive(run, base, 3)
+    state = replayed(run, base, 3)
     for to in ("atoms", "dcp"):
-        state = derive(run, base, 3)
+        state = replayed(run, base, 3)
         options = WriteOptions()
         writer = make_writer(to, state, options)
         # One thread: two would share the tiny cache only by chance.
@@ -115,7 +115,7 @@ def test_the_states_of_a_stretch_come_from_one_replay(tmp_path: Path, monkeypatc
         assert_same(state_of(ucp.open(tmp_path / to).index), run.history[3])
 
 
-def test_a_base_whose_tensors_have_steps_of_their_own(tmp_path: Path) -> None:
+def test_a_base_whose_tensors_are_of_different_steps(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.train(2)
     early = run.save(0)
@@ -126,13 +126,13 @@ def test_a_base_whose_tensors_have_steps_of_their_own(tmp_path: Path) -> None:
     for name in steps:
         (fuzzy / "atoms" / f"{name}.safetensors").write_bytes((early / "atoms" / f"{name}.safetensors").read_bytes())
     for step in (5, 6, 7):
-        assert_same(state_of(derive(run, fuzzy, step)), run.history[step])
+        assert_same(state_of(replayed(run, fuzzy, step)), run.history[step])
     with pytest.raises(UsageError, match="is of step 5, after step 3"):
-        derive(run, fuzzy, 3)
+        replayed(run, fuzzy, 3)
 
 
-def test_a_layout_that_changes_on_the_way(tmp_path: Path) -> None:
-    """The run is stopped after step 6, goes on from step 5 with two streams, and with another step 6."""
+def test_a_layout_that_changes_between_steps(tmp_path: Path) -> None:
+    """The run stops after step 6, and continues from step 5 with two streams and another step 6."""
     run = start(tmp_path)
     base = run.save(0)
     run.train(5)
@@ -146,14 +146,14 @@ def test_a_layout_that_changes_on_the_way(tmp_path: Path) -> None:
     run.open_epoch(ParentEpoch(0, 5))
     run.train(4)
     for step in range(1, 10):
-        assert_same(state_of(derive(run, base, step)), run.history[step])
+        assert_same(state_of(replayed(run, base, step)), run.history[step])
     with pytest.raises(UsageError, match=r"epoch 0, which was left after step 5"):
-        derive(run, abandoned, 9)
+        replayed(run, abandoned, 9)
 
 
 @pytest.mark.parametrize("kernel", ["torch.adamw.single", "somebody.Optimizer"])
-def test_stored_states_shorten_or_replace_a_replay(tmp_path: Path, kernel: str) -> None:
-    """A full state after step 4, then differences: 4 → 6 → 7; an optimizer without a kernel has these steps alone."""
+def test_logged_states_shorten_or_replace_a_replay(tmp_path: Path, kernel: str) -> None:
+    """A full state after step 4, then differences: 4 → 6 → 7. Without a kernel, only these steps are available."""
     run = start(tmp_path, kernel=kernel)
     base = run.save(0)
     run.train(4)
@@ -164,13 +164,13 @@ def test_stored_states_shorten_or_replace_a_replay(tmp_path: Path, kernel: str) 
     run.store(run.history[6], since=6)
     run.train(2)
     for step in (4, 6, 7):
-        state = derive(run, base, step, exact=kernel != "somebody.Optimizer")
+        state = replayed(run, base, step, exact=kernel != "somebody.Optimizer")
         assert_same(state_of(state), run.history[step])
     if kernel == "somebody.Optimizer":
         with pytest.raises(InconsistentError, match="no states of it that lead from step 0 to 9"):
-            state_of(derive(run, base, 9))
+            state_of(replayed(run, base, 9))
     else:
-        long = derive(run, base, 9)
+        long = replayed(run, base, 9)
         assert_same(state_of(long), run.history[9])
 
 
@@ -179,7 +179,7 @@ def test_an_optimizer_without_a_kernel_is_refused(tmp_path: Path) -> None:
     base = run.save(0)
     run.train(2)
     with pytest.raises(UsageError, match=r"AdamW \(somebody.Optimizer\) cannot be replayed \(ucp has no replay kernel"):
-        derive(run, base, 2, exact=False)
+        replayed(run, base, 2, exact=False)
 
 
 def test_an_optimizer_that_is_not_element_wise_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_with_the_reason(tmp_pa
     base = run.save(0)
     run.train(2)
     with pytest.raises(UsageError, match="not element-wise: its second moment is kept as row and column means"):
-        derive(run, base, 2, exact=False)
+        replayed(run, base, 2, exact=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -204,29 +204,29 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_with_the_reason(tmp_pa
     ],
     ids=["torch", "vectors", "device", "lion"],
 )
-def test_doubts_are_labelled(tmp_path: Path, change: dict[str, str], reason: str) -> None:
+def test_approximate_results_are_labelled(tmp_path: Path, change: dict[str, str], reason: str) -> None:
     lion = change.get("id") == "lion"
     run = start(tmp_path, Lion if lion else None)
     run.kernel = replace(run.kernel, **change)
     run.open_epoch()
     base = run.save(0)
     run.train(3)
-    state = derive(run, base, 2, exact=False)
+    state = replayed(run, base, 2, exact=False)
     label = {"step": 1, "parameter": "*"}
-    [told] = state.details["replay"]["labels"]
-    assert told.items() >= label.items()
-    assert reason in told["reason"]
+    [written] = state.details["replay"]["labels"]
+    assert written.items() >= label.items()
+    assert reason in written["reason"]
     assert state.details["replay"]["exact"] is False
     assert any(note.id == "approximate" and reason in note.text for note in state.notes)
     with pytest.raises(UsageError, match="cannot be replayed exactly") as caught:
-        derive(run, base, 2, exact=True)
+        replayed(run, base, 2, exact=True)
     assert reason in str(caught.value)
     # The label goes with the result.
     ucp.convert(tmp_path, tmp_path / "merged", log=tmp_path, step=2)
     assert ucp.open(tmp_path / "merged").index.details["replay"]["exact"] is False
     # A digest of the very step proves what the fingerprint does not.
     run.digest()
-    proven = derive(run, base, 3, exact=True)
+    proven = replayed(run, base, 3, exact=True)
     assert_same(state_of(proven), run.history[3])
     assert proven.details["replay"]["proven_step"] == 3
     report = ucp.verify(tmp_path, log=tmp_path, step=2)
@@ -240,9 +240,9 @@ def test_a_wrong_kernel_is_refuted_by_a_digest(tmp_path: Path) -> None:
     run.train(3)
     run.digest()
     run.train(1)
-    derive(run, base, 4, exact=False)  # nothing makes it doubtful
+    replayed(run, base, 4, exact=False)  # there is no reason for a label
     with pytest.raises(UsageError, match=r"approximate from step 3 on, large: the replay differs from the job's own"):
-        derive(run, base, 4)
+        replayed(run, base, 4)
     report = ucp.verify(tmp_path, log=tmp_path)
     assert report.exit_code == 1
     assert {finding.check for finding in report.findings} == {"replay"}
@@ -260,13 +260,13 @@ def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
         at_step(replace(ucp.open(moved).index, step=1), Log.open(run.folder), 5)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_parts_are_named(tmp_path: Path) -> None:
     run = start(tmp_path, streams=2)
     base = run.save(0)
     run.train(3)
     sync(run)
     with pytest.raises(UsageError, match=r"step 9 is not in the log \(last complete step: 3\)"):
-        derive(run, base, 9)
+        replayed(run, base, 9)
     with pytest.raises(UsageError, match="is not a step"):
         ucp.open(tmp_path, log=tmp_path, step="newest")
     with pytest.raises(UsageError, match="need a log"):
@@ -278,7 +278,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert any(finding.check == "log" and "stream 1 has no files" in finding.message for finding in report.findings)
 
 
-def test_a_log_that_begins_after_the_base_is_refused(tmp_path: Path) -> None:
+def test_a_log_that_starts_after_the_base_is_refused(tmp_path: Path) -> None:
     run = start(tmp_path)
     base = run.save(0)
     run.train(2)
@@ -287,7 +287,7 @@ def test_a_log_that_begins_after_the_base_is_refused(tmp_path: Path) -> None:
     run.open_epoch()
     run.train(2)
     with pytest.raises(UsageError, match=r"all steps from the base \(step 0\) to step 4: it has steps 3 to 4"):
-        derive(run, base, 4)
+        replayed(run, base, 4)
 
 
 def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=5, max_size=5), min_size=1, max_size=9))
-def test_differences_fold(values: list[list[int]]) -> None:
+def test_differences_add_up(values: list[list[int]]) -> None:
     states = [np.array(value, np.uint32) for value in values]
     deltas = [difference(a, b) for a, b in pairwise(states)]
     if deltas:
