@@ -66,7 +66,7 @@ class DeepSpeedChecks(FormatChecks):
 
 
 class UniversalChecks(FormatChecks):
-    """Nothing of its own for a folder that can be read."""
+    """No checks besides the general ones for a folder that can be read."""
 
     has_flat_buffers = False  # tensors are complete: gaps are rows beyond the vocabulary
 
@@ -107,7 +107,7 @@ def _check_grid(checkpoint: Checkpoint) -> Iterator[Finding]:
                     "warning",
                     f"{file}: belongs to no rank of {checkpoint.mesh}",
                     file,
-                    hint="left from another save or renamed? Keep it elsewhere, or under the name of its rank",
+                    hint="if it is left over from another save, move it elsewhere; if it was renamed, restore its name",
                 )
 
 

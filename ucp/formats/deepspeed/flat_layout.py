@@ -54,7 +54,7 @@ class FlatLayout:
         return sum(self.entries[number].numel for number in self.overlapping(index * self.per, (index + 1) * self.per))
 
     def whole_places(self, entry: FlatEntry) -> Iterator[tuple[int, int]]:
-        """Yield (partition, offset of the parameter) for buffers that hold whole parameters, as `whole` counts them."""
+        """Yield (partition, offset of the parameter) for buffers of whole parameters, as `whole` counts them."""
         if not entry.numel:
             return
         for index in range(entry.begin // self.per, (entry.begin + entry.numel - 1) // self.per + 1):

@@ -82,7 +82,7 @@ def _find(path: Path, tag: str | None) -> StepFolder:
         if not is_existing_step_folder(path / named):
             tags = [step.name for step in _steps_in(path)]
             raise InconsistentError(
-                f"{path / 'latest'} names {named!r}, but there is no DeepSpeed checkpoint in {path / named}",
+                f"{path / 'latest'} names {named!r}, but {path / named} is not a DeepSpeed checkpoint",
                 hint=f"choose one with --tag: {', '.join(tags)}" if tags else "the step folder is missing: restore it",
             )
         return StepFolder(path, path / named)

@@ -178,7 +178,7 @@ def _sub_parameters(info: Mapping[str, Any], where: str) -> list[tuple[str, Rule
                 rules.append((pattern, fused_rule(dim, shape[dim], all_widths.get(pattern))))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise NotUnderstoodError(
-                f"{where}: parameter_with_sub_params holds {str(entry)[:200]} ({error!r})"
+                f"{where}: invalid entry in parameter_with_sub_params: {str(entry)[:200]} ({error!r})"
             ) from None
     return rules
 
@@ -226,7 +226,7 @@ def affine_rule(entry: Any, where: str) -> Rule:
     """The rule that one entry of an affine map describes; `where` names file and parameter in messages."""
     try:
         logical = _shape(entry["logical_shape"])
-        ranks = {int(rank): held for rank, held in entry["ranks"].items()}
+        ranks = {int(rank): described for rank, described in entry["ranks"].items()}
         if sorted(ranks) != list(range(len(ranks))) or not ranks:
             raise ValueError(f"ranks {sorted(ranks)}")
         slices = tuple(_rank_pieces(ranks[rank], logical) for rank in range(len(ranks)))
@@ -235,10 +235,10 @@ def affine_rule(entry: Any, where: str) -> Rule:
     return _simple_rule(logical, slices) or Rule("pieces", logical_shape=logical, slices=slices)
 
 
-def _rank_pieces(held: Mapping[str, Any], logical: Shape) -> tuple[SlicePiece, ...]:
+def _rank_pieces(entry: Mapping[str, Any], logical: Shape) -> tuple[SlicePiece, ...]:
     """The pieces of one rank's slice by offset, checked to cover the slice without gap or overlap."""
     pieces: list[SlicePiece] = []
-    for piece in held["pieces"]:
+    for piece in entry["pieces"]:
         shape = _shape(piece["shape"])
         source, source_strides = piece["source"]
         dest, dest_strides = piece["dest"]
@@ -267,8 +267,8 @@ def _rank_pieces(held: Mapping[str, Any], logical: Shape) -> tuple[SlicePiece, .
             times = "twice" if piece.offset < at else "not at all"
             raise ValueError(f"element {min(at, piece.offset)} of a slice is described {times}")
         at += piece.box.numel
-    if at != prod(_shape(held["shard_shape"])):
-        raise ValueError(f"pieces of {at} elements for a slice of shape {held['shard_shape']}")
+    if at != prod(_shape(entry["shard_shape"])):
+        raise ValueError(f"pieces of {at} elements for a slice of shape {entry['shard_shape']}")
     return tuple(_join_pieces(pieces))
 
 

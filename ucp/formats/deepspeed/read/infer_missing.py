@@ -69,8 +69,8 @@ def check_order(context: ReadContext, coord: RankCoord, model: RankFile) -> None
         context.note(
             "order-unproven",
             f"{model.name} has no param_shapes: the order of parameters in flat groups was taken from"
-            " param_slice_mappings, which DeepSpeed writes wrong under round_robin_gradients, and there are no weights"
-            " to compare with",
+            " param_slice_mappings, which DeepSpeed writes wrong under round_robin_gradients, and no weights were"
+            " found to compare with",
         )
 
 

@@ -236,7 +236,7 @@ def _read_zero0(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: O
     context.problems.raise_any(_MIXED_SAVES_HINT)
     if not files.expert_optim and all(not model.mapping().get("optimizer") for model in models.values()):
         context.note(
-            "optimizer-missing", "no optimizer state: there are no *_optim_states.pt files, only weights were read"
+            "optimizer-missing", "no optimizer state: *_optim_states.pt files were not found, only weights were read"
         )
         layout = DetectedLayout()
     else:

@@ -233,7 +233,7 @@ def _param_groups(context: ReadContext, shapes: Sequence[Mapping[str, Shape]], f
         if isinstance(members, (list, tuple)):
             group_of.update({member: g for member in members if type(member) is int})
     if sorted(group_of) != list(range(len(shapes))):
-        # Some releases leave the lists empty. With one group, or as many as sub-groups, the assignment is clear.
+        # Some releases leave the lists empty. With one group, or one per sub-group, the assignment is clear.
         group_of = {i: i if len(groups) == len(shapes) else 0 for i in range(len(shapes))}
         if len(groups) not in (1, len(shapes)):
             context.note(

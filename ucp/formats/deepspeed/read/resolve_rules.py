@@ -99,7 +99,7 @@ def _stored_rule(own: RuleBook | None, name: str, describes_tp: bool) -> NamedRu
 
 
 def _rule_on_one_rank(name: str, shape: Shape, named: NamedRule | None) -> ResolvedRule:
-    """With one rank nothing is split: a rule tells how it would be, and how many rows of a vocabulary are real."""
+    """On one rank nothing is split; a rule only describes a later split, and the true size of a vocabulary."""
     if named is None or named.rule.cut == "pieces":
         return ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)
     try:
@@ -125,7 +125,7 @@ def _default_or_bit_equal(context: ReadContext, name: str, shards: Sequence[Shar
         slices = [(shard.shape, weight_fragments(tp, shard)) for tp, shard in enumerate(shards)]
         if compare_slices(context.source, slices) is SliceEquality.EQUAL:
             context.note(
-                "rule-inferred", f"{name}: replicated (no pattern matches it, and all ranks hold the same bytes)"
+                "rule-inferred", f"{name}: replicated (no pattern matches it, and all ranks have the same bytes)"
             )
             return ResolvedRule(REPLICATED, "bit-equal on all tensor-parallel ranks")
     return ResolvedRule(resolve(stored.rule, [shard.shape for shard in shards], name), stored.origin)
@@ -159,8 +159,8 @@ def _untied_stages(context: ReadContext, name: str) -> set[int]:
             untied.add(stage)
             context.note(
                 "tied-copy-differs",
-                f"{name}: stage {stage} holds another version than stage {first}, whose one was taken (of a tied"
-                " module, DeepSpeed keeps only some weights equal)",
+                f"{name}: stage {stage} has other values than stage {first}, which were used (DeepSpeed keeps only some"
+                " weights of a tied module equal)",
             )
     return untied
 

@@ -58,10 +58,10 @@ def select_model_files(files: StepFiles, *, sharded: bool) -> StepFiles:
 
 
 def _is_zero3(files: StepFiles, opened: RankFiles, prefix: str) -> bool:
-    """Whether ZeRO-3 wrote the optimizer files: it keeps the master weights under a key of its own.
+    """Whether ZeRO-3 wrote the optimizer files: it stores the master weights under a different key.
 
-    Without optimizer files, a model file that contains the optimizer is from ZeRO off. If there is no optimizer at all,
-    assume ZeRO-3 with lost optimizer files rather than pass off whole weights of another save as this one's.
+    Without optimizer files, a model file that contains the optimizer is from ZeRO off. Without any
+    optimizer state, assume ZeRO-3 with lost files: the whole weights may be left over from an earlier save.
     """
     if not files.optim:
         model = opened.open(prefix + files.model[min(files.model)])

@@ -201,7 +201,7 @@ class _UniversalReader:
         shards.roles = dict(sorted(shards.roles.items(), key=lambda item: _layer_number(item[0])))
         self.context.note(
             "universal-no-module",
-            "a universal folder does not contain a pipeline's layer files: there are no module weights"
+            "a universal folder does not contain a pipeline's layer files: module weights are missing"
             + (
                 f", and {len(lost)} buffers are lost ({', '.join(lost[:5])}{', …' if len(lost) > 5 else ''})"
                 if lost

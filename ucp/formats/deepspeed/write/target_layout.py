@@ -200,7 +200,7 @@ class TargetLayout:
         return self._weights[parameter.name]
 
     def master(self, parameter: Parameter) -> Atom:
-        """The master weight: the stored one, or the weight if there is no master."""
+        """The master weight: the stored one, or the weight if the source has no master."""
         if parameter.name not in self._masters:
             self._masters[parameter.name] = self._with_padding(parameter, master_atom(parameter))
         return self._masters[parameter.name]
@@ -311,7 +311,7 @@ class SourcePipeline:
 def assign_stages(
     source: Checkpoint, pp: int, first_layers: Sequence[int] | None = None, like: Checkpoint | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Parameter name → the stages that hold it.
+    """Parameter name → the stages that have it.
 
     `first_layers` has the first layer of every stage. Without it the stages are those of `like`, or of the source if it
     has the same number, or DeepSpeed's default.
@@ -389,7 +389,7 @@ def balance_stages(weights: Sequence[int], parts: int) -> list[int]:
     for weight in weights:
         total.append(total[-1] + weight)
     n = len(weights)
-    # best[i]: for the first i items in j parts, (spread, largest, smallest, where the last part begins)
+    # best[i]: for the first i items in j parts, (difference, largest, smallest, start of the last part)
     best: list[tuple[float, float, float, int] | None] = [(0, 0, float("inf"), 0), *[None] * n]
     boundaries: list[list[int]] = []
     for j in range(1, parts + 1):

@@ -62,7 +62,7 @@ class UniversalWriter:
         unaffected = "the output of `--to deepspeed` is not affected"
         if len(self.source.groups) > 1:
             text = (
-                "DeepSpeed's stage 3 gives every group the hyper-parameters of group 0 when it loads a universal folder"
+                "DeepSpeed's stage 3 uses the hyper-parameters of group 0 for every group when it loads a universal folder"
             )
             self.notes.append(Note("stage-3-groups", f"{text}; {unaffected}"))
         if self.source.details.get("zero", {}).get("round_robin_gradients"):
@@ -115,7 +115,7 @@ class UniversalWriter:
 
     def _states(self, parameter: Parameter, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         if parameter.role != "trained":
-            # Like DeepSpeed's own converter: there is no optimizer state, and fp32 is the weight itself.
+            # Like DeepSpeed's own converter: without optimizer state, fp32 is the weight itself.
             weight = parameter.atoms.get(WEIGHT)
             if weight is not None:
                 yield MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
