@@ -75,7 +75,7 @@ def wall_between(importer: str, imported: str) -> str | None:
             return "only the command line may import the command line"
         return None
     if target[1] == source_room:
-        if source_room == "formats" and is_format(target) and source[2:3] != target[2:3]:
+        if source_room == "formats" and is_format(target) and source[2] not in (target[2], "translate"):
             return "a format knows no other format"
         return None
     if target[1] not in WALLS:  # the library

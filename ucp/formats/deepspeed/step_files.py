@@ -93,6 +93,14 @@ def model_file_name(mp: int) -> str:
     return f"mp_rank_{mp:02d}_model_states.pt"
 
 
+def model_file_rank(name: str) -> int | None:
+    """The model-parallel rank of a model file of any ZeRO stage; None for other files."""
+    if found := _MODEL.fullmatch(name):
+        return int(found[1])
+    found = _SHARDED_MODEL.fullmatch(name)
+    return int(found[2]) if found else None
+
+
 def sharded_model_file_name(dp: int, mp: int) -> str:
     """The model file of a rank under ZeRO-3."""
     return f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt"

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert
 from ucp.core.checkpoint import Checkpoint, Note
+from ucp.formats.deepspeed.step_files import model_file_rank
 
 COMMON_FILE: Final = "common.pt"
-_MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
 _RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -61,16 +61,10 @@ def deepspeed_trees(checkpoint: Checkpoint) -> dict[int, Mapping[str, Any]]:
     """Extras of DeepSpeed's model files, by model-parallel rank."""
     found: dict[int, Mapping[str, Any]] = {}
     for name, tree in checkpoint.extras.trees.items():
-        rank = deepspeed_rank(name)
+        rank = model_file_rank(PurePosixPath(name).name)
         if rank is not None and isinstance(tree, dict):
             found.setdefault(rank, tree)
     return found
-
-
-def deepspeed_rank(name: str) -> int | None:
-    """The model-parallel rank of a DeepSpeed model file of this name; None for other files."""
-    match = _MODEL_FILE.fullmatch(PurePosixPath(name).name)
-    return int(match[1]) if match else None
 
 
 def translation_note(checkpoint: Checkpoint, to: str, has_schedule: bool, has_random: bool) -> Note:

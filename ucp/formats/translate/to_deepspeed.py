@@ -12,6 +12,7 @@ from ucp.containers.pickle_writer import bare_object
 from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
 from ucp.core.dtypes import FLOAT32
 from ucp.core.region import Region
+from ucp.formats.deepspeed.step_files import model_file_name
 from ucp.formats.translate.framework_extras import int_or, translation_note
 from ucp.formats.translate.megatron_args import to_megatron_deepspeed_args
 from ucp.formats.translate.model_config import CONFIG_FILE
@@ -54,7 +55,7 @@ def megatron_to_deepspeed(checkpoint: Checkpoint, megatron: Mapping[str, Any]) -
     scaler = _loss_scaler(checkpoint, megatron, step)
     if scaler:
         tree["optimizer"] = scaler
-    trees: dict[str, Any] = {"mp_rank_00_model_states.pt": tree}
+    trees: dict[str, Any] = {model_file_name(0): tree}
     if CONFIG_FILE in checkpoint.extras.trees:
         trees[CONFIG_FILE] = checkpoint.extras.trees[CONFIG_FILE]
     # Experts become ordinary parameters: DeepSpeed's own experts have other names and one file each.

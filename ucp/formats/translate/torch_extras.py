@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ucp.core.checkpoint import Checkpoint, Extras, Note
-from ucp.formats.translate.framework_extras import deepspeed_rank
+from ucp.formats.deepspeed.step_files import model_file_name, model_file_rank
 
 # Keys of DeepSpeed's model files that DeepSpeed itself writes; all others are client state.
 DEEPSPEED_RESERVED_KEYS: Final = frozenset(
@@ -31,7 +32,6 @@ _RATES: Final = "_last_lr"
 _MAX_DEPTH: Final = 4  # of the dictionaries that are searched for a scheduler
 
 _METADATA: Final = ".metadata"  # the name of the tree with the nested dictionary of a folder
-_MODEL_FILE: Final = "mp_rank_00_model_states.pt"
 _SCHEDULER: Final = "lr_scheduler"
 
 KeyPath = tuple[str | int, ...]  # keys of dictionaries and indices of lists
@@ -92,7 +92,7 @@ def torch_to_deepspeed(checkpoint: Checkpoint, saved: Mapping[str, Any]) -> Chec
     if reserved:
         text = f"DeepSpeed reserves the keys {', '.join(reserved)}: what the source keeps there is left out"
         notes.append(Note("extras-left-out", text))
-    extras = Extras({**trees, _MODEL_FILE: tree}, dict(checkpoint.extras.files))
+    extras = Extras({**trees, model_file_name(0): tree}, dict(checkpoint.extras.files))
     return replace(checkpoint, extras=extras, notes=notes)
 
 
@@ -110,7 +110,9 @@ def deepspeed_to_torch(
         tree = _with(tree, found[0] if found else (_SCHEDULER,), state)
     moved = {key for key in tree if key in example} | {_SCHEDULER}
     trees = {
-        name: values if deepspeed_rank(name) is None else {key: values[key] for key in values if key not in moved}
+        name: values
+        if model_file_rank(PurePosixPath(name).name) is None
+        else {key: values[key] for key in values if key not in moved}
         for name, values in checkpoint.extras.trees.items()
     }
     extras = Extras({**trees, **({_METADATA: tree} if tree else {})}, dict(checkpoint.extras.files))

@@ -68,7 +68,7 @@ def segment(atom: Atom | None, region: Region) -> Segment:
 
 
 def is_scalar(parameter: Parameter, kind: str, atom: Atom) -> bool:
-    """Whether a state is one value for the whole parameter. If the parameter has no dimensions, only the name decides."""
+    """Whether a state is one value for the whole parameter. For a 0-d parameter only the name decides."""
     return not atom.shape and (bool(parameter.shape) or kind in COUNTERS)
 
 
