@@ -1,4 +1,4 @@
-"""A conversion by forked workers, with something that happens to it: `python -m tests.engine.forking WHAT SRC DST`.
+"""A conversion by worker processes, with an incident: `python -m tests.engine.forking WHAT SRC DST`.
 
 A process of its own, because pytest's has threads. Prints the workers, then, if it ends by itself, how it ended.
 """

@@ -1,4 +1,4 @@
-"""A conversion moves every element from any cut to any other cut, survives kills, and appears whole or not at all."""
+"""A conversion moves every element from any layout to any other, survives kills, and appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ucp.read.verbatim import ViewCache
 
 
 @given(data=st.data())
-def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
+def test_any_layout_to_any_other_layout(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     dtype = data.draw(st.sampled_from(DTYPES))
     source, wanted = data.draw(cuts(shape)), data.draw(cuts(shape))
@@ -64,7 +64,7 @@ def test_any_cut_to_any_other_cut(data: st.DataObject) -> None:
             assert position == len(written)
 
 
-def test_slabs_of_a_sliced_tensor_are_cut_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_of_a_sliced_tensor_share_their_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SLAB_BYTES", 1000), ("LONG_RUN_BYTES", 1)):
         monkeypatch.setattr(settings, name, value)
     asked: list[StridedSpan] = []
@@ -127,7 +127,7 @@ class Counting(Progress):
         self.calls += 1
 
 
-def test_resume_does_not_believe_a_damaged_part(job: tuple[Target, Checkpoint, Path]) -> None:
+def test_resume_rewrites_a_damaged_task(job: tuple[Target, Checkpoint, Path]) -> None:
     target, source, path = job
     with pytest.raises(KeyboardInterrupt):
         run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
@@ -163,7 +163,7 @@ def test_a_bad_source_leaves_nothing_behind(job: tuple[Target, Checkpoint, Path]
         assert set(os.listdir(path.parent)) == before
 
 
-def test_a_full_disk_keeps_what_was_done(job: tuple[Target, Checkpoint, Path]) -> None:
+def test_a_full_disk_keeps_finished_work(job: tuple[Target, Checkpoint, Path]) -> None:
     target, source, path = job
     error = StorageError("no space left")
     with pytest.raises(StorageError, match="--resume"):
@@ -173,7 +173,7 @@ def test_a_full_disk_keeps_what_was_done(job: tuple[Target, Checkpoint, Path]) -
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_a_worker_without_memory_is_no_success(
+def test_a_worker_without_memory_fails_the_run(
     job: tuple[Target, Checkpoint, Path], monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
     target, source, path = job
@@ -187,7 +187,7 @@ def test_a_worker_without_memory_is_no_success(
     assert not path.exists()
 
 
-def test_no_space_is_said_before_any_work(
+def test_missing_space_is_reported_before_any_work(
     job: tuple[Target, Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, source, path = job
@@ -207,7 +207,7 @@ def test_an_existing_target_is_never_touched(job: tuple[Target, Checkpoint, Path
     assert contents(path) == {"precious": b"x"}
 
 
-def test_two_runs_of_one_target(job: tuple[Target, Checkpoint, Path]) -> None:
+def test_a_second_run_of_the_same_target_is_refused(job: tuple[Target, Checkpoint, Path]) -> None:
     target, source, path = job
     refused: list[str] = []
 

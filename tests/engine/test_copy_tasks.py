@@ -1,4 +1,4 @@
-"""Plans: every byte once, no more reading than needed, and no more planning than there is to write."""
+"""Copy tasks: every byte once, no needless reading, and planning that scales with what is written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ucp.errors import StorageError
 
 
 @given(data=st.data(), shape=shapes(), limit=st.integers(1, 40))
-def test_a_sweep_misses_no_meeting(data: st.DataObject, shape: Shape, limit: int) -> None:
+def test_a_sweep_finds_every_overlap(data: st.DataObject, shape: Shape, limit: int) -> None:
     held = data.draw(st.lists(boxes(shape), max_size=8))
     sweep = OverlapSweep((box, number) for number, box in enumerate(held))
     for slab in slabs(shape, limit):
@@ -75,7 +75,7 @@ def calls(target: Target) -> int:
 
 
 @pytest.mark.parametrize("cut", [shares, columns])
-def test_planning_grows_with_the_ranks_and_not_with_their_square(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_is_linear_in_the_number_of_ranks(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4 * 1000)
     small, large = (calls(cut(atom_of((100 * ranks, 10)), ranks)) for ranks in (50, 200))
     assert large < 5 * small
@@ -95,7 +95,7 @@ def wanted_of(task: CopyTask) -> Iterator[Box]:
             yield output_range.place
 
 
-def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "COPY_TASK_BYTES", 4 * 100)
     atom = atom_of((1000,))
     region = Region.all_of((1000,))
@@ -109,7 +109,7 @@ def test_a_part_reads_from_the_first_wanted_element_to_the_last(monkeypatch: pyt
 
 
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12), count=st.integers(1, 4))
-def test_stretches_are_the_plan_in_pieces_of_about_the_same_size(sizes: list[int], count: int) -> None:
+def test_queues_split_the_tasks_into_about_equal_parts(sizes: list[int], count: int) -> None:
     atoms = [atom_of((size,)) for size in sizes]
     items = [WriteItem(atom, Region.all_of(atom.shape), 0) for atom in atoms]
     target = Target(tuple(OutputFile(str(n), item.nbytes, (), (item,)) for n, item in enumerate(items)))
@@ -123,7 +123,7 @@ def test_stretches_are_the_plan_in_pieces_of_about_the_same_size(sizes: list[int
 # Open files ---------------------------------------------------------------------------------------------------------
 
 
-def test_outputs_close_what_was_longest_unused(tmp_path: Path) -> None:
+def test_the_least_recently_used_output_is_closed(tmp_path: Path) -> None:
     files = [OutputFile(str(n), 3) for n in range(5)]
     for file in files:
         (tmp_path / file.path).write_bytes(b"---")
@@ -137,7 +137,7 @@ def test_outputs_close_what_was_longest_unused(tmp_path: Path) -> None:
     assert [(tmp_path / file.path).read_bytes() for file in files] == [b"-x%d" % n for n in range(5)]
 
 
-def test_outputs_name_the_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     outputs = OutputDescriptors(tmp_path, [OutputFile("gone", 3)], 2)
     with pytest.raises(StorageError, match="gone: cannot be written"):
         outputs.write(0, 0, memoryview(b"abc"))

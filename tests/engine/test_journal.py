@@ -1,4 +1,4 @@
-"""The journal of a run: what is written down, and when."""
+"""The journal of a run: what is recorded, and when."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
-def test_lines_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "JOURNAL_SECONDS", 3600.0)
     journal = begun(tmp_path / "journal")
     journal.record(PART)
@@ -35,7 +35,7 @@ def test_lines_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("end", ["keep", "finish"])
-def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_recorded_tasks_are_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     monkeypatch.setattr(settings, "JOURNAL_SECONDS", 3600.0)
     journal = begun(tmp_path / "journal")
     journal.record(PART)
@@ -47,7 +47,7 @@ def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     again.close()
 
 
-def test_a_killed_run_that_had_said_nothing_begins_again(tmp_path: Path) -> None:
+def test_an_empty_journal_starts_over(tmp_path: Path) -> None:
     begun(tmp_path / "journal").close()
     again = Journal(tmp_path / "journal", OutputBusyError("busy"))
     assert not again.has_entries

@@ -1,4 +1,4 @@
-"""Workers that are processes: the same bytes as from threads, and nothing is left behind by whatever happens."""
+"""The worker pool with processes: the same bytes as from threads, and nothing is left behind after a failure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_same_bytes_as_from_threads(project: Path, tmp_path: Path, fixture: 
         ("interrupt", "ended KeyboardInterrupt"),
     ],
 )
-def test_what_was_done_is_kept(project: Path, tmp_path: Path, what: str, told: str) -> None:
+def test_finished_work_is_kept(project: Path, tmp_path: Path, what: str, told: str) -> None:
     source = project / "fixtures" / FIXTURE
     done = convert(what, source, tmp_path / "out", project)
     assert told in done.stdout, done.stderr
@@ -71,7 +71,7 @@ def test_workers_end_with_their_parent(project: Path, tmp_path: Path) -> None:
     wait_until_gone(found)
 
 
-def test_a_failure_is_the_workers_own(project: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_worker_is_raised(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project / "fixtures" / FIXTURE, tmp_path / "source")
     done = convert("break the source", tmp_path / "source", tmp_path / "out", project)
     assert "ended IntegrityError" in done.stdout, done.stderr
@@ -80,7 +80,7 @@ def test_a_failure_is_the_workers_own(project: Path, tmp_path: Path) -> None:
     assert not staging_folder(tmp_path / "out").exists()
 
 
-def test_a_bug_shows_where_it_is(project: Path, tmp_path: Path) -> None:
+def test_a_bug_shows_the_traceback_of_the_worker(project: Path, tmp_path: Path) -> None:
     done = convert("break a worker", project / "fixtures" / FIXTURE, tmp_path / "out", project)
     assert "ended RuntimeError" in done.stdout, done.stderr
     assert "ZeroDivisionError" in done.stdout
@@ -88,7 +88,7 @@ def test_a_bug_shows_where_it_is(project: Path, tmp_path: Path) -> None:
     assert not staging_folder(tmp_path / "out").exists()
 
 
-def test_a_machine_that_allows_no_more_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fork_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -101,7 +101,7 @@ def test_a_machine_that_allows_no_more_processes_is_named(monkeypatch: pytest.Mo
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_a_worker_that_is_killed_when_it_has_asked_is_lost() -> None:
+def test_a_worker_that_is_killed_while_it_waits_is_reported() -> None:
     near, far = PipeChannel.pair()
     far.close()
     with pytest.raises(StorageError, match="a worker process"):

@@ -1,4 +1,4 @@
-"""Files that carry CRC-32s of their own contents: right in the end, whatever the cuts, the padding and the kills."""
+"""Trailers with the CRC-32 of the rest of a file are right, whatever the layout, the padding and the kills."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def expected(values: np.ndarray[Any, Any], region: Region) -> bytes:
 
 
 @given(data=st.data())
-def test_storages_tiled_by_anything(data: st.DataObject) -> None:
+def test_storages_of_any_contents(data: st.DataObject) -> None:
     """Random storages of holes, zeros and bytes, in several files, from any cut of the source."""
     shape, dtype = data.draw(shapes()), data.draw(st.sampled_from(DTYPES))
     values = values_of(shape, dtype)
@@ -218,7 +218,7 @@ def test_progress_ends_at_the_total(job: tuple[Target, Checkpoint, Path]) -> Non
 
 
 @pytest.mark.parametrize("after", [100, 2000, 4000, 6000, 6500, 7000])
-def test_a_killed_run_ends_with_the_same_bytes(job: tuple[Target, Checkpoint, Path], after: int) -> None:
+def test_a_killed_run_resumes_to_the_same_bytes(job: tuple[Target, Checkpoint, Path], after: int) -> None:
     target, source, path = job
     digests: list[Digests] = []
     fresh = path.with_name("fresh")
@@ -239,7 +239,7 @@ class KillBeforePublishing:
 
 
 @pytest.mark.parametrize("where", ["hole", "zeros", "seal", "directory"])
-def test_resume_heals_any_damage(job: tuple[Target, Checkpoint, Path], where: str) -> None:
+def test_resume_repairs_any_damage(job: tuple[Target, Checkpoint, Path], where: str) -> None:
     target, source, path = job
     run(target, source, path.with_name("fresh"), options(), nothing_last, Progress())
     with pytest.raises(KeyboardInterrupt):
@@ -256,7 +256,7 @@ def test_resume_heals_any_damage(job: tuple[Target, Checkpoint, Path], where: st
     assert contents(path) == contents(path.with_name("fresh"))
 
 
-def test_resume_does_not_believe_a_literal_that_has_changed(job: tuple[Target, Checkpoint, Path]) -> None:
+def test_resume_rewrites_a_literal_that_has_changed(job: tuple[Target, Checkpoint, Path]) -> None:
     """What a seal says may come out differently after damaged parts were written again."""
     target, source, path = job
     with pytest.raises(KeyboardInterrupt):
@@ -272,7 +272,7 @@ def test_resume_does_not_believe_a_literal_that_has_changed(job: tuple[Target, C
     partial.discard()
 
 
-def test_resume_refuses_another_cut_of_the_same_size(job: tuple[Target, Checkpoint, Path]) -> None:
+def test_resume_refuses_another_layout_of_the_same_size(job: tuple[Target, Checkpoint, Path]) -> None:
     target, source, path = job
     with pytest.raises(KeyboardInterrupt):
         run(target, source, path, options(), nothing_last, StopAfter(2000, KeyboardInterrupt()))
@@ -282,7 +282,7 @@ def test_resume_refuses_another_cut_of_the_same_size(job: tuple[Target, Checkpoi
         run(Target((other, *target.files[1:])), source, path, options(resume=True), nothing_last, Progress())
 
 
-def test_a_seal_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_trailer(tmp_path: Path) -> None:
     """The engine knows nothing of zip: any file may say that its first bytes are the CRC-32s of its last."""
     values = values_of((10,), UINT8)
     atom = write_shards(tmp_path, values, UINT8, Cut(Rule("replicated"), 1, (300,)))
@@ -339,7 +339,7 @@ def source_files() -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.interop
-def test_copies_of_real_files_load_alike(tmp_path: Path) -> None:
+def test_copies_of_real_files_load_as_the_originals(tmp_path: Path) -> None:
     """Every tensor file of the fixtures, taken apart into atoms and written again by the engine."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     files = source_files()

@@ -1,4 +1,4 @@
-"""Shares: every file is written once, by someone, and all together give what one process gives."""
+"""Work shards: every file is written by exactly one shard, and together they write what one process writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT: dict[str, Any] = {"to": "deepspeed", "dp": 3}
 
 
 @given(sizes=st.lists(st.integers(0, 1000), max_size=30), count=st.integers(1, 6))
-def test_shares_take_every_file_once_and_about_as_many_bytes(sizes: list[int], count: int) -> None:
+def test_shards_have_every_file_once_and_about_equal_bytes(sizes: list[int], count: int) -> None:
     target = Target(tuple(OutputFile(str(n), size) for n, size in enumerate(sizes)))
     shares = [WorkShard(number, count).files(target) for number in range(count)]
     assert sorted(n for share in shares for n in share) == list(range(len(sizes)))
@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("order", list(permutations((1, 2, 3))))
-def test_parts_in_any_order_give_what_one_process_gives(tmp_path: Path, whole: Path, order: tuple[int, ...]) -> None:
+def test_shards_in_any_order_write_what_one_process_writes(tmp_path: Path, whole: Path, order: tuple[int, ...]) -> None:
     for number in order:
         ucp.convert(SOURCE, tmp_path / "out", shard=(number, 3), **LAYOUT)
         assert not (tmp_path / "out").exists()
@@ -49,7 +49,7 @@ def test_parts_in_any_order_give_what_one_process_gives(tmp_path: Path, whole: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_atoms_in_parts(tmp_path: Path) -> None:
+def test_atoms_in_shards(tmp_path: Path) -> None:
     ucp.convert(SOURCE, tmp_path / "whole")
     for number in (1, 2):
         ucp.convert(SOURCE, tmp_path / "parts", shard=(number, 2))
@@ -57,7 +57,7 @@ def test_atoms_in_parts(tmp_path: Path) -> None:
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_shards_are_named(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with pytest.raises(UsageError, match="no shard of this target"):
         ucp.convert(SOURCE, path, finish=True, **LAYOUT)
@@ -67,7 +67,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert [str(share) for share in journalled_shards(staging_folder(path))] == ["shard 2/3"]
 
 
-def test_a_part_that_did_not_end_is_run_again_and_keeps_what_it_did(tmp_path: Path, whole: Path) -> None:
+def test_an_unfinished_shard_resumes(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     for number in (1, 2):
         ucp.convert(SOURCE, path, shard=(number, 2), **LAYOUT)
@@ -83,7 +83,7 @@ def test_a_part_that_did_not_end_is_run_again_and_keeps_what_it_did(tmp_path: Pa
     assert contents(path) == contents(whole)
 
 
-def test_a_part_killed_before_its_first_word_begins_anew(tmp_path: Path, whole: Path) -> None:
+def test_a_shard_killed_before_its_first_line_starts_over(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     ucp.convert(SOURCE, path, shard=(1, 2), **LAYOUT)
     (staging_folder(path) / journal_name(WorkShard(1, 2))).write_bytes(b'{"ucp":"jour')
@@ -92,7 +92,7 @@ def test_a_part_killed_before_its_first_word_begins_anew(tmp_path: Path, whole: 
     assert contents(path) == contents(whole)
 
 
-def test_a_damaged_part_is_written_again(tmp_path: Path, whole: Path) -> None:
+def test_a_damaged_shard_is_written_again(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     for number in (1, 2):
         ucp.convert(SOURCE, path, shard=(number, 2), **LAYOUT)
@@ -106,7 +106,7 @@ def test_a_damaged_part_is_written_again(tmp_path: Path, whole: Path) -> None:
     assert contents(path) == contents(whole)
 
 
-def test_a_file_that_another_machine_does_not_see(tmp_path: Path) -> None:
+def test_a_file_that_this_machine_does_not_see(tmp_path: Path) -> None:
     path = tmp_path / "out"
     for number in (1, 2):
         ucp.convert(SOURCE, path, shard=(number, 2), **LAYOUT)
@@ -115,7 +115,7 @@ def test_a_file_that_another_machine_does_not_see(tmp_path: Path) -> None:
         ucp.convert(SOURCE, path, finish=True, **LAYOUT)
 
 
-def test_runs_of_different_kinds_are_not_mixed(tmp_path: Path, whole: Path) -> None:
+def test_sharded_and_whole_runs_are_not_mixed(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "out"
     ucp.convert(SOURCE, path, shard=(1, 2), **LAYOUT)
     with pytest.raises(UsageError, match="written in 2 shards"):
@@ -129,6 +129,6 @@ def test_runs_of_different_kinds_are_not_mixed(tmp_path: Path, whole: Path) -> N
 
 
 @pytest.mark.parametrize("number, count", [(0, 3), (4, 3), (1, 0)])
-def test_parts_that_do_not_exist(number: int, count: int, tmp_path: Path) -> None:
+def test_shards_that_do_not_exist(number: int, count: int, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no shard"):
         ucp.convert(SOURCE, tmp_path / "out", shard=(number, count))

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback, behind a proxy that counts and fails as told; and a store in memory."""
+"""A real S3 server on loopback, behind a proxy that counts and fails on demand; and a store in memory."""
 
 from __future__ import annotations
 

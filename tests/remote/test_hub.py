@@ -49,6 +49,6 @@ def test_a_checkpoint_below_a_repository(hub: Hub) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_what_is_not_there_is_said() -> None:
+def test_a_missing_repository_is_reported() -> None:
     with pytest.raises(UcpError, match="hf://org/model/nowhere: no such file or folder"):
         ucp.open(f"{URL}/nowhere")

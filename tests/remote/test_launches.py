@@ -1,4 +1,4 @@
-"""Processes of one launch that write into an object store together."""
+"""Processes of one launch that write to an object store together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_launch_writes_what_one_process_writes(memory: str, tmp_path: Path) ->
         assert "already exists" in str(error)
 
 
-def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
+def test_a_failure_ends_all_processes_and_the_next_launch_continues(
     memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{memory}/out"
@@ -80,7 +80,7 @@ def test_one_that_fails_ends_the_others_and_the_next_launch_goes_on(
     assert seen(url) == here(tmp_path / "out")
 
 
-def test_one_that_never_comes_is_missed(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_never_starts_is_reported(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "MISSING_PROCESS_SECONDS", 0.2)
     with pytest.raises(StorageError, match="shard 2/2 is not done, and no process works on it") as failure:
         plan(SOURCE, f"{memory}/out").run(shard=WorkShard(0, 2), in_launch=True, jobs=1)

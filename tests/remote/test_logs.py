@@ -1,4 +1,4 @@
-"""Logs and bases in object stores: a run's folder that was copied there replays as it does here."""
+"""Logs and bases in object stores: a copied run folder replays like a local one."""
 
 from __future__ import annotations
 

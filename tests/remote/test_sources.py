@@ -1,4 +1,4 @@
-"""Checkpoints in object stores are read as those on this machine are, in a few range requests."""
+"""Checkpoints in object stores are read like local ones, in a few range requests."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_format_is_read_as_it_is_from_disk(
     assert ucp.diff(local, url).same
 
 
-def test_what_is_converted_from_s3_is_what_is_converted_from_disk(tmp_path: Path, bucket: str) -> None:
+def test_a_conversion_from_s3_equals_one_from_disk(tmp_path: Path, bucket: str) -> None:
     source = FIXTURES / "z1_bf16_tp2_dp2"
     ucp.convert(source, tmp_path / "here", to="deepspeed", dp=1, tp=1)
     ucp.convert(upload(source, bucket), tmp_path / "there", to="deepspeed", dp=1, tp=1)
@@ -148,7 +148,7 @@ def weights(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
     return tmp_path / "weights", arrays
 
 
-def test_what_is_read_is_what_is_fetched(
+def test_only_what_is_read_is_fetched(
     weights: tuple[Path, dict[str, np.ndarray[Any, Any]]], bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, arrays = weights
@@ -167,7 +167,7 @@ def test_what_is_read_is_what_is_fetched(
     assert len(ranges) < 16  # and not one for every slab
 
 
-def test_little_memory_costs_requests_and_not_the_same_bytes_again_and_again(
+def test_a_small_cache_costs_requests_but_not_bytes(
     weights: tuple[Path, dict[str, np.ndarray[Any, Any]]], bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = weights
@@ -180,7 +180,7 @@ def test_little_memory_costs_requests_and_not_the_same_bytes_again_and_again(
     assert proxy.sent("safetensors") < 2.5 * 24 * MIB
 
 
-def test_a_folder_is_looked_at_anew_whenever_it_is_named(memory: str) -> None:
+def test_a_folder_is_listed_again_whenever_it_is_opened(memory: str) -> None:
     import fsspec
 
     url = upload(FIXTURES / "z1_bf16_dp2", memory)
@@ -193,7 +193,7 @@ def test_a_folder_is_looked_at_anew_whenever_it_is_named(memory: str) -> None:
     assert ucp.open(url).parameters
 
 
-def test_a_shorter_object_than_its_index_says_is_told(memory: str) -> None:
+def test_a_truncated_object_is_reported(memory: str) -> None:
     import fsspec
 
     url = upload(FIXTURES / "z1_bf16_dp2", memory)
@@ -213,7 +213,7 @@ def test_a_shorter_object_than_its_index_says_is_told(memory: str) -> None:
     ],
     ids=["scheme", "missing", "elsewhere"],
 )
-def test_what_cannot_be_read_is_told(call: Callable[[], Any], error: type[Exception] | None, words: str) -> None:
+def test_unreadable_sources_are_reported(call: Callable[[], Any], error: type[Exception] | None, words: str) -> None:
     pytest.importorskip("fsspec")
     if error is not None:
         with pytest.raises(error, match=words):
@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_told(call: Callable[[], Any], error: type[Except
         call().exists()
 
 
-def test_no_manifest_leads_out_of_its_bucket(memory: str, tmp_path: Path) -> None:
+def test_a_manifest_cannot_lead_out_of_its_bucket(memory: str, tmp_path: Path) -> None:
     ucp.convert(FIXTURES / "z1_bf16_dp2", tmp_path / "view", link=True)
     with pytest.raises(UnsafeError, match="points at files elsewhere"):
         ucp.open(upload(tmp_path / "view", memory))
@@ -243,14 +243,14 @@ def test_file_urls_are_files() -> None:
     assert parse_path("plain/path") == Path("plain/path")
 
 
-def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(UsageError, match="memory://not-asked-before") as failure:
         ucp.open("memory://not-asked-before/run")
     assert "universal-checkpoint[remote]" in str(failure.value)
 
 
-def test_objects_that_stand_for_folders_are_none(bucket: str) -> None:
+def test_placeholder_objects_of_folders_are_ignored(bucket: str) -> None:
     """Consoles of stores make empty objects whose names end with a slash."""
     import s3fs
 

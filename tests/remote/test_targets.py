@@ -1,4 +1,4 @@
-"""Checkpoints that are written into object stores: whole or not seen, and gone on with where they stopped."""
+"""Checkpoints written to object stores appear whole or not at all, and interrupted uploads resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "to, store", [("atoms", "memory"), ("deepspeed", "bucket"), ("safetensors", "bucket"), ("dcp", "memory")]
 )
-def test_what_is_written_is_what_is_written_to_disk(
+def test_a_store_gets_the_same_bytes_as_a_disk(
     to: str, store: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = f"{request.getfixturevalue(store)}/some/out"
@@ -95,7 +95,7 @@ def interrupted(memory: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{memory}/run/out"
 
 
-def test_what_is_half_done_is_not_taken_for_a_checkpoint(interrupted: str) -> None:
+def test_an_unfinished_upload_is_not_a_checkpoint(interrupted: str) -> None:
     assert len(seen(interrupted)) >= 1
     with pytest.raises(InconsistentError, match="half-done") as failure:
         ucp.open(interrupted)
@@ -106,9 +106,7 @@ def test_what_is_half_done_is_not_taken_for_a_checkpoint(interrupted: str) -> No
     assert not report.ok
 
 
-def test_a_second_run_sends_what_the_first_had_not(
-    interrupted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_sends_what_is_missing(interrupted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = seen(interrupted)
     with pytest.raises(UsageError, match="partial output is here") as failure:
         ucp.convert(SOURCE, interrupted)
@@ -128,7 +126,7 @@ def test_a_second_run_sends_what_the_first_had_not(
     ucp.convert(SOURCE, interrupted, resume=True)  # it is done, and says nothing else
 
 
-def test_what_was_changed_since_is_sent_again(interrupted: str, tmp_path: Path) -> None:
+def test_objects_that_were_changed_are_sent_again(interrupted: str, tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
     name = next(iter(seen(interrupted)))
     fs.pipe_file(f"{interrupted}/{name}", bytes(len(fs.cat_file(f"{interrupted}/{name}"))))
@@ -137,7 +135,7 @@ def test_what_was_changed_since_is_sent_again(interrupted: str, tmp_path: Path) 
     assert seen(interrupted) == here(tmp_path / "out")
 
 
-def test_a_half_done_target_is_gone_on_with_by_its_own_run_only(interrupted: str) -> None:
+def test_only_the_same_conversion_resumes_an_upload(interrupted: str) -> None:
     with pytest.raises(UsageError, match="belongs to another source"):
         ucp.convert(FIXTURES / "z1_fp16_dp2", interrupted, resume=True)
     ucp.convert(FIXTURES / "z1_fp16_dp2", interrupted, restart=True)
@@ -202,14 +200,14 @@ def test_shards_are_written_anywhere_and_finished(memory: str, tmp_path: Path) -
     assert seen(url) == here(tmp_path / "out")
 
 
-def test_a_folder_that_holds_something_is_not_written_into(memory: str) -> None:
+def test_a_folder_with_other_objects_is_refused(memory: str) -> None:
     url = upload(SOURCE, memory)
     with pytest.raises(UsageError, match="already exists"):
         ucp.convert(SOURCE, url)
     assert seen(url) == here(SOURCE)
 
 
-def test_what_a_checkpoint_is_known_by_comes_last(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marker_files_are_uploaded_last(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     real_upload, real_put = ObjectStore.upload, ObjectStore.put
     monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 1)
@@ -227,7 +225,7 @@ def test_what_a_checkpoint_is_known_by_comes_last(memory: str, monkeypatch: pyte
     assert [key.rpartition("/")[2] for key in order[-2:]] == ["ucp.json", ".ucp-complete.json"]
 
 
-def test_groups_hold_so_many_bytes_or_one_file() -> None:
+def test_groups_have_a_limit_or_one_file() -> None:
     target = Target(tuple(OutputFile(f"f{n}", size) for n, size in enumerate((3, 3, 9, 1, 1))))
     assert list(upload_groups(target, range(5), 6)) == [[0, 1], [2], [3, 4]]
 
@@ -245,7 +243,7 @@ def test_nothing_is_linked_into_a_store(memory: str) -> None:
         ucp.convert(SOURCE, f"{memory}/out", link=True)
 
 
-def test_a_damaged_mark_is_told(memory: str) -> None:
+def test_a_damaged_completion_marker_is_reported(memory: str) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe_file(f"{memory}/out/.ucp-complete.json", b"no JSON")
     with pytest.raises(IntegrityError, match=r"\.ucp-complete\.json: not an upload journal"):

@@ -1,4 +1,4 @@
-"""Stores on bad days: refusals, connections that are cut or fall silent, and processes that are killed."""
+"""Failing stores: refusals, connections that break or hang, and processes that are killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_object(request: Request) -> bool:
 
 
 @pytest.mark.parametrize("trouble", ["refuse", "cut", "cut early"])
-def test_reads_that_fail_are_made_again(trouble: Trouble, bucket: str, proxy: Proxy) -> None:
+def test_failed_reads_are_repeated(trouble: Trouble, bucket: str, proxy: Proxy) -> None:
     url = upload(SOURCE, bucket)
     proxy.reset()
     proxy.faults += [Fault(trouble, 3, "GET"), Fault(trouble, 2, "GET", is_object), Fault(trouble, 1, "HEAD")]
@@ -37,7 +37,7 @@ def test_reads_that_fail_are_made_again(trouble: Trouble, bucket: str, proxy: Pr
     assert [fault.met for fault in proxy.faults] == [3, 2, 1]
 
 
-def test_a_store_that_falls_silent_is_asked_again(bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_hangs_is_repeated(bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     url = upload(SOURCE, bucket)
     monkeypatch.setattr(settings, "REMOTE_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setattr(settings, "REMOTE_ATTEMPTS", 100)  # a busy machine may look like a silent store
@@ -48,7 +48,7 @@ def test_a_store_that_falls_silent_is_asked_again(bucket: str, proxy: Proxy, mon
 
 
 @pytest.mark.parametrize("trouble", ["refuse", "cut early", "cut"])
-def test_writes_that_fail_are_made_again(
+def test_failed_writes_are_repeated(
     trouble: Trouble, tmp_path: Path, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 128 * KIB)
@@ -63,7 +63,7 @@ def test_writes_that_fail_are_made_again(
     assert seen(f"{bucket}/out") == here(tmp_path / "out")
 
 
-def test_parts_of_a_large_file_that_fail_are_sent_again(
+def test_failed_parts_of_a_large_file_are_sent_again(
     tmp_path: Path, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
@@ -79,7 +79,7 @@ def test_parts_of_a_large_file_that_fail_are_sent_again(
     assert ucp.diff(f"{bucket}/out", tmp_path / "weights").same
 
 
-def test_a_store_that_stays_broken_is_told(
+def test_a_store_that_keeps_failing_is_reported(
     bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = upload(SOURCE, bucket)
@@ -93,7 +93,7 @@ def test_a_store_that_stays_broken_is_told(
     assert "Traceback" not in told
 
 
-def test_a_bucket_that_is_not_there_is_told(proxy: Proxy) -> None:
+def test_a_missing_bucket_is_reported(proxy: Proxy) -> None:
     with pytest.raises(StorageError, match="no such file or folder"):
         ucp.open("s3://nobody-has-made-this/run")
     with pytest.raises(StorageError, match="nobody-has-made-this"):
@@ -101,7 +101,7 @@ def test_a_bucket_that_is_not_there_is_told(proxy: Proxy) -> None:
     assert proxy.requests
 
 
-def test_a_killed_upload_is_not_seen_and_gone_on_with(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
+def test_a_killed_upload_is_hidden_and_resumes(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
     held = Fault("hold", 100, "PUT", lambda request: request.path.endswith("_optim_states.pt"))
     proxy.faults.append(held)
     script = (
@@ -132,7 +132,7 @@ def test_a_killed_upload_is_not_seen_and_gone_on_with(tmp_path: Path, bucket: st
     assert seen(f"{bucket}/out") == here(tmp_path / "out")
 
 
-def test_what_asking_again_does_not_change_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "REMOTE_RETRY_SECONDS", 0.0)
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A proxy before a store that counts what goes through it, and fails as it is told to."""
+"""A proxy in front of a store that counts requests, and fails on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local files: descriptors that threads share, and blocks that are reserved before they are written."""
+"""Local files: descriptors that threads share, and blocks that are reserved in advance."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def test_a_file_in_use_is_not_closed_for_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 1 << 20])
-def test_targets_are_filled_one_after_the_other_however_little_comes_at_a_time(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_fill_all_targets(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(5000)
     (tmp_path / "file").write_bytes(data)
     real = os.preadv
@@ -58,7 +56,7 @@ def test_a_large_file_gets_its_blocks_at_once(tmp_path: Path) -> None:
     assert 512 * path.stat().st_blocks >= settings.PREALLOCATE_FILE_BYTES
 
 
-def test_a_file_system_that_reserves_nothing_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_reservation_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
@@ -70,7 +68,7 @@ def test_a_file_system_that_reserves_nothing_is_no_obstacle(tmp_path: Path, monk
     assert path.stat().st_size == settings.PREALLOCATE_FILE_BYTES
 
 
-def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_space_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         ctypes.set_errno(errno.ENOSPC)
         return -1

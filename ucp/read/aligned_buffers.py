@@ -13,7 +13,6 @@ import numpy as np
 
 from ucp.read.casting import RawArray
 
-
 _BUFFERS = threading.local()
 
 
