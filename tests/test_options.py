@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -100,3 +102,15 @@ def test_the_command_line_has_the_options_of_the_library() -> None:
 )
 def test_sizes(text: str, count: int | None) -> None:
     assert parse_size(text) == count
+
+
+def test_everything_public_is_reachable_after_import_ucp() -> None:
+    code = (
+        "import sys, ucp\n"
+        "assert not {'torch', 'numpy', 'click'} & set(sys.modules)\n"
+        "assert ucp.errors.UsageError is ucp.UsageError\n"
+        "missing = [name for name in ucp.__all__ if not hasattr(ucp, name)]\n"
+        "assert not missing, missing\n"
+        "assert 'shards' not in dir(ucp) and not hasattr(ucp, 'shards')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,7 @@
-"""`ucp`: the universal checkpoint converter for DeepSpeed and Megatron."""
+"""`ucp`: the universal checkpoint converter for DeepSpeed and Megatron.
+
+Everything here is imported on first use, so that `import ucp` and the command line start fast.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,31 @@ from ucp.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
+    from ucp import errors
     from ucp.api import convert, diff, report, verify
     from ucp.api import open_checkpoint as open
+    from ucp.checks.verify_report import Report
+    from ucp.compare.comparison import AtomDifference, Comparison
+    from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
+    from ucp.core.findings import Finding
+    from ucp.core.mesh import Mesh, Rank
+    from ucp.core.rules import Rule
+    from ucp.engine.plan import Plan
+    from ucp.engine.pool import Progress
+    from ucp.errors import (
+        InconsistentError,
+        IntegrityError,
+        NotUnderstoodError,
+        StorageError,
+        UcpError,
+        UnsafeError,
+        UsageError,
+    )
+    from ucp.formats.registry import Format
     from ucp.formats.store.store_layout import StoreSchema
     from ucp.planning import plan
-    from ucp.sources import OpenCheckpoint
+    from ucp.reports.html_page import WrittenReport
+    from ucp.sources import OpenCheckpoint, ParameterView
     from ucp.training.gradient_compression import TopK
     from ucp.training.load import LoadReport, load_into
     from ucp.training.recording.recorder import Recorder, record
@@ -23,17 +46,44 @@ if TYPE_CHECKING:
     from ucp.training.store.writer import Store
 
 __all__ = [
+    "Atom",
+    "AtomDifference",
+    "Checkpoint",
+    "Comparison",
+    "Extras",
+    "Finding",
+    "Format",
+    "Fragment",
+    "InconsistentError",
+    "IntegrityError",
     "LoadReport",
+    "Mesh",
+    "NotUnderstoodError",
+    "Note",
     "OpenCheckpoint",
+    "ParamGroup",
+    "Parameter",
+    "ParameterView",
+    "Plan",
+    "Progress",
+    "Rank",
     "Recorder",
+    "Report",
+    "Rule",
     "SaveHandle",
     "Snapshots",
+    "StorageError",
     "Store",
     "StoreSchema",
     "TopK",
+    "UcpError",
+    "UnsafeError",
+    "UsageError",
+    "WrittenReport",
     "__version__",
     "convert",
     "diff",
+    "errors",
     "load_into",
     "load_store",
     "open",
@@ -45,30 +95,38 @@ __all__ = [
     "verify",
 ]
 
-_LIVE = {
-    "LoadReport": "ucp.training.load",
-    "load_into": "ucp.training.load",
-    "Recorder": "ucp.training.recording.recorder",
-    "record": "ucp.training.recording.recorder",
-    "SaveHandle": "ucp.training.save",
-    "save": "ucp.training.save",
-    "Snapshots": "ucp.training.snapshots.snapshot",
-    "snapshot": "ucp.training.snapshots.snapshot",
-    "TopK": "ucp.training.gradient_compression",
-    "Store": "ucp.training.store.writer",
-    "StoreSchema": "ucp.formats.store.store_layout",
-    "load_store": "ucp.training.store.store_loading",
+_EXPORTS = {  # module → names
+    "ucp.api": "convert diff open report verify",
+    "ucp.checks.verify_report": "Report",
+    "ucp.compare.comparison": "AtomDifference Comparison",
+    "ucp.core.checkpoint": "Atom Checkpoint Extras Fragment Note ParamGroup Parameter",
+    "ucp.core.findings": "Finding",
+    "ucp.core.mesh": "Mesh Rank",
+    "ucp.core.rules": "Rule",
+    "ucp.engine.plan": "Plan",
+    "ucp.engine.pool": "Progress",
+    "ucp.errors": "InconsistentError IntegrityError NotUnderstoodError StorageError UcpError UnsafeError UsageError",
+    "ucp.formats.registry": "Format",
+    "ucp.formats.store.store_layout": "StoreSchema",
+    "ucp.planning": "plan",
+    "ucp.reports.html_page": "WrittenReport",
+    "ucp.sources": "OpenCheckpoint ParameterView",
+    "ucp.training.gradient_compression": "TopK",
+    "ucp.training.load": "LoadReport load_into",
+    "ucp.training.recording.recorder": "Recorder record",
+    "ucp.training.save": "SaveHandle save",
+    "ucp.training.snapshots.snapshot": "Snapshots snapshot",
+    "ucp.training.store.store_loading": "load_store",
+    "ucp.training.store.writer": "Store",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load the library on first use, so that the command line starts at once."""
     if name not in __all__:
         raise AttributeError(f"module 'ucp' has no attribute {name!r}")
-    if name in _LIVE:
-        from importlib import import_module
+    from importlib import import_module
 
-        return getattr(import_module(_LIVE[name]), name)
-    from ucp import api
-
-    return getattr(api, "open_checkpoint" if name == "open" else name)
+    if name == "errors":
+        return import_module("ucp.errors")
+    module = next(module for module, names in _EXPORTS.items() if name in names.split())
+    return getattr(import_module(module), "open_checkpoint" if name == "open" else name)

@@ -1,7 +1,7 @@
-"""Every failure a user can meet: one class a failure, each with its exit code.
+"""The errors that users can meet, each class with its exit code.
 
-A message says what is wrong, where (file, rank, parameter, byte range), and what to do next.
-Anything that is not a `UcpError` is a bug of ours and shows its traceback.
+A message contains what is wrong and where (file, rank, parameter, byte range); the hint is what to do next. Any other
+exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 
 class UcpError(Exception):
-    """Base class: a failure that is explained to the user without a traceback."""
+    """Base class of errors that are shown to the user without a traceback."""
 
     exit_code = 1
 
     def __init__(self, what: str, *, hint: str | None = None) -> None:
-        """`what` names file, rank and parameter; `hint` says what to do next."""
+        """`what` is wrong, with file, rank and parameter; `hint` is what to do next."""
         super().__init__(what)
         self.what = what
         self.hint = hint
@@ -31,19 +31,19 @@ class InconsistentError(UcpError):
 
 
 class UsageError(UcpError):
-    """The request itself cannot be carried out as given."""
+    """The request cannot be carried out as given."""
 
     exit_code = 2
 
 
 class NotUnderstoodError(UcpError):
-    """Not a checkpoint, or one in a form that this version does not know."""
+    """Not a checkpoint, or one of an unknown form."""
 
     exit_code = 3
 
 
 class IntegrityError(UcpError):
-    """Bytes are damaged: a truncated archive, a wrong checksum, a header that lies."""
+    """Bytes are damaged: a truncated archive, a wrong checksum, an impossible header."""
 
     exit_code = 4
 
@@ -55,7 +55,7 @@ class StorageError(UcpError):
 
 
 class UnsafeError(UcpError):
-    """The input tries something that a checkpoint must not do."""
+    """The input contains something that a checkpoint must not contain, such as code."""
 
     exit_code = 6
 

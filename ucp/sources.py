@@ -1,7 +1,4 @@
-"""What a user names as a source, as an index: read by the user's rules, after a step of a log, under other names.
-
-A checkpoint to read from, in Python: parameters by name, states as arrays.
-"""
+"""Open a source: index a checkpoint, a state of a logged run or a shadow, and read its parameters as arrays."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ if TYPE_CHECKING:
 def read_options(
     tag: str | None = None, rules: str | Path | None = None, preset: str | None = None, repair: bool = False
 ) -> ReadOptions:
-    """Options for reading from what a user says: a rule file wins over a preset, both over the checkpoint."""
+    """How to read a source. Rules of a file win over those of a preset, and both over the checkpoint's own."""
     if tag is not None:
-        tag = tag.rstrip("/") or tag  # a shell that completes names adds it
+        tag = tag.rstrip("/") or tag  # shell completion appends it
     if rules is None and preset is None:
         return ReadOptions(tag, repair=repair)
     from ucp.formats.sharded.rule_files import load_rule_book
@@ -41,15 +38,15 @@ def index_state(
     step: int | str | None = None,
     exact: bool = False,
 ) -> Checkpoint:
-    """The index of a checkpoint; with a `log`, of the state after `step` (a number or `latest`) that both make.
+    """The index of a checkpoint; with a `log`, of the state after `step` (a number or `latest`), replayed on it.
 
-    Where that may differ from what the job held, notes say so; with `exact` it is an error.
+    If that state may differ from the job's own, there is a note; with `exact` it is an error.
     """
     if is_shadow(path):
         if log is not None or step is not None:
             raise UsageError(
-                f"{path}: a shadow holds one step, the newest; --log and --step are about others",
-                hint="name the run or a checkpoint instead of the shadow to get another step",
+                f"{path}: a shadow holds only the newest step, so --log and --step are not supported",
+                hint="give the run or a checkpoint instead of the shadow to get another step",
             )
         from ucp.training.shadow.client import open_shadow
 
@@ -64,7 +61,7 @@ def index_state(
 def renamed(
     checkpoint: Checkpoint, names: str | os.PathLike[str] | None, model_config: str | os.PathLike[str] | None
 ) -> Checkpoint:
-    """The checkpoint under the names, and in the forms, that `names` says: as it is where that is None."""
+    """The checkpoint under other names and in another layout; unchanged if `names` is None."""
     if names is None:
         return checkpoint
     from ucp.names.select_table import rename_parameters
@@ -73,7 +70,7 @@ def renamed(
 
 
 class OpenCheckpoint(Mapping[str, "ParameterView"]):
-    """A checkpoint to read from: a mapping from parameter name (or alias) to its states."""
+    """An open checkpoint: a mapping from parameter names (or aliases) to parameters, whose states can be read."""
 
     def __init__(self, index: Checkpoint) -> None:
         self.index = index
@@ -119,15 +116,15 @@ class ParameterView:
 
     @property
     def kinds(self) -> list[str]:
-        """The states that are stored: `weight`, `master`, `exp_avg`, …"""
+        """The stored states: `weight`, `master`, `exp_avg`, …"""
         return list(self.parameter.atoms)
 
     def read(
         self, kind: str = "weight", rows: slice | None = None, *, as_torch: bool = False
     ) -> np.ndarray[Any, Any] | torch.Tensor:
-        """One state, whole or some rows of its first dimension.
+        """One state, or some rows of its first dimension.
 
-        As numpy, bfloat16 comes widened to float32 (exactly); other types that numpy lacks need `as_torch`.
+        In numpy, bfloat16 becomes float32 (exactly); other types that numpy lacks need `as_torch`.
         """
         from ucp.read.arrays import read_array, read_tensor
 

@@ -337,7 +337,7 @@ def test_a_folder_that_is_missing_is_told_before_the_work(
     command, option = arguments
     checkpoints = [checkpoint, checkpoint] if command == "diff" else [checkpoint]
     shutil.rmtree(checkpoint)  # what is not looked at is not missed
-    refused(ucp(command, *checkpoints, option, tmp_path / "no" / "file.svg"), 5, "there is no folder")
+    refused(ucp(command, *checkpoints, option, tmp_path / "no" / "file.svg"), 5, "does not exist")
 
 
 def test_no_excuse_for_what_cannot_be_opened(checkpoint: Path, tmp_path: Path) -> None:

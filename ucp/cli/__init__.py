@@ -1,1 +1,1 @@
-"""The command line, one module a command. The only room that prints: stdout is data, stderr is talk."""
+"""The command line: one module per command. Only this room prints: data to stdout, messages to stderr."""

@@ -33,7 +33,7 @@ def check_parent_folder(path: Path, what: str) -> None:
     """Refuse to write a file into a folder that does not exist, before the work whose result it will contain."""
     if not path.parent.is_dir():
         raise StorageError(
-            f"{path}: {what} cannot be written: there is no folder {path.parent}", hint="create it first"
+            f"{path}: {what} cannot be written: folder {path.parent} does not exist", hint="create it first"
         )
 
 
