@@ -1,6 +1,8 @@
-"""The `.metadata` pickle of a folder, checked and as plain values: entries, their chunks, the bytes they lie in.
+"""Read the container of torch.distributed.checkpoint: `.metadata`, and the archives in `.distcp` data files.
 
-The archives inside data files: where a chunk's elements lie, and what an object entry holds.
+`read_dcp_folder` turns the metadata pickle into checked values: the tensors and objects of a state dict, and the byte
+ranges of their archives. Each archive is what `torch.save` writes. `TensorArchives` locates the elements of chunks in
+them, `ObjectArchives` reads values. Megatron's torch_dist layout uses the same container.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ucp import settings
-from ucp.containers.distcp_writer import ArchiveRange
 from ucp.containers.inert import Inert, TensorRef, class_path
 from ucp.containers.pickle_reader import read_pickle
 from ucp.containers.torch_file import TorchFile
@@ -33,13 +34,33 @@ _RANK_METADATA: Final = re.compile(r"__(\d+)\.metadata")
 _DATA_FILE: Final = re.compile(r"__(\d+)_\d+\.distcp")
 _DAMAGED: Final = "the file was changed or copied incompletely; restore the folder and try again"
 
-# Where an entry stands in the nested state dict: text is a key of a dictionary, a number an index of a list.
+# The position of a value in a nested state dict: strings are keys of dicts, numbers indexes of lists.
 KeyPath = tuple[str | int, ...]
+
+
+def join_path(path: KeyPath) -> str:
+    """The key of a path in the flat state dict."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRange:
+    """Bytes [start, stop) of a data file (relative to the checkpoint's root): one archive of `torch.save`."""
+
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def rank(self) -> int:
+        """The rank that wrote it, from the name of the file; 0 for other names."""
+        found = _DATA_FILE.fullmatch(PurePosixPath(self.file).name)
+        return int(found[1]) if found else 0
 
 
 @dataclass(slots=True)
 class DcpTensor:
-    """A tensor of the state dict. `chunks` tile `shape`; `copies` are further items with the content of a chunk."""
+    """A tensor of the state dict. `chunks` tile `shape`; `copies` are further archives with the content of a chunk."""
 
     key: str
     path: KeyPath
@@ -47,7 +68,7 @@ class DcpTensor:
     dtype: DType
     chunks: dict[Box, ArchiveRange] = field(default_factory=dict)
     copies: dict[Box, list[ArchiveRange]] = field(default_factory=dict)
-    pieces: int = 0  # chunks as the file lists them, empty ones included
+    pieces: int = 0  # chunks listed in the metadata, empty ones included
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +77,7 @@ class DcpTensor:
 
 @dataclass(slots=True)
 class DcpObject:
-    """Any other value of the state dict. With several items, the ranks each wrote their copy."""
+    """Any other value of the state dict. Several items mean that several ranks wrote a copy."""
 
     key: str
     path: KeyPath
@@ -68,12 +89,12 @@ DcpEntry = DcpTensor | DcpObject
 
 @dataclass(slots=True)
 class DcpFolder:
-    """What the metadata of one folder says. `entries` are in the order of the state dict that was saved."""
+    """The content of one folder's metadata. `entries` are in the order of the saved state dict."""
 
     name: str  # of the folder below the checkpoint's root, with a slash at the end; empty for the root itself
     entries: dict[str, DcpEntry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)  # every file, relative to the root → bytes
-    has_paths: bool = True  # whether the file says where keys stand in the nested state dict
+    has_paths: bool = True  # whether the metadata has the positions of keys in the nested state dict
 
     def tensors(self) -> Iterator[DcpTensor]:
         for entry in self.entries.values():
@@ -82,7 +103,7 @@ class DcpFolder:
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """The metadata files that a reader has to merge: `.metadata`, or one a rank (saved without collectives)."""
+    """The metadata files to merge: `.metadata`, or one per rank (of a save without collectives)."""
     if (folder / METADATA).is_file():
         return [folder / METADATA]
     try:
@@ -93,7 +114,7 @@ def metadata_files(folder: Path) -> list[Path]:
 
 
 def has_data_files(folder: Path) -> bool:
-    """Whether the folder holds data files, finished or not."""
+    """Whether the folder contains data files, complete or not."""
     try:
         return any(_DATA_FILE.fullmatch(path.name) for path in folder.iterdir())
     except OSError:
@@ -105,8 +126,8 @@ def read_dcp_folder(root: Path, name: str = "") -> DcpFolder:
     files = metadata_files(root / name)
     if not files:
         raise InconsistentError(
-            f"{root / name}: has data files but no {METADATA}: the save was not finished",
-            hint="use an earlier checkpoint; torch writes this file last, when everything else is on disk",
+            f"{root / name}: has data files but no {METADATA}: the save is incomplete",
+            hint="use an earlier checkpoint; torch writes this file last, after all data",
         )
     folder = DcpFolder(name)
     paths: dict[str, KeyPath] = {}
@@ -145,7 +166,7 @@ def _key_path(key: Any, path: Any, file: Path) -> KeyPath:
 
 
 class _MetadataMerger:
-    """Adds what one metadata file says to a folder."""
+    """Adds the content of one metadata file to a folder."""
 
     def __init__(self, folder: DcpFolder, root: Path, file: Path, paths: Mapping[str, KeyPath]) -> None:
         self._folder = folder
@@ -163,11 +184,11 @@ class _MetadataMerger:
             elif described.qualname == "TensorStorageMetadata":
                 self._tensor(key, described, items)
             else:
-                raise NotUnderstoodError(f"{self._file}: {key} is stored as {described.path}, which is not known here")
+                raise NotUnderstoodError(f"{self._file}: {key} is stored as {described.path}, which is not supported")
 
     def _items(self, stored: Any) -> dict[tuple[str, Shape | None], ArchiveRange]:
         if not isinstance(stored, dict):
-            raise self._damaged("it does not say where its data lies")
+            raise self._damaged("it has no table of data files")
         items: dict[tuple[str, Shape | None], ArchiveRange] = {}
         for index, info in stored.items():
             if not isinstance(index, Inert) or not isinstance(info, Inert):
@@ -186,17 +207,17 @@ class _MetadataMerger:
                 hint="save it again without storage extensions (compression)",
             )
         if not isinstance(path, str) or not _is_count(start) or not _is_count(length):
-            raise self._damaged(f"the data of {key} lies at {path!r}, {start!r}, {length!r}")
+            raise self._damaged(f"the location of {key} is {path!r}, {start!r}, {length!r}")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path or not path:
             raise UnsafeError(
-                f"{self._file}: the data of {key} is said to lie in {path!r}, outside the folder",
-                hint="no checkpoint needs that; find out who wrote this folder",
+                f"{self._file}: the data of {key} is located in {path!r}, outside the folder",
+                hint="no checkpoint needs that: do not trust this folder",
             )
         file = self._folder.name + path
         size = self._size(file, key)
         if start + length > size:
             raise IntegrityError(
-                f"{self._root / file}: has {size} bytes, but bytes [{start}, {start + length}) hold {key}",
+                f"{self._root / file}: has {size} bytes, but {key} should be at bytes [{start}, {start + length})",
                 hint=f"the file was copied or written incompletely, or {self._file.name} is of another save; restore"
                 " the files of one save",
             )
@@ -209,7 +230,7 @@ class _MetadataMerger:
                 known = (self._root / file).stat().st_size
             except FileNotFoundError:
                 raise InconsistentError(
-                    f"{self._root / file}: is missing; it holds {key}",
+                    f"{self._root / file}: is missing; it contains {key}",
                     hint="copy the file from the node that wrote it; without it the checkpoint is not complete",
                 ) from None
             except OSError as error:
@@ -220,7 +241,7 @@ class _MetadataMerger:
     def _object(self, key: str, items: dict[tuple[str, Shape | None], ArchiveRange]) -> None:
         item = items.get((key, None))
         if item is None:
-            raise self._damaged(f"it does not say where {key} lies")
+            raise self._damaged(f"it has no location for {key}")
         entry = self._folder.entries.setdefault(key, DcpObject(key, self._paths.get(key, (key,))))
         if not isinstance(entry, DcpObject):
             raise InconsistentError(f"{self._file}: {key} is a tensor for one rank and an object for another")
@@ -243,12 +264,12 @@ class _MetadataMerger:
                 raise self._damaged(f"{key} has the shape {list(shape)} and a chunk {box.start}, {box.shape}")
             entry.pieces += 1
             if 0 in box.shape:
-                continue  # ranks beyond the end of a short dimension hold nothing, and say so
+                continue  # ranks beyond the end of a short dimension list an empty chunk
             if any(stop > length for stop, length in zip(box.stop, shape, strict=True)):
-                raise InconsistentError(f"{self._file}: chunk {box} of {key} lies outside its shape {list(shape)}")
+                raise InconsistentError(f"{self._file}: chunk {box} of {key} is outside its shape {list(shape)}")
             item = items.get((key, box.start))
             if item is None:
-                raise self._damaged(f"it does not say where chunk {box} of {key} lies")
+                raise self._damaged(f"it has no location for chunk {box} of {key}")
             if entry.chunks.setdefault(box, item) is not item:
                 entry.copies.setdefault(box, []).append(item)
 
@@ -268,7 +289,7 @@ class _MetadataMerger:
         else:
             dtype = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(dtype, DType):
-            raise NotUnderstoodError(f"{self._file}: {key} has the element type {dtype!r}, which is not known here")
+            raise NotUnderstoodError(f"{self._file}: {key} has the element type {dtype!r}, which is not supported")
         return dtype
 
     def _damaged(self, what: str) -> IntegrityError:
@@ -280,34 +301,35 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_cover(entry: DcpTensor, folder: Path) -> None:
-    """The chunks must tile the tensor."""
+    """Check that the chunks tile the tensor."""
     boxes = list(entry.chunks)
     if boxes == [Box((0,) * len(entry.shape), entry.shape)]:
         return
     for defect in coverage(entry.shape, boxes):
         if isinstance(defect, Gap):
             raise InconsistentError(
-                f"{folder}: no rank holds {defect.box} of {entry.key} {list(entry.shape)}",
+                f"{folder}: no chunk contains {defect.box} of {entry.key} {list(entry.shape)}",
                 hint="the metadata of a rank is missing: copy it from the node that wrote it",
             )
         owners = ", ".join(entry.chunks[boxes[i]].file for i in defect.owners)
-        raise InconsistentError(f"{folder}: several chunks hold {defect.box} of {entry.key}: {owners}")
+        raise InconsistentError(f"{folder}: several chunks contain {defect.box} of {entry.key}: {owners}")
 
 
-_SMALL: Final = 4096  # bytes of an object's archive that are worth remembering
-_LONGEST_HEAD: Final = 4096
+_MAX_CACHED_OBJECT: Final = 4096  # bytes of an archive
+_MAX_HEAD: Final = 4096  # bytes of an archive before its data
 
 
 class TensorArchives:
-    """Finds the tensors in the archives of one checkpoint.
+    """Locates tensors in the archives of one checkpoint.
 
-    Archives of equal chunks start with the same bytes: headers, the pickle, headers. One is parsed and checked as a
-    whole, the others are known by their start.
+    Archives of chunks of one shape and dtype start with the same bytes (zip headers and the pickle). The first is
+    parsed and checked; the others are recognised by these bytes.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._known: dict[int, tuple[bytes, int, TensorRef]] = {}  # by length: its start, where the data is, the tensor
+        # length of the archive → its bytes before the data, how many these are, and the tensor
+        self._known: dict[int, tuple[bytes, int, TensorRef]] = {}
 
     def fragments(self, entry: DcpTensor, chunks: Sequence[tuple[Box, ArchiveRange]]) -> LazyFragments:
         """Chunks of an entry as fragments."""
@@ -332,7 +354,7 @@ class TensorArchives:
         )
 
     def locate(self, entry: DcpTensor, box: Box, item: ArchiveRange, files: SourceFiles) -> Fragment:
-        """Where the elements of one chunk lie. The archive is checked against what the metadata says of it."""
+        """The location of a chunk's elements. Raises an error if the archive does not match the metadata."""
         inside, ref = self._tensor(item, files)
         if isinstance(ref, Inert):
             raise NotUnderstoodError(
@@ -343,15 +365,15 @@ class TensorArchives:
         if not isinstance(ref, TensorRef) or ref.shape != box.shape or ref.dtype != entry.dtype:
             found = f"{ref.dtype} {list(ref.shape)}" if isinstance(ref, TensorRef) else f"{ref!r}"
             raise IntegrityError(
-                f"{self.root / item.file}: bytes [{item.start}, {item.stop}) should hold {box} of {entry.key} as"
-                f" {entry.dtype}, but hold {found}",
+                f"{self.root / item.file}: bytes [{item.start}, {item.stop}) should contain {box} of {entry.key} as"
+                f" {entry.dtype}, but contain {found}",
                 hint="files of different saves are mixed in this folder; restore those of one save",
             )
         strides = None if ref.is_contiguous else ref.strides
         return Fragment(Region.of((box,)), item.file, item.start + inside, ref.dtype, Rank(dp=item.rank), strides)
 
     def _tensor(self, item: ArchiveRange, files: SourceFiles) -> tuple[int, Any]:
-        """What an archive holds, and at which of its bytes the data starts."""
+        """The offset of the data in an archive, and the value that the archive contains."""
         length = item.stop - item.start
         known = self._known.get(length)
         if known is not None:
@@ -363,22 +385,22 @@ class TensorArchives:
         if not isinstance(found, TensorRef):
             return 0, found
         inside = archive.position(found) - item.start
-        if inside <= _LONGEST_HEAD and found.offset == 0:
+        if inside <= _MAX_HEAD and found.offset == 0:
             self._known[length] = (files.read(item.file, item.start, inside), inside, found)
         return inside, found
 
 
 class ObjectArchives:
-    """Reads object entries as inert values. Equal archives are unpickled once: the fields of groups repeat a lot."""
+    """Reads objects as inert values. Equal archives are unpickled once, because fields of groups repeat a lot."""
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
         self._known: dict[bytes, Any] = {}
 
     def value(self, entry: DcpObject) -> Any:
-        """The value of an entry; tensors inside it stand as atoms of kind `extra`."""
+        """The value of an object, with atoms of kind `extra` for the tensors in it."""
         item = entry.items[0]
-        small = item.stop - item.start <= _SMALL
+        small = item.stop - item.start <= _MAX_CACHED_OBJECT
         data = self._files.read(item.file, item.start, item.stop - item.start) if small else b""
         if data in self._known:
             return self._known[data]

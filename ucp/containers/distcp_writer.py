@@ -1,18 +1,17 @@
-"""Data files of torch's distributed checkpoints to write: archives one after the other, and where each came to lie.
+"""Lay out the container of torch.distributed.checkpoint: data files of archives end to end, and `.metadata`.
 
-The `.metadata` pickle of torch's distributed checkpoints to write, built of stand-ins for torch's own classes.
+The metadata is a pickle of stand-ins for torch's own classes, so torch is not needed to write it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ucp import settings
+from ucp.containers.distcp import ArchiveRange, KeyPath, join_path
 from ucp.containers.inert import Inert, Size
 from ucp.containers.pickle_writer import bare_object, called_object, write_pickle
 from ucp.containers.torch_file_writer import RegionContent, TorchSkeleton, ZeroContent, new_tensor
@@ -23,24 +22,8 @@ from ucp.core.dtypes import DType
 from ucp.core.region import Region
 from ucp.core.target import Literal, OutputFile, Trailer, WriteItem, ZeroRange
 
-_STEM: Final = "archive"  # torch's name for an archive that is not written to a named file
-_DATA_FILE: Final = re.compile(r"__(\d+)_\d+\.distcp")
-_Close = Callable[[Sequence[int]], Sequence[Literal]]
-
-
-@dataclass(frozen=True, slots=True)
-class ArchiveRange:
-    """Bytes [start, stop) of a data file (relative to the checkpoint's root): one archive of `torch.save`."""
-
-    file: str
-    start: int
-    stop: int
-
-    @property
-    def rank(self) -> int:
-        """The rank that wrote it, by the name of the file; 0 where the name does not say."""
-        found = _DATA_FILE.fullmatch(PurePosixPath(self.file).name)
-        return int(found[1]) if found else 0
+_STEM: Final = "archive"  # torch's name for an archive without a file name
+_Build = Callable[[Sequence[int]], Sequence[Literal]]
 
 
 @dataclass(slots=True)
@@ -52,13 +35,13 @@ class _DataFile:
     literals: list[Literal] = field(default_factory=list)
     items: list[WriteItem] = field(default_factory=list)
     zeros: list[ZeroRange] = field(default_factory=list)
-    seals: list[tuple[int, tuple[tuple[int, int], ...], _Close]] = field(default_factory=list)  # base, spans, close
+    trailers: list[tuple[int, tuple[tuple[int, int], ...], _Build]] = field(default_factory=list)  # start, spans, build
 
     def add(self, archive: OutputFile) -> ArchiveRange:
         """Append an archive that was laid out to start at byte 0.
 
-        Elements of a large one begin a page, with zeros before it: copying to odd addresses takes half as long again.
-        Readers go by the index and do not see what lies between two archives.
+        Zeros before a large one align its elements to a page: copying to unaligned addresses takes half as long again.
+        Readers use the index, and do not notice the gap between two archives.
         """
         is_large = archive.size >= settings.ALIGNED_ARCHIVE_BYTES and archive.items
         gap = -(self.size + archive.items[0].offset) % settings.DATA_ALIGNMENT if is_large else 0
@@ -69,30 +52,30 @@ class _DataFile:
         self.items.extend(WriteItem(item.atom, item.region, base + item.offset) for item in archive.items)
         self.zeros.extend(ZeroRange(base + zero.offset, zero.nbytes) for zero in archive.zeros)
         if archive.trailer is not None:
-            self.seals.append((base, archive.trailer.spans, archive.trailer.build))
+            self.trailers.append((base, archive.trailer.spans, archive.trailer.build))
         self.size = base + archive.size
         return ArchiveRange(self.name, base, self.size)
 
     def output(self, folder: str) -> OutputFile:
-        spans = tuple((base + offset, nbytes) for base, own, _ in self.seals for offset, nbytes in own)
-        seal = Trailer(spans, self._close) if spans else None
+        spans = tuple((base + offset, nbytes) for base, own, _ in self.trailers for offset, nbytes in own)
+        trailer = Trailer(spans, self._build) if spans else None
         return OutputFile(
-            folder + self.name, self.size, tuple(self.literals), tuple(self.items), tuple(self.zeros), seal
+            folder + self.name, self.size, tuple(self.literals), tuple(self.items), tuple(self.zeros), trailer
         )
 
-    def _close(self, crcs: Sequence[int]) -> list[Literal]:
-        """The ends of all archives, given the CRC-32 of every span of the file."""
+    def _build(self, crcs: Sequence[int]) -> list[Literal]:
+        """The trailers of all archives, given the CRC-32 of every span of the file."""
         literals: list[Literal] = []
         at = 0
-        for base, spans, close in self.seals:
-            ends = close(crcs[at : at + len(spans)])
+        for base, spans, build in self.trailers:
+            ends = build(crcs[at : at + len(spans)])
             literals.extend(Literal(base + end.offset, end.data) for end in ends)
             at += len(spans)
         return literals
 
 
 class ArchiveFiles:
-    """The data files of one folder, one for each of `count` ranks. `where` names them in messages."""
+    """The data files of one folder, one for each of `count` ranks. `where` names them in errors."""
 
     def __init__(self, count: int, where: str) -> None:
         self._files = [_DataFile(f"__{number}_0.distcp") for number in range(count)]
@@ -109,9 +92,9 @@ class ArchiveFiles:
     def filled(
         self, number: int | None, dtype: DType, shape: Shape, contents: Sequence[RegionContent | ZeroContent]
     ) -> ArchiveRange:
-        """Lay out a tensor of these contents, end to end, in file `number`, or in the smallest one.
+        """Lay out a tensor with these contents, end to end, in file `number`, or in the smallest one.
 
-        All tensors of one shape have the same archive but for their elements.
+        Archives of tensors of one shape and dtype differ only in their elements.
         """
         blank = self._blank.get((dtype, shape))
         if blank is None:
@@ -134,15 +117,12 @@ class ArchiveFiles:
         return self._files[number].add(TorchSkeleton(_STEM, with_tensors(value), self._where).output_file(""))
 
     def outputs(self, folder: str) -> list[OutputFile]:
-        """The files that got something."""
+        """The files that are not empty."""
         return [file.output(folder) for file in self._files if file.size]
 
     def _choose(self, number: int | None) -> _DataFile:
         return min(self._files, key=lambda file: file.size) if number is None else self._files[number]
 
-
-# Where an entry stands in the nested state dict: text is a key of a dictionary, a number an index of a list.
-KeyPath = tuple[str | int, ...]
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _STORAGE: Final = "torch.distributed.checkpoint.filesystem"
@@ -151,10 +131,7 @@ _VERSION: Final = "1.0.0"
 
 @dataclass(slots=True)
 class MetadataTree:
-    """Collects the entries of one folder.
-
-    `nested` is for torch's own state dicts: the file then says where each key stands in them.
-    """
+    """Builds the metadata of one folder. With `nested`, it has the position of each key in a nested state dict."""
 
     nested: bool = True
     _described: dict[str, Inert] = field(default_factory=dict)
@@ -164,7 +141,7 @@ class MetadataTree:
     _properties: dict[DType, Inert] = field(default_factory=dict)
 
     def add_tensor(self, path: KeyPath, shape: Shape, dtype: DType, chunks: Sequence[tuple[Box, ArchiveRange]]) -> None:
-        """A tensor, its chunks in any order."""
+        """Add a tensor, with its chunks in any order."""
         key = self._key(path)
         corners = [{"offsets": self._size(box.start), "sizes": self._size(box.shape)} for box, _ in chunks]
         listed = [bare_object(_METADATA, "ChunkStorageMetadata", corner) for corner in corners]
@@ -174,14 +151,14 @@ class MetadataTree:
             self._store({"fqn": key, "index": number, "offset": self._size(box.start)}, item)
 
     def add_object(self, path: KeyPath, item: ArchiveRange) -> None:
-        """Anything that is no tensor."""
+        """Add a value that is not a tensor."""
         key = self._key(path)
         self._described[key] = bare_object(_METADATA, "BytesStorageMetadata")
         self._store({"fqn": key, "index": None}, item)
 
     def dump(self, where: str) -> bytes:
-        """The file's bytes."""
-        # Where the checkpoint was written is nobody's business: torch leaves a path here and does not use it.
+        """The bytes of `.metadata`. `where` names the file in errors."""
+        # torch stores the path of the checkpoint here and does not use it; a path may be private, so it is left out.
         meta: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
         state: Mapping[str, Any] = {
             "state_dict_metadata": self._described,
@@ -193,10 +170,10 @@ class MetadataTree:
         return write_pickle(bare_object(_METADATA, "Metadata", state), where)
 
     def __contains__(self, path: KeyPath) -> bool:
-        return _text(path) in self._paths
+        return join_path(path) in self._paths
 
     def _key(self, path: KeyPath) -> str:
-        key = _text(path)
+        key = join_path(path)
         self._paths[key] = path
         return key
 
@@ -215,7 +192,3 @@ class MetadataTree:
             known = bare_object(_METADATA, "TensorProperties", (dtype, layout, False, memory, False))
             self._properties[dtype] = known
         return known
-
-
-def _text(path: KeyPath) -> str:
-    return ".".join(map(str, path))

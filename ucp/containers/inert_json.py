@@ -1,11 +1,10 @@
-"""Inert trees as JSON and back, so that extras are readable by people and by programs without pickle.
+"""Inert trees as JSON and back, so that people, and programs without pickle, can read extras.
 
 Plain JSON values stand for themselves. What JSON lacks is an object with one key that starts with `$`:
-`$tuple`, `$size`, `$set`, `$dict` (pairs, for keys that are no text), `$ordered`, `$bytes` (base64), `$float`
-(`nan`, `inf`, `-inf`), `$complex`, `$dtype`, `$class`, `$object` (an instance: class, arguments, state; `bare`
-where its constructor was not called), `$array`,
-`$scalar` and `$npdtype` (numpy), `$storage` (a bare torch storage: not carried), `$tensor` (a key of the extras'
-tensor file).
+`$tuple`, `$size`, `$set`, `$dict` (pairs, for keys that are not strings), `$ordered`, `$bytes` (base64), `$float`
+(`nan`, `inf`, `-inf`), `$complex`, `$dtype`, `$class`, `$object` (an instance: class, arguments, state; `bare` if its
+constructor was not called), `$array`, `$scalar` and `$npdtype` (numpy), `$storage` (a bare torch storage, without its
+bytes), `$tensor` (a key of the extras' tensor file).
 """
 
 from __future__ import annotations
@@ -30,24 +29,25 @@ from ucp.containers.inert import (
     is_class,
     new_class,
 )
-from ucp.core.checkpoint import Atom
+from ucp.core.checkpoint import Atom, Parameter
 from ucp.core.dtypes import BY_NAME, DType
+from ucp.core.rules import rule_from_json, rule_to_json
 from ucp.errors import IntegrityError, UnsafeError
 
 
 class InertEncoder:
-    """Turns inert values into JSON values. Tensors met on the way are kept in `tensors` under the key they got."""
+    """Turns inert values into JSON values. `tensors` collects the tensors in them, by the names used in the JSON."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Atom] = {}
         self._nodes = 0
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """`value` as something that `json.dumps` takes."""
+        """`value` as a value that `json.dumps` accepts."""
         self._nodes += 1
         if self._nodes > settings.MAX_EXTRAS_NODES or depth > settings.MAX_EXTRAS_DEPTH:
             raise UnsafeError(
-                "extras are nested or shared beyond any honest use", hint="inspect the file that holds them"
+                "extras are nested too deeply, or have too many values", hint="inspect the file that contains them"
             )
         if value is None or isinstance(value, (bool, int, str)):
             return value
@@ -100,7 +100,7 @@ class InertEncoder:
             return {"$class": [value.module, value.qualname]}
         if isinstance(value, Inert):
             return self._instance(value, depth)
-        raise UnsafeError(f"extras hold a value of unexpected type {type(value).__name__}")
+        raise UnsafeError(f"extras contain a value of unexpected type {type(value).__name__}")
 
     def _ordered(self, value: InertOrderedDict, depth: int) -> dict[str, Any]:
         node: dict[str, Any] = {"$ordered": self._pairs(value.items(), depth)}
@@ -128,7 +128,7 @@ class InertEncoder:
 
 
 def decode(node: Any, tensors: Mapping[str, Atom]) -> Any:
-    """The inert value that `Encoder.encode` made `node` of; `tensors` gives the atoms of the tensor file."""
+    """The inert value that `InertEncoder.encode` turned into `node`. `tensors` are the atoms of the tensor file."""
     if isinstance(node, list):
         return [decode(item, tensors) for item in node]
     if not isinstance(node, dict):
@@ -147,7 +147,7 @@ def _pairs(pairs: Any, tensors: Mapping[str, Atom]) -> list[tuple[Any, Any]]:
 
 
 def _key(key: Any) -> Any:
-    hash(key)  # a list as a key is a damaged file, and must be said as such
+    hash(key)  # raises TypeError for a list, which is an error of the file
     return key
 
 
@@ -182,7 +182,7 @@ def _scalar(node: dict[str, Any], _: Mapping[str, Atom]) -> NumpyScalar:
 
 
 def _core(value: NumpyArray | NumpyScalar) -> dict[str, str]:
-    """Said only of what numpy 1 wrote."""
+    """A field that only values of numpy 1 have."""
     return {} if value.core == NUMPY_2 else {"core": value.core}
 
 
@@ -213,3 +213,35 @@ _DECODERS: Final[dict[str, Callable[[dict[str, Any], Mapping[str, Atom]], Any]]]
     "$scalar": _scalar,
     "$object": _instance,
 }
+
+
+def parameter_to_json(parameter: Parameter) -> dict[str, Any]:
+    """Everything about a parameter but its atoms."""
+    return {
+        "name": parameter.name,
+        "shape": list(parameter.shape),
+        "role": parameter.role,
+        "rule": rule_to_json(parameter.rule),
+        "rule_origin": parameter.rule_origin,
+        "padded_shape": None if parameter.padded_shape is None else list(parameter.padded_shape),
+        "group": parameter.group,
+        "aliases": list(parameter.aliases),
+        "stages": list(parameter.stages),
+        "expert": parameter.expert,
+    }
+
+
+def parameter_from_json(entry: Mapping[str, Any]) -> Parameter:
+    """The parameter that `parameter_to_json` described, without atoms."""
+    return Parameter(
+        name=entry["name"],
+        shape=tuple(entry["shape"]),
+        role=entry["role"],
+        rule=rule_from_json(entry["rule"]),
+        rule_origin=entry["rule_origin"],
+        padded_shape=None if entry["padded_shape"] is None else tuple(entry["padded_shape"]),
+        group=entry["group"],
+        aliases=tuple(map(str, entry["aliases"])),
+        stages=tuple(entry["stages"]),
+        expert=entry["expert"],
+    )

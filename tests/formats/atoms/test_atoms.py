@@ -158,7 +158,7 @@ def test_a_changed_manifest_is_noticed(source: tuple[Checkpoint, dict], tmp_path
         with pytest.raises(error):
             open_checkpoint(tmp_path / "atoms", ReadOptions())
     path.write_text("{")
-    with pytest.raises(IntegrityError, match="no JSON"):
+    with pytest.raises(IntegrityError, match="not valid JSON"):
         open_checkpoint(tmp_path / "atoms", ReadOptions())
 
 

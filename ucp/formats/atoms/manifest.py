@@ -1,8 +1,7 @@
-"""The manifest `ucp.json`: its schema, version and checksum.
+"""The files of a folder of atoms that are not tensors: the manifest `ucp.json`, its link tables, and the extras.
 
-Virtual atoms: the manifest's tables that say where in the source files each atom's bytes lie.
-
-Extras in a folder of atoms: one JSON file, one safetensors file for the tensors in it, carried files as they are.
+The manifest has a checksum of itself. Link tables locate the bytes of virtual atoms in the source's files. Extras are
+one JSON file, one safetensors file for the tensors in it, and files copied as they are.
 """
 
 from __future__ import annotations
@@ -30,19 +29,23 @@ from ucp.formats.output_files import copied_file, safetensors_file
 from ucp.storage.storage import storage_of
 
 FORMAT: Final = "ucp-atoms"
-VERSION: Final = 2  # the newest that is understood; see docs/atom-format.md for what a reader may rely on
+VERSION: Final = 2  # the newest that can be read; docs/atom-format.md describes what a reader may rely on
 VERSION_ONE_STEP: Final = 1  # all states are of one step
-VERSION_MANY_STEPS: Final = 2  # `steps` names parameters of other steps: older readers must not take them for one state
+VERSION_MANY_STEPS: Final = 2  # `steps` names parameters of other steps: older readers must refuse it
+TREES: Final = "extras/extras.json"
+TENSORS: Final = "extras/tensors.safetensors"
+CARRIED: Final = "extras/files"
+_RESTORE: Final = "convert again, or restore the file"
 
 
 def dump_manifest(manifest: dict[str, Any]) -> bytes:
-    """The manifest's bytes, sealed with a checksum over everything else in it."""
+    """The bytes of the manifest, with a checksum of everything else in it."""
     body = _canonical(manifest)
     return readable_json({**manifest, "checksum": xxhash.xxh3_128_hexdigest(body)})
 
 
 def readable_json(tree: dict[str, Any]) -> bytes:
-    """JSON for people and for `diff`: a line a key, and a line an entry of what a key holds. `indent` is far slower."""
+    """JSON for people and for `diff`: one line per key and per entry of its value. (`indent` is far slower.)"""
     return (
         "{\n" + ",\n".join(f"{json.dumps(key)}: {_entries(value)}" for key, value in tree.items()) + "\n}\n"
     ).encode()
@@ -64,7 +67,9 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: is no JSON: {error}", hint="the manifest is damaged: convert again") from None
+        raise IntegrityError(
+            f"{path}: is not valid JSON: {error}", hint="the manifest is damaged: convert again"
+        ) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise NotUnderstoodError(f"{path}: is not a manifest of {FORMAT}")
     version = manifest.get("version")
@@ -76,7 +81,7 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     checksum = manifest.pop("checksum", None)
     if checksum != xxhash.xxh3_128_hexdigest(_canonical(manifest)):
         raise IntegrityError(
-            f"{path}: its checksum does not fit its content", hint="the manifest was changed: convert again"
+            f"{path}: its checksum does not match its content", hint="the manifest was changed: convert again"
         )
     return manifest
 
@@ -86,14 +91,16 @@ def _canonical(manifest: dict[str, Any]) -> bytes:
 
 
 class LinkTableWriter:
-    """Collects files, regions and ranks once each, so that a fragment is a short row of numbers."""
+    """Builds tables of files, regions and ranks, so that a fragment is a short row of numbers."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
         self._files: dict[str, int] = {}
         self._regions: dict[Region, int] = {}
         self._ranks: dict[Rank, int] = {}
-        self._seen: dict[tuple[int, int, int], tuple[int, tuple[Box, ...]]] = {}  # by identity of the boxes, kept here
+        self._seen: dict[
+            tuple[int, int, int], tuple[int, tuple[Box, ...]]
+        ] = {}  # by identity of the boxes, which are kept here
 
     def state(self, atom: Atom) -> dict[str, Any]:
         """The manifest entry of one virtual atom."""
@@ -130,7 +137,7 @@ class LinkTableWriter:
         return [*row, more]
 
     def _number(self, region: Region) -> int:
-        """A region's place in the table. States of a parameter share their boxes: to hash those once is enough."""
+        """The index of a region. States of a parameter share their boxes, which are hashed once."""
         boxes, start, stop = region
         key = id(boxes), start, stop
         seen = self._seen.get(key)
@@ -139,7 +146,7 @@ class LinkTableWriter:
         return seen[0]
 
     def tables(self) -> dict[str, Any]:
-        """The `links` object of the manifest; call it after every `state`."""
+        """The `links` object of the manifest; call it after all calls of `state`."""
         return {
             "root": str(self.source.root.resolve()),
             "files": [_identity(self.source.root, file) for file in self._files],
@@ -152,9 +159,9 @@ class LinkTableWriter:
 
 
 def _identity(root: Path, file: str) -> list[Any]:
-    """Path, size in bytes and modification time in nanoseconds: how a changed source is noticed."""
+    """Path, size in bytes and modification time in nanoseconds, to notice that a source has changed."""
     if not file:
-        return ["", 0, 0]  # scalars that live in the manifest itself
+        return ["", 0, 0]  # scalars that are in the manifest itself
     try:
         status = os.stat(root / file)
     except OSError as error:
@@ -163,13 +170,13 @@ def _identity(root: Path, file: str) -> list[Any]:
 
 
 class LinkTableReader:
-    """The reading side: rows of numbers back to fragments, with absolute paths."""
+    """Turns rows of numbers back into fragments, with absolute paths."""
 
     def __init__(self, tables: dict[str, Any], manifest: Path) -> None:
         if storage_of(manifest).is_remote:
             raise UnsafeError(
-                f"{manifest}: points at files elsewhere, which nothing in an object store may",
-                hint="make real atoms, without --link",
+                f"{manifest}: points at files elsewhere, which a manifest in an object store must not",
+                hint="convert without --link",
             )
         self.root = Path(tables["root"])
         self._manifest = manifest
@@ -182,7 +189,7 @@ class LinkTableReader:
         ]
 
     def check_unchanged(self) -> None:
-        """Virtual atoms are only as good as the files they point at."""
+        """Raise an error if a source file has changed since the manifest was written."""
         for identity in self._identities:
             file, size, time = identity
             try:
@@ -195,12 +202,12 @@ class LinkTableReader:
                 sizes = f"{size:,} bytes then, {now[1]:,} now"
                 raise IntegrityError(
                     f"{self.root / file}: changed since {self._manifest} was made to point at it"
-                    f" ({sizes if now[1] != size else 'written again since, in the same size'})",
+                    f" ({sizes if now[1] != size else 'written again, in the same size'})",
                     hint="make the virtual atoms again with `ucp convert --link`, or real ones without it",
                 )
 
     def atom(self, name: str, kind: str, entry: dict[str, Any]) -> Atom:
-        """The atom that `LinkTables.state` described."""
+        """The atom that `LinkTableWriter.state` described."""
         return Atom(
             name,
             kind,
@@ -231,16 +238,10 @@ class LinkTableReader:
         )
 
 
-TREES: Final = "extras/extras.json"
-_RESTORE: Final = "convert again, or restore the file"
-TENSORS: Final = "extras/tensors.safetensors"
-CARRIED: Final = "extras/files"
-
-
 def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
-    """The output files that hold a checkpoint's extras."""
+    """The output files of a checkpoint's extras."""
     encoder = InertEncoder()
-    encoded: dict[int, Any] = {}  # ranks may have one tree together
+    encoded: dict[int, Any] = {}  # ranks may share one tree
     for tree in source.extras.trees.values():
         if id(tree) not in encoded:
             encoded[id(tree)] = encoder.encode(tree)
@@ -253,7 +254,7 @@ def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
 
 
 def read_extras(folder: Path, carried: list[str]) -> Extras:
-    """What `plan_extras` wrote."""
+    """Read what `plan_extras` wrote."""
     path = folder / TREES
     try:
         shared = json.loads(path.read_bytes())
@@ -265,7 +266,7 @@ def read_extras(folder: Path, carried: list[str]) -> Extras:
         failure = IntegrityError if isinstance(error, FileNotFoundError) else StorageError
         raise failure(f"{path}: cannot be read: {error.strerror}", hint=_RESTORE) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # (The repr of a UnicodeDecodeError holds the whole file.)
+        # (The repr of a UnicodeDecodeError contains the whole file.)
         raise IntegrityError(f"{path}: cannot be read: {type(error).__name__}: {error}", hint=_RESTORE) from None
     tensors: dict[str, Atom] = {}
     if (folder / TENSORS).exists():
@@ -278,7 +279,7 @@ def read_extras(folder: Path, carried: list[str]) -> Extras:
 
 
 def _share(trees: dict[str, Any]) -> dict[str, Any]:
-    """Rank files repeat each other: what all dictionaries with the same keys agree on is written once, as `common`."""
+    """Rank files repeat each other: equal values of all dicts with the same keys are written once, as `common`."""
     families: dict[tuple[str, ...], list[str]] = {}
     for file, tree in trees.items():
         if isinstance(tree, dict) and not any(key.startswith("$") for key in tree):

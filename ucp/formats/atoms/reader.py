@@ -1,16 +1,15 @@
-"""Reading atoms, real and virtual: the manifest alone is the index."""
+"""Read a folder of atoms, real or virtual: the manifest alone is the index."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ucp.containers.inert_json import decode
+from ucp.containers.inert_json import decode, parameter_from_json
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
 from ucp.core.dtypes import BY_NAME
 from ucp.core.mesh import Mesh
 from ucp.core.region import Region
-from ucp.core.rules import rule_from_json
 from ucp.errors import IntegrityError
 from ucp.formats.atoms import MANIFEST
 from ucp.formats.atoms import manifest as manifests
@@ -19,15 +18,13 @@ from ucp.formats.registry import ReadOptions
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
-    """Index a folder of atoms. Rules and tags do not apply: atoms are whole."""
+    """Index a folder of atoms. Rules and tags do not apply: atoms are complete tensors of one step."""
     del options
     content = manifests.load_manifest(path)
     try:
         return _checkpoint(path, content)
     except (KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(
-            f"{path / MANIFEST}: an entry cannot be understood: {error!r}", hint="convert again"
-        ) from None
+        raise IntegrityError(f"{path / MANIFEST}: an entry is invalid: {error!r}", hint="convert again") from None
 
 
 def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
@@ -54,23 +51,11 @@ def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
 
 
 def _parameter(entry: dict[str, Any], links: LinkTableReader | None) -> Parameter:
-    name = entry["name"]
-    return Parameter(
-        name=name,
-        shape=tuple(entry["shape"]),
-        role=entry["role"],
-        atoms={
-            kind: links.atom(name, kind, state) if links else _atom(name, kind, entry["file"], state)
-            for kind, state in entry["states"].items()
-        },
-        rule=rule_from_json(entry["rule"]),
-        rule_origin=entry["rule_origin"],
-        padded_shape=None if entry["padded_shape"] is None else tuple(entry["padded_shape"]),
-        group=entry["group"],
-        aliases=tuple(entry["aliases"]),
-        stages=tuple(entry["stages"]),
-        expert=entry["expert"],
-    )
+    parameter = parameter_from_json(entry)
+    for kind, state in entry["states"].items():
+        atom = links.atom(parameter.name, kind, state) if links else _atom(parameter.name, kind, entry["file"], state)
+        parameter.atoms[kind] = atom
+    return parameter
 
 
 def _atom(name: str, kind: str, file: str, state: dict[str, Any]) -> Atom:

@@ -1,10 +1,9 @@
-"""Writing atoms: the files with their write items, and the manifest that is written last.
+"""Write atoms: one file per parameter, extras, and the manifest, which is written last.
 
-Parameter names as file names: readable for ordinary names, safe for hostile ones, reversible for all.
-
-Letters, digits, `_`, `-` and `.` stand for themselves; every other UTF-8 byte is written `%XX`, and a leading dot too.
-Names that differ only in case have their capitals written `%XX` too, so that they stay apart on file systems that
-ignore case. A name too long for one file name is cut into folders that end in `~`.
+File names are parameter names: readable for ordinary names, safe for hostile ones, reversible for all. Letters, digits,
+`_`, `-` and `.` stand for themselves; every other UTF-8 byte is written `%XX`, and so is a leading dot. The capitals of
+names that differ only in case are written `%XX` too, for file systems that ignore case. A name that is too long for one
+file name is split into folders whose names end in `~`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from ucp import settings
-from ucp.containers.inert_json import InertEncoder
+from ucp.containers.inert_json import InertEncoder, parameter_to_json
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
-from ucp.core.rules import rule_to_json
 from ucp.core.target import Digests, Literal, OutputFile, Target
 from ucp.errors import NotUnderstoodError, UsageError
 from ucp.formats.atoms import MANIFEST, manifest
@@ -28,10 +26,20 @@ from ucp.formats.registry import WriteOptions
 from ucp.version import VERSION
 
 FOLDER = "atoms"
+SUFFIX = ".safetensors"
+
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+_CAPITALS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_RESERVED = frozenset(
+    ("con", "prn", "aux", "nul", *(f"com{i}" for i in range(1, 10)), *(f"lpt{i}" for i in range(1, 10)))
+)
+_MORE = "~"
+_EMPTY = "%"  # a parameter without a name
+_MAX_ESCAPED_BYTES = 3000  # leaves room for the target folder below the usual limit of 4,096 for a path
 
 
 class AtomsWriter:
-    """Lays out a folder of atoms. With `options.link`, atoms stay where they are and the manifest points at them."""
+    """Lays out a folder of atoms. With `options.link`, the manifest points at the source's bytes instead."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
@@ -46,7 +54,7 @@ class AtomsWriter:
         return Target((*atoms, *manifest.plan_extras(self.source)))
 
     def last(self, target: Target, digests: Digests) -> OutputFile:
-        """The manifest, sealed over the digests of everything that was written."""
+        """The manifest, with the checksums of everything that was written."""
         data = manifest.dump_manifest(self._content(target, digests))
         return OutputFile(MANIFEST, len(data), (Literal(0, data),))
 
@@ -61,18 +69,10 @@ class AtomsWriter:
         return safetensors_file(path, _ordered(parameter), metadata, settings.DATA_ALIGNMENT)
 
     def _partition(self, parameter: Parameter) -> dict[str, Any]:
-        """How the source cut this parameter: enough to cut it the same way again."""
-        return {
-            "role": parameter.role,
-            "mesh": self.source.mesh.to_json(),
-            "rule": rule_to_json(parameter.rule),
-            "rule_origin": parameter.rule_origin,
-            "padded_shape": None if parameter.padded_shape is None else list(parameter.padded_shape),
-            "group": parameter.group,
-            "aliases": list(parameter.aliases),
-            "stages": list(parameter.stages),
-            "expert": parameter.expert,
-        }
+        """How the source split this parameter: enough to split it in the same way again."""
+        entry = parameter_to_json(parameter)
+        del entry["name"], entry["shape"]
+        return {"role": entry.pop("role"), "mesh": self.source.mesh.to_json(), **entry}
 
     def _content(self, target: Target, digests: Digests) -> dict[str, Any]:
         source = self.source
@@ -81,12 +81,7 @@ class AtomsWriter:
         offsets = {(item.atom.name, item.atom.kind): item.offset for file in target.files for item in file.items}
         parameters = []
         for parameter in source.parameters.values():
-            entry: dict[str, Any] = {
-                "name": parameter.name,
-                "shape": list(parameter.shape),
-                **self._partition(parameter),
-            }
-            del entry["mesh"]
+            entry = parameter_to_json(parameter)
             if tables is not None:
                 entry["states"] = {kind: tables.state(atom) for kind, atom in parameter.atoms.items()}
             else:
@@ -134,33 +129,21 @@ def _ordered(parameter: Parameter) -> list[tuple[str, Atom]]:
     for atom in parameter.atoms.values():
         if atom.dtype.tag is None:
             raise NotUnderstoodError(
-                f"parameter {parameter.name}, {atom.kind}: safetensors has no type for {atom.dtype}",
+                f"parameter {parameter.name}, {atom.kind}: safetensors does not support {atom.dtype}",
                 hint="leave it out with --exclude, or save it in another dtype",
             )
     return sorted(parameter.atoms.items(), key=lambda item: (not item[1].shape, -item[1].dtype.itemsize))
 
 
-SUFFIX = ".safetensors"
-
-_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-_CAPITALS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_RESERVED = frozenset(
-    ("con", "prn", "aux", "nul", *(f"com{i}" for i in range(1, 10)), *(f"lpt{i}" for i in range(1, 10)))
-)
-_MORE = "~"
-_EMPTY = "%"  # a parameter without a name
-_MAX_ESCAPED_BYTES = 3000  # leaves room for the target folder below the usual limit of 4,096 for a path
-
-
 def file_names(names: Iterable[str]) -> dict[str, str]:
-    """Parameter name → path of its file, relative to the atoms folder. Deterministic, and free of collisions."""
+    """Parameter name → path of its file, relative to the atoms folder. Deterministic and without collisions."""
     listed = list(names)
     folded = Counter(name.casefold() for name in listed)
     return {name: _path(name, spell_capitals=folded[name.casefold()] > 1) for name in listed}
 
 
 def name_of(path: str) -> str:
-    """The parameter name that a path of `file_names` stands for."""
+    """The parameter name of a path that `file_names` returned."""
     escaped = path.removesuffix(SUFFIX).replace(f"{_MORE}/", "")
     if escaped == _EMPTY:
         return ""
@@ -170,7 +153,7 @@ def name_of(path: str) -> str:
 def _path(name: str, *, spell_capitals: bool) -> str:
     escaped = _escape(name, spell_capitals=spell_capitals)
     if len(escaped) > _MAX_ESCAPED_BYTES:
-        raise UsageError(f"parameter name of {len(name)} characters is too long for a path: {name[:80]}…")
+        raise UsageError(f"the parameter name {name[:80]}… is too long for a path ({len(name)} characters)")
     limit = settings.MAX_NAME_BYTES
     chunks = [escaped[i : i + limit] for i in range(0, len(escaped), limit)] or [""]
     return f"{_MORE}/".join(chunks) + SUFFIX

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.containers.distcp import (
+    ArchiveRange,
     DcpEntry,
     DcpFolder,
     DcpObject,
@@ -18,7 +19,6 @@ from ucp.containers.distcp import (
     TensorArchives,
     with_extra_atoms,
 )
-from ucp.containers.distcp_writer import ArchiveRange
 from ucp.containers.inert import Inert, TensorRef, class_path
 from ucp.containers.torch_file import TorchFile
 from ucp.core.box import Box, whole

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ucp.containers.distcp import METADATA, KeyPath
-from ucp.containers.distcp_writer import ArchiveFiles, ArchiveRange, MetadataTree
+from ucp.containers.distcp import METADATA, ArchiveRange, KeyPath
+from ucp.containers.distcp_writer import ArchiveFiles, MetadataTree
 from ucp.core.box import Box, Shape, whole
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType

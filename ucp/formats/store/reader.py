@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp import settings
-from ucp.containers.inert_json import InertEncoder, decode
+from ucp.containers.inert_json import InertEncoder, decode, parameter_from_json, parameter_to_json
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
 from ucp.core.mesh import Mesh
 from ucp.core.region import Region
-from ucp.core.rules import rule_from_json, rule_to_json
 from ucp.errors import IntegrityError, UsageError
 from ucp.formats.registry import ReadOptions
 from ucp.formats.store.generations import GenerationLease, Generations, notes_of, take_lease
@@ -123,7 +122,7 @@ def schema_of(source: Checkpoint) -> StoreSchema:
         "framework": source.framework,
         "mesh": source.mesh.to_json(),
         "details": encoder.encode(source.details),
-        "parameters": [_parameter_json(parameter) for parameter in source.parameters.values()],
+        "parameters": [parameter_to_json(parameter) for parameter in source.parameters.values()],
     }
     room = round_up(2 * len(json.dumps(notes)), 64 * settings.KIB) + 64 * settings.KIB
     return StoreSchema(tuple(entries), about, room)
@@ -140,21 +139,6 @@ def generation_notes(source: Checkpoint) -> tuple[dict[str, Any], dict[str, Atom
     return notes, encoder.tensors
 
 
-def _parameter_json(parameter: Parameter) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "role": parameter.role,
-        "rule": rule_to_json(parameter.rule),
-        "rule_origin": parameter.rule_origin,
-        "padded_shape": None if parameter.padded_shape is None else list(parameter.padded_shape),
-        "group": parameter.group,
-        "aliases": list(parameter.aliases),
-        "stages": list(parameter.stages),
-        "expert": parameter.expert,
-    }
-
-
 def describe(about: Mapping[str, Any], notes: Mapping[str, Any], atoms: list[Atom]) -> StoreDescription:
     """Read what `schema_of` and `generation_notes` wrote. A store with a schema of the user's has parameters only."""
     tensors = {atom.name: atom for atom in atoms if atom.kind == EXTRA}
@@ -162,7 +146,7 @@ def describe(about: Mapping[str, Any], notes: Mapping[str, Any], atoms: list[Ato
     if listed is None:
         parameters = _from_atoms(atoms)
     else:
-        parameters = {entry["name"]: _parameter(entry) for entry in listed}
+        parameters = {entry["name"]: parameter_from_json(entry) for entry in listed}
     for atom in atoms:
         if atom.name in parameters and not (atom.kind == EXTRA and listed is not None):
             parameters[atom.name].atoms[atom.kind] = atom
@@ -187,18 +171,3 @@ def _from_atoms(atoms: list[Atom]) -> dict[str, Parameter]:
         main = kinds.get(WEIGHT) or kinds.get(MASTER) or max(kinds.values(), key=lambda atom: atom.numel)
         made[name] = Parameter(name, main.shape)
     return made
-
-
-def _parameter(entry: Mapping[str, Any]) -> Parameter:
-    return Parameter(
-        name=entry["name"],
-        shape=tuple(entry["shape"]),
-        role=entry["role"],
-        rule=rule_from_json(entry["rule"]),
-        rule_origin=entry["rule_origin"],
-        padded_shape=None if entry["padded_shape"] is None else tuple(entry["padded_shape"]),
-        group=entry["group"],
-        aliases=tuple(map(str, entry["aliases"])),
-        stages=tuple(entry["stages"]),
-        expert=entry["expert"],
-    )

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from ucp import settings
 from ucp.containers.distcp import (
+    ArchiveRange,
     DcpEntry,
     DcpFolder,
     DcpTensor,
@@ -26,7 +27,6 @@ from ucp.containers.distcp import (
     TensorArchives,
     read_dcp_folder,
 )
-from ucp.containers.distcp_writer import ArchiveRange
 from ucp.containers.torch_file import TorchFile
 from ucp.core.box import Box, Shape, strides_of
 from ucp.core.checkpoint import STEP, Atom

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
-from ucp.containers.distcp_writer import ArchiveFiles, ArchiveRange, MetadataTree
+from ucp.containers.distcp import ArchiveRange
+from ucp.containers.distcp_writer import ArchiveFiles, MetadataTree
 from ucp.containers.torch_file_writer import RegionContent, ZeroContent, torch_file
 from ucp.containers.tree import with_tensors
 from ucp.core.box import Box, Shape, intersect, whole
