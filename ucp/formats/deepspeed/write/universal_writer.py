@@ -61,7 +61,7 @@ class UniversalWriter:
         """Note the defects of DeepSpeed's loader that affect this checkpoint."""
         unaffected = "the output of `--to deepspeed` is not affected"
         if len(self.source.groups) > 1:
-            text = "DeepSpeed's stage 3 uses the hyper-parameters of group 0 for every group when it loads a universal folder"
+            text = "loading universal folders, DeepSpeed's stage 3 uses the hyper-parameters of group 0 for every group"
             self.notes.append(Note("stage-3-groups", f"{text}; {unaffected}"))
         if self.source.details.get("zero", {}).get("round_robin_gradients"):
             text = (
