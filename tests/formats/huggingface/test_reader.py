@@ -47,8 +47,8 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "index, wrong",
     [
-        ({"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}, "b is in"),
-        ({"weight_map": {"a": "../model-00001-of-00001.safetensors"}}, "no file beside it"),
+        ({"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}, "lists b in"),
+        ({"weight_map": {"a": "../model-00001-of-00001.safetensors"}}, "not a file in the same folder"),
         ({}, "no weight_map"),
     ],
 )
@@ -120,4 +120,4 @@ def test_an_optimizer_that_is_not_read_is_told(tmp_path: Path) -> None:
     assert ucp.open(folder).index.notes == []
     (folder / "optimizer.pt").write_bytes(b"")
     (note,) = ucp.open(folder).index.notes
-    assert note.text == "weights alone are read here, not optimizer.pt"
+    assert note.text == "only weights are read, not optimizer.pt"

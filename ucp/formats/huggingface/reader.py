@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder: weights in safetensors or `pytorch_model.bin` files, whole or in shards."""
+"""Read a Hugging Face folder: weights in safetensors or `pytorch_model.bin` files, complete or in shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RESTORE: Final = "download or copy the folder again"
 
 @dataclass(frozen=True, slots=True)
 class _HuggingFaceTensor:
-    """A tensor of a file; `offset` in bytes, `strides` in elements where it does not lie row-major."""
+    """A tensor in a file; `offset` in bytes, `strides` in elements if it is not row-major."""
 
     file: str
     offset: int
@@ -43,14 +43,14 @@ class _HuggingFaceTensor:
 
 
 def recognises(path: Path) -> bool:
-    """A file of weights by its ending, or a folder with files or an index of the usual names."""
+    """Whether `path` is a file of weights, or a folder with files or an index of the usual names."""
     if path.is_file():
         return path.suffix == ".safetensors" or path.name in _WHOLES
     return any((path / name).is_file() for name in (*_INDEXES, *_WHOLES)) or any(_shards(path))
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
-    """Index the weights. A rule of the user's says how a parameter is to be cut: nothing in the folder does."""
+    """Index the weights. Only rules of the user describe how to split parameters: the folder has none."""
     if options.tag is not None:
         raise UsageError(f"{path}: a folder of weights has no steps", hint="leave --tag out")
     root = path.parent if path.is_file() else path
@@ -77,14 +77,14 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         parameters=parameters,
         framework=_framework(config),
         extras=Extras({}, {name: name for name in beside if not _is_pickle(name)}),
-        notes=[Note("left-behind", f"weights alone are read here, not {', '.join(left)}")] if left else [],
+        notes=[Note("left-behind", f"only weights are read, not {', '.join(left)}")] if left else [],
         sizes=sizes,
         details=_details(config, stored) | ({"adapter": True} if _is_adapter(files) else {}),
     )
 
 
 def _shards(root: Path) -> Iterator[tuple[str, int, int]]:
-    """Files that are named as shards: name, number, how many there are."""
+    """Files with the name of a shard: name, number, count."""
     if root.is_dir():
         for child in sorted(root.iterdir()):
             found = _SHARD.fullmatch(child.name)
@@ -93,27 +93,27 @@ def _shards(root: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _files(root: Path) -> list[str]:
-    """The files of the folder that hold weights: safetensors before pickles, whole files before shards."""
+    """The files with weights: safetensors before pickles, complete files before shards."""
     for name in _WHOLES[:2]:
         if (root / name).is_file():
             return [name]
     shards = list(_shards(root))
     for ending in (".safetensors", ".bin"):
-        held = [(name, number, count) for name, number, count in shards if name.endswith(ending)]
+        found = [(name, number, count) for name, number, count in shards if name.endswith(ending)]
         index = root / _INDEXES[ending == ".bin"]
         if index.is_file():
             return sorted(set(_weight_map(index).values()))
-        if held:
-            missing = set(range(1, held[0][2] + 1)) - {number for _, number, _ in held}
-            if missing or len({count for _, _, count in held}) > 1:
+        if found:
+            missing = set(range(1, found[0][2] + 1)) - {number for _, number, _ in found}
+            if missing or len({count for _, _, count in found}) > 1:
                 raise InconsistentError(
-                    f"{root}: of {held[0][2]} shards, numbers {sorted(missing)} are missing", hint=_RESTORE
+                    f"{root}: of {found[0][2]} shards, numbers {sorted(missing)} are missing", hint=_RESTORE
                 )
-            return [name for name, _, _ in held]
+            return [name for name, _, _ in found]
         for name in _WHOLES[2:] if ending == ".bin" else ():
             if (root / name).is_file():
                 return [name]
-    raise NotUnderstoodError(f"{root}: holds no weights")
+    raise NotUnderstoodError(f"{root}: contains no weights")
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -123,18 +123,20 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise IntegrityError(f"{path}: has no weight_map", hint=_RESTORE)
     for file in found.values():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise IntegrityError(f"{path}: names {file!r}, which is no file beside it")
+            raise IntegrityError(f"{path}: names {file!r}, which is not a file in the same folder")
     return found
 
 
 def _check_index(root: Path, stored: Mapping[str, _HuggingFaceTensor]) -> None:
-    """What an index promises is there, in the file that it names."""
+    """Check that every tensor of an index is in the file that the index names."""
     for name in _INDEXES:
         if not (root / name).is_file() or not any(t.file.endswith(name.split(".")[1]) for t in stored.values()):
             continue
         for tensor, file in _weight_map(root / name).items():
             if tensor not in stored or stored[tensor].file != file:
-                raise InconsistentError(f"{root / name}: says that {tensor} is in {file}, and it is not", hint=_RESTORE)
+                raise InconsistentError(
+                    f"{root / name}: lists {tensor} in {file}, which does not contain it", hint=_RESTORE
+                )
 
 
 def _tensors(root: Path, file: str) -> Iterator[tuple[str, _HuggingFaceTensor]]:
@@ -146,7 +148,7 @@ def _tensors(root: Path, file: str) -> Iterator[tuple[str, _HuggingFaceTensor]]:
     archive = TorchFile(path)
     tree = archive.tree
     if not isinstance(tree, dict):
-        raise NotUnderstoodError(f"{path}: holds no table of tensors")
+        raise NotUnderstoodError(f"{path}: does not contain a dict of tensors")
     for name, ref in tree.items():
         if isinstance(name, str) and isinstance(ref, TensorRef):
             strides = None if ref.is_contiguous else ref.strides
@@ -162,13 +164,13 @@ def _parameter(name: str, tensor: _HuggingFaceTensor, options: ReadOptions) -> P
     if named is not None:
         rule = resolve(named.rule, [tensor.shape], name)
         if rule.cut == "vocab" and rule.true_size is None:
-            rule = replace(rule, true_size=tensor.shape[rule.dim])  # nobody padded it
+            rule = replace(rule, true_size=tensor.shape[rule.dim])  # it is not padded
         parameter.rule, parameter.rule_origin = rule, named.origin
     return parameter
 
 
 def _tie(parameters: dict[str, Parameter], stored: Mapping[str, _HuggingFaceTensor], config: Mapping[str, Any]) -> None:
-    """One parameter of two names where the model ties them, or where they are the same bytes of a file."""
+    """Make one parameter of two names if the model ties them, or if they are the same bytes of a file."""
     for alias, owner in _TIED:
         if owner not in parameters:
             continue
@@ -180,7 +182,7 @@ def _tie(parameters: dict[str, Parameter], stored: Mapping[str, _HuggingFaceTens
                 parameters[owner].aliases = (alias,)
         elif tied or (here.file, here.offset) == (there.file, there.offset):
             if here.shape != there.shape or here.dtype != there.dtype:
-                raise InconsistentError(f"{alias} and {owner} are tied, and have different shapes or dtypes")
+                raise InconsistentError(f"{alias} and {owner} are tied, but have different shapes or dtypes")
             atom = parameters[owner].atoms[WEIGHT]
             copies = () if (here.file, here.offset) == (there.file, there.offset) else (_copy(here),)
             parameters[owner].atoms[WEIGHT] = Atom(
@@ -205,7 +207,7 @@ def _framework(config: Mapping[str, Any]) -> str:
 
 
 def _is_adapter(files: Sequence[str]) -> bool:
-    """Whether the weights are those of an adapter, which are names and shapes to add to another model's."""
+    """Whether the weights are those of an adapter, to be added to another model."""
     return all(file.startswith("adapter_model.") for file in files)
 
 
@@ -220,7 +222,7 @@ def _details(config: Mapping[str, Any], stored: Mapping[str, _HuggingFaceTensor]
 
 
 def _is_state(name: str) -> bool:
-    """Whether a file keeps a trainer's optimizer or scheduler."""
+    """Whether a file contains the optimizer or scheduler of a trainer."""
     return name.endswith((".bin", ".pt")) and name.startswith(("optimizer", "scheduler"))
 
 

@@ -1,6 +1,6 @@
-"""Writes weights as a folder that `from_pretrained` loads: shards with an index, config and tokenizer beside them.
+"""Write weights as a folder that `from_pretrained` loads: shards with an index, config and tokenizer.
 
-Parameter names as Hugging Face knows them: without what wrappers put in front, adapters told apart.
+Prefixes of wrappers are removed from parameter names, and the weights of PEFT adapters go to a file of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ucp.settings import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB
 
-# What a model folder keeps of a trainer's: no optimizer, no trainer state, nothing that is a pickle.
+# Files of a trainer that a model folder keeps: no optimizer, no trainer state, no pickles.
 _CARRIED: Final = (
     "generation_config.json",
     "tokenizer*",
@@ -36,9 +36,23 @@ _CARRIED: Final = (
     "processor_config.json",
 )
 
+_WRAPPERS: Final = ("_forward_module.", "module.")
+# A LightningModule has the model in an attribute; the model's own first name follows.
+_ATTRIBUTE: Final = "model."
+_MODEL_ROOTS: Final = ("model.", "lm_head.", "transformer.", "base_model.", "gpt_neox.", "backbone.")
+
+_PEFT: Final = "base_model.model."
+# Prefixes of the parameters of PEFT's layers: LoRA and DoRA, IA3, LoHa, LoKr, OFT, BOFT, VeRA.
+_LAYER: Final = r"(?:lora|ia3|hada|lokr|oft|boft|vera)_[^.]+"
+_IN_MODEL: Final = re.compile(rf"(.*\.{_LAYER})\.([^.]+)((?:\.weight|\.bias)?)")
+_IN_FILE: Final = re.compile(rf"base_model\.(?:.*\.)?{_LAYER}(?:\.weight|\.bias)?")
+_SAVED_WHOLE: Final = re.compile(r"(.*)\.modules_to_save\.[^.]+(\..*)")  # a module trained together with the adapter
+_ORIGINAL: Final = ".original_module."  # its untrained original
+_MAGNITUDE: Final = re.compile(r"(.*\.lora_magnitude_vector)\.weight")  # a module in the model, a tensor in the file
+
 
 class HuggingFaceWriter:
-    """Lays out one copy of every weight, in master precision or the dtype asked for."""
+    """Lays out one copy of every weight, in the precision of the master or in `options.dtype`."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
@@ -47,7 +61,7 @@ class HuggingFaceWriter:
         self.mesh = None
         self._naming = hugging_face_names(source.parameters, adapter=source.details.get("adapter") is True)
         if self._naming.stripped:
-            self._note("prefix-stripped", f"'{self._naming.stripped}' was taken off the front of every name")
+            self._note("prefix-stripped", f"the prefix '{self._naming.stripped}' was removed from every name")
         self._config = self._read_config()
 
     def target(self) -> Target:
@@ -55,7 +69,7 @@ class HuggingFaceWriter:
         return Target(tuple(self._files()))
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """Nothing: the format has no manifest."""
+        """None: the format has no manifest."""
         del target, digests
         return None
 
@@ -73,13 +87,13 @@ class HuggingFaceWriter:
             data = json.dumps(self._with_dtype(self._config, weights), indent=2).encode() + b"\n"
             yield OutputFile("config.json", len(data), (Literal(0, data),))
         elif weights and not any(note.id == "no-config" for note in self.source.notes):
-            self._note("no-config", "the source has no config.json: `from_pretrained` will want one")
+            self._note("no-config", "the source has no config.json, which `from_pretrained` needs")
         for name in self.source.extras.files:
             if any(fnmatch(name, pattern) for pattern in _CARRIED):
                 yield copied_file(self.source, name, name)
 
     def _weights(self) -> tuple[list[tuple[str, Atom]], dict[str, str]]:
-        """Names and atoms in the model's order, and the aliases that were left out (alias → kept name)."""
+        """Names and atoms in the model's order, and the aliases left out (alias → name that is written)."""
         tied = self._config is None or self._config.get("tie_word_embeddings") is True
         found: list[tuple[str, Atom]] = []
         removed: dict[str, str] = {}
@@ -98,11 +112,11 @@ class HuggingFaceWriter:
         names = [name for name, _ in found]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise UsageError(f"two parameters would both be called {twice[0]}")
+            raise UsageError(f"two parameters would have the name {twice[0]}")
         return found, removed
 
     def _atom(self, parameter: Parameter) -> Atom:
-        """The most precise form of a weight, in the dtype asked for."""
+        """The most precise copy of a weight, cast to `options.dtype`."""
         best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
         if best is None:
             raise missing_weight_error(parameter)
@@ -130,9 +144,9 @@ class HuggingFaceWriter:
         yield OutputFile("model.safetensors.index.json", len(data), (Literal(0, data),))
 
     def _read_config(self) -> dict[str, Any] | None:
-        made = self.source.extras.trees.get("config.json")  # for names that were mapped
-        if isinstance(made, dict):
-            return made
+        translated = self.source.extras.trees.get("config.json")  # made with a table of names
+        if isinstance(translated, dict):
+            return translated
         path = self.source.extras.files.get("config.json")
         if path is None:
             return None
@@ -141,11 +155,11 @@ class HuggingFaceWriter:
         except OSError as error:
             raise StorageError(f"{self.source.root / path}: cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{self.source.root / path}: is no JSON: {error}") from None
+            raise IntegrityError(f"{self.source.root / path}: is not valid JSON: {error}") from None
         return config if isinstance(config, dict) else None
 
     def _with_dtype(self, config: dict[str, Any], weights: Sequence[tuple[str, Atom]]) -> dict[str, Any]:
-        """The config naming the dtype that is written: loaders round to the one it names, silently."""
+        """The config with the dtype that is written: loaders silently round to the dtype that it names."""
         names = {atom.dtype.name for _, atom in weights if atom.dtype.family == "float"}
         if len(names) != 1:
             return config
@@ -157,44 +171,29 @@ class HuggingFaceWriter:
 
 
 def _packed(weights: Sequence[tuple[str, Atom]], limit: int) -> list[list[tuple[str, Atom]]]:
-    """Weights in order, in shards of at most `limit` bytes; a larger one has a shard of its own."""
+    """Weights in order, in shards of at most `limit` bytes; a larger weight has a shard of its own."""
     shards: list[list[tuple[str, Atom]]] = [[]]
-    held = 0
+    size = 0
     for name, atom in weights:
-        if shards[-1] and held + atom.nbytes > limit:
+        if shards[-1] and size + atom.nbytes > limit:
             shards.append([])
-            held = 0
+            size = 0
         shards[-1].append((name, atom))
-        held += atom.nbytes
+        size += atom.nbytes
     return shards
-
-
-_WRAPPERS: Final = ("_forward_module.", "module.")
-# A LightningModule keeps the model under an attribute of its own; what then follows is the model's own first name.
-_ATTRIBUTE: Final = "model."
-_MODEL_ROOTS: Final = ("model.", "lm_head.", "transformer.", "base_model.", "gpt_neox.", "backbone.")
-
-_PEFT: Final = "base_model.model."
-# PEFT's layers, by what begins the names of their own parameters: LoRA and DoRA, IA3, LoHa, LoKr, OFT, BOFT, VeRA.
-_LAYER: Final = r"(?:lora|ia3|hada|lokr|oft|boft|vera)_[^.]+"
-_IN_MODEL: Final = re.compile(rf"(.*\.{_LAYER})\.([^.]+)((?:\.weight|\.bias)?)")
-_IN_FILE: Final = re.compile(rf"base_model\.(?:.*\.)?{_LAYER}(?:\.weight|\.bias)?")
-_SAVED_WHOLE: Final = re.compile(r"(.*)\.modules_to_save\.[^.]+(\..*)")  # a module that is trained beside the adapter
-_ORIGINAL: Final = ".original_module."  # what it was before
-_MAGNITUDE: Final = re.compile(r"(.*\.lora_magnitude_vector)\.weight")  # a module in the model, a tensor in the file
 
 
 @dataclass(slots=True)
 class HuggingFaceNames:
-    """Source name → name in the folder: of the model itself, and of an adapter on it."""
+    """Source name → name in the folder, for parameters of the model and of an adapter."""
 
     model: dict[str, str] = field(default_factory=dict)
     adapter: dict[str, str] = field(default_factory=dict)
-    stripped: str = ""  # what was taken off the front of every name
+    stripped: str = ""  # the prefix removed from every name
 
 
 def hugging_face_names(names: Iterable[str], *, adapter: bool = False) -> HuggingFaceNames:
-    """Every parameter's name in the folder. `adapter` says that the source is an adapter's file, no model's."""
+    """The name of every parameter in the folder. `adapter`: the source is the file of an adapter, not a model."""
     listed = list(names)
     if adapter or any(_IN_FILE.fullmatch(name) for name in listed):
         return HuggingFaceNames(adapter={name: name for name in listed})
@@ -202,9 +201,9 @@ def hugging_face_names(names: Iterable[str], *, adapter: bool = False) -> Huggin
     peft = any(_IN_MODEL.fullmatch(name) for name in listed)
     for name in listed:
         own = name[len(naming.stripped) :]
-        filed = _filed(own) if peft else None
-        if filed is not None:
-            naming.adapter[name] = filed
+        adapter_name = _adapter_name(own) if peft else None
+        if adapter_name is not None:
+            naming.adapter[name] = adapter_name
         elif peft:
             plain = own.removeprefix(_PEFT).replace(".base_layer.", ".")
             naming.model[name] = plain.replace(_ORIGINAL, ".")
@@ -213,8 +212,8 @@ def hugging_face_names(names: Iterable[str], *, adapter: bool = False) -> Huggin
     return naming
 
 
-def _filed(name: str) -> str | None:
-    """The name in an adapter's file, which leaves the adapter's own name out; None for the model's parameters."""
+def _adapter_name(name: str) -> str | None:
+    """The name in an adapter's file, which leaves out the name of the adapter; None for parameters of the model."""
     found = _IN_MODEL.fullmatch(name)
     if found:
         bare = f"{found[1]}{found[3]}"
