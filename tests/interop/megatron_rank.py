@@ -197,7 +197,7 @@ def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, real_rows: int | 
 
 def compare(model: Any, optimizer: Any, legacy: Any, tp: int, *, distributed: bool) -> int:
     """Every weight, master and moment against the legacy file; gives how many."""
-    from tests.formats.megatron.written import PADDED, VOCABULARY
+    from tests.formats.megatron.comparison import PADDED, VOCABULARY
 
     def rows(name: str, tensor: torch.Tensor) -> int | None:
         return max(0, VOCABULARY - tp * len(tensor)) if name.endswith(PADDED) else None

@@ -29,7 +29,7 @@ from ucp.formats.dcp.optimizer_keys import (
     prefix_splits,
     strip_wrappers,
 )
-from ucp.formats.sharded.slice_equality import SliceEquality, compare_slices
+from ucp.formats.sharded.rule_inference import SliceEquality, compare_slices
 from ucp.formats.sharded.slot_matching import match_slots, states_fit
 from ucp.storage.local import SourceFiles
 

@@ -61,6 +61,20 @@ class JobArguments:
         return max(1, self.number("world_size", self.tp * self.pp) // (self.etp * self.ep * self.pp))
 
     @property
+    def experts_per_rank(self) -> int:
+        return self.number("num_experts", 0) // self.ep
+
+    @property
+    def has_expert_ranks(self) -> bool:
+        """Whether experts are distributed over ranks in another way than dense parameters."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
+    def has_expert_optimizer(self) -> bool:
+        """Whether experts have an optimizer of their own, because they have their own ranks."""
+        return self.number("num_experts", 0) > 0 and self.has_expert_ranks
+
+    @property
     def layers(self) -> int | None:
         value = self.fields.get("num_layers", self.fields.get("encoder_num_layers"))
         return value if type(value) is int and value > 0 else None

@@ -180,7 +180,7 @@ class MegatronExtras:
     def _stored_extra_states(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         chunks = {(chunk.pp, chunk.vp): chunk for chunk in model_chunks(self.arguments)}
-        experts = self.arguments.number("num_experts", 0) // self.arguments.ep
+        experts = self.arguments.experts_per_rank
         for name, tree in sorted(self._ranks.items()):
             pp, _, ep = self._coordinates(name)
             for key, model in tree.items():
@@ -235,8 +235,7 @@ def interleave_extra_states(tensors: Sequence[tuple[str, Any]], states: Mapping[
 
 def experts_of(arguments: JobArguments, ep: int) -> range:
     """Return the experts of an expert-parallel rank, numbered over the whole model."""
-    each = arguments.number("num_experts", 0) // arguments.ep
-    return range(ep * each, (ep + 1) * each)
+    return range(ep * arguments.experts_per_rank, (ep + 1) * arguments.experts_per_rank)
 
 
 class TargetRngStates:

@@ -175,7 +175,7 @@ def module_tensors(rank: ModuleRank, model: Mapping[str, GlobalParam], arguments
 def _chunk_tensors(
     rank: ModuleRank, chunk: ModelChunk, model: Mapping[str, GlobalParam], arguments: JobArguments
 ) -> Iterator[ModuleTensor]:
-    experts = arguments.number("num_experts", 0) // arguments.ep
+    experts = arguments.experts_per_rank
     mine = range(rank.ep * experts, (rank.ep + 1) * experts)
     names = [name for name in model if _is_here(name, chunk, mine)]
     tied_copy = arguments.tied and chunk.output and not chunk.embedding

@@ -13,6 +13,7 @@ from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Fragment, Parameter, Param
 from ucp.core.dtypes import scalar_value
 from ucp.core.mesh import Rank
 from ucp.core.rules import REPLICATED, Rule, SlicePiece, logical_shape, resolve, slice_pieces, whole_shape
+from ucp.formats.sharded.rule_inference import LocalSlice, RuleInference
 from ucp.formats.sharded.shard_fragments import (
     RankSlice,
     SliceParts,
@@ -47,9 +48,6 @@ def infer_rules(
     """Infer the rules of parameters of which `rows` has one shard per slice. Each inferred rule is noted."""
     if not rows:
         return {}
-    # Few checkpoints need it, and it loads all presets.
-    from ucp.formats.sharded.rule_inference import LocalSlice, RuleInference
-
     slices = {
         name: [LocalSlice(shard.shape, weight_fragments(tp, shard)) for tp, shard in enumerate(row)]
         for name, row in rows.items()

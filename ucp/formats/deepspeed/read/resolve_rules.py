@@ -24,8 +24,8 @@ from ucp.formats.sharded.assembly import (
     merge_groups,
     weight_fragments,
 )
+from ucp.formats.sharded.rule_inference import SliceEquality, compare_slices
 from ucp.formats.sharded.shard_table import RankCoord, Shard
-from ucp.formats.sharded.slice_equality import SliceEquality, compare_slices
 
 _BUFFER_ORIGIN: Final = "buffer: rank 0's copy counts"
 

@@ -167,13 +167,13 @@ def _optimizer_parameters(
     model: Mapping[str, GlobalParam], arguments: JobArguments
 ) -> Iterator[tuple[ModuleRank, list[ModuleTensor], bool]]:
     """Yield the parameters of every optimizer of every group of ranks, and whether they are experts."""
-    has_expert_optimizer = arguments.ep > 1 or arguments.etp != arguments.tp
+    has_expert_ranks = arguments.has_expert_ranks
     for pp in range(arguments.pp):
         for tp in range(arguments.tp):
             rank = ModuleRank(pp, tp, 0, tp % arguments.etp)
             tensors = module_tensors(rank, model, arguments)
-            yield rank, [tensor for tensor in tensors if not (has_expert_optimizer and tensor.is_expert)], False
-        if not has_expert_optimizer:
+            yield rank, [tensor for tensor in tensors if not (has_expert_ranks and tensor.is_expert)], False
+        if not has_expert_ranks:
             continue
         for ep in range(arguments.ep):
             for etp in range(arguments.etp):

@@ -167,7 +167,7 @@ def params_of_entry(
     `offsets` has the number of layers before the chunk, by stack.
     """
     ref: TensorRef = chunk[name]
-    experts = arguments.number("num_experts", 0) // arguments.ep
+    experts = arguments.experts_per_rank
     stack = name[: name.index(".layers.")] if layer_of(name) is not None else ""
     whole = shift_layer(name, offsets.get(stack, 0))
     if expert_of(whole) is not None:
@@ -275,7 +275,7 @@ def _read_group(
     if entries is None:
         raise InconsistentError(
             f"{file.name}: the {len(numbers)} states of parameter group {number} do not fit the parameters of the"
-            f" model beside them ({', '.join(str(list(shape or ())) for shape in shapes[:6])}, …)",
+            f" model ({', '.join(str(list(shape or ())) for shape in shapes[:6])}, …)",
             hint=_RESTORE_SAVE,
         )
     next_masters = iter(masters) if isinstance(masters, list) else iter(())
@@ -364,13 +364,11 @@ def _read_optimizer_buffers(
     ]
     if len(buffers) != len(stored):
         raise InconsistentError(
-            f"{file.name}: holds {len(stored)} buffers, the model beside it needs {len(buffers)}", hint=_RESTORE_RANK
+            f"{file.name}: holds {len(stored)} buffers, the model needs {len(buffers)}", hint=_RESTORE_RANK
         )
     for ((chunk, dtype), mine), (key, table) in zip(buffers.items(), stored, strict=True):
         if not isinstance(key, tuple) or not key or key[0] != dtype or not isinstance(table, dict):
-            raise InconsistentError(
-                f"{file.name}: has a buffer of {key} where one of {dtype} belongs", hint=_RESTORE_RANK
-            )
+            raise InconsistentError(f"{file.name}: has a buffer of {key}, expected {dtype}", hint=_RESTORE_RANK)
         params = [
             BufferParam(entry.ref.numel, arguments.shares_embedding and entry.param_names == [EMBEDDING])
             for entry in mine
@@ -397,7 +395,7 @@ def _add_buffer_states(
             continue
         if ref.numel != layout.numel or len(ref.shape) != 1 or not ref.is_contiguous:
             raise InconsistentError(
-                f"{file.name}: its buffer of '{kind}' has {ref.numel} elements, the parameters beside it need"
+                f"{file.name}: its buffer of '{kind}' has {ref.numel} elements, the parameters need"
                 f" {layout.numel} in {len(layout.lengths)} buckets",
                 hint=_RESTORE_RANK,
             )
@@ -420,7 +418,7 @@ def read_layer_wise(
     missing = sorted(set(layer_wise_ranks(coord.tp, coord.ep, arguments)) - set(files))
     if missing:
         raise InconsistentError(
-            f"{layer_wise_file_name(missing[0])} is missing beside the model of {coord}: data-parallel rank"
+            f"{layer_wise_file_name(missing[0])} is missing next to the model of {coord}: data-parallel rank"
             f" {missing[0]} kept the states of its parameters there",
             hint="copy it from the node that wrote it; without it the checkpoint is incomplete",
         )

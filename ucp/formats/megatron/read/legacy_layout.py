@@ -144,7 +144,7 @@ class LegacyReader:
         without = [files.model.name for files in self.files.values() if files.optimizer is None]
         if 0 < len(without) < len(self.files):
             raise InconsistentError(
-                f"{self.root}: {OPTIMIZER_FILE} is missing beside {', '.join(without[:5])}, but other ranks have it",
+                f"{self.root}: {OPTIMIZER_FILE} is missing next to {', '.join(without[:5])}, but other ranks have it",
                 hint=_COPY_MISSING,
             )
 

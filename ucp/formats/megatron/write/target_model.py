@@ -187,7 +187,7 @@ class TargetModel:
         """Yield the tensors of one rank's module, in the order of the module."""
         arguments = self.job.arguments
         first_layers = {chunk.vp: chunk.first for chunk in self.job.chunks if chunk.pp == rank.pp}
-        first_expert = rank.ep * (arguments.number("num_experts", 0) // arguments.ep)
+        first_expert = rank.ep * arguments.experts_per_rank
         for tensor in module_tensors(rank, self.params, arguments):
             first = tensor.packed_params[0]
             name = self._local_name(tensor.alias or first.name, tensor, first_layers[tensor.chunk], first_expert)

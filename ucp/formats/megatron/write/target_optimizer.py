@@ -10,8 +10,8 @@ from typing import Any, Final
 from ucp.containers.inert import TensorRef
 from ucp.containers.pickle_writer import NewTensor
 from ucp.containers.torch_file_writer import RegionContent, ZeroContent, new_tensor
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, ParamGroup
-from ucp.core.dtypes import FLOAT32, DType
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, ParamGroup
+from ucp.core.dtypes import FLOAT32, DType, scalar_value
 from ucp.core.region import Region
 from ucp.errors import UsageError
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -47,17 +47,12 @@ class TargetParamGroup:
         return _TORCH_ONLY in self.hyper
 
 
-def has_expert_optimizer(arguments: JobArguments) -> bool:
-    """Whether experts have ranks of their own, and so an optimizer of their own."""
-    return arguments.number("num_experts", 0) > 0 and (arguments.ep > 1 or arguments.etp != arguments.tp)
-
-
 def target_optimizers(source: Checkpoint, arguments: JobArguments) -> list[list[TargetParamGroup]]:
     """Return the groups of every optimizer of the chain: Muon if the job has it, then Adam or another one.
 
     For each of them, the optimizer of dense parameters comes first, then that of experts if they have their own.
     """
-    has_own_optimizer = has_expert_optimizer(arguments)
+    has_own_optimizer = arguments.has_expert_optimizer
     found: list[list[TargetParamGroup]] = []
     for muon in (True, False) if arguments.has_muon else (False,):
         chosen = [group for group in source.groups if is_muon_group(group.hyper, arguments) == muon]
@@ -265,15 +260,10 @@ def step_of(source: Checkpoint, group: TargetParamGroup, files: SourceFiles) -> 
     for name in sorted(group.names):
         parameter = source.parameters.get(name)
         if parameter is not None and STEP in parameter.atoms:
-            return _number(parameter, files)
+            fragment = parameter.atoms[STEP].fragments[0]
+            data = fragment.inline or files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
+            return scalar_value(data, fragment.dtype)
     return None
-
-
-def _number(parameter: Parameter, files: SourceFiles) -> float | int | None:
-    fragment = parameter.atoms[STEP].fragments[0]
-    data = fragment.inline or files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
-    code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(fragment.dtype.name)
-    return struct.unpack(code, data)[0] if code is not None else None
 
 
 # States that the distributed optimizer keeps of every parameter: name in files → kind of atom.
@@ -356,7 +346,7 @@ def gathered_tree(buffers: TargetBuffers, pp: int, rank: FileRank, arguments: Jo
     optimizer writes it; the others write None.
     """
     module = ModuleRank(pp, rank.tp, rank.ep, rank.etp)
-    if not has_expert_optimizer(arguments):
+    if not arguments.has_expert_optimizer:
         return _gathered_state(buffers, buffers.of(module, experts=None))
     dense = _gathered_state(buffers, buffers.of(module, experts=False)) if rank.leads_dense else None
     experts = _gathered_state(buffers, buffers.of(module, experts=True)) if rank.leads_experts else None

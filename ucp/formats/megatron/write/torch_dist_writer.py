@@ -34,7 +34,6 @@ from ucp.formats.megatron.write.target_optimizer import (
     DISTRIBUTED_STATES,
     GradBuffer,
     TargetBuffers,
-    has_expert_optimizer,
     has_states,
     is_mixed,
     stateless_chain,
@@ -188,7 +187,7 @@ class TorchDistWriter:
         arguments = self.job.arguments
         expert = expert_of(name)
         pp = next(chunk.pp for chunk in self.job.chunks if chunk.holds(name))
-        ep = 0 if expert is None else expert // (arguments.number("num_experts") // self.mesh.ep)
+        ep = 0 if expert is None else expert // arguments.experts_per_rank
         return tp + self.mesh.tp * (ep + self.mesh.ep * pp)
 
     def _objects(self) -> Iterator[tuple[str, int, Any]]:
@@ -311,13 +310,13 @@ class BucketTensor:
 
 def optimizer_rank_groups(arguments: JobArguments) -> Iterator[OptimizerRankGroup]:
     """Yield the groups of ranks that share state: of dense parameters, then of experts if they have an optimizer."""
-    apart = has_expert_optimizer(arguments)
+    has_own_optimizer = arguments.has_expert_optimizer
     tp, etp, ep = arguments.tp, arguments.etp, arguments.ep
     for number in range(arguments.pp * tp):
         yield OptimizerRankGroup(
-            0 if apart else None, number, ModuleRank(number // tp, number % tp, 0, number % tp % etp)
+            0 if has_own_optimizer else None, number, ModuleRank(number // tp, number % tp, 0, number % tp % etp)
         )
-    for number in range(arguments.pp * ep * etp) if apart else ():
+    for number in range(arguments.pp * ep * etp) if has_own_optimizer else ():
         stage, rest = divmod(number, ep * etp)
         yield OptimizerRankGroup(1, number, ModuleRank(stage, rest % etp, rest // etp, rest % etp))
 

@@ -22,8 +22,7 @@ from ucp.core.rules import REPLICATED, Rule, resolve, slice_pieces, whole_shape
 from ucp.errors import InconsistentError, UsageError
 from ucp.formats.deepspeed.universal_info import rules_from_info
 from ucp.formats.sharded.rule_files import load_rules
-from ucp.formats.sharded.rule_inference import LocalSlice, RuleInference
-from ucp.formats.sharded.slice_equality import SliceEquality, compare_slices
+from ucp.formats.sharded.rule_inference import LocalSlice, RuleInference, SliceEquality, compare_slices
 from ucp.storage.local import SourceFiles
 
 

@@ -213,5 +213,5 @@ def test_a_buffer_of_another_length_is_refused(tmp_path: Path) -> None:
 def test_a_missing_buffer_file_is_named(tmp_path: Path) -> None:
     root = _save_distributed(tmp_path)
     (root / "iter_0000007/mp_rank_01/distrib_optim.pt").unlink()
-    with pytest.raises(InconsistentError, match=r"distrib_optim\.pt is missing beside mp_rank_01"):
+    with pytest.raises(InconsistentError, match=r"distrib_optim\.pt is missing next to mp_rank_01"):
         ucp.open(root)

@@ -9,7 +9,7 @@ import pytest
 
 import ucp
 import ucp.api
-from tests.formats.megatron.written import check_same, check_same_atoms, files_of
+from tests.formats.megatron.comparison import check_same, check_same_atoms, files_of
 from ucp.containers.torch_file import TorchFile
 from ucp.core.box import Box
 from ucp.core.coverage import coverage

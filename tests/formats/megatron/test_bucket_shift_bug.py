@@ -27,14 +27,14 @@ def cut_late(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     flat = torch.full((layout.numel,), 77.0)
     late = [sum(layout.padded[:i]) - sum(layout.lengths[:i]) for i in range(len(layout.lengths))]
     assert len(late) > 2
-    for tensor, seat in zip(tensors.values(), layout.bucket_ranges, strict=True):
-        start = layout.starts[seat.bucket] + seat.start
-        flat[start : start + seat.numel] = tensor.flatten()
+    for tensor, position in zip(tensors.values(), layout.bucket_ranges, strict=True):
+        start = layout.starts[position.bucket] + position.start
+        flat[start : start + position.numel] = tensor.flatten()
     flat = torch.cat([flat, torch.zeros(late[-1])])
     cut = {}
-    for (name, tensor), seat in zip(tensors.items(), layout.bucket_ranges, strict=True):
-        start = layout.starts[seat.bucket] + seat.start + late[seat.bucket]
-        cut[name] = flat[start : start + seat.numel].reshape(tensor.shape)
+    for (name, tensor), position in zip(tensors.items(), layout.bucket_ranges, strict=True):
+        start = layout.starts[position.bucket] + position.start + late[position.bucket]
+        cut[name] = flat[start : start + position.numel].reshape(tensor.shape)
     return cut
 
 

@@ -87,7 +87,7 @@ def test_every_key_reaches_the_rule(tmp_path: Path) -> None:
         ("match = 'a'\ncut = 'split'\nparts = [1]\nratio = [1]", "give one of them"),
         ("match = 'a'\ncut = 'split'\nratio = 3", "ratio"),
         ("match = 'a'\ncut = 'split'\ncount = 0", "count = 0"),
-        ("match = 'a'\ncut = 'split'\nwidths = [[1]]", "widths need parts"),
+        ("match = 'a'\ncut = 'split'\nwidths = [[1]]", "widths needs parts"),
         ("match = 'a'\ncut = 'split'\nparts = [3]\nwidths = [[1, 1]]", "add up"),
         ("match = 'a'\ncut = 'split'\nparts = [3]\nwidths = [3]", "one list per part"),
         ("match = 'a'\ncut = 'vocab'\ntrue_size = 0", "true_size = 0"),

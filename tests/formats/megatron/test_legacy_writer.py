@@ -9,7 +9,7 @@ import pytest
 
 import ucp
 import ucp.api
-from tests.formats.megatron.written import check_same, check_same_atoms, files_of, leaves, payload
+from tests.formats.megatron.comparison import check_same, check_same_atoms, files_of, leaves, payload
 from ucp.containers.inert import TensorRef
 from ucp.errors import UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
