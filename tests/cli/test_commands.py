@@ -1,4 +1,4 @@
-"""The commands as people call them: output on stdout, talk on stderr, exit codes that scripts can trust."""
+"""The commands on the command line: output on stdout, messages on stderr, exit codes that scripts can trust."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoint(project: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def clean(project: Path) -> Path:
-    """The same checkpoint as it is, for tests that only read."""
+    """The same checkpoint, for tests that only read."""
     return project / "fixtures" / FIXTURE
 
 
@@ -37,7 +37,7 @@ def optimizer_file(checkpoint: Path, dp: int = 1, mp: int = 0) -> Path:
     return checkpoint / "global_step3" / f"bf16_zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
 
 
-def test_help_teaches_and_loads_nothing_heavy() -> None:
+def test_help_imports_nothing_large() -> None:
     for arguments in (["--help"], ["inspect", "--help"], ["convert", "--help"], ["verify", "--help"]):
         shown = ucp(*arguments)
         assert shown.returncode == 0
@@ -138,7 +138,7 @@ def refused(run: subprocess.CompletedProcess[str], code: int, *words: str) -> No
 
 
 def both(checkpoint: Path, code: int, *words: str) -> None:
-    """inspect and convert say the same, and convert leaves nothing behind."""
+    """inspect and convert report the same, and convert leaves no output."""
     before = sorted(os.listdir(checkpoint.parent))
     refused(ucp("inspect", checkpoint), code, *words)
     refused(ucp("convert", checkpoint, checkpoint.parent / "out"), code, *words)
@@ -201,7 +201,7 @@ def test_a_pickle_that_would_run_something(checkpoint: Path, tmp_path: Path) -> 
     assert not canary.exists()
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     refused(ucp("inspect", tmp_path), 3, "not a checkpoint")
     refused(ucp("inspect", tmp_path / "nowhere"), 5, "no such file")
@@ -256,14 +256,14 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in ucp("inspect", tmp_path / "nowhere", UCP_DEBUG="1").stderr
 
 
-def test_a_closed_pipe_is_no_error(clean: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(clean: Path) -> None:
     command = f"{sys.executable} -m ucp inspect {clean} | head -n 1; exit ${{PIPESTATUS[0]}}"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert run.returncode == 0
     assert "Traceback" not in run.stderr
 
 
-def test_output_that_cannot_be_written_is_no_traceback(clean: Path) -> None:
+def test_output_that_cannot_be_written_shows_no_traceback(clean: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "ucp", "inspect", clean], stdout=full, stderr=subprocess.PIPE, text=True, check=False
@@ -286,7 +286,7 @@ def test_a_selection_that_leaves_nothing_is_refused(clean: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_mistyped_names_and_parts(clean: Path, tmp_path: Path) -> None:
+def test_mistyped_names_and_shards(clean: Path, tmp_path: Path) -> None:
     refused(ucp("inspect", clean, "--param", "blocks.0.attn.qkv.wieght"), 2, "perhaps one of: blocks.0.attn.qkv.weight")
     for part in ("1/0", "²/4", "a/b"):
         assert "is not a shard such as 1/4" in ucp("convert", clean, tmp_path / "out", "--shard", part).stderr
@@ -299,7 +299,7 @@ def test_mistyped_commands(name: str, suggestion: str) -> None:
     assert f"Did you mean {suggestion}?" in shown.stderr
 
 
-def test_paths_at_which_there_is_nothing(clean: Path, tmp_path: Path) -> None:
+def test_paths_that_do_not_exist(clean: Path, tmp_path: Path) -> None:
     refused(ucp("inspect", clean.with_name("z1_bf16_tp2_dp3")), 5, f"perhaps one of: {clean}")
     refused(ucp("inspect", tmp_path / "no" / "where"), 5, "no such file or folder")
     (tmp_path / ".out.ucp-partial").mkdir()
@@ -322,7 +322,7 @@ def test_paths_at_which_there_is_nothing(clean: Path, tmp_path: Path) -> None:
         assert "an empty path" in shown.stderr
 
 
-def test_a_tag_with_the_slash_of_a_completion(clean: Path) -> None:
+def test_a_tag_with_the_slash_of_shell_completion(clean: Path) -> None:
     assert ucp("inspect", clean, "--tag", "global_step3/").returncode == 0
 
 
@@ -331,9 +331,7 @@ def test_resume_and_restart_contradict_each_other(clean: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("arguments", [["verify", "-o"], ["report", "-o"], ["diff", "--plot"]])
-def test_a_folder_that_is_missing_is_told_before_the_work(
-    checkpoint: Path, tmp_path: Path, arguments: list[str]
-) -> None:
+def test_a_missing_folder_is_reported_before_the_work(checkpoint: Path, tmp_path: Path, arguments: list[str]) -> None:
     command, option = arguments
     checkpoints = [checkpoint, checkpoint] if command == "diff" else [checkpoint]
     shutil.rmtree(checkpoint)  # what is not looked at is not missed
@@ -341,7 +339,7 @@ def test_a_folder_that_is_missing_is_told_before_the_work(
 
 
 def test_no_excuse_for_what_cannot_be_opened(checkpoint: Path, tmp_path: Path) -> None:
-    """A rank that is lost must not pass for the lesser finding that someone allowed."""
+    """A missing rank must not pass as a lesser finding that is allowed."""
     optimizer_file(checkpoint).unlink()
     assert ucp("verify", checkpoint, "-o", tmp_path / "known.json").returncode == 1
     for excuse in (["--allow", "grid"], ["--allow", "readable"], ["--baseline", tmp_path / "known.json"]):
@@ -349,7 +347,7 @@ def test_no_excuse_for_what_cannot_be_opened(checkpoint: Path, tmp_path: Path) -
     assert ucp("verify", checkpoint, "--fail-on", "never").returncode == 0
 
 
-def test_json_is_printed_beside_a_file_of_it(clean: Path, tmp_path: Path) -> None:
+def test_json_is_printed_in_addition_to_a_file(clean: Path, tmp_path: Path) -> None:
     shown = ucp("verify", clean, "--json", "-o", tmp_path / "report.json")
     assert json.loads(shown.stdout) == json.loads((tmp_path / "report.json").read_bytes())
 

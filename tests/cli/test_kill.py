@@ -1,4 +1,4 @@
-"""SIGKILL at many points of a conversion, then --resume: the same bytes, nothing left over."""
+"""SIGKILL at many points of a conversion, then --resume: the same bytes, no leftover files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.formats.atoms.synthetic import write_atoms
 from tests.trees import contents
 
-# Small slabs and parts, and a process that kills itself for good when so many slabs have been written.
+# Small slabs and copy tasks, and a process that kills itself after a given number of slabs.
 DRIVER = """
 import os, signal, sys
 from ucp import settings
@@ -69,7 +69,7 @@ def test_killed_runs_resume_to_the_same_bytes(source: Path, tmp_path: Path, jobs
     )
 
 
-def test_a_run_killed_again_and_again_gets_there(source: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_repeatedly_completes(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     for _ in range(60):
         run = convert(12, str(source), str(target), "--resume")
@@ -81,7 +81,7 @@ def test_a_run_killed_again_and_again_gets_there(source: Path, tmp_path: Path) -
     assert contents(target) == contents(tmp_path / "whole")
 
 
-def test_interrupt_keeps_what_was_done_and_says_so(source: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_finished_work(source: Path, tmp_path: Path) -> None:
     # The signal reaches the main thread in its own time: this worker waits for it instead of finishing the job.
     driver = DRIVER.replace("signal.SIGKILL)", "signal.SIGINT); __import__('time').sleep(2)")
     driver = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + driver  # ignored under `&`

@@ -66,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"PMI_RANK": "two", "PMI_SIZE": "2"}, None),
     ],
 )
-def test_which_shard_this_process_is(environment: dict[str, str], shard: WorkShard | None) -> None:
+def test_the_shard_of_a_launched_process(environment: dict[str, str], shard: WorkShard | None) -> None:
     assert shard_of_launcher(environment) == shard
 
 
@@ -80,7 +80,7 @@ def test_all_write_and_the_first_publishes(tmp_path: Path, whole: Path) -> None:
     assert said[1][1] == said[2][1] == "", "one summary is enough"
 
 
-def test_one_that_fails_ends_the_others_with_its_words(tmp_path: Path, whole: Path) -> None:
+def test_a_failure_ends_the_other_processes_with_its_message(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "out"
     first = start(0, 2, out, patience=5)  # it may look only after the other has failed
     code, said = end(start(1, 2, out, limit=10_000))
@@ -96,7 +96,7 @@ def test_one_that_fails_ends_the_others_with_its_words(tmp_path: Path, whole: Pa
     assert contents(out) == contents(whole)
 
 
-def test_one_that_never_comes_is_missed(tmp_path: Path, whole: Path) -> None:
+def test_a_process_that_never_starts_is_reported(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "out"
     code, said = end(start(0, 2, out, patience=0.5))
     assert code == 5
@@ -141,7 +141,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, whole: Path) -> None:
 
 
 class Heard(Progress):
-    """Adds up what it is told."""
+    """Adds up the reported bytes."""
 
     def __init__(self) -> None:
         self.total = self.done = 0
@@ -153,7 +153,7 @@ class Heard(Progress):
         self.done += nbytes
 
 
-def test_the_first_tells_of_the_bytes_of_all(tmp_path: Path) -> None:
+def test_the_first_process_reports_the_bytes_of_all(tmp_path: Path) -> None:
     out, heard = tmp_path / "out", Heard()
     ucp.convert(SOURCE, out, to="deepspeed", tp=1, dp=3, shard=(2, 2))
     conversion = api.plan(SOURCE, out, to="deepspeed", tp=1, dp=3)

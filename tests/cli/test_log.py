@@ -1,4 +1,4 @@
-"""`ucp log` as people call it."""
+"""`ucp log` on the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ucp.log.reader import Log
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two epochs; the second goes on from step 5 of the first with two ranks; two bases."""
+    """Two epochs; the second continues from step 5 of the first with two ranks; two bases."""
     write_log(tmp_path, range(1, 8), small_manifest(), skipped=(3,), per_segment=2)
     write_log(tmp_path, range(6, 12), small_manifest(2, epoch=1, start=5, parent=ParentEpoch(0, 5)), per_segment=4)
     for number, (step, epoch) in enumerate([(0, 0), (7, 0), (5, 1), (8, 1)]):
@@ -45,7 +45,7 @@ def test_ls_shows_epochs_and_bases(run: Path) -> None:
     assert [(b["step"], b["usable"]) for b in listing["bases"]] == [(0, True), (7, False), (5, True), (8, True)]
 
 
-def test_stat_shows_what_a_step_takes(run: Path) -> None:
+def test_stat_shows_the_size_of_a_step(run: Path) -> None:
     first, second = told("stat", run)["epochs"]
     assert first["skipped"] == [3]
     assert first["elements"] == second["elements"] == 60
@@ -60,7 +60,7 @@ def test_stat_shows_what_a_step_takes(run: Path) -> None:
     assert ucp("log", "stat", run, "--step", 99).returncode == 2
 
 
-def test_verify_tells_a_torn_end_from_damage(run: Path) -> None:
+def test_verify_distinguishes_a_torn_end_from_damage(run: Path) -> None:
     assert ucp("log", "verify", run).returncode == 0
     last = segments(run, 1, 1)[-1]
     good = last.read_bytes()
@@ -79,7 +79,7 @@ def test_verify_tells_a_torn_end_from_damage(run: Path) -> None:
     assert "damaged" in done.stdout
 
 
-def test_verify_misses_the_files_of_a_rank(run: Path) -> None:
+def test_verify_reports_missing_files_of_a_rank(run: Path) -> None:
     for path in segments(run, 1, 1):
         path.unlink()
     done = ucp("log", "verify", run)
@@ -113,7 +113,7 @@ def test_compact_keeps_what_the_second_newest_base_needs(run: Path) -> None:
     assert not (run / "log" / "epoch-000000").exists()
 
 
-def test_what_is_no_log_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_log(tmp_path: Path) -> None:
     done = ucp("log", "ls", tmp_path)
     assert done.returncode == 3
     assert "contains no log" in done.stderr

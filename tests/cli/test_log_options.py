@@ -1,4 +1,4 @@
-"""`--log DIR --step N|latest` as people give it to every command that takes it."""
+"""`--log DIR --step N|latest` of every command that has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six recorded steps, and what the job itself saved after the fourth and the last."""
+    """Six recorded steps, and checkpoints that the job itself saved after the fourth and the last."""
     import ucp as library
 
     folder = tmp_path_factory.mktemp("logged")
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(*arguments: object) -> dict[str, Any]:
+def shown(*arguments: object) -> dict[str, Any]:
     done = ucp(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     value: dict[str, Any] = json.loads(done.stdout)
@@ -40,9 +40,9 @@ def told(*arguments: object) -> dict[str, Any]:
 
 
 def test_inspect_shows_the_step(run: Path) -> None:
-    assert told("inspect", run / "run", "--log", run / "run", "--step", 4)["step"] == 4
-    assert told("inspect", run / "run", "--log", run / "run", "--step", "latest")["step"] == 6
-    assert told("inspect", run / "run", "--log", run / "run")["step"] == 6
+    assert shown("inspect", run / "run", "--log", run / "run", "--step", 4)["step"] == 4
+    assert shown("inspect", run / "run", "--log", run / "run", "--step", "latest")["step"] == 6
+    assert shown("inspect", run / "run", "--log", run / "run")["step"] == 6
 
 
 def test_diff_finds_the_state_that_the_job_saved_and_no_other(run: Path) -> None:

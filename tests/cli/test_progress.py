@@ -1,4 +1,4 @@
-"""The progress bar: bytes, rate and time left on a terminal's stderr; nothing anywhere else."""
+"""The progress bar: bytes, rate and time left on a terminal's stderr; nothing on anything else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_data(project: Path, tmp_path: Pa
 
 
 def read_all(leader: int) -> str:
-    """What was written to the terminal until its other end closed."""
+    """What was written to the terminal until it was closed."""
     shown = b""
     while True:
         try:

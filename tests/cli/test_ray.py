@@ -1,4 +1,4 @@
-"""`--engine ray` on a real cluster: the same bytes, whoever dies on the way; one failure ends all."""
+"""`--engine ray` on a real cluster: the same bytes if workers die; one failure ends all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUT = ["--to", "deepspeed", "--tp", "1", "--dp", "3"]
 
 
 class Cluster:
-    """A cluster in a process of its own; see ray_cluster.py."""
+    """A cluster in another process; see ray_cluster.py."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def s3(s3_port: int) -> Iterator[None]:
-    """An S3 server that this process and the cluster know of."""
+    """An S3 server that this process and the cluster can reach."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "test")
@@ -108,8 +108,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_from_outside_with_what_the_cluster_has(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
-    """A command of its own, by relative paths, which workers do not see from where they are."""
+def test_a_command_outside_the_cluster(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
+    """A command with relative paths, which workers cannot resolve in their folders."""
     (tmp_path / "here").symlink_to(SOURCE)
     command = [sys.executable, "-m", "ucp", "convert", "here", "out", *LAYOUT, "--engine", "ray", "--ray-address"]
     done = subprocess.run(
@@ -127,9 +127,7 @@ def test_from_outside_with_what_the_cluster_has(tmp_path: Path, cluster: Cluster
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_run_again_and_keeps_what_it_did(
-    tmp_path: Path, cluster: Cluster, whole: Path
-) -> None:
+def test_a_killed_worker_is_restarted_and_keeps_its_work(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
     (cluster.folder / "die").touch()
     (cluster.folder / "written").unlink(missing_ok=True)
     code, said = cluster.convert(tmp_path / "out")
@@ -145,7 +143,7 @@ def test_a_worker_that_is_killed_is_run_again_and_keeps_what_it_did(
 
 
 @pytest.mark.slow
-def test_one_part_that_fails_ends_all_with_its_words(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
+def test_a_failed_shard_ends_the_run_with_its_message(tmp_path: Path, cluster: Cluster, whole: Path) -> None:
     out = tmp_path / "out"
     target = ucp.plan(SOURCE, out, to="deepspeed", tp=1, dp=3).target
     second = target.files[min(WorkShard(1, 2).files(target))].path
@@ -199,13 +197,13 @@ def test_into_an_object_store(cluster: Cluster, whole: Path) -> None:
         ([], 7, 3, (7, 3)),  # a cluster that grows when tasks wait
     ],
 )
-def test_parts_for_what_a_cluster_has(
+def test_shards_for_the_cpus_of_a_cluster(
     cpus: list[int], shards: int | None, jobs: int | None, expected: tuple[int, int]
 ) -> None:
     assert choose_shards(cpus, shards, jobs, most=1000) == expected
 
 
-def test_clusters_that_have_too_little() -> None:
+def test_clusters_with_too_few_cpus() -> None:
     with pytest.raises(UsageError, match="no node of the Ray cluster has a free CPU"):
         choose_shards([0, 0], None, None, most=10)
     with pytest.raises(UsageError, match=r"no node of the Ray cluster has 9 CPUs \(the largest has 8"):

@@ -1,4 +1,4 @@
-"""SignalQueue that a command waits for: none is lost, whatever arrives together."""
+"""Signals that a command waits for: none is lost, even if several arrive together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with SignalQueue(signal.SIGUSR1, signal.SIGUSR2) as signals:
 """
 
 
-def test_signals_that_come_together() -> None:
+def test_signals_that_arrive_together() -> None:
     with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as process:
         watch = threading.Timer(60, process.kill)  # one that misses a signal waits for ever
         watch.start()
@@ -37,7 +37,7 @@ def test_signals_that_come_together() -> None:
         watch.cancel()
 
 
-def test_signals_are_given_back() -> None:
+def test_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with SignalQueue(signal.SIGUSR1) as signals:
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1)).start()

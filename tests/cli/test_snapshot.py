@@ -1,4 +1,4 @@
-"""`ucp snapshot plan`: the schedule as a table, as JSON, as a picture, and with other numbers."""
+"""`ucp snapshot plan`: the schedule as a table, as JSON, as a chart, and with other rates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_schedule_is_shown(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "do not fit" not in out
 
 
-def test_what_would_be_with_other_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_for_other_rates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         run(["snapshot", "plan", str(folder), "--bandwidth", "1000", "--fraction", "0.5", "--window", "0.4", "--json"])
         == 0
@@ -55,7 +55,7 @@ def test_what_would_be_with_other_numbers(folder: Path, capsys: pytest.CaptureFi
     assert "spread over 2 iterations" in capsys.readouterr().out
 
 
-def test_it_is_drawn(folder: Path) -> None:
+def test_the_chart(folder: Path) -> None:
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.svg")]) == 0
     svg = (folder / "plan.svg").read_text()
     assert svg.count('class="planned"') == 3
@@ -66,8 +66,8 @@ def test_it_is_drawn(folder: Path) -> None:
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.txt")]) == 2
 
 
-def test_parts_of_several_steps_and_rests_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each part has a schedule of its own; nothing is planned while gradients are exchanged."""
+def test_snapshots_spread_over_several_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step has its own schedule; nothing is planned during the gradient exchange."""
     tensors = [{**tensor, "step": 12 - number % 2} for number, tensor in enumerate(SCHEDULE["tensors"])]
     told = {**SCHEDULE, "tensors": tensors, "parts": [11, 12], "blocked": [[0.05, 0.45]]}
     (folder / "schedule.json").write_text(json.dumps(told))
@@ -87,9 +87,7 @@ def test_parts_of_several_steps_and_rests_are_shown(folder: Path, capsys: pytest
     assert told["spread"] == 8  # 750 bytes in the 0.1 s before 0.5 s that are free
 
 
-def test_a_png_where_matplotlib_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_png_chart(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "plan.png")]) == 0
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     without_matplotlib(monkeypatch)
@@ -97,7 +95,7 @@ def test_a_png_where_matplotlib_is(
     assert "need matplotlib" in capsys.readouterr().err
 
 
-def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["snapshot", "plan", str(tmp_path)]) == 5
     assert "after its first snapshot" in capsys.readouterr().err
     (tmp_path / "schedule.json").write_text("{")

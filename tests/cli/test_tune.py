@@ -1,4 +1,4 @@
-"""`ucp tune` as people call it."""
+"""`ucp tune` on the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucp.log.segment_writer import SegmentWriter, append_step
 GIVEN = ("--mtbf", "6h", "--step-time", "2", "--base-stall", "4", "--replay-time", "40ms", "--restart-time", "60")
 
 
-def test_from_options_alone(tmp_path: Path) -> None:
+def test_costs_from_options(tmp_path: Path) -> None:
     done = ucp("tune", *GIVEN, "--sync-stall", "0.1", "--json", "--plot", tmp_path / "waste.svg")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -28,14 +28,14 @@ def test_from_options_alone(tmp_path: Path) -> None:
     assert f"base every         {told['base_every']} steps" in shown.stdout
 
 
-def test_what_is_missing_is_told() -> None:
+def test_missing_costs_are_reported() -> None:
     done = ucp("tune", "--mtbf", "6h", "--base-stall", "4")
     assert done.returncode == 2
     assert "--step-time, --replay-time" in done.stderr
     assert ucp("tune", "--mtbf", "soon").returncode == 2
 
 
-def test_from_what_a_log_has_measured(tmp_path: Path) -> None:
+def test_costs_measured_in_a_log(tmp_path: Path) -> None:
     manifest = small_manifest()
     folder = epoch_folder(tmp_path / "log", 0)
     write_manifest(folder, manifest)

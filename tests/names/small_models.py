@@ -1,4 +1,4 @@
-"""Small folders of weights with known numbers, and the arithmetic of frameworks that tables are checked against."""
+"""Small folders of weights with distinct numbers, and the arithmetic that tables are tested against."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GPT2 = {
 
 
 def numbers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-    """A tensor of each shape; no two elements of all of them are equal."""
+    """A tensor of each shape; all elements of all tensors are distinct."""
     at = 0
     made: dict[str, Array] = {}
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Families beyond Llama and GPT-2: shared experts, multi-latent attention, norms that store their weight less one."""
+"""Families beyond Llama and GPT-2: shared experts, multi-latent attention, norms that store their weight minus one."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def deepseek_shapes(*, compressed: bool = True, stacked: bool = False) -> Shapes
     ],
     ids=["qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek without q_a"],
 )
-def test_there_and_back_through_megatrons_files(tmp_path: Path, shapes: Shapes, config: dict[str, Any]) -> None:
-    """In bytes, for two tensor-parallel ranks between; and the configuration, out of arguments alone."""
+def test_round_trip_through_megatron_files(tmp_path: Path, shapes: Shapes, config: dict[str, Any]) -> None:
+    """Equal bytes through two tensor-parallel ranks, and the configuration recovered from the arguments only."""
     tensors = numbers(shapes)
     folder = write_weights(tmp_path / "hf", tensors, config)
     given = {"transformer_impl": "local", "make_vocab_size_divisible_by": 4}
@@ -138,7 +138,7 @@ def test_there_and_back_through_megatrons_files(tmp_path: Path, shapes: Shapes, 
 
 
 @pytest.mark.parametrize("family", ["qwen-moe", "deepseek"])
-def test_experts_in_one_tensor_are_the_same_experts(tmp_path: Path, family: str) -> None:
+def test_stacked_experts_equal_single_ones(tmp_path: Path, family: str) -> None:
     shapes = deepseek_shapes() if family == "deepseek" else qwen_shapes(shared=True, normed=False)
     config = DEEPSEEK if family == "deepseek" else QWEN2
     single = numbers(shapes)
@@ -159,8 +159,8 @@ def test_experts_in_one_tensor_are_the_same_experts(tmp_path: Path, family: str)
     assert (np.stack(experts) == stacked["model.layers.1.mlp.experts.gate_up_proj"]).all()
 
 
-def test_gemma_keeps_its_norms_less_one(tmp_path: Path) -> None:
-    """As they are stored: Megatron adds the one itself, where its arguments say so."""
+def test_norms_of_gemma_are_not_changed(tmp_path: Path) -> None:
+    """Megatron adds the one itself if its arguments ask for it."""
     shapes = {name: shape for name, shape in llama_shapes().items() if name != "lm_head.weight"}
     tensors = numbers(shapes)
     folder = write_weights(tmp_path / "hf", tensors, GEMMA)
@@ -182,8 +182,8 @@ def test_gemma_keeps_its_norms_less_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind, norms", [("gemma2", []), ("gemma2", ["post_feedforward"]), ("olmo2", ["post_mlp"])])
-def test_norms_behind_attention_are_refused(tmp_path: Path, kind: str, norms: list[str]) -> None:
-    """With the reason, and not with names that no table has."""
+def test_norms_after_attention_are_refused(tmp_path: Path, kind: str, norms: list[str]) -> None:
+    """The message gives the reason instead of listing unknown names."""
     more = {f"model.layers.{n}.{norm}_layernorm.weight": (HIDDEN,) for n in range(LAYERS) for norm in norms}
     folder = write_weights(tmp_path / "hf", numbers({**llama_shapes(), **more}), {**GEMMA, "model_type": kind})
     with pytest.raises(UsageError, match="norms after attention and MLP, which megatron-core's layers do not have"):
@@ -191,34 +191,34 @@ def test_norms_behind_attention_are_refused(tmp_path: Path, kind: str, norms: li
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, expected",
     [
         ({"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}, "ranks groups of experts"),
         ({"norm_topk_prob": False}, "does not normalize the weights of the chosen experts"),
     ],
 )
-def test_a_router_that_megatron_has_not_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_note_for_routers_that_megatron_lacks(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     folder = write_weights(tmp_path / "hf", numbers(deepseek_shapes()), {**DEEPSEEK, **changes})
     notes = plan(folder, tmp_path / "core", to="torch-dist", names="megatron").writer.source.notes
-    assert [said in note.text for note in notes if note.id == "unlike"] == [True]
+    assert [expected in note.text for note in notes if note.id == "unlike"] == [True]
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, expected",
     [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 2.0}}, "high_freq_factor 2.0"),
         ({"attention_bias": True}, "the output of its attention has a bias and that of its MLP does not"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 2}, "attend to 2 tokens only"),
     ],
 )
-def test_what_megatrons_arguments_cannot_say_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_note_for_what_no_megatron_argument_expresses(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), {**LLAMA, **changes})
     notes = plan(folder, tmp_path / "core", to="torch-dist", names="megatron").writer.source.notes
-    assert [said in note.text for note in notes if note.id == "unlike"] == [True]
+    assert [expected in note.text for note in notes if note.id == "unlike"] == [True]
 
 
-def test_biases_of_attention_alone_come_back_as_llama(tmp_path: Path) -> None:
-    """Not as Qwen2, which has no bias of attention's output, and would leave it out."""
+def test_attention_biases_become_llama_again(tmp_path: Path) -> None:
+    """Not Qwen2, which has no bias of attention's output and would ignore it."""
     shapes = llama_shapes()
     for name in [name for name in shapes if ".self_attn." in name]:
         shapes[name.replace(".weight", ".bias")] = shapes[name][:1]
@@ -230,7 +230,7 @@ def test_biases_of_attention_alone_come_back_as_llama(tmp_path: Path) -> None:
     assert (config["model_type"], config["attention_bias"], config["mlp_bias"]) == ("llama", True, False)
 
 
-def test_a_router_that_hugging_face_has_not_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_router_that_hugging_face_lacks_is_refused(corpus: Path, tmp_path: Path) -> None:
     source = corpus / "megatron/moe_ep1_torch"
     (tmp_path / "job.json").write_text(json.dumps({"num_experts": 4, "moe_router_pre_softmax": True}))
     with pytest.raises(UsageError, match="--moe-router-pre-softmax"):

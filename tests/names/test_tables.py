@@ -1,4 +1,4 @@
-"""Tables of names as files: those that come with ucp, and those that are wrong."""
+"""Tables of names as files: packaged tables, and files with errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_table_of_the_documentation(project: Path) -> None:
     ]
 
 
-def test_patterns_count() -> None:
+def test_numbers_in_patterns() -> None:
     pattern = NamePattern("{layer+2}.mlp.experts.{expert}.weight")
     assert pattern.read("7.mlp.experts.3.weight", None) == {"layer": 5, "expert": 3}
     assert pattern.write({"layer": 5, "expert": 3}, None) == "7.mlp.experts.3.weight"
@@ -48,7 +48,7 @@ def test_patterns_count() -> None:
 
 
 @pytest.mark.parametrize("text", ["h{layer}.x", "{layer}.x", "1.{layer+1}.7.x{expert}", "{layers+2}.weight", "a.b"])
-def test_an_outline_is_that_of_its_names(text: str) -> None:
+def test_the_outline_of_a_pattern(text: str) -> None:
     pattern = NamePattern(text)
     name = pattern.write({"layer": 12, "expert": 3}, 40)
     assert pattern.outline() in (outline(name), None)
@@ -96,7 +96,7 @@ GOOD = 'sides = ["a", "b"]\n[[map]]\na = "x.{layer}"\nb = "y.{layer}"\n'
         ("rows = 3\n" + GOOD, "unexpected or missing 'rows'"),
     ],
 )
-def test_tables_that_are_wrong(text: str, wrong: str) -> None:
+def test_errors_in_tables(text: str, wrong: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_table(text.encode(), "own.toml", "own")
     assert wrong in str(refused.value)
@@ -162,7 +162,7 @@ def test_a_table_that_extends_another() -> None:
     assert table.entries[0].sides["hf"].names[0].text == "model.embed.weight"
 
 
-def test_a_table_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_table(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot read the table"):
         load_table(tmp_path / "none.toml")
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
@@ -170,7 +170,7 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
         ucp.open(folder, names="lama")
 
 
-def test_two_that_would_have_one_name(tmp_path: Path) -> None:
+def test_two_parameters_with_one_name_are_refused(tmp_path: Path) -> None:
     table = 'sides = ["a", "b"]\n[[map]]\na = "x.{layer}"\nb = "y.{layer}"\n[[map]]\na = "z.{layer}"\nb = "y.{layer}"\n'
     (tmp_path / "own.toml").write_text(table)
     folder = write_weights(tmp_path / "hf", numbers({"x.0": (2,), "z.0": (2,)}), None)

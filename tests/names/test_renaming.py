@@ -1,4 +1,4 @@
-"""Mapped parameters against arithmetic that is written down a second time, in numpy; and the way back."""
+"""Renamed parameters compared with the same arithmetic in numpy, and round trips."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_llama_becomes_megatron(tmp_path: Path, bias: bool) -> None:
     ],
     ids=["qwen2", "mixtral", "gpt2"],
 )
-def test_there_and_back_in_bytes(tmp_path: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
+def test_round_trip_is_byte_identical(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]
+) -> None:
     tensors = numbers(shapes)
     folder = write_weights(tmp_path / "hf", tensors, config)
     ucp.convert(folder, tmp_path / "atoms", names="megatron")
@@ -81,7 +83,7 @@ def test_there_and_back_in_bytes(tmp_path: Path, shapes: dict[str, tuple[int, ..
     assert json.loads((tmp_path / "back/config.json").read_text())["model_type"] == config["model_type"]
 
 
-def test_experts_one_by_one_and_stacked_are_the_same_in_megatron(tmp_path: Path) -> None:
+def test_single_and_stacked_experts_are_equal_in_megatron(tmp_path: Path) -> None:
     single = numbers(mixtral_shapes())
     stacked = {name: array for name, array in single.items() if ".block_sparse_moe." not in name}
     for n in range(LAYERS):
@@ -110,7 +112,7 @@ def test_experts_one_by_one_and_stacked_are_the_same_in_megatron(tmp_path: Path)
     assert rules["model.layers.0.mlp.experts.down_proj"] == "split(dim=2)"
 
 
-def test_gpt2_is_turned_over(tmp_path: Path) -> None:
+def test_gpt2_matrices_are_transposed(tmp_path: Path) -> None:
     tensors = numbers(gpt2_shapes())
     found = read_all(write_weights(tmp_path / "hf", tensors, GPT2), names="megatron")
     side_by_side = tensors["transformer.h.1.attn.c_attn.weight"]
@@ -122,8 +124,8 @@ def test_gpt2_is_turned_over(tmp_path: Path) -> None:
     assert (found["decoder.layers.0.self_attention.linear_qkv.bias"] == interleaved(q, k, v, HEADS)).all()
 
 
-def test_a_model_in_hugging_faces_order(tmp_path: Path) -> None:
-    """A flat optimizer is filled in the order of the module: parameters of one module stand together."""
+def test_parameters_are_in_the_order_of_the_hugging_face_model(tmp_path: Path) -> None:
+    """A flat optimizer state is filled in module order, so parameters of one module stay together."""
     shapes = llama_shapes(bias=True)
     folder = write_weights(tmp_path / "hf", numbers(shapes), {**LLAMA, "model_type": "qwen2"})
     ucp.convert(folder, tmp_path / "atoms", names="megatron")
@@ -135,12 +137,12 @@ def test_a_model_in_hugging_faces_order(tmp_path: Path) -> None:
     assert found == [*attention, f"{layer}.self_attn.o_proj.weight", *mlp, *norms]
 
 
-def test_names_that_are_there_already_stay(tmp_path: Path) -> None:
+def test_names_that_match_already_are_not_changed(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
     assert ucp.open(folder, names="hf").index.parameters.keys() == llama_shapes().keys()
 
 
-def test_what_has_no_mapping_is_listed(tmp_path: Path) -> None:
+def test_unknown_names_are_listed(tmp_path: Path) -> None:
     strange = {"model.layers.0.mlp.gate_projj.weight": (2,), "model.layers.1.mlp.gate_projj.weight": (2,), "odd": (1,)}
     folder = write_weights(tmp_path / "hf", numbers({**llama_shapes(), **strange}), LLAMA)
     with pytest.raises(UsageError) as refused:
@@ -153,7 +155,7 @@ def test_what_has_no_mapping_is_listed(tmp_path: Path) -> None:
     assert len(ucp.open(tmp_path / "atoms")) == 3 + 6 * LAYERS
 
 
-def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_part_is_reported(tmp_path: Path) -> None:
     shapes = llama_shapes()
     del shapes["model.layers.1.self_attn.k_proj.weight"]
     folder = write_weights(tmp_path / "hf", numbers(shapes), LLAMA)
@@ -182,7 +184,7 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         ucp.open(folder, names="megatron")
 
 
-def test_unknown_head_counts_are_asked_for(tmp_path: Path) -> None:
+def test_missing_head_counts_are_reported(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), None)
     with pytest.raises(UsageError, match="does not contain the numbers of query heads and key heads"):
         ucp.open(folder, names="megatron")
@@ -191,7 +193,7 @@ def test_unknown_head_counts_are_asked_for(tmp_path: Path) -> None:
     same(found, llama_in_megatron(numbers(llama_shapes())))
 
 
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
+def test_a_table_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(
         """
         sides = ["theirs", "mine"]
@@ -213,7 +215,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     same(read_all(tmp_path / "atoms", names=tmp_path / "own.toml"), tensors)
 
 
-def test_a_dimension_that_lies_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_dimension_is_refused(tmp_path: Path) -> None:
     shapes = {**llama_shapes(), "model.layers.1.self_attn.k_proj.weight": (10, HIDDEN + 1)}
     folder = write_weights(tmp_path / "hf", numbers(shapes), LLAMA)
     with pytest.raises(InconsistentError, match="differs from those it is stored with"):

@@ -1,4 +1,4 @@
-"""What a torch job saves beside model and optimizer goes to DeepSpeed and back: scheduler and client state."""
+"""Scheduler and client state of a torch job, converted to DeepSpeed and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.formats.dcp.saving import load_all, save, small_state
 
 
 def made(key: str, schedule: Any) -> dict[str, Any]:
-    """A job's state dict with a scheduler under the key of its choice, counters and random state."""
+    """A job's state dict with a scheduler under the given key, counters and random state."""
     import torch
 
     rest = {"train_state": {"step": 2, "tokens": torch.tensor([7])}, "rng": torch.get_rng_state(), "note": "mine"}
@@ -20,7 +20,7 @@ def made(key: str, schedule: Any) -> dict[str, Any]:
 
 
 def torch_schedule(steps: int) -> dict[str, Any]:
-    """The state of a scheduler that is made of others, which keep states of their own in it."""
+    """The state of a scheduler that is composed of others and contains their states."""
     import torch
     from torch.optim import lr_scheduler
 
@@ -35,8 +35,8 @@ def torch_schedule(steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("key", ["lr_scheduler", "app", "lr_schedulers"])
-def test_there_and_back(tmp_path: Path, zero: int, key: str) -> None:
-    """Under a key of the job's choice, in a dictionary of it, and in a list, as Lightning keeps schedulers."""
+def test_round_trip(tmp_path: Path, zero: int, key: str) -> None:
+    """Under a key of the job's choice, in a dictionary, and in a list as in Lightning."""
     import torch
 
     schedule = torch_schedule(3)
@@ -59,7 +59,7 @@ def test_there_and_back(tmp_path: Path, zero: int, key: str) -> None:
     assert not got["extras"].keys() & {"note", "train_state", "rng", "lr_scheduler"}
 
 
-def test_a_schedule_of_deepspeed_in_the_words_of_torch(tmp_path: Path) -> None:
+def test_a_deepspeed_scheduler_state_is_completed_for_torch(tmp_path: Path) -> None:
     save(made("lr_scheduler", {"last_batch_iteration": 4}), tmp_path / "a")
     ucp.convert(tmp_path / "a", tmp_path / "zero", to="deepspeed", zero=1, dp=1)
     ucp.convert(tmp_path / "zero", tmp_path / "b", to="dcp")
@@ -68,7 +68,7 @@ def test_a_schedule_of_deepspeed_in_the_words_of_torch(tmp_path: Path) -> None:
 
 
 def test_several_schedulers_are_client_state(tmp_path: Path) -> None:
-    """Which of them an engine should take is not known, and nothing is lost."""
+    """An engine could not know which to use; nothing is lost."""
     import torch
 
     schedules = {"first": torch_schedule(1), "second": torch_schedule(2)}
@@ -80,7 +80,7 @@ def test_several_schedulers_are_client_state(tmp_path: Path) -> None:
     assert (stored["lr_scheduler"], stored["schedulers"]) == (None, schedules)
 
 
-def test_a_key_that_deepspeed_reads_is_left_out(tmp_path: Path) -> None:
+def test_reserved_keys_are_left_out(tmp_path: Path) -> None:
     save(made("module", {"mine": 1}), tmp_path / "a")
     conversion = ucp.plan(tmp_path / "a", tmp_path / "zero", to="deepspeed", zero=1, dp=1)
     notes = [note.text for note in conversion.source.notes if note.id == "extras-left-out"]

@@ -1,4 +1,4 @@
-"""Real checkpoints under other names: all states, any layout, there and back, and cut for other ranks."""
+"""Real checkpoints under other names: all states, any layout, round trips, and other degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ucp.planning import plan
         ("gpt_tp1_pp2_vpp2_torch", "gpt_tp2_pp2_torch"),
     ],
 )
-def test_all_states_whatever_the_layout(corpus: Path, tmp_path: Path, source: str, seed: str) -> None:
-    """Layouts of one run are one checkpoint under other names too; mapped back, it is the run's own."""
+def test_layouts_of_one_run_are_equal_under_other_names(corpus: Path, tmp_path: Path, source: str, seed: str) -> None:
+    """Mapped back, they equal the run's own checkpoint."""
     given, other = corpus / "megatron" / source, corpus / "megatron" / seed
     assert ucp.diff(given, other, names="hf").same
     ucp.convert(given, tmp_path / "atoms", names="hf")
@@ -44,7 +44,7 @@ def test_all_states_whatever_the_layout(corpus: Path, tmp_path: Path, source: st
     assert ucp.diff(tmp_path / "atoms", given, names="megatron").same
 
 
-def test_moments_are_dealt_like_weights(corpus: Path) -> None:
+def test_moments_are_rearranged_like_weights(corpus: Path) -> None:
     given = corpus / "megatron/llama_tp2_pp2_torch"
     own, new = ucp.open(given), ucp.open(given, names="hf")
     for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
@@ -67,13 +67,15 @@ def test_moments_are_dealt_like_weights(corpus: Path) -> None:
         ("megatron_deepspeed/mds_gpt_dp2_z2_bf16", {"to": "megatron", "names": "megatron", "tp": 4, "dp": 1}),
     ],
 )
-def test_mapped_names_are_cut_rightly(corpus: Path, tmp_path: Path, source: str, target: dict[str, Any]) -> None:
+def test_renamed_parameters_are_split_correctly(
+    corpus: Path, tmp_path: Path, source: str, target: dict[str, Any]
+) -> None:
     ucp.convert(corpus / source, tmp_path / "out", **target)
     assert ucp.diff(corpus / source, tmp_path / "out", names=target["names"]).same
     assert ucp.verify(tmp_path / "out").ok
 
 
-def test_experts_are_cut_rightly(tmp_path: Path) -> None:
+def test_experts_are_split_correctly(tmp_path: Path) -> None:
     """From a folder of weights to ranks of expert and tensor parallelism, and back."""
     config = {**MIXTRAL, "num_attention_heads": 4, "num_local_experts": 3}
     folder = write_weights(tmp_path / "hf", numbers(mixtral_shapes()), config)
@@ -83,7 +85,7 @@ def test_experts_are_cut_rightly(tmp_path: Path) -> None:
     assert ucp.open(tmp_path / "out").index.mesh.ep == 3
 
 
-def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_hugging_face_equivalent_is_refused(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
     said = {"apply_layernorm_1p": True, "num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": True}
     (tmp_path / "job.json").write_text(json.dumps(said))
@@ -95,14 +97,14 @@ def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
         ucp.open(tmp_path / "out", names="hf", model_config=tmp_path / "none.json")
 
 
-def test_a_megatron_target_wants_megatrons_names(tmp_path: Path) -> None:
+def test_a_megatron_target_needs_megatron_names(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
     with pytest.raises(UsageError, match="do not have megatron-core's names") as refused:
         ucp.convert(folder, tmp_path / "out", to="megatron")
     assert "--names megatron" in str(refused.value)
 
 
-def test_damaged_state_stays_refused(corpus: Path, tmp_path: Path) -> None:
+def test_damaged_state_is_still_refused(corpus: Path, tmp_path: Path) -> None:
     given = corpus / "megatron/gpt_pp2_dp2_do_full_torchdist"
     with pytest.raises(InconsistentError, match="has values of its neighbours"):
         ucp.convert(given, tmp_path / "out", names="hf")
@@ -123,32 +125,32 @@ def test_models_without_a_table_are_refused(corpus: Path) -> None:
 
 
 WINDOWED = from_hf_config({**LLAMA, "model_type": "mistral", "sliding_window": 3})
-FACTS = from_hf_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}})
+SCALED = from_hf_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}})
 
 
 @pytest.mark.parametrize(
-    "facts",
-    [FACTS, from_hf_config(MIXTRAL), from_hf_config({**LLAMA, "model_type": "qwen2"}), WINDOWED, from_hf_config({
+    "model",
+    [SCALED, from_hf_config(MIXTRAL), from_hf_config({**LLAMA, "model_type": "qwen2"}), WINDOWED, from_hf_config({
         "model_type": "gpt2", "n_head": 4, "n_embd": 12, "n_layer": 2, "n_positions": 6, "vocab_size": 7
     })],
     ids=["llama", "mixtral", "qwen2", "mistral", "gpt2"],
 )  # fmt: skip
-def test_facts_survive_arguments_and_configurations(facts: ModelConfig) -> None:
-    args = to_megatron_args(facts, 3, "bfloat16")
-    assert from_megatron_args(args).over(ModelConfig(vocabulary=facts.vocabulary)) == facts
-    config, why = to_hf_config(from_megatron_args(args), facts.vocabulary)
+def test_model_configs_survive_arguments_and_config_json(model: ModelConfig) -> None:
+    args = to_megatron_args(model, 3, "bfloat16")
+    assert from_megatron_args(args).over(ModelConfig(vocabulary=model.vocabulary)) == model
+    config, why = to_hf_config(from_megatron_args(args), model.vocabulary)
     assert why is None
     assert config is not None
-    assert from_hf_config(config) == facts
+    assert from_hf_config(config) == model
     mds = to_megatron_deepspeed_args(args)
-    assert from_megatron_args(to_megatron_core_args(mds)).over(ModelConfig(vocabulary=facts.vocabulary)) == facts
+    assert from_megatron_args(to_megatron_core_args(mds)).over(ModelConfig(vocabulary=model.vocabulary)) == model
 
 
 @pytest.mark.parametrize(
     "source",
     ["trainer_llama_tied_z1_bf16", "trainer_gpt2_tied_z2_fp32", "lightning_llama_z2_bf16", "trainer_llama_z3_bf16"],
 )
-def test_a_run_of_a_hugging_face_trainer_becomes_megatrons(corpus: Path, tmp_path: Path, source: str) -> None:
+def test_a_hugging_face_trainer_run_becomes_a_megatron_run(corpus: Path, tmp_path: Path, source: str) -> None:
     given = corpus / "huggingface" / source
     given = next((child for child in given.rglob("checkpoint-3")), given)
     config = corpus / "huggingface/trainer_llama_z2_bf16/out/checkpoint-3/config.json"
@@ -162,7 +164,7 @@ def test_a_run_of_a_hugging_face_trainer_becomes_megatrons(corpus: Path, tmp_pat
 
 
 def test_a_format_without_vocabularies_has_no_padding(corpus: Path, tmp_path: Path) -> None:
-    """All rows are real, and stay so where Megatron pads them."""
+    """All rows are real, also after Megatron has padded them."""
     (tmp_path / "heads.json").write_text('{"num_attention_heads": 8, "num_query_groups": 4}')
     given = corpus / "megatron/llama_tp2_pp2_torch"
     ucp.convert(given, tmp_path / "dcp", to="dcp")
@@ -175,8 +177,8 @@ def optimizer_state(names: list[str], shapes: dict[str, tuple[int, ...]]) -> dic
 
 
 @pytest.mark.parametrize("decay", [0.1, 0.0])
-def test_one_group_is_dealt_as_megatrons_jobs_deal_theirs(tmp_path: Path, decay: float) -> None:
-    """A job finds its groups by what they say: without one for vectors it would not load."""
+def test_groups_are_formed_as_megatron_forms_them(tmp_path: Path, decay: float) -> None:
+    """A job identifies its groups by their settings, and would not load without a group for vectors."""
     shapes = llama_shapes()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     weights = {name: torch.from_numpy(value.astype("float32")) for name, value in numbers(shapes).items()}
@@ -193,7 +195,7 @@ def test_one_group_is_dealt_as_megatrons_jobs_deal_theirs(tmp_path: Path, decay:
     assert any(note.id == "groups-dealt" for note in notes) == bool(decay)
 
 
-def test_a_view_under_other_names(corpus: Path, tmp_path: Path) -> None:
+def test_virtual_atoms_under_other_names(corpus: Path, tmp_path: Path) -> None:
     """Virtual atoms point at blocks of Megatron's files, transposed ones too."""
     given = corpus / "megatron/gpt_tp2_pp2_torchdist"
     ucp.convert(given, tmp_path / "view", names="hf", link=True)
@@ -202,7 +204,7 @@ def test_a_view_under_other_names(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["gptfp16_tp1_torch", "gptfp16_tp1_torchdist"])
-def test_the_loss_scale_crosses_and_comes_back(corpus: Path, tmp_path: Path, source: str) -> None:
+def test_the_loss_scale_survives_a_round_trip(corpus: Path, tmp_path: Path, source: str) -> None:
     given = corpus / "megatron" / source
     ucp.convert(given, tmp_path / "zero", to="deepspeed", names="hf", zero=1, dp=1)
     trees = ucp.open(tmp_path / "zero").extras.trees
@@ -211,7 +213,7 @@ def test_the_loss_scale_crosses_and_comes_back(corpus: Path, tmp_path: Path, sou
     assert scaler.get("dynamic") is True
     config = tmp_path / "zero/config.json"
     ucp.convert(tmp_path / "zero", tmp_path / "back", to="megatron", names="megatron", model_config=config)
-    # Of the schedule only the position crosses.
+    # Only the position of the schedule is converted.
     assert ucp.diff(given, tmp_path / "back", names="hf", extras=False).same
     tree = next(iter(ucp.open(tmp_path / "back").extras.trees.values()))
     fragment = tree["optimizer"]["grad_scaler"]["scale"].fragments[0]
@@ -221,7 +223,7 @@ def test_the_loss_scale_crosses_and_comes_back(corpus: Path, tmp_path: Path, sou
 
 
 @pytest.mark.parametrize("source", ["moe_ep2_dp2_do_torch", "moe_ep2_torchdist"])
-def test_experts_under_their_own_names_are_dense_in_deepspeed(corpus: Path, tmp_path: Path, source: str) -> None:
+def test_megatron_experts_are_dense_parameters_in_deepspeed(corpus: Path, tmp_path: Path, source: str) -> None:
     given = corpus / "megatron" / source
     ucp.convert(given, tmp_path / "zero", to="deepspeed", zero=1, dp=2, tp=1)
     assert not list((tmp_path / "zero").rglob("*expert*"))
