@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.interop.spec import Spec
+from tests.replay.lion import Lion
 
 
 class Tp:
@@ -359,25 +360,6 @@ def universal_info(spec: Spec) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizers and data
-
-
-class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum: one moment, under Adam's name for it, and no step."""
-
-    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # noqa: ARG002
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(torch.sign(moment * first + p.grad * (1 - first)), alpha=-group["lr"])
-                moment.mul_(second).add_(p.grad, alpha=1 - second)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

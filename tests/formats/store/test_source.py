@@ -14,8 +14,7 @@ import pytest
 
 import ucp
 from tests.conftest import PROJECT
-from tests.training.store.stores import fill, schema
-from tests.training.store.test_store import damaged, look
+from tests.training.store.stores import fill, flip_bit, root_offsets, schema
 from ucp.errors import UsageError
 from ucp.formats.store.generations import StoreBusyError
 from ucp.formats.store.reader import generation_notes, schema_of
@@ -99,7 +98,7 @@ def test_flipped_bits_are_found(copied: Path, tmp_path: Path, seed: int) -> None
     path.write_bytes(copied.read_bytes())
     atoms = [atom for atom in ucp.open(path).index.atoms() if atom.nbytes]
     atom = atoms[int(chance.integers(len(atoms)))]
-    damaged(path, atom.fragments[0].offset + int(chance.integers(atom.nbytes)), 1 << int(chance.integers(8)))
+    flip_bit(path, atom.fragments[0].offset + int(chance.integers(atom.nbytes)), 1 << int(chance.integers(8)))
     report = ucp.verify(path, "deep")
     assert not report.ok
     assert report.exit_code == 4
@@ -115,23 +114,23 @@ def test_damaged_blocks_are_found(tmp_path: Path) -> None:
             fill(store, step)
             store.commit()
     whole = path.read_bytes()
-    superblock, header, _ = look(path)
+    superblock, header, _ = root_offsets(path)
 
     def said() -> list[tuple[str, int, str]]:
         return [(f.severity, f.exit_code, f.message) for f in ucp.verify(path, "quick").findings if f.check == "store"]
 
     assert said() == []
-    damaged(path, header)
+    flip_bit(path, header)
     [(severity, code, message)] = said()
     assert (severity, code) == ("error", 4)
     assert "generation 2 (step 2) is lost" in message
     path.write_bytes(whole)
-    damaged(path, superblock)
+    flip_bit(path, superblock)
     [(severity, _, message)] = said()
     assert severity == "warning"  # a crash does this too
     assert "is torn" in message
     path.write_bytes(whole)
-    damaged(path, 20)
+    flip_bit(path, 20)
     assert ucp.verify(path).exit_code == 4
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
+from ucp.formats.store.generations import find_generations, positional_reader, read_store_file
 from ucp.formats.store.store_layout import StoreEntry, StoreSchema
 
 ENTRIES = (
@@ -43,3 +46,24 @@ def is_of_one_step(loaded: Any) -> bool:
         loaded.array(entry.name, entry.kind).tobytes() == content(number, entry, loaded.step)
         for number, entry in enumerate(ENTRIES)
     )
+
+
+def flip_bit(path: Path, at: int, bit: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bit]))
+
+
+def root_offsets(path: Path) -> tuple[int, int, int]:
+    """Offsets: of the superblock of the root, of the root's header, of the root's first atom."""
+    fd = os.open(path, os.O_RDONLY)
+    read = positional_reader(fd, path)
+    shape = read_store_file(read, os.fstat(fd).st_size, path)
+    found = find_generations(read, shape)
+    os.close(fd)
+    assert found.root is not None
+    assert found.root_superblock is not None
+    slot = shape.layout.slot_at(found.root.slot)
+    return (found.root_superblock + 1) * 4096, slot, slot + shape.layout.offsets[0]

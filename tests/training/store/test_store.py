@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.training.store.stores import ENTRIES, fill, is_of_one_step, schema
+from tests.training.store.stores import ENTRIES, fill, flip_bit, is_of_one_step, root_offsets, schema
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UsageError
-from ucp.formats.store.generations import StoreBusyError, find_generations, positional_reader, read_store_file
+from ucp.formats.store.generations import StoreBusyError
 from ucp.formats.store.store_layout import StoreSchema
 from ucp.training.store.store_loading import load_store
 from ucp.training.store.writer import Store
@@ -165,14 +164,6 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert load_store(path).step == 1
 
 
-def damaged(path: Path, at: int, bit: int = 1) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ bit]))
-
-
 def made(path: Path, steps: int = 3) -> None:
     with Store.create(path, schema()) as store:
         for step in range(1, steps + 1):
@@ -180,32 +171,19 @@ def made(path: Path, steps: int = 3) -> None:
             store.commit()
 
 
-def look(path: Path) -> tuple[int, int, int]:
-    """Offsets: of the superblock of the root, of the root's header, of the root's first atom."""
-    fd = os.open(path, os.O_RDONLY)
-    read = positional_reader(fd, path)
-    shape = read_store_file(read, os.fstat(fd).st_size, path)
-    found = find_generations(read, shape)
-    os.close(fd)
-    assert found.root is not None
-    assert found.root_superblock is not None
-    slot = shape.layout.slot_at(found.root.slot)
-    return (found.root_superblock + 1) * 4096, slot, slot + shape.layout.offsets[0]
-
-
 def test_damage_is_found_or_passed_by(tmp_path: Path) -> None:
     made(tmp_path / "whole")
-    superblock, header, atom = look(tmp_path / "whole")
+    superblock, header, atom = root_offsets(tmp_path / "whole")
     for at, what in ((100, "head"), (3 * 4096 + 5, "schema")):
         path = tmp_path / what
         path.write_bytes((tmp_path / "whole").read_bytes())
-        damaged(path, at)
+        flip_bit(path, at)
         with pytest.raises(IntegrityError, match=what):
             load_store(path)
     for at in (superblock, header):  # the older generation is there
         path = tmp_path / f"at{at}"
         path.write_bytes((tmp_path / "whole").read_bytes())
-        damaged(path, at)
+        flip_bit(path, at)
         loaded = load_store(path)
         assert loaded.step == 2
         assert is_of_one_step(loaded)
@@ -213,7 +191,7 @@ def test_damage_is_found_or_passed_by(tmp_path: Path) -> None:
             fill(store, 9)
             assert store.commit() >= 3
         assert load_store(path).step == 9
-    damaged(tmp_path / "whole", atom + 77)
+    flip_bit(tmp_path / "whole", atom + 77)
     with pytest.raises(IntegrityError, match=r"embed\.weight, weight"):
         load_store(tmp_path / "whole").check()
     with (tmp_path / "whole").open("r+b") as file:
@@ -227,8 +205,8 @@ def test_damage_is_found_or_passed_by(tmp_path: Path) -> None:
 
 def test_both_superblocks_gone_is_said(tmp_path: Path) -> None:
     made(tmp_path / "store")
-    damaged(tmp_path / "store", 4096)
-    damaged(tmp_path / "store", 8192)
+    flip_bit(tmp_path / "store", 4096)
+    flip_bit(tmp_path / "store", 8192)
     with pytest.raises(IntegrityError, match="both superblocks are damaged"):
         load_store(tmp_path / "store")
 
