@@ -21,7 +21,7 @@ WORKERS: list[int] = []
 
 
 class Happening(Progress):
-    """Something that happens as soon as a worker has moved bytes."""
+    """Causes an incident as soon as a worker has moved bytes."""
 
     def __init__(self, what: str) -> None:
         self.what = what

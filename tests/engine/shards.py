@@ -20,7 +20,7 @@ from ucp.read.casting import raw_dtype
 
 @dataclass(frozen=True)
 class Cut:
-    """How a whole is laid out over ranks: a rule over `tp`, then `dp` flat intervals at `marks` (fractions of 1000)."""
+    """A layout over ranks: a rule over `tp`, then `dp` flat intervals at `marks` (fractions of 1000)."""
 
     rule: Rule
     tp: int
@@ -81,7 +81,7 @@ def values_of(shape: Shape, dtype: DType, seed: int = 0) -> np.ndarray[Any, Any]
 def write_shards(
     folder: Path, values: np.ndarray[Any, Any], dtype: DType, cut: Cut, *, name: str = "p", kind: str = "weight"
 ) -> Atom:
-    """Write one file a rank, with junk around the payload, and give the atom that finds it all."""
+    """Write one file per rank, with junk around the payload; returns the atom that refers to all of them."""
     fragments = []
     for number, region in enumerate(regions(cut, values.shape)):
         file = f"{name}.{kind}.{number}"

@@ -69,7 +69,7 @@ def test_slabs_of_a_sliced_tensor_share_their_views(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(settings, name, value)
     asked: list[StridedSpan] = []
     monkeypatch.setattr(ViewCache, "of", lambda views, runs, of=ViewCache.of: asked.append(runs) or of(views, runs))
-    values = values_of((199, 24), FLOAT32)  # 96 bytes a row, 10 rows a slab, and 9 that are left
+    values = values_of((199, 24), FLOAT32)  # 96 bytes per row, 10 rows per slab, and 9 left over
     atom = write_shards(tmp_path, values, FLOAT32, Cut(Rule("split", dim=1), 2, ()))
     wanted = Cut(Rule("split", dim=1), 4, ())
     run(

@@ -45,13 +45,13 @@ def atom_of(shape: Shape) -> Atom:
 
 
 def shares(atom: Atom, ranks: int) -> Target:
-    """One file a rank, as ZeRO-3 cuts."""
+    """One file per rank, as ZeRO-3 partitions."""
     held = regions(Cut(Rule("replicated"), 1, tuple(1000 * rank // ranks for rank in range(1, ranks))), atom.shape)
     return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (WriteItem(atom, r, 0),)) for n, r in enumerate(held)))
 
 
 def columns(atom: Atom, ranks: int) -> Target:
-    """One file a rank, with some of the columns: nothing that can be flattened."""
+    """One file per rank, with some of the columns: nothing that can be flattened."""
     height, width = atom.shape
     held = [Region.of([Box((rank * height // ranks, 0), (height // ranks, width - 1))]) for rank in range(ranks)]
     return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (WriteItem(atom, r, 0),)) for n, r in enumerate(held)))

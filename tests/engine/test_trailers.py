@@ -60,7 +60,7 @@ def check_digests(folder: Path, target: Target, digests: Digests) -> None:
 
 @st.composite
 def padded_regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
-    """Any interval of any boxes, some of which reach past the shape."""
+    """Any interval of any boxes, some of which extend past the shape."""
     boxes = []
     for _ in range(draw(st.integers(1, 3))):
         start = tuple(draw(st.integers(0, n - 1)) for n in shape)
@@ -80,7 +80,7 @@ def expected(values: np.ndarray[Any, Any], region: Region) -> bytes:
 
 @given(data=st.data())
 def test_storages_of_any_contents(data: st.DataObject) -> None:
-    """Random storages of holes, zeros and bytes, in several files, from any cut of the source."""
+    """Random storages of write items, zeros and bytes, in several files, from any layout of the source."""
     shape, dtype = data.draw(shapes()), data.draw(st.sampled_from(DTYPES))
     values = values_of(shape, dtype)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
@@ -140,7 +140,7 @@ def draw_storage(data: st.DataObject, atom: Atom, values: np.ndarray[Any, Any]) 
 
 @given(data=st.data())
 def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
-    """A split over more rows than there are, along any dimension; the source has padding of its own, which is junk."""
+    """A split over more rows than exist, along any dimension; the source has padding too, which is junk."""
     rows, columns, tp = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     dim = data.draw(st.integers(0, 1))
     shape = (rows, columns) if dim == 0 else (columns, rows)
@@ -257,7 +257,7 @@ def test_resume_repairs_any_damage(job: tuple[Target, Checkpoint, Path], where: 
 
 
 def test_resume_rewrites_a_literal_that_has_changed(job: tuple[Target, Checkpoint, Path]) -> None:
-    """What a seal says may come out differently after damaged parts were written again."""
+    """The trailer may differ after damaged tasks were written again."""
     target, source, path = job
     with pytest.raises(KeyboardInterrupt):
         run(target, source, path, options(), KillBeforePublishing(), Progress())
@@ -283,7 +283,7 @@ def test_resume_refuses_another_layout_of_the_same_size(job: tuple[Target, Check
 
 
 def test_a_custom_trailer(tmp_path: Path) -> None:
-    """The engine knows nothing of zip: any file may say that its first bytes are the CRC-32s of its last."""
+    """The engine knows no zip: any file may have the CRC-32 of its last bytes as its first bytes."""
     values = values_of((10,), UINT8)
     atom = write_shards(tmp_path, values, UINT8, Cut(Rule("replicated"), 1, (300,)))
     region = Region.all_of((10,))
@@ -366,7 +366,7 @@ def test_copies_of_real_files_load_as_the_originals(tmp_path: Path) -> None:
 
 
 class Copier:
-    """An inert tree with new storages, each a hole that the whole old storage fills."""
+    """An inert tree with new storages, each a write item of the whole old storage."""
 
     def __init__(self, file: TorchFile, name: str) -> None:
         self.file, self.name = file, name

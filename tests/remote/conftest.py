@@ -50,7 +50,7 @@ def _proxy(s3_port: int) -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """The proxy before the S3 server, which works well until told otherwise."""
+    """The proxy in front of the S3 server, which works until a fault is configured."""
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
@@ -83,7 +83,7 @@ def memory() -> Iterator[str]:
 
 
 def upload(folder: Path, url: str) -> str:
-    """Copy a folder into a store as it is, as any tool would; gives its URL there."""
+    """Copy a folder into a store unchanged, as any tool would; returns its URL."""
     from fsspec.core import url_to_fs
 
     fs, _ = url_to_fs(url)

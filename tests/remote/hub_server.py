@@ -13,7 +13,7 @@ COMMIT = "0" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one folder as the repository `org/model`. `fetched` says of what was sent whether it was a range."""
+    """Serves one folder as the repository `org/model`. `fetched` records whether each file was sent as a range."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Request)
@@ -35,7 +35,7 @@ class _Request(BaseHTTPRequestHandler):
     server: Hub
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Do not log requests."""
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)

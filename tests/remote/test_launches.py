@@ -23,11 +23,11 @@ pytest.importorskip("fsspec")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "REMOTE_LIVENESS_SECONDS", 0.02)
     monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 16 * settings.KIB)
-    monkeypatch.setattr(settings, "MISSING_PROCESS_SECONDS", 600.0)  # on a machine that is busy with something else
+    monkeypatch.setattr(settings, "MISSING_PROCESS_SECONDS", 600.0)  # the machine may be busy
 
 
 def launch(url: str, count: int) -> list[BaseException | None]:
-    """Write a target with so many processes of a launch, which are threads here; gives how each of them ended."""
+    """Write a target with `count` processes of a launch, which are threads here; returns how each of them ended."""
     ended: list[BaseException | None] = [None] * count
 
     def work(number: int) -> None:

@@ -25,7 +25,7 @@ STORES = os.environ.get("UCP_TEST_STORES", "").split()
 
 
 class PickyFileSystem(memory.MemoryFileSystem):  # type: ignore[misc]
-    """A store whose client takes no options when it uploads, as that of Azure."""
+    """A store whose client accepts no upload options, like that of Azure."""
 
     protocol = "picky"
 

@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def described(checkpoint: Any) -> Any:
-    """Where every byte of every state is said to lie."""
+    """Where every byte of every state is, according to the index."""
     return {
         (name, kind): [(f.file, f.offset, f.dtype.name, f.region) for f in atom.fragments]
         for name, parameter in checkpoint.parameters.items()
@@ -42,7 +42,7 @@ def described(checkpoint: Any) -> Any:
 
 
 def found(source: str) -> list[str]:
-    """What a deep verification says, wherever the checkpoint is."""
+    """The findings of a deep verification, independent of where the checkpoint is."""
     return sorted(finding.message.replace(source, "SOURCE") for finding in ucp.verify(source, "deep").findings)
 
 
@@ -251,7 +251,7 @@ def test_a_missing_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_placeholder_objects_of_folders_are_ignored(bucket: str) -> None:
-    """Consoles of stores make empty objects whose names end with a slash."""
+    """Web consoles of stores create empty objects whose names end with a slash."""
     import s3fs
 
     url = upload(FIXTURES / "z1_bf16_dp2", bucket)

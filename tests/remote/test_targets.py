@@ -71,7 +71,7 @@ def test_large_files_go_in_parts(tmp_path: Path, bucket: str, proxy: Proxy, monk
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
-    """Let only so many files be sent."""
+    """Let only `count` files be sent."""
     left = iter(range(count))
     real = ObjectStore.upload
 
@@ -85,7 +85,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException
 
 @pytest.fixture
 def interrupted(memory: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A target that a full store, or its owner's patience, has left half-done."""
+    """A target that a full store or an interrupt has left unfinished."""
     monkeypatch.setattr(settings, "REMOTE_SPOOL_BYTES", 64 * KIB)
     with monkeypatch.context() as patch:
         fail_after(patch, 3, StorageError("no more"))
@@ -123,7 +123,7 @@ def test_a_second_run_sends_what_is_missing(interrupted: str, tmp_path: Path, mo
     assert not {f"{interrupted}/{name}" for name in before} & set(sent)
     with pytest.raises(UsageError, match="already exists"):
         ucp.convert(SOURCE, interrupted)
-    ucp.convert(SOURCE, interrupted, resume=True)  # it is done, and says nothing else
+    ucp.convert(SOURCE, interrupted, resume=True)  # it is complete already
 
 
 def test_objects_that_were_changed_are_sent_again(interrupted: str, tmp_path: Path) -> None:

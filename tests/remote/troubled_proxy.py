@@ -26,7 +26,7 @@ class Request:
 
 @dataclass
 class Fault:
-    """What is to go wrong: the first `times` requests that fit have this trouble.
+    """A fault for the first `times` requests that match.
 
     `refuse` answers with status 500; `cut` closes the connection amid the answer, `cut early` before it; `stall` sends
     half of the answer and nothing more until the client gives up; `hold` passes nothing on and waits for that too.
@@ -41,7 +41,7 @@ class Fault:
 
 @dataclass
 class Proxy:
-    """The state of a proxy that runs. `faults` may be changed at any time."""
+    """The state of a running proxy. `faults` may be changed at any time."""
 
     port: int
     faults: list[Fault] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Proxy:
             self.requests.clear()
 
     def note(self, request: Request) -> Fault | None:
-        """Count a request; gives the fault that it is to meet."""
+        """Count a request; returns the fault that it should have."""
         with self.lock:
             self.requests.append(request)
             for fault in self.faults:
@@ -71,7 +71,7 @@ class Proxy:
 
 
 def start(store_port: int) -> tuple[Proxy, ThreadingHTTPServer]:
-    """Run a proxy before a server on this machine, until `shutdown` of what is given."""
+    """Run a proxy in front of a local server, until `shutdown` of the returned server."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

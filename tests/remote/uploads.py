@@ -19,7 +19,7 @@ def here(folder: Path) -> dict[str, bytes]:
 
 
 def there(url: str) -> dict[str, bytes]:
-    """Every object below a URL, our notes too."""
+    """Every object below a URL, including ucp's notes."""
     fs, path = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
     return {name[len(path) + 1 :]: fs.cat_file(name) for name in fs.find(path)}
