@@ -80,7 +80,7 @@ def _find(path: Path, tag: str | None) -> StepFolder:
     named = _latest_tag(path)
     if named is not None:
         if not is_existing_step_folder(path / named):
-            tags = [step.name for step in _steps_in(path)]
+            tags = sorted(child.name for child in path.iterdir() if child.is_dir() and is_step_folder(child))
             raise InconsistentError(
                 f"{path / 'latest'} names {named!r}, but {path / named} is not a DeepSpeed checkpoint",
                 hint=f"choose one with --tag: {', '.join(tags)}" if tags else "the step folder is missing: restore it",
@@ -167,10 +167,6 @@ def _single_step(path: Path, steps: list[Path]) -> StepFolder:
         )
     step = steps[0]
     return StepFolder(step.parent, step)
-
-
-def _steps_in(path: Path) -> list[Path]:
-    return sorted(child for child in path.iterdir() if child.is_dir() and is_step_folder(child))
 
 
 def _search(path: Path) -> list[Path]:

@@ -114,7 +114,9 @@ def extra_atom(file: RankFile, ref: TensorRef, name: str) -> Atom:
 
 def carry_neighbours(context: ReadContext, root: Path, trees: dict[str, Any], files: dict[str, str]) -> None:
     """Carry what a trainer keeps next to the step folder: scheduler, RNG and loader states as trees, else as bytes."""
-    for name in _files_in(root):
+    with scan_folder(root) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_file())
+    for name in names:
         if _matches_any(name, _IGNORED_PATTERNS):
             continue
         if _matches_any(name, _WEIGHT_PATTERNS):
@@ -155,11 +157,6 @@ def _carry_unknown_file(context: ReadContext, name: str, where: str, path: Path,
         context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; carried unchanged")
     else:
         context.note("file-unknown", f"{name}: not a file that DeepSpeed writes; not carried, it has {size} bytes")
-
-
-def _files_in(folder: Path) -> list[str]:
-    with scan_folder(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_file())
 
 
 def _matches_any(name: str, patterns: Collection[str]) -> bool:

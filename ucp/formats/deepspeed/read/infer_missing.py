@@ -16,7 +16,7 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT
 from ucp.core.dtypes import DType
 from ucp.errors import first_few
-from ucp.formats.deepspeed.read.rank_files import RankFile
+from ucp.formats.deepspeed.read.rank_files import RankFile, lookup
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.sharded.shard_fragments import StoredRun, StoredShard
 from ucp.formats.sharded.shard_table import RankCoord
@@ -59,11 +59,11 @@ def check_order(context: ReadContext, coord: RankCoord, model: RankFile) -> None
             if same is False:
                 wrong.append(name)
     if wrong:
+        is_round_robin = lookup(model.tree, "ds_config", "zero_optimization", "round_robin_gradients") is True
         context.problems.add(
             f"{model.name} ({coord}) has no param_shapes, and the order in param_slice_mappings is wrong: the master"
             f" weights of {len(wrong)} of {compared} parameters ({first_few(wrong, 5)}) differ from the module's"
-            " weights"
-            + (" (DeepSpeed writes a wrong order under round_robin_gradients)" if _is_round_robin(model) else "")
+            " weights" + (" (DeepSpeed writes a wrong order under round_robin_gradients)" if is_round_robin else "")
         )
     elif not compared:
         context.note(
@@ -72,12 +72,6 @@ def check_order(context: ReadContext, coord: RankCoord, model: RankFile) -> None
             " param_slice_mappings, which DeepSpeed writes wrong under round_robin_gradients, and no weights were"
             " found to compare with",
         )
-
-
-def _is_round_robin(model: RankFile) -> bool:
-    config = model.mapping().get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 
 
 def unlisted_copies(

@@ -9,7 +9,7 @@ that a truncated file is noticed before any work is done.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,9 +66,7 @@ class RankFile:
 
     def mapping(self, *keys: str) -> Mapping[Any, Any]:
         """The dict under this path of keys; raise if anything else is there."""
-        value = self.tree
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
+        value = lookup(self.tree, *keys)
         if not isinstance(value, dict):
             raise NotUnderstoodError(
                 f"{self.name}: expected a dict under {'/'.join(keys) or 'the root'}, found {describe_value(value)}",
@@ -163,6 +161,28 @@ def describe_value(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
+def lookup(tree: object, *keys: object) -> Any:
+    """The value under a path of keys in nested dicts; None if it does not exist."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def dict_or_empty(value: object) -> Mapping[Any, Any]:
+    """The value if it is a dict, else an empty dict."""
+    return value if isinstance(value, dict) else {}
+
+
+def list_or_empty(value: object) -> Sequence[Any]:
+    """The value if it is a list or tuple, else an empty one."""
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def dicts_in(value: object) -> list[Mapping[Any, Any]]:
+    """The dicts in a stored list; empty for any other value."""
+    return [item for item in list_or_empty(value) if isinstance(item, dict)]
+
+
 def as_shape(value: object, where: str) -> Shape:
     """A stored shape (`torch.Size`, tuple or list) as a tuple; raise for any other value."""
     if isinstance(value, (tuple, list)) and all(type(n) is int and n >= 0 for n in value):
@@ -179,7 +199,7 @@ def as_shapes(value: object, where: str) -> dict[str, Shape]:
 
 def as_strings(value: object) -> list[str]:
     """The strings in a stored list; empty for any other value."""
-    return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []
+    return [item for item in list_or_empty(value) if isinstance(item, str)]
 
 
 def as_tensors(value: object, where: str) -> list[TensorRef]:

@@ -12,7 +12,7 @@ from ucp.core.box import Shape
 from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.experts import expert_number, expert_placements, router_aliases
 from ucp.formats.deepspeed.read.infer_missing import check_frozen, check_order
-from ucp.formats.deepspeed.read.rank_files import RankFile, as_shapes
+from ucp.formats.deepspeed.read.rank_files import RankFile, as_shapes, dicts_in, lookup
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.read_weights import (
     StageNames,
@@ -165,9 +165,8 @@ def _stage_names(shapes: list[dict[str, Shape]] | None, optims: list[Zero12File]
         return {**_merge_shapes(shapes)}
     names: dict[str, Shape | None] = {}
     for optim in optims:
-        mappings = optim.top.get("param_slice_mappings")
-        for mapping in mappings if isinstance(mappings, (list, tuple)) else ():
-            names.update({str(name): None for name in mapping} if isinstance(mapping, dict) else {})
+        for mapping in dicts_in(optim.top.get("param_slice_mappings")):
+            names.update({str(name): None for name in mapping})
     return names
 
 
@@ -196,8 +195,7 @@ def _read_zero3(
 
 def _is_data_first(optims: Sequence[RankFile]) -> bool:
     """Whether consecutive ranks share experts (`use_data_before_expert_parallelism`)."""
-    config = optims[0].mapping().get("ds_config")
-    return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+    return lookup(optims[0].mapping(), "ds_config", "use_data_before_expert_parallelism") is True
 
 
 def _check_same_shapes(context: ReadContext, coord: RankCoord, models: list[RankFile]) -> None:

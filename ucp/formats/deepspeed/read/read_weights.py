@@ -17,7 +17,15 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Role
 from ucp.formats.deepspeed.experts import ExpertPlacement, expert_number
 from ucp.formats.deepspeed.read.infer_missing import unlisted_copies
-from ucp.formats.deepspeed.read.rank_files import RankFile, as_shapes, as_strings, as_tensor, flatten_state_dict
+from ucp.formats.deepspeed.read.rank_files import (
+    RankFile,
+    as_shapes,
+    as_strings,
+    as_tensor,
+    dict_or_empty,
+    flatten_state_dict,
+    lookup,
+)
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.step_files import StepFiles, layer_file_name, missing_expert_files, names_tp_rank
 from ucp.formats.sharded.shard_fragments import EvenSlices
@@ -31,8 +39,7 @@ _LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
 
 def module_tensors(file: RankFile) -> dict[str, Any]:
     """The module's state dict by dotted name; empty with a pipeline."""
-    module = file.mapping().get("module")
-    return flatten_state_dict(module) if isinstance(module, dict) else {}
+    return flatten_state_dict(dict_or_empty(file.mapping().get("module")))
 
 
 def buffer_names(file: RankFile) -> list[str]:
@@ -42,14 +49,12 @@ def buffer_names(file: RankFile) -> list[str]:
 
 def shared_parameters(file: RankFile) -> dict[str, str]:
     """Alias → owner as stored by rank 0 (other ranks write an empty dict)."""
-    shared = file.mapping().get("shared_params")
-    return {str(k): str(v) for k, v in shared.items()} if isinstance(shared, dict) else {}
+    return {str(k): str(v) for k, v in dict_or_empty(file.mapping().get("shared_params")).items()}
 
 
 def frozen_shapes(file: RankFile) -> dict[str, Shape]:
     """Shapes of the parameters that the optimizer does not own (ZeRO-2 and 3), empty parameters included."""
-    shapes = file.mapping().get("frozen_param_shapes")
-    return as_shapes(shapes, f"{file.name}: frozen_param_shapes") if isinstance(shapes, dict) else {}
+    return as_shapes(dict_or_empty(file.mapping().get("frozen_param_shapes")), f"{file.name}: frozen_param_shapes")
 
 
 def read_module(
@@ -378,14 +383,15 @@ def name_tied_modules(context: ReadContext, info: object) -> None:
     Only the patterns of a universal_checkpoint_info (`info`) contain the key of a tied module. Its layer is the one
     that several stages have or, if one stage has all uses, the one whose local names match the pattern.
     """
-    patterns = as_strings(info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None)
+    patterns = as_strings(lookup(info, "pipeline_replicated_parameter_patterns"))
     keys = sorted({found[1] for text in patterns if (found := _TIED_IN_PATTERN.search(text))})
     layers: dict[int, dict[str, str]] = {}  # layer → its parameters: local name → name
     for name in context.shards.roles:
         if found := _LAYER_NAME.fullmatch(name):
             layers.setdefault(int(found[1]), {})[found[2]] = name
     for layer, members in layers.items():
-        shared = {local: name for local, name in members.items() if _count_stages(context, name) > 1}
+        rows = {local: context.shards.row(name) for local, name in members.items()}
+        shared = {local: members[local] for local, row in rows.items() if len({coord.pp for coord in row}) > 1}
         if len(keys) == 1 and shared:
             _rename_tied(context, keys[0], layer, shared)
         for name in shared.values() if len(keys) != 1 else ():
@@ -403,10 +409,6 @@ def _matches(pattern: str, name: str) -> bool:
         return re.fullmatch(pattern, name) is not None
     except (re.error, RecursionError, OverflowError):
         return False
-
-
-def _count_stages(context: ReadContext, name: str) -> int:
-    return len({coord.pp for coord in context.shards.row(name)})
 
 
 def _rename_tied(context: ReadContext, key: str, layer: int, members: Mapping[str, str]) -> None:

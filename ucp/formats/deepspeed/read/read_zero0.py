@@ -31,7 +31,15 @@ from ucp.formats.deepspeed.read.optimizer_values import (
     is_scalar,
     stored_scalar,
 )
-from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensor, contains_tensor, describe_value
+from ucp.formats.deepspeed.read.rank_files import (
+    RankFile,
+    as_tensor,
+    contains_tensor,
+    describe_value,
+    dict_or_empty,
+    dicts_in,
+    list_or_empty,
+)
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.step_files import StepFiles, expert_optimizer_file_name
 from ucp.formats.sharded.shard_fragments import FlatSlice, WholeTensor
@@ -166,14 +174,13 @@ def unwrap_optimizer(file: RankFile, optimizer: object) -> UnshardedOptimizer | 
     inner = optimizer.get("optimizer_state_dict", optimizer)
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
         return None
-    state = inner.get("state")
     masters = optimizer.get("fp32_groups")
     flat = optimizer.get("fp32_groups_flat")
     where = f"{file.name}: optimizer"
     return UnshardedOptimizer(
         file,
-        state if isinstance(state, dict) else {},
-        [group for group in inner["param_groups"] if isinstance(group, dict)],
+        dict_or_empty(inner.get("state")),
+        dicts_in(inner["param_groups"]),
         [[as_tensor(ref, where) for ref in group] for group in masters] if isinstance(masters, list) else None,
         [as_tensor(ref, where) for ref in flat] if isinstance(flat, list) else None,
     )
@@ -244,14 +251,12 @@ def _candidates(
 
 
 def _params(group: Mapping[str, Any]) -> list[Any]:
-    params = group.get("params")
-    return list(params) if isinstance(params, (list, tuple)) else []
+    return list(list_or_empty(group.get("params")))
 
 
 def _stored_names(group: Mapping[str, Any]) -> list[str]:
     """The parameter names in a group of an optimizer that was created from `named_parameters()`."""
-    names = group.get("param_names")
-    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+    return [str(name) for name in list_or_empty(group.get("param_names"))]
 
 
 def _make_alias(context: ReadContext, coord: RankCoord, alias: str, owner: str) -> None:
@@ -354,8 +359,7 @@ def _slots(context: ReadContext, found: UnshardedOptimizer) -> list[list[Optimiz
                 ref = found.masters[g][position]
                 slots.append(OptimizerSlot(found.file.whole(ref), ref.shape, degree=degree))
                 continue
-            state = found.state.get(index)
-            tensors = [v for v in state.values() if isinstance(v, TensorRef)] if isinstance(state, dict) else []
+            tensors = [v for v in dict_or_empty(found.state.get(index)).values() if isinstance(v, TensorRef)]
             # Scalars such as `step` do not help to identify the parameter.
             slots.append(OptimizerSlot(states=tuple(ref.shape for ref in tensors if ref.shape), degree=degree))
         groups.append(slots)
@@ -363,9 +367,7 @@ def _slots(context: ReadContext, found: UnshardedOptimizer) -> list[list[Optimiz
 
 
 def _add_states(context: ReadContext, shard: Shard, file: RankFile, state: object) -> None:
-    if not isinstance(state, dict):
-        return
-    for key, value in state.items():
+    for key, value in dict_or_empty(state).items():
         kind = kind_of_state(key)
         if isinstance(value, TensorRef) and (value.shape == shard.shape or value.numel > 1):
             shard.add(kind, file.whole(context.claim(value)), value.shape)
@@ -402,8 +404,7 @@ def _read_flat_groups(
             return None
         groups.append(sorted(buffers.pop(key), key=lambda item: item[0]))
     for g, (master, views) in enumerate(zip(found.flat, groups, strict=True)):
-        state = found.state.get(g)
-        share = FlatGroupShare(found.file, 0, state if isinstance(state, dict) else {}, (master.numel,))
+        share = FlatGroupShare(found.file, 0, dict_or_empty(found.state.get(g)), (master.numel,))
         states = classify_states(context, f"group {g} ({coord})", [share])
         masters = (master.dtype, [found.file.locate(context.claim(master))])
         for offset, candidate in views:

@@ -25,7 +25,15 @@ from ucp.formats.deepspeed.experts import (
 )
 from ucp.formats.deepspeed.flat_layout import FlatLayout, flat_layout_of, with_oldest_alignment
 from ucp.formats.deepspeed.read.optimizer_values import FlatGroupShare, classify_states, group_hyper_parameters
-from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensors, describe_value
+from ucp.formats.deepspeed.read.rank_files import (
+    RankFile,
+    as_tensors,
+    describe_value,
+    dict_or_empty,
+    dicts_in,
+    list_or_empty,
+    lookup,
+)
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.sharded.shard_fragments import FlatSlice, TensorInFile
 from ucp.formats.sharded.shard_table import RankCoord
@@ -46,24 +54,19 @@ class Zero12File:
     @property
     def hyper(self) -> list[Mapping[str, Any]]:
         """Hyper-parameters by group; empty for elastic checkpoints, which do not save any."""
-        base = self.top.get("base_optimizer_state")
-        groups = base.get("param_groups") if isinstance(base, dict) else None
-        return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+        return dicts_in(lookup(self.top, "base_optimizer_state", "param_groups"))
 
     def state(self, group: int) -> Mapping[Any, Any]:
         """The optimizer's states of one flat group: by key in a torch state dict, by position if elastic."""
         base = self.top.get("base_optimizer_state")
         if isinstance(base, (list, tuple)):
-            found = base[group] if group < len(base) else None
-        else:
-            states = base.get("state") if isinstance(base, dict) else None
-            found = states.get(group) if isinstance(states, dict) else None
-        return found if isinstance(found, dict) else {}
+            return dict_or_empty(base[group] if group < len(base) else None)
+        return dict_or_empty(lookup(base, "state", group))
 
     def slice_mapping(self, group: int) -> object:
         """The entry of `param_slice_mappings` for one flat group; None if there is none."""
-        mappings = self.top.get("param_slice_mappings")
-        return mappings[group] if isinstance(mappings, (list, tuple)) and group < len(mappings) else None
+        mappings = list_or_empty(self.top.get("param_slice_mappings"))
+        return mappings[group] if group < len(mappings) else None
 
 
 def open_zero12_files(files: Sequence[RankFile]) -> list[Zero12File]:
@@ -88,7 +91,7 @@ def _partition_counts(value: object, groups: int) -> list[int]:
     """The number of ranks that share each group; old files store one number for all groups."""
     if type(value) is int:
         return [value] * groups
-    return [n for n in value if type(n) is int] if isinstance(value, (list, tuple)) else []
+    return [n for n in list_or_empty(value) if type(n) is int]
 
 
 def read_zero12(
@@ -199,13 +202,10 @@ def _read_group(
 
 def _alignment(file: Zero12File, g: int, count: int) -> Sequence[int] | None:
     """The stored padding after each parameter of the group (recent releases), or None."""
-    paddings = file.top.get("param_alignment_paddings")
-    if not isinstance(paddings, (list, tuple)) or g >= len(paddings):
-        return None
-    group = paddings[g]
-    if not isinstance(group, (list, tuple)) or len(group) != count or any(type(n) is not int or n < 0 for n in group):
-        return None
-    return group
+    paddings = list_or_empty(file.top.get("param_alignment_paddings"))
+    group = list_or_empty(paddings[g]) if g < len(paddings) else ()
+    is_valid = len(group) == count and all(type(n) is int and n >= 0 for n in group)
+    return group if is_valid else None
 
 
 def _fitting_layout(

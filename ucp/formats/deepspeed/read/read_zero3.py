@@ -36,7 +36,16 @@ from ucp.formats.deepspeed.read.optimizer_values import (
     classify_states,
     group_hyper_parameters,
 )
-from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensor, as_tensors, describe_value
+from ucp.formats.deepspeed.read.rank_files import (
+    RankFile,
+    as_tensor,
+    as_tensors,
+    describe_value,
+    dict_or_empty,
+    dicts_in,
+    list_or_empty,
+    lookup,
+)
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.read_weights import frozen_shapes
 from ucp.formats.deepspeed.step_files import SWAP_FOLDER
@@ -60,20 +69,12 @@ class Zero3File:
     top: Mapping[Any, Any]  # its `optimizer_state_dict`
     masters: list[TensorRef]  # one per sub-group
 
-    @property
-    def optimizer(self) -> Mapping[Any, Any]:
-        found = self.top.get("optimizer_state_dict")
-        return found if isinstance(found, dict) else {}
-
     def state(self, sub_group: int) -> Mapping[Any, Any]:
-        states = self.optimizer.get("state")
-        found = states.get(sub_group) if isinstance(states, dict) else None
-        return found if isinstance(found, dict) else {}
+        return dict_or_empty(lookup(self.top, "optimizer_state_dict", "state", sub_group))
 
     @property
     def param_groups(self) -> list[Mapping[str, Any]]:
-        groups = self.optimizer.get("param_groups")
-        return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+        return dicts_in(lookup(self.top, "optimizer_state_dict", "param_groups"))
 
 
 def open_zero3_files(files: Sequence[RankFile], tp: int, tp_rank: int) -> list[Zero3File]:
@@ -229,9 +230,7 @@ def _param_groups(context: ReadContext, shapes: Sequence[Mapping[str, Shape]], f
     groups = groups or [ParamGroup({}, [])]
     group_of: dict[int, int] = {}
     for g, group in enumerate(file.param_groups):
-        members = group.get("params")
-        if isinstance(members, (list, tuple)):
-            group_of.update({member: g for member in members if type(member) is int})
+        group_of.update({member: g for member in list_or_empty(group.get("params")) if type(member) is int})
     if sorted(group_of) != list(range(len(shapes))):
         # Some releases leave the lists empty. With one group, or one per sub-group, the assignment is clear.
         group_of = {i: i if len(groups) == len(shapes) else 0 for i in range(len(shapes))}

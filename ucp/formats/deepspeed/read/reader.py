@@ -25,7 +25,7 @@ from ucp.formats.deepspeed.read.carry_extras import (
     without_layout_tables,
 )
 from ucp.formats.deepspeed.read.infer_missing import note_missing
-from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
+from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, dict_or_empty, lookup
 from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
 from ucp.formats.deepspeed.read.read_ranks import DetectedLayout, OpenRankFiles, read_states
 from ucp.formats.deepspeed.read.resolve_rules import assemble, check_ranks, merge_stage_groups, order_names, resolve_all
@@ -261,8 +261,7 @@ def details_of(
 ) -> dict[str, Any]:
     """Facts about the checkpoint as JSON values; those that it does not record are omitted."""
     model = next(iter(ranks.models.values()))[0].mapping()
-    config = model.get("ds_config")
-    config = config if isinstance(config, dict) else {}
+    config = dict_or_empty(model.get("ds_config"))
     facts: dict[str, Any] = {
         "tag": place.tag,
         "wrapper": _wrapper_name(place, model),
@@ -315,30 +314,26 @@ def _client_name(model: Any) -> str | None:
 
 def _configured_dtype(config: Any) -> str:
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        section = config.get(key)
-        if isinstance(section, dict) and section.get("enabled") not in (None, False):
+        if lookup(config, key, "enabled") not in (None, False):
             return name
     return "float32"
 
 
 def _zero_details(config: Any, layout: DetectedLayout) -> dict[str, Any]:
-    section = config.get("zero_optimization")
-    section = section if isinstance(section, dict) else {}
+    section = dict_or_empty(config.get("zero_optimization"))
     facts = {key: section[key] for key in _ZERO_FLAGS if isinstance(section.get(key), (bool, int, float))}
     if type(section.get("stage")) is int:
         facts["configured_stage"] = section["stage"]
     for key in ("offload_optimizer", "offload_param"):
-        offload = section.get(key)
-        if isinstance(offload, dict) and isinstance(offload.get("device"), str):
-            facts[key] = offload["device"]
+        if isinstance(device := lookup(section, key, "device"), str):
+            facts[key] = device
     if layout.elastic:
         facts["elastic_checkpoint"] = True
     return facts
 
 
 def _configured_optimizer(config: Any) -> str | None:
-    section = config.get("optimizer")
-    kind = section.get("type") if isinstance(section, dict) else None
+    kind = lookup(config, "optimizer", "type")
     return kind if isinstance(kind, str) else None
 
 
@@ -348,15 +343,13 @@ def _loss_scale(ranks: OpenRankFiles) -> float | None:
         scale = scaler.get("cur_scale") if isinstance(scaler, Inert) else None
         return float(scale) if isinstance(scale, (int, float)) else None
     for files in ranks.models.values():
-        optimizer = files[0].mapping().get("optimizer")
-        scale = optimizer.get("cur_scale") if isinstance(optimizer, dict) else None
+        scale = lookup(files[0].mapping(), "optimizer", "cur_scale")
         return float(scale) if isinstance(scale, (int, float)) else None
     return None
 
 
 def _info_version(model: Any) -> float | None:
-    info = model.get("universal_checkpoint_info")
-    version = info.get("universal_checkpoint_version") if isinstance(info, dict) else None
+    version = lookup(model, "universal_checkpoint_info", "universal_checkpoint_version")
     return version if isinstance(version, (int, float)) else None
 
 

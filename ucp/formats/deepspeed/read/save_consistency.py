@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ucp.errors import NotUnderstoodError, first_few
-from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles
+from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, lookup
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.read_zero3 import ZERO3_MASTERS
 from ucp.formats.deepspeed.step_files import (
@@ -129,8 +129,8 @@ def _expected_ranks(files: StepFiles, opened: RankFiles, prefix: str, written: i
     """Number of data-parallel ranks that must have files: all of the job, except that MiCS saves one shard group."""
     if not files.optim:
         return dp_world
-    top = opened.open(prefix + files.optim[min(files.optim)]).mapping().get("optimizer_state_dict")
-    count = top.get("partition_count") if isinstance(top, dict) else None
+    first = opened.open(prefix + files.optim[min(files.optim)])
+    count = lookup(first.mapping(), "optimizer_state_dict", "partition_count")
     if type(count) is int and count == written and len({dp for dp, _ in files.optim}) == written:
         return written
     if isinstance(count, (list, tuple)):
@@ -159,8 +159,7 @@ def _report_missing(
 
 def _tensor_parallel_degree(files: StepFiles, opened: RankFiles, prefix: str, tree: Mapping[Any, Any], mp: int) -> int:
     """The degree as stored (recent releases), from the layer files, or by comparing the parameter names of ranks."""
-    degrees = tree.get("checkpoint_parallel_dimensions")
-    stored = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+    stored = lookup(tree, "checkpoint_parallel_dimensions", "tp_degree")
     if type(stored) is int and stored > 0 and mp % stored == 0:
         return stored
     if files.layers:

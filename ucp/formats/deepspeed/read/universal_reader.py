@@ -38,7 +38,16 @@ from ucp.errors import NotUnderstoodError, StorageError
 from ucp.formats.deepspeed.folder import find_universal
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
 from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, stored_scalar
-from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, as_shapes, describe_value
+from ucp.formats.deepspeed.read.rank_files import (
+    RankFile,
+    RankFiles,
+    as_shapes,
+    describe_value,
+    dict_or_empty,
+    dicts_in,
+    list_or_empty,
+    lookup,
+)
 from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
 from ucp.formats.deepspeed.read.read_weights import (
     StageNames,
@@ -49,7 +58,7 @@ from ucp.formats.deepspeed.read.read_weights import (
     read_module,
     shared_parameters,
 )
-from ucp.formats.deepspeed.read.read_zero3 import read_frozen_slices
+from ucp.formats.deepspeed.read.read_zero3 import ZERO3_MASTERS, read_frozen_slices
 from ucp.formats.deepspeed.read.reader import framework_of, step_of, universal_details
 from ucp.formats.deepspeed.read.resolve_rules import assemble, merge_stage_groups, resolve_all
 from ucp.formats.deepspeed.read.save_consistency import RankGrid, check_same_save, find_grid
@@ -98,7 +107,9 @@ class _UniversalReader:
         first = models[0][0]
         shared = {alias: owner for members in models for alias, owner in shared_parameters(members[0]).items()}
         if names.layers:
-            read_layers(self.context, names.layers, {0: StageNames(_trained_shapes(models), _buffer_names(models))})
+            shapes = [group for members in models for group in _shapes_by_group(members[0])]
+            trained = {name: shape for group in shapes for name, shape in group.items()}
+            read_layers(self.context, names.layers, {0: StageNames(trained, _buffer_names(models))})
         for index, members in enumerate(models):
             self._read_model(RankCoord(index // grid.tp, index % grid.tp), members, folders, shared, grid)
         self._put_in_order(models)
@@ -126,7 +137,7 @@ class _UniversalReader:
             groups=groups,
             extras=Extras(self._trees(models, optimizer)),
             notes=self.context.notes,
-            sizes=_file_sizes(self.root),
+            sizes=dict(list_files(self.root)),
             details=universal_details(self.context, first),
         )
 
@@ -228,7 +239,8 @@ class _UniversalReader:
                     problems.add(f"{path}: shape {list(atom.shape)}, but parameter {name} has {list(parameter.shape)}")
                 kind = WEIGHT if kind == MASTER and parameter.role != "trained" else kind
                 parameter.atoms[kind] = atom if kind == atom.kind else replace(atom, kind=kind)
-            _sort_kinds(parameter)
+            order = sorted(parameter.atoms, key=lambda kind: (kind != WEIGHT, kind != MASTER))
+            parameter.atoms = {kind: parameter.atoms[kind] for kind in order}
         for name, parameter in parameters.items():
             if parameter.role == "trained" and MASTER not in parameter.atoms:
                 problems.add(f"parameter {name} is trained, but {STATES_FOLDER}/{name}/fp32.pt is missing")
@@ -281,12 +293,6 @@ class _UniversalReader:
         return trees
 
 
-def _trained_shapes(models: Sequence[Sequence[RankFile]]) -> dict[str, Shape]:
-    return {
-        name: shape for members in models for group in _shapes_by_group(members[0]) for name, shape in group.items()
-    }
-
-
 def _buffer_names(models: Sequence[Sequence[RankFile]]) -> set[str]:
     return {name for members in models for name in buffer_names(members[0])}
 
@@ -301,15 +307,6 @@ def _shapes_by_group(file: RankFile) -> list[dict[str, Shape]]:
 def _layer_number(name: str) -> int:
     number, dot, _ = name.partition(".")
     return int(number) if dot and number.isascii() and number.isdigit() else -1
-
-
-def _sort_kinds(parameter: Parameter) -> None:
-    order = sorted(parameter.atoms, key=lambda kind: (kind != WEIGHT, kind != MASTER))
-    parameter.atoms = {kind: parameter.atoms[kind] for kind in order}
-
-
-def _file_sizes(root: Path) -> dict[str, int]:
-    return dict(list_files(root))
 
 
 _MAX_FOLDER_DEPTH: Final = 8  # nested folders; deeper ones are not parameter names but cyclic links
@@ -390,8 +387,8 @@ def zero_stage(optimizer: RankFile) -> int:
 
 def read_groups(context: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> list[ParamGroup]:
     """Parameter groups of one pipeline stage; `shapes` has one dict per flat group (sub-group under ZeRO-3)."""
-    found = optimizer.mapping().get("param_groups") or _inner_state_dict(optimizer).get("param_groups")
-    stored = [group for group in found if isinstance(group, dict)] if isinstance(found, (list, tuple)) else []
+    found = optimizer.mapping().get("param_groups") or lookup(optimizer.tree, "optimizer_state_dict", "param_groups")
+    stored = dicts_in(found)
     groups = [ParamGroup(group_hyper_parameters(context, optimizer, group), []) for group in stored]
     for names, owner in zip(shapes, _group_of_each(stored, len(shapes)), strict=True):
         if owner < len(groups):
@@ -412,29 +409,23 @@ def parameter_steps(optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) 
 
 def rank0_tensors(optimizer: RankFile) -> Iterator[TensorRef]:
     """Rank 0's shards under ZeRO-3: they repeat part of the whole states in the parameters' folders."""
-    masters = optimizer.mapping().get("fp32_flat_groups")
+    masters = list_or_empty(optimizer.mapping().get(ZERO3_MASTERS))
     rows = [state.values() for state in _inner_states(optimizer).values()]
-    for value in (*(masters if isinstance(masters, (list, tuple)) else ()), *(value for row in rows for value in row)):
+    for value in (*masters, *(value for row in rows for value in row)):
         if isinstance(value, TensorRef):
             yield value
 
 
-def _inner_state_dict(optimizer: RankFile) -> Mapping[Any, Any]:
-    inner = optimizer.mapping().get("optimizer_state_dict")
-    return inner if isinstance(inner, dict) else {}
-
-
 def _inner_states(optimizer: RankFile) -> dict[Any, Mapping[Any, Any]]:
-    states = _inner_state_dict(optimizer).get("state")
-    return {k: s for k, s in states.items() if isinstance(s, dict)} if isinstance(states, dict) else {}
+    states = dict_or_empty(lookup(optimizer.tree, "optimizer_state_dict", "state"))
+    return {key: state for key, state in states.items() if isinstance(state, dict)}
 
 
 def _group_of_each(groups: Sequence[Mapping[Any, Any]], flat: int) -> list[int]:
     """The parameter group of each flat group: as listed in `params`, else by position."""
     owner: dict[int, int] = {}
     for index, group in enumerate(groups):
-        listed = group.get("params")
-        for member in listed if isinstance(listed, (list, tuple)) else ():
+        for member in list_or_empty(group.get("params")):
             if type(member) is int:
                 owner[member] = index
     return [owner[i] for i in range(flat)] if sorted(owner) == list(range(flat)) else list(range(flat))

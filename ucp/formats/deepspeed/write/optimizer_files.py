@@ -128,7 +128,10 @@ class ScalarStates:
                         f" is {other}: a flat group has one value",
                         hint="this target needs equal values in a group; use --zero 0",
                     )
-        return {kind: _number_or_tensor(data, atom) for kind, (_, data, atom) in found.items()}
+        return {
+            kind: scalar_value(data, atom.dtype) if atom.dtype.family == "int" else whole_tensor(atom)
+            for kind, (_, data, atom) in found.items()
+        }
 
     def group(self, members: Sequence[TargetSlice]) -> TargetGroupStates:
         """Every state of a flat group."""
@@ -146,10 +149,6 @@ class ScalarStates:
             size = fragment.dtype.itemsize
             self._known[key] = self._files.read(fragment.file, fragment.offset, size) if inline is None else inline
         return self._known[key]
-
-
-def _number_or_tensor(data: bytes, atom: Atom) -> Any:
-    return scalar_value(data, atom.dtype) if atom.dtype.family == "int" else whole_tensor(atom)
 
 
 _DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000  # of DeepSpeed
@@ -310,11 +309,11 @@ def _group_padding(flat: FlatGroup, index: int, bf16: bool) -> int:
 
 
 def _slice_mapping(buffer: FlatLayout, index: int) -> InertOrderedDict:
-    return InertOrderedDict((name, _fragment_address(start, length)) for name, start, length in buffer.overlaps(index))
-
-
-def _fragment_address(start: int, numel: int) -> Inert:
-    return bare_object("deepspeed.utils.tensor_fragment", "fragment_address", {"numel": numel, "start": start})
+    mapping = InertOrderedDict()
+    for name, start, length in buffer.overlaps(index):
+        state = {"numel": length, "start": start}
+        mapping[name] = bare_object("deepspeed.utils.tensor_fragment", "fragment_address", state)
+    return mapping
 
 
 def zero_stage_object(stage: int) -> Inert:

@@ -11,6 +11,7 @@ from ucp.containers.pickle_writer import bare_object
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, parse_dtype
 from ucp.formats.deepspeed.experts import expert_placements
+from ucp.formats.deepspeed.read.rank_files import dict_or_empty, lookup
 from ucp.formats.deepspeed.step_files import OPTIMIZER_STATE, classify_files
 
 # Keys of a model file that the writer computes; everything else in it is carried over.
@@ -76,20 +77,18 @@ class SourceExtras:
         inner = self._optim.get("optimizer_state_dict", self._universal)
         if isinstance(inner, dict):
             return inner
-        unsharded = next(iter(self._models.values()), {}).get("optimizer")
-        return unsharded if isinstance(unsharded, dict) else {}
+        return dict_or_empty(next(iter(self._models.values()), {}).get("optimizer"))
 
     @property
     def config(self) -> dict[str, Any]:
         config = next(iter(self._models.values()), {}).get("ds_config") or self._optim.get("ds_config")
-        return dict(config) if isinstance(config, dict) else {}
+        return dict(dict_or_empty(config))
 
     @property
     def configured_hyper(self) -> dict[str, Any]:
         """The optimizer's hyper-parameters in the configuration, for groups without any (elastic checkpoints)."""
-        section = self.config.get("optimizer")
-        params = section.get("params") if isinstance(section, dict) else None
-        return {k: v for k, v in params.items() if k not in _CLASS_OPTIONS} if isinstance(params, dict) else {}
+        params = dict_or_empty(lookup(self.config, "optimizer", "params"))
+        return {key: value for key, value in params.items() if key not in _CLASS_OPTIONS}
 
     @property
     def version(self) -> str:
@@ -105,8 +104,7 @@ class SourceExtras:
 
     def zero_option(self, name: str, default: Any) -> Any:
         """A setting of the config's `zero_optimization`."""
-        section = self.config.get("zero_optimization")
-        value = section.get(name) if isinstance(section, dict) else None
+        value = lookup(self.config, "zero_optimization", name)
         return default if value is None else value
 
     @property
@@ -161,11 +159,11 @@ def adjusted_config(config: Mapping[str, Any], *, zero: int, dp: int, dtype: DTy
     adjusted = dict(config)
     section = adjusted.get("zero_optimization")
     if isinstance(section, dict) or zero:
-        adjusted["zero_optimization"] = {**(section if isinstance(section, dict) else {}), "stage": zero}
+        adjusted["zero_optimization"] = {**dict_or_empty(section), "stage": zero}
     for key, wanted in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
         section = adjusted.get(key)
         if isinstance(section, dict) or dtype == wanted:
-            adjusted[key] = {**(section if isinstance(section, dict) else {}), "enabled": dtype == wanted}
+            adjusted[key] = {**dict_or_empty(section), "enabled": dtype == wanted}
     micro, steps = adjusted.get("train_micro_batch_size_per_gpu"), adjusted.get("gradient_accumulation_steps")
     if "train_batch_size" in adjusted and isinstance(micro, int) and isinstance(steps, int):
         adjusted["train_batch_size"] = micro * steps * dp

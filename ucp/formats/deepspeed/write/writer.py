@@ -104,7 +104,10 @@ class DeepSpeedWriter:
         """Every file of the checkpoint; DeepSpeed has no manifest."""
         with SourceFiles(self.source.root) as files:
             scalars = ScalarStates(files)
-            made = [torch_file(f"{self.tag}/{name}", _with_tensors(tree)) for name, tree in self._trees(scalars)]
+            made = []
+            for name, tree in self._trees(scalars):
+                tree = tree if isinstance(tree, PickledTree) else with_tensors(tree)
+                made.append(torch_file(f"{self.tag}/{name}", tree))
         if self.layout.lost_padding:
             listed = ", ".join(sorted(self.layout.lost_padding))
             text = f"padding rows of the vocabulary are zero: the source no longer has them ({listed})"
@@ -199,10 +202,6 @@ class DeepSpeedWriter:
                 yield torch_file(name, with_tensors(tree))
         for name in self.source.extras.files:
             yield copied_file(self.source, name, name)
-
-
-def _with_tensors(tree: Any) -> Any:
-    return tree if isinstance(tree, PickledTree) else with_tensors(tree)
 
 
 def target_mesh(source: Checkpoint, options: WriteOptions) -> Mesh:
