@@ -1,8 +1,11 @@
-"""What every test may use."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +13,13 @@ from hypothesis import HealthCheck, settings
 
 from tests.paths import PROJECT
 
-# A busy machine is no defect of the code: examples are judged by their result, not by their time.
+# Examples are judged by their result, not by their time: the machine may be busy.
 settings.register_profile("ucp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ucp")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that in the end no process is left alone with one."""
+    """Run files with slow tests first, so that no process ends up alone with one."""
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("interop")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -29,8 +32,27 @@ def project() -> Path:
 
 @pytest.fixture(scope="session")
 def corpus() -> Path:
-    """Folder of real checkpoints outside the project; tests that need it are skipped without."""
+    """Folder of real checkpoints outside the project; tests that need it are skipped if it is not there."""
     folder = os.environ.get("UCP_CORPUS")
     if not folder:
         pytest.skip("UCP_CORPUS is not set")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """The port of a real S3 server on loopback."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    script = Path(__file__).parent / "remote" / "s3_server.py"
+    server = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        yield int(server.stdout.readline())
+    finally:
+        server.stdin.close()
+        server.wait(60)
+        server.stdout.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -13,24 +11,6 @@ import pytest
 from tests.remote import troubled_proxy
 from tests.remote.troubled_proxy import Proxy
 from ucp import settings
-
-
-@pytest.fixture(scope="session")
-def s3_port() -> Iterator[int]:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
-    script = Path(__file__).with_name("s3_server.py")
-    server = subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    try:
-        yield int(server.stdout.readline())
-    finally:
-        server.stdin.close()
-        server.wait(60)
-        server.stdout.close()
 
 
 @pytest.fixture(scope="session")
