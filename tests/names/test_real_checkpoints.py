@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ucp
-from tests.formats.dcp.saving import save
+from tests.formats.dcp.state_dicts import save
 from tests.names.small_models import LLAMA, MIXTRAL, llama_shapes, mixtral_shapes, numbers, write_weights
 from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, UsageError

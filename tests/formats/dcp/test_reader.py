@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.formats.dcp.saving import save, small_state
+from tests.formats.dcp.state_dicts import save, small_state
 from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.errors import UsageError
 

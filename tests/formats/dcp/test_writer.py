@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ucp
 import ucp.api
-from tests.formats.dcp.saving import flat, load_all, same, save, small_state
+from tests.formats.dcp.state_dicts import flat, load_all, same, save, small_state
 from tests.paths import FIXTURES
 from ucp import settings
 from ucp.core.box import Box

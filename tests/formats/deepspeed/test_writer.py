@@ -10,7 +10,7 @@ import torch
 
 import ucp
 import ucp.api
-from tests.formats.dcp.saving import save
+from tests.formats.dcp.state_dicts import save
 from tests.formats.deepspeed.synthetic import bits, tree_differences
 from ucp.containers.torch_file import TorchFile
 from ucp.errors import UsageError

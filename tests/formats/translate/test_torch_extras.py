@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.formats.dcp.saving import load_all, save, small_state
+from tests.formats.dcp.state_dicts import load_all, save, small_state
 
 
 def made(key: str, schedule: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies below the path that a user gives: there, in Accelerate's pair, or in a run's newest step."""
+"""Find a checkpoint of torch.distributed.checkpoint: a folder, Accelerate's pair of folders, or a run's newest step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _ZIP: Final = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True)
 class DcpLocation:
-    """A checkpoint: `root`, and the folders with metadata below it (with a slash at the end; empty for the root).
+    """A checkpoint: `root`, and the folders with metadata in it (with a slash at the end; empty for the root itself).
 
-    Or the files of whole state dicts, each with the place in the checkpoint's own; `alone` is one that a user names.
+    `whole` are files with complete state dicts instead, each with its path in the state dict that they form together;
+    `alone` means a single such file that the user named.
     """
 
     root: Path
@@ -34,9 +35,9 @@ class DcpLocation:
 
 
 def recognises(path: Path) -> bool:
-    """A folder with `.metadata` (or data files without it), Accelerate's pair of such or of whole files, a folder of
-    steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
-    from ucp.formats.dcp import safetensors_shards  # reads headers; most folders are found by names alone
+    """Whether `path` is a folder with `.metadata` (or data files without it), Accelerate's pair of such folders or of
+    files, a folder of steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
+    from ucp.formats.dcp import safetensors_shards  # most folders are recognised by file names alone
 
     try:
         return find_location(path, None) is not None or safetensors_shards.recognises(path)
@@ -45,7 +46,7 @@ def recognises(path: Path) -> bool:
 
 
 def find_location(path: Path, tag: str | None) -> DcpLocation | None:
-    """The checkpoint at `path`, or the step `tag` (else the newest) in a folder of steps; None where there is none."""
+    """The checkpoint at `path`, or step `tag` (by default the newest) in a folder of steps; None if there is none."""
     if not path.is_dir():
         return _one_file(path) if tag is None else None
     if tag is not None:
@@ -56,18 +57,18 @@ def find_location(path: Path, tag: str | None) -> DcpLocation | None:
     steps = sorted(
         (int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()
     )
-    unfinished: DcpLocation | None = None
+    incomplete: DcpLocation | None = None
     for _, child in reversed(steps):
-        place = _direct(child)
-        if place is not None and _is_finished(place):
-            return place
-        unfinished = unfinished or place
-    # A save that was cut short has no metadata: the newest finished one counts. Where there is none, `read` says so.
-    return unfinished
+        location = _direct(child)
+        if location is not None and _is_complete(location):
+            return location
+        incomplete = incomplete or location
+    # An interrupted save has no metadata: use the newest complete one. If there is none, `read` reports that.
+    return incomplete
 
 
-def _is_finished(place: DcpLocation) -> bool:
-    return bool(place.whole) or all(metadata_files(place.root / folder) for folder in place.folders)
+def _is_complete(location: DcpLocation) -> bool:
+    return bool(location.whole) or all(metadata_files(location.root / folder) for folder in location.folders)
 
 
 def _direct(path: Path) -> DcpLocation | None:
@@ -82,7 +83,7 @@ def _direct(path: Path) -> DcpLocation | None:
     optimizers = [name for name in children if _OPTIMIZER.fullmatch(name) and metadata_files(path / name)]
     if len(models) > 1 or len(optimizers) > 1:
         raise NotUnderstoodError(
-            f"{path}: holds several models or optimizers ({', '.join([*models, *optimizers])})",
+            f"{path}: contains several models or optimizers ({', '.join([*models, *optimizers])})",
             hint="give the folder of one of them",
         )
     if not models and not optimizers:
@@ -91,7 +92,7 @@ def _direct(path: Path) -> DcpLocation | None:
 
 
 def _whole_pair(path: Path) -> DcpLocation | None:
-    """Accelerate's FULL_STATE_DICT: one file of the model and one of the optimizer, of one of each."""
+    """Accelerate's FULL_STATE_DICT: one file for the model and one for the optimizer, if there is one of each."""
     found = [name for name in ("pytorch_model_fsdp.bin", "optimizer.bin") if (path / name).is_file()]
     if not found or not found[0].startswith("pytorch"):
         return None
@@ -100,7 +101,7 @@ def _whole_pair(path: Path) -> DcpLocation | None:
 
 
 def _one_file(path: Path) -> DcpLocation | None:
-    """A file that a user's own `torch.save` wrote. Files of weights that have a name of their own are not meant."""
+    """A file that the user wrote with `torch.save`, but not one of Hugging Face's weight files."""
     if path.suffix not in _TORCH_FILES or path.name.startswith(("pytorch_model", "adapter_model")):
         return None
     if not path.is_file():
@@ -112,29 +113,29 @@ def _one_file(path: Path) -> DcpLocation | None:
 
 
 def require_location(path: Path, tag: str | None) -> DcpLocation:
-    """As `find`; a tag that names nothing is the user's mistake."""
-    place = find_location(path, tag)
-    if place is not None:
-        return place
+    """Like `find_location`, but raises an error if there is none."""
+    location = find_location(path, tag)
+    if location is not None:
+        return location
     if tag is not None:
-        raise UsageError(f"{path / tag}: is not a checkpoint folder", hint="`--tag` names a folder below the given one")
+        raise UsageError(f"{path / tag}: is not a checkpoint folder", hint="`--tag` names a folder in the given one")
     raise NotUnderstoodError(f"{path}: is not a torch.distributed.checkpoint folder")
 
 
-def sidecar_files(place: DcpLocation, used: set[str]) -> tuple[dict[str, int], list[str]]:
-    """Files beside the data: small ones by name with their bytes, to be carried; and names of what is left behind."""
+def sidecar_files(location: DcpLocation, used: set[str]) -> tuple[dict[str, int], list[str]]:
+    """Other files in the folders: the small ones to copy, with their sizes in bytes, and the names of the rest."""
     carried: dict[str, int] = {}
     skipped: list[str] = []
-    if place.alone:
+    if location.alone:
         return carried, skipped
-    for folder in dict.fromkeys(("", *place.folders)):
-        for path in sorted((place.root / folder).iterdir()):
+    for folder in dict.fromkeys(("", *location.folders)):
+        for path in sorted((location.root / folder).iterdir()):
             name = folder + path.name
             if not path.is_file() or name in used or path.name.startswith(".") or path.name.endswith(".metadata"):
                 continue
             size = path.stat().st_size
             if path.suffix == ".distcp" and size == 0:
-                continue  # of a rank that had nothing to write
+                continue  # of a rank without data
             if path.suffix == ".distcp" or path.name.endswith(_WEIGHT_COPIES) or size > _LARGEST_SIDECAR:
                 skipped.append(name)
             else:

@@ -1,4 +1,4 @@
-"""State dicts that `torch.save` wrote whole: of Accelerate's FULL_STATE_DICT, or in a file of the user's own."""
+"""State dicts that `torch.save` wrote into single files: Accelerate's FULL_STATE_DICT, or a file of the user's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ucp.containers.distcp import (
     KeyPath,
     ObjectArchives,
     TensorArchives,
+    join_path,
     with_extra_atoms,
 )
 from ucp.containers.inert import Inert, TensorRef, class_path
@@ -27,13 +28,13 @@ from ucp.core.region import Region
 from ucp.errors import IntegrityError, NotUnderstoodError
 from ucp.storage.local import SourceFiles
 
-_DEEPEST: Final = 50
+_MAX_DEPTH: Final = 50
 _REBUILDERS: Final = "torch._utils._rebuild"
 
 
 @dataclass(slots=True)
 class FullStateDict:
-    """What the files hold: the entries, and of each entry where its tensor lies or what its value is."""
+    """The entries of the files, and the location of the tensor or the value of each entry."""
 
     folder: DcpFolder = field(default_factory=lambda: DcpFolder(""))
     fragments: dict[str, Fragment] = field(default_factory=dict)
@@ -41,12 +42,12 @@ class FullStateDict:
 
 
 def read_full_state_dict(root: Path, files: Mapping[str, KeyPath]) -> FullStateDict:
-    """Index the files; each has its place in the state dict that they make together."""
+    """Index the files, each at its path in the state dict that they form together."""
     found = FullStateDict()
     for name, prefix in files.items():
         archive = TorchFile(root / name)
         if not isinstance(archive.tree, dict):
-            raise NotUnderstoodError(f"{root / name}: holds no state dict")
+            raise NotUnderstoodError(f"{root / name}: is not a state dict")
         found.folder.files[name] = archive.size
         for path, value in _walk(prefix, archive.tree):
             _add(found, archive, ArchiveRange(name, 0, archive.size), path, value)
@@ -54,9 +55,9 @@ def read_full_state_dict(root: Path, files: Mapping[str, KeyPath]) -> FullStateD
 
 
 def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Values by their paths as torch cuts a state dict: into dictionaries, and lists with tensors or dictionaries."""
-    if len(path) > _DEEPEST:
-        raise IntegrityError(f"{'.'.join(map(str, path[:4]))}…: a state dict that is nested beyond any honest use")
+    """Values by their paths, by torch's rules: dicts are entered, and lists that contain tensors or dicts."""
+    if len(path) > _MAX_DEPTH:
+        raise IntegrityError(f"{'.'.join(map(str, path[:4]))}…: the state dict is nested too deeply")
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _walk((*path, str(key)), item)
@@ -68,7 +69,7 @@ def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _add(found: FullStateDict, archive: TorchFile, item: ArchiveRange, path: KeyPath, value: Any) -> None:
-    key = ".".join(map(str, path))
+    key = join_path(path)
     if key in found.folder.entries:
         raise IntegrityError(f"{archive.path}: two values have the key {key}")
     entry: DcpEntry
@@ -87,25 +88,25 @@ def _add(found: FullStateDict, archive: TorchFile, item: ArchiveRange, path: Key
 
 
 class FullStateDictTensors(TensorArchives):
-    """Tensors of whole files by their keys."""
+    """Tensors by their keys."""
 
-    def __init__(self, root: Path, held: FullStateDict) -> None:
+    def __init__(self, root: Path, content: FullStateDict) -> None:
         super().__init__(root)
-        self._held = held
+        self._content = content
 
     def locate(self, entry: DcpTensor, box: Box, item: ArchiveRange, files: SourceFiles) -> Fragment:
-        """Where the tensor lies."""
+        """The location of the tensor."""
         del box, item, files
-        return self._held.fragments[entry.key]
+        return self._content.fragments[entry.key]
 
 
 class FullStateDictObjects(ObjectArchives):
-    """Values of whole files by their keys."""
+    """Values by their keys."""
 
-    def __init__(self, files: SourceFiles, held: FullStateDict) -> None:
+    def __init__(self, files: SourceFiles, content: FullStateDict) -> None:
         super().__init__(files)
-        self._held = held
+        self._content = content
 
     def value(self, entry: DcpObject) -> Any:
-        """The value; tensors inside it stand as atoms of kind `extra`."""
-        return self._held.values[entry.key]
+        """The value, with atoms of kind `extra` for the tensors in it."""
+        return self._content.values[entry.key]

@@ -1,12 +1,8 @@
-"""Which keys of a state dict are the tensors of models, and which optimizer trains which model.
+"""The models of a state dict: which keys are their tensors, which optimizer trains them, and what each tensor is.
 
-Names of the top dictionaries are the user's choice. A model is known by the parameter names that its optimizer uses, or
-by the shapes of its states where it numbers them. Copies of a model (averages, mostly) have the same names and shapes,
-and so may two models; only then it counts what their places are called.
-
-Raw `optimizer.state_dict()`s number their parameters: which number is which name, where that can be told.
-
-Trained, frozen, buffer or tied: what the model's tensors are, by what the optimizer holds and how they were cut.
+Users choose the names of the top dictionaries. A model is recognised by the parameter names that its optimizer uses, or
+by the shapes of the states if the optimizer numbers them. Copies of a model (such as moving averages) have the same
+names and shapes, and so may two models; only then the names of the dictionaries decide.
 """
 
 from __future__ import annotations
@@ -18,14 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from ucp.containers.distcp import DcpEntry, DcpFolder, DcpTensor, KeyPath, TensorArchives
+from ucp.containers.distcp import DcpEntry, DcpFolder, DcpTensor, KeyPath, TensorArchives, join_path
 from ucp.core.box import Shape
 from ucp.core.checkpoint import Note, Role
 from ucp.formats.dcp.optimizer_keys import (
     LIKE_WEIGHT,
     DcpParamGroup,
     OptimizerKeys,
-    join_path,
     prefix_splits,
     strip_wrappers,
 )
@@ -43,7 +38,7 @@ _COPY: Final = re.compile(
 class ModelKeys:
     """The tensors of one model by their names, in the order of its state dict, and the optimizers that train it.
 
-    `copies` are other places with the same names or shapes.
+    `copies` are other dictionaries with the same names or shapes.
     """
 
     prefix: KeyPath
@@ -52,7 +47,7 @@ class ModelKeys:
     copies: list[KeyPath] = field(default_factory=list)
 
     def note(self) -> Note | None:
-        """What a person should know where there are copies: which is read as the model."""
+        """Which of several copies is read as the model; None if there is one only."""
         if not self.copies:
             return None
         own, *others = (join_path(place) or "the top of the state dict" for place in (self.prefix, *self.copies))
@@ -93,7 +88,7 @@ def find_models(
 
 
 def parameter_names_used(optimizer: OptimizerKeys) -> set[str]:
-    """What an optimizer calls its parameters."""
+    """The optimizer's names of its parameters."""
     return {strip_wrappers(name) for name in (*optimizer.states, *optimizer.listed)}
 
 
@@ -101,7 +96,7 @@ def parameter_names_used(optimizer: OptimizerKeys) -> set[str]:
 
 
 def _fitting(folder: DcpFolder, tensors: list[DcpTensor], optimizer: OptimizerKeys) -> dict[KeyPath, tuple[int, ...]]:
-    """The places whose tensors may be those of this optimizer, and how well each fits: more is better."""
+    """The dictionaries that may be the model of this optimizer, each with a score: more is better."""
     if optimizer.by_number:
         return _by_shapes(tensors, optimizer) if folder.has_paths else {}
     names = parameter_names_used(optimizer)
@@ -116,7 +111,7 @@ def _fitting(folder: DcpFolder, tensors: list[DcpTensor], optimizer: OptimizerKe
 
 
 def _by_shapes(tensors: list[DcpTensor], optimizer: OptimizerKeys) -> dict[KeyPath, tuple[int, ...]]:
-    """Places with a tensor for every number; better without others (buffers and frozen parameters) beside them."""
+    """Dictionaries with a tensor for every number; those with fewer other tensors are better."""
     places: dict[KeyPath, list[Shape]] = {}
     for entry in tensors:
         if not is_certainly_buffer(str(entry.path[-1]), entry):
@@ -130,7 +125,7 @@ def _by_shapes(tensors: list[DcpTensor], optimizer: OptimizerKeys) -> dict[KeyPa
 
 
 def _parameter_shapes(optimizer: OptimizerKeys) -> Counter[Shape]:
-    """The shapes of an optimizer's parameters, as far as its states have them."""
+    """The shapes of an optimizer's parameters, as far as its states show them."""
     like = [
         [entry.shape for kind, entry in states.items() if kind in LIKE_WEIGHT and isinstance(entry, DcpTensor)]
         for states in optimizer.states.values()
@@ -139,7 +134,7 @@ def _parameter_shapes(optimizer: OptimizerKeys) -> Counter[Shape]:
 
 
 def _preference(place: KeyPath, optimizer: OptimizerKeys, found: Mapping[KeyPath, ModelKeys]) -> tuple[int, ...]:
-    """Among places that fit alike: one that no other optimizer trains, that is called as the optimizer is."""
+    """Break ties: prefer a dictionary that no other optimizer trains, and whose name resembles the optimizer's."""
     others = found[place].optimizers if place in found else []
     free = not any(parameter_names_used(optimizer) & parameter_names_used(other) for other in others)
     text, own = join_path(place), join_path(optimizer.prefix)
@@ -148,12 +143,12 @@ def _preference(place: KeyPath, optimizer: OptimizerKeys, found: Mapping[KeyPath
 
 
 def _shared(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many of the first elements are the same."""
+    """Length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _is_copy(place: KeyPath) -> bool:
-    """Whether a place is called as averages and other copies of a model are."""
+    """Whether a dictionary has a name that is typical for averages and other copies of a model."""
     return _COPY.search(join_path(place).lower()) is not None
 
 
@@ -161,9 +156,9 @@ def _is_copy(place: KeyPath) -> bool:
 
 
 def _largest(tensors: list[DcpTensor]) -> list[KeyPath]:
-    """Without an optimizer: the top dictionary with the most bytes in it; then others of which most names are its own.
+    """Without an optimizer: the top dictionary with the most bytes, then those that share most of its names.
 
-    Of numbers with a fraction, where there are any: random states are bytes, and more than a small model has.
+    Only floating-point tensors count, if there are any: random states are bytes, and more than a small model has.
     """
     weights: Counter[KeyPath] = Counter()
     names: dict[KeyPath, set[KeyPath]] = {}
@@ -180,7 +175,7 @@ def _largest(tensors: list[DcpTensor]) -> list[KeyPath]:
 
 
 def _deepest(prefix: KeyPath, tensors: list[DcpTensor]) -> KeyPath:
-    """As deep as the dictionary has one child only."""
+    """Descend while the dictionary has a single child."""
     if not prefix:
         return prefix
     inside = [entry.path for entry in tensors if entry.path[: len(prefix)] == prefix]
@@ -192,7 +187,7 @@ def _deepest(prefix: KeyPath, tensors: list[DcpTensor]) -> KeyPath:
 
 
 def _name_below(entry: DcpTensor, prefix: KeyPath, has_paths: bool) -> str | None:
-    """The name of a tensor in the dictionary at `prefix`, or None when it is not in it."""
+    """The name of a tensor in the dictionary at `prefix`; None if it is not in it."""
     if not has_paths:
         text = join_path(prefix)
         if not text:
@@ -216,11 +211,10 @@ _NAMES: Final = "param_names"
 def match_numbers(
     optimizer: OptimizerKeys, groups: list[DcpParamGroup], tensors: Mapping[str, DcpTensor]
 ) -> dict[str, str] | None:
-    """Number → name, or None. `tensors` are the model's, in its own order.
+    """Number → name for a raw `optimizer.state_dict()`; None if it is not certain. `tensors` are in the model's order.
 
-    Numbers count parameters group by group: in the model's order, or with matrices before everything else, as jobs
-    do that spare biases and norms the weight decay. Shapes must agree with it. Failing that, groups may be dealt in any
-    one way that fits.
+    Parameters are numbered group by group: in the model's order, or matrices first, as in jobs without weight decay for
+    biases and norms. The shapes of the states must match. Otherwise the only possible assignment to groups is used.
     """
     numbers = [name for group in groups for name in group.names] or sorted(optimizer.states, key=int)
     names = [name for name in tensors if not is_certainly_buffer(name, tensors[name])]
@@ -240,7 +234,7 @@ def match_numbers(
 
 
 def names_in_groups(groups: Sequence[DcpParamGroup]) -> dict[str, str]:
-    """Numbers to names, of groups that have both: optimizers that were made from `named_parameters()` do."""
+    """Number → name from groups that have both, as of optimizers made from `named_parameters()`."""
     found: dict[str, str] = {}
     for group in groups:
         names = group.hyper.get(_NAMES)
@@ -250,7 +244,7 @@ def names_in_groups(groups: Sequence[DcpParamGroup]) -> dict[str, str]:
 
 
 def _informative_shapes(states: Mapping[str, DcpEntry]) -> tuple[Shape, ...]:
-    """The shapes of states that say something of the parameter's; a number such as `step` says nothing."""
+    """The shapes of states that have the parameter's shape; not those of scalars such as `step`."""
     tensors = {kind: entry.shape for kind, entry in states.items() if isinstance(entry, DcpTensor)}
     return tuple(shape for kind, shape in tensors.items() if shape or kind in LIKE_WEIGHT)
 
@@ -258,7 +252,7 @@ def _informative_shapes(states: Mapping[str, DcpEntry]) -> tuple[Shape, ...]:
 def _match(
     numbers: list[str], order: list[str], states: Mapping[str, Mapping[str, DcpEntry]], tensors: Mapping[str, DcpTensor]
 ) -> dict[str, str] | None:
-    """Numbers to names in order, where the shapes of all states agree with that; buffers have no number."""
+    """Number → name in order, if the shapes of all states match; buffers have no number."""
     names = iter(order)
     found: dict[str, str] = {}
     for number in numbers:
@@ -273,7 +267,7 @@ def _match(
 
 
 def _is_unambiguous(found: Mapping[str, str], order: list[str], tensors: Mapping[str, DcpTensor]) -> bool:
-    """Nothing that was skipped looks like anything that was matched."""
+    """Whether no skipped tensor has the shape of a matched one."""
     taken = set(found.values())
     shapes = {tensors[name].shape for name in taken}
     return not any(tensors[name].shape in shapes for name in order if name not in taken)
@@ -291,33 +285,33 @@ _BUFFER_NAMES: Final = frozenset(
         "sin_cached",
     }
 )
-_LOOK: Final = 256  # bytes that must agree before two tensors are compared as a whole
+_COMPARED_FIRST: Final = 256  # bytes, before two tensors are compared completely
 
 
 def find_roles(tensors: Mapping[str, DcpTensor], trained: set[str], *, has_optimizer: bool) -> dict[str, Role]:
-    """The role of every tensor. Only the optimizer's own parameters are certain.
+    """The role of every tensor. Only the optimizer's parameters are certain.
 
-    FSDP2 cuts parameters and never buffers, so where everything that is trained is cut, an uncut tensor is a buffer.
+    FSDP2 splits parameters, never buffers: if all trained parameters are split, a tensor in one piece is a buffer.
     """
     known = [tensors[name] for name in trained if name in tensors] if has_optimizer else list(tensors.values())
-    cut = [entry.pieces > 1 for entry in known if entry.shape and entry.dtype.family == "float"]
-    all_cut = bool(cut) and (all(cut) if has_optimizer else sum(cut) * 2 > len(cut))
+    split = [entry.pieces > 1 for entry in known if entry.shape and entry.dtype.family == "float"]
+    all_split = bool(split) and (all(split) if has_optimizer else sum(split) * 2 > len(split))
     return {
-        name: "trained" if name in trained else _role(name, entry, all_cut, has_optimizer)
+        name: "trained" if name in trained else _role(name, entry, all_split, has_optimizer)
         for name, entry in tensors.items()
     }
 
 
-def _role(name: str, entry: DcpTensor, all_cut: bool, has_optimizer: bool) -> Role:
+def _role(name: str, entry: DcpTensor, all_split: bool, has_optimizer: bool) -> Role:
     if is_certainly_buffer(name, entry) or not entry.shape:
         return "buffer"
-    if all_cut and entry.pieces == 1:
+    if all_split and entry.pieces == 1:
         return "buffer"
     return "frozen" if has_optimizer else "trained"
 
 
 def is_certainly_buffer(name: str, entry: DcpTensor) -> bool:
-    """Whether type or name alone say that a tensor is no parameter."""
+    """Whether dtype or name alone show that a tensor is not a parameter."""
     return entry.dtype.family != "float" or name.rpartition(".")[2] in _BUFFER_NAMES
 
 
@@ -330,17 +324,17 @@ def find_ties(
 ) -> dict[str, str]:
     """Alias → owner. The state dict has tied weights under all their names, the optimizer under the first only.
 
-    So a matrix without optimizer state that is bit for bit a trained one of the same cut is another name of it.
+    So a matrix without optimizer state that equals a trained one, bit for bit and in the same chunks, is its alias.
     """
     owners: dict[tuple[object, ...], list[str]] = {}
     for name in tensors:
         if name in trained:
-            owners.setdefault(_cut(tensors[name]), []).append(name)
+            owners.setdefault(_chunking(tensors[name]), []).append(name)
     ties: dict[str, str] = {}
     for name, entry in tensors.items():
         if roles[name] != "frozen" or len(entry.shape) < 2 or not entry.chunks:
             continue
-        for owner in owners.get(_cut(entry), ()):
+        for owner in owners.get(_chunking(entry), ()):
             if _equal(archives, files, entry, tensors[owner]):
                 ties[name] = owner
                 break
@@ -348,13 +342,13 @@ def find_ties(
 
 
 def find_copies(archives: TensorArchives, files: SourceFiles, tensors: Mapping[str, DcpTensor]) -> set[str]:
-    """Matrices that are bit for bit an earlier one of the same cut: tied weights, as far as values can tell."""
+    """Matrices that equal an earlier one, bit for bit and in the same chunks: presumably tied weights."""
     seen: dict[tuple[object, ...], list[DcpTensor]] = {}
     copies: set[str] = set()
     for name, entry in tensors.items():
         if len(entry.shape) < 2 or not entry.chunks:
             continue
-        earlier = seen.setdefault(_cut(entry), [])
+        earlier = seen.setdefault(_chunking(entry), [])
         if any(_equal(archives, files, entry, other) for other in earlier):
             copies.add(name)
         else:
@@ -362,7 +356,7 @@ def find_copies(archives: TensorArchives, files: SourceFiles, tensors: Mapping[s
     return copies
 
 
-def _cut(entry: DcpTensor) -> tuple[object, ...]:
+def _chunking(entry: DcpTensor) -> tuple[object, ...]:
     return entry.shape, entry.dtype, tuple(sorted((box.start, box.shape) for box in entry.chunks))
 
 
@@ -371,7 +365,7 @@ def _equal(archives: TensorArchives, files: SourceFiles, a: DcpTensor, b: DcpTen
         archives.fragments(entry, sorted(entry.chunks.items(), key=lambda chunk: chunk[0].start)) for entry in (a, b)
     ]
     firsts = [cover[0] for cover in covers]
-    look = min(_LOOK, firsts[0].nbytes)
+    look = min(_COMPARED_FIRST, firsts[0].nbytes)
     heads = [files.read(first.file, first.offset, look) for first in firsts]
     if heads[0] != heads[1] and all(first.strides is None for first in firsts):
         return False

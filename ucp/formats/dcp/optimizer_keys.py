@@ -1,9 +1,6 @@
-"""Which keys of a state dict are an optimizer's states and group fields.
+"""The optimizers of a state dict: which keys are their states and group fields, and their parameter groups.
 
-Names of the top dictionaries are the user's choice, so nothing is looked up by them. An optimizer is known by its
-`param_groups`.
-
-Parameter groups: from the entries of an optimizer to hyper-parameters and parameter names, group by group.
+Users choose the names of the top dictionaries, so an optimizer is recognised by its `param_groups`.
 """
 
 from __future__ import annotations
@@ -12,7 +9,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ucp.containers.distcp import DcpEntry, DcpFolder, DcpObject, DcpTensor, KeyPath, ObjectArchives, TensorArchives
+from ucp.containers.distcp import (
+    DcpEntry,
+    DcpFolder,
+    DcpObject,
+    DcpTensor,
+    KeyPath,
+    ObjectArchives,
+    TensorArchives,
+    join_path,
+)
 from ucp.core.dtypes import scalar_value
 from ucp.errors import IntegrityError
 from ucp.storage.local import SourceFiles
@@ -30,8 +36,8 @@ class OptimizerKeys:
     """One optimizer of the state dict.
 
     `fields[group][name]` are the entries of its groups; the group is a number (nested form) or a parameter name
-    (`flatten_optimizer_state_dict=True`). `whole` is the one object that older torch versions keep all groups in.
-    `listed` is what the groups call their parameters, once they have been read.
+    (`flatten_optimizer_state_dict=True`). `whole` is the single object in which older torch versions store all groups.
+    `listed` are the names or numbers of parameters in the groups; `read_groups` sets it.
     """
 
     prefix: KeyPath
@@ -43,7 +49,7 @@ class OptimizerKeys:
 
     @property
     def by_number(self) -> bool:
-        """Whether parameters are known by position (a raw `optimizer.state_dict()`) and not by name.
+        """Whether parameters have numbers, as in a raw `optimizer.state_dict()`, instead of names.
 
         Not every optimizer has states (SGD without momentum), but all list their parameters.
         """
@@ -52,14 +58,14 @@ class OptimizerKeys:
 
 
 def find_optimizers(folder: DcpFolder) -> tuple[list[OptimizerKeys], list[DcpEntry]]:
-    """The optimizers of a folder, and the entries that are none of theirs."""
+    """The optimizers of a folder, and the entries that belong to none of them."""
     paths = {key: entry.path for key, entry in folder.entries.items()}
     if not folder.has_paths:
         paths = _guess_paths(folder)
     found: dict[KeyPath, OptimizerKeys] = {}
     for key, path in paths.items():
         for at in range(len(path)):
-            if _proves(path[at:], folder.entries[key]):
+            if _is_group_field(path[at:], folder.entries[key]):
                 optimizer = found.setdefault(path[:at], OptimizerKeys(path[:at]))
                 optimizer.flattened = optimizer.flattened or path[at] != GROUPS
     names = {str(path[-1]) for path in paths.values()}
@@ -72,11 +78,11 @@ def find_optimizers(folder: DcpFolder) -> tuple[list[OptimizerKeys], list[DcpEnt
     return list(found.values()), others
 
 
-def _proves(below: KeyPath, entry: DcpEntry) -> bool:
-    """Whether this entry, `below` the place of an optimizer, is a field of its groups: modules may be called so too.
+def _is_group_field(below: KeyPath, entry: DcpEntry) -> bool:
+    """Whether this entry is a field of param groups, if an optimizer is at the prefix of its path.
 
-    Groups are a list (or one object); the flattened form has one key a parameter and field. Modules have tensors in
-    such a key, and an extra state at most.
+    A module may be called `param_groups` too. But groups are a list (or one object), or in the flattened form one key
+    per parameter and field, while the keys of modules are tensors, or an extra state.
     """
     word, rest = below[0], below[1:]
     if word == GROUPS:
@@ -87,14 +93,14 @@ def _proves(below: KeyPath, entry: DcpEntry) -> bool:
 
 
 def _guess_paths(folder: DcpFolder) -> dict[str, KeyPath]:
-    """The paths of keys where the file has none: everything up to an optimizer's own words is its prefix."""
-    proven = {
+    """Paths of keys for a folder without any: everything before `state` or `param_groups` is an optimizer's prefix."""
+    optimizers = {
         prefix
         for key, entry in folder.entries.items()
         for prefix, rest in prefix_splits(key)
-        if _proves((rest,), entry)
+        if _is_group_field((rest,), entry)
     }
-    return {key: _guess_path(key, proven) for key in folder.entries}
+    return {key: _guess_path(key, optimizers) for key in folder.entries}
 
 
 def _guess_path(key: str, optimizers: Collection[KeyPath]) -> KeyPath:
@@ -105,7 +111,7 @@ def _guess_path(key: str, optimizers: Collection[KeyPath]) -> KeyPath:
 
 
 def _take(optimizer: OptimizerKeys, entry: DcpEntry, path: KeyPath, names: set[str]) -> bool:
-    """Put the entry into the optimizer if it is one of its own."""
+    """Add the entry to the optimizer if it belongs to it."""
     at = len(optimizer.prefix)
     if path[:at] != optimizer.prefix or len(path) == at:
         return False
@@ -132,7 +138,7 @@ def _take(optimizer: OptimizerKeys, entry: DcpEntry, path: KeyPath, names: set[s
 
 
 def _split_flat(text: str, names: set[str]) -> tuple[str, str]:
-    """`<parameter>.<field>` cut in two: at the longest known parameter name, else at the last dot."""
+    """Split `<parameter>.<field>` after the longest known parameter name, or at the last dot."""
     at = text.rfind(".")
     while at > 0:
         if text[:at] in names:
@@ -143,7 +149,7 @@ def _split_flat(text: str, names: set[str]) -> tuple[str, str]:
 
 
 def _number_groups(optimizer: OptimizerKeys) -> None:
-    """Groups that list their parameters are numbered ones, also where only the text of the keys is known."""
+    """Groups with numbers are of the nested form, also if only the text of the keys is known."""
     if optimizer.fields and all(isinstance(name, int) or name.isdecimal() for name in optimizer.fields):
         optimizer.fields = {int(name): table for name, table in optimizer.fields.items()}
         optimizer.flattened = False
@@ -151,7 +157,7 @@ def _number_groups(optimizer: OptimizerKeys) -> None:
 
 
 def prefix_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
-    """Every way to cut a key into the text of a place and a name in it."""
+    """Every way to split a key into a prefix and a name."""
     yield (), key
     at = key.find(".")
     while at > 0:
@@ -159,13 +165,8 @@ def prefix_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
         at = key.find(".", at + 1)
 
 
-def join_path(path: KeyPath) -> str:
-    """The text of a path."""
-    return ".".join(map(str, path))
-
-
 def strip_wrappers(name: str) -> str:
-    """A parameter name without what wrappers of modules (compiling, activation checkpointing, FSDP1) put into it."""
+    """A parameter name without the parts that module wrappers add: torch.compile, activation checkpointing, FSDP1."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -173,7 +174,7 @@ def strip_wrappers(name: str) -> str:
 
 @dataclass(slots=True)
 class DcpParamGroup:
-    """Hyper-parameters, and the parameters as the optimizer calls them (names, or positions as text)."""
+    """Hyper-parameters, and the optimizer's names of its parameters (or their numbers as text)."""
 
     hyper: dict[str, Any]
     names: list[str]
@@ -186,10 +187,10 @@ class EntryValues:
     archives: TensorArchives
     files: SourceFiles
     objects: ObjectArchives
-    unread: list[DcpEntry] = field(default_factory=list)  # tensors where a plain value was expected
+    unread: list[DcpEntry] = field(default_factory=list)  # tensors in place of plain values
 
     def plain(self, entry: DcpEntry) -> Any:
-        """An object's value, or the number in a one-element tensor. Anything larger goes to `unread` and gives None."""
+        """The value of an object or of a one-element tensor. A larger tensor is added to `unread`; returns None."""
         if isinstance(entry, DcpObject):
             return self.objects.value(entry)
         number = self.number(entry)
@@ -209,15 +210,15 @@ class EntryValues:
 
 
 def read_groups(optimizer: OptimizerKeys, values: EntryValues) -> list[DcpParamGroup]:
-    """The groups of an optimizer, in order; the optimizer is told what they list."""
+    """The groups of an optimizer, in order. Sets `optimizer.listed`."""
     groups = _read(optimizer, values)
     optimizer.listed = [name for group in groups for name in group.names]
     return groups
 
 
 def without_gradients(optimizer: OptimizerKeys, groups: Iterable[DcpParamGroup]) -> list[str]:
-    """Parameters that have no state where others of their group have: torch's optimizers pass over those that never
-    had a gradient, as frozen ones do."""
+    """Parameters without state in groups where others have one: torch's optimizers skip parameters without gradient,
+    such as frozen ones."""
     return [
         name
         for group in groups
@@ -241,10 +242,10 @@ def _read(optimizer: OptimizerKeys, values: EntryValues) -> list[DcpParamGroup]:
 
 
 def _from_object(entry: DcpObject, values: EntryValues) -> list[DcpParamGroup]:
-    """Older torch versions keep the list of groups as one object."""
+    """The groups of older torch versions, which store the list as one object."""
     listed = values.objects.value(entry)
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
-        raise IntegrityError(f"{values.archives.root}: {entry.key} is no list of parameter groups")
+        raise IntegrityError(f"{values.archives.root}: {entry.key} is not a list of parameter groups")
     return [
         DcpParamGroup(
             {str(name): value for name, value in group.items() if name != PARAMS},
@@ -257,7 +258,7 @@ def _from_object(entry: DcpObject, values: EntryValues) -> list[DcpParamGroup]:
 def _from_parameters(
     fields: Mapping[int | str, Mapping[str, DcpEntry]], plain: Callable[[DcpEntry], Any]
 ) -> list[DcpParamGroup]:
-    """The flattened form repeats the fields for every parameter: those with equal values are a group again."""
+    """The groups of the flattened form, which repeats the fields for every parameter: equal fields are one group."""
     groups: dict[str, DcpParamGroup] = {}
     for name, table in fields.items():
         hyper = {field_name: plain(entry) for field_name, entry in table.items()}

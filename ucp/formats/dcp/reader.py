@@ -1,6 +1,7 @@
-"""Reading torch.distributed.checkpoint folders: the metadata is the index, archives are opened when needed.
+"""Read torch.distributed.checkpoint folders: the metadata is the index, and archives are opened when needed.
 
-From sorted keys to the checkpoint index: parameters with their states, groups, extras.
+The call order: find the folders, read their metadata, sort the keys into optimizers, models and the rest, match the
+optimizers' parameters with the models', and build parameters, groups and extras.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ucp.containers.distcp import (
     DcpTensor,
     ObjectArchives,
     TensorArchives,
+    join_path,
     read_dcp_folder,
 )
 from ucp.core.checkpoint import STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
@@ -49,7 +51,6 @@ from ucp.formats.dcp.optimizer_keys import (
     EntryValues,
     OptimizerKeys,
     find_optimizers,
-    join_path,
     read_groups,
     strip_wrappers,
     without_gradients,
@@ -60,28 +61,28 @@ from ucp.storage.local import SourceFiles
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
-    """Index the checkpoint. Rules do not apply: chunks say where they belong."""
+    """Index the checkpoint. Rules do not apply: the metadata has the offsets of all chunks."""
     if find_location(path, options.tag) is None and safetensors_shards.recognises(path / (options.tag or "")):
         return safetensors_shards.read(path / (options.tag or ""))
-    place = require_location(path, options.tag)
-    whole = read_full_state_dict(place.root, dict(place.whole)) if place.whole else None
-    folders = [read_dcp_folder(place.root, name) for name in place.folders] if whole is None else [whole.folder]
-    contents = assemble(place.root, folders, whole)
+    location = require_location(path, options.tag)
+    whole = read_full_state_dict(location.root, dict(location.whole)) if location.whole else None
+    folders = [read_dcp_folder(location.root, name) for name in location.folders] if whole is None else [whole.folder]
+    contents = assemble(location.root, folders, whole)
     sizes = {file: size for folder in folders for file, size in folder.files.items()}
-    carried, skipped = sidecar_files(place, set(sizes))
+    carried, skipped = sidecar_files(location, set(sizes))
     notes = contents.notes
-    if place.root != path and not place.alone:
-        notes.append(Note("step-folder", f"{place.root.name} is read, the newest complete save in {path}"))
+    if location.root != path and not location.alone:
+        notes.append(Note("step-folder", f"{location.root.name} is read, the newest complete save in {path}"))
     if skipped:
         notes.append(
             Note("left-behind", f"files that this checkpoint does not use are not carried: {', '.join(skipped)}")
         )
     return Checkpoint(
         format="dcp",
-        root=place.root,
+        root=location.root,
         mesh=_mesh(folders),
         parameters=contents.parameters,
-        framework=_framework(place, folders),
+        framework=_framework(location, folders),
         step=contents.step,
         groups=contents.groups,
         extras=Extras(contents.trees, {name: name for name in carried}),
@@ -92,21 +93,21 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _mesh(folders: list[DcpFolder]) -> Mesh:
-    """Only the number of writing ranks is known: how they were arranged is not in the files."""
+    """The number of ranks that wrote files; their arrangement is not recorded."""
     ranks = {
         item.rank
         for folder in folders
         for entry in folder.entries.values()
         for item in (entry.chunks.values() if isinstance(entry, DcpTensor) else entry.items)
     }
-    cut = any(entry.pieces > 1 for folder in folders for entry in folder.tensors() if not entry.copies)
-    return Mesh(dp=max(ranks, default=0) + 1, zero=3 if cut else 0)
+    split = any(entry.pieces > 1 for folder in folders for entry in folder.tensors() if not entry.copies)
+    return Mesh(dp=max(ranks, default=0) + 1, zero=3 if split else 0)
 
 
-def _framework(place: DcpLocation, folders: list[DcpFolder]) -> str:
-    if place.alone:
+def _framework(location: DcpLocation, folders: list[DcpFolder]) -> str:
+    if location.alone:
         return "torch.save"
-    if place.folders != ("",) or place.whole:
+    if location.folders != ("",) or location.whole:
         return "torch.distributed.checkpoint (Accelerate)"
     keys = folders[0].entries
     if "train_state.step" in keys or any(key.startswith("dataloader.dp_rank_") for key in keys):
@@ -116,20 +117,20 @@ def _framework(place: DcpLocation, folders: list[DcpFolder]) -> str:
 
 @dataclass(slots=True)
 class DcpContents:
-    """What the folders of a checkpoint hold, ready for the index."""
+    """The content of a checkpoint's folders, in the terms of the index."""
 
     parameters: dict[str, Parameter] = field(default_factory=dict)
     groups: list[ParamGroup] = field(default_factory=list)
-    trees: dict[str, Any] = field(default_factory=dict)  # extras by the name of the metadata file
+    trees: dict[str, Any] = field(default_factory=dict)  # extras, by the path of the metadata file
     notes: list[Note] = field(default_factory=list)
     step: int | None = None
-    style: dict[str, Any] = field(default_factory=dict)  # how keys were built, so that a writer can do the same
+    style: dict[str, Any] = field(default_factory=dict)  # structure of the keys, for a writer to repeat
 
 
 def assemble(root: Path, folders: list[DcpFolder], whole: FullStateDict | None = None) -> DcpContents:
-    """Index the folders as one checkpoint (Accelerate keeps model and optimizer in a folder each).
+    """Index the folders as one checkpoint (Accelerate has one folder each for model and optimizer).
 
-    `whole` is where the entries are from that lie in no archives of their own.
+    `whole` is the source of entries that are not in archives of their own.
     """
     with SourceFiles(root) as files:
         archives = TensorArchives(root) if whole is None else FullStateDictTensors(root, whole)
@@ -170,7 +171,7 @@ class _DcpIndexBuilder:
     ) -> None:
         several = len(models) > 1
         self.contents.notes.extend(note for model, _ in models if (note := model.note()) is not None)
-        names_of: list[tuple[ModelKeys, dict[str, str]]] = []  # what its optimizer may call a tensor → our name
+        names_of: list[tuple[ModelKeys, dict[str, str]]] = []  # an optimizer's name of a tensor → our name
         tensors: dict[str, DcpTensor] = {}
         for model, _ in models:
             names = self._plain_names(model, [o for o, _, _ in optimizers])
@@ -215,7 +216,7 @@ class _DcpIndexBuilder:
             self._note("idle-parameters", text)
 
     def _plain_names(self, model: ModelKeys, optimizers: list[OptimizerKeys]) -> dict[str, str]:
-        """Stored name → parameter name: without what wrappers of the module added."""
+        """Stored name → parameter name, without the parts that module wrappers add."""
         plain = {name: strip_wrappers(name) for name in model.tensors}
         theirs = {name for optimizer in optimizers if not optimizer.by_number for name in optimizer.states}
         if all(name.startswith("module.") for name in plain.values()) and not any(
@@ -238,7 +239,7 @@ class _DcpIndexBuilder:
         names_of: list[tuple[ModelKeys, dict[str, str]]],
         tensors: Mapping[str, DcpTensor],
     ) -> dict[str, str] | None:
-        """What this optimizer calls a parameter → our name; None, and its states are extras, where that is unknown."""
+        """The optimizer's names of parameters → our names; None if they are unknown, so that its states are extras."""
         used = list(dict.fromkeys([*optimizer.listed, *optimizer.states]))
         own = [names for model, names in names_of if any(one is optimizer for one in model.optimizers)]
         if optimizer.by_number:
@@ -250,7 +251,7 @@ class _DcpIndexBuilder:
             ours = {**{strip_wrappers(theirs): name for theirs, name in names.items()}, **ours}
             known = {name: ours[strip_wrappers(name)] for name in used if strip_wrappers(name) in ours}
             best = known if len(known) > len(best) else best
-        # An optimizer that was saved without its model still has names and shapes of its own.
+        # An optimizer saved without its model still has names and shapes of its own.
         return {name: best.get(name, strip_wrappers(name)) for name in used}
 
     def _by_number(
@@ -261,11 +262,11 @@ class _DcpIndexBuilder:
         names: Mapping[str, str],
     ) -> dict[str, str] | None:
         ours = {strip_wrappers(theirs): name for theirs, name in names.items()}
-        told = {number: ours.get(name, name) for number, name in names_in_groups(groups).items()}
-        if told.keys() >= {*optimizer.listed, *optimizer.states} and tensors.keys() >= set(told.values()):
-            return told
+        named = {number: ours.get(name, name) for number, name in names_in_groups(groups).items()}
+        if named.keys() >= {*optimizer.listed, *optimizer.states} and tensors.keys() >= set(named.values()):
+            return named
         found = match_numbers(optimizer, groups, tensors)
-        if found is None:  # the optimizer knows a tied weight once, the model by all its names
+        if found is None:  # the optimizer has a tied weight once, the model under all its names
             copies = find_copies(self.archives, self.files, tensors)
             once = {name: entry for name, entry in tensors.items() if name not in copies}
             found = match_numbers(optimizer, groups, once) if copies else None
@@ -302,7 +303,7 @@ class _DcpIndexBuilder:
                     raise InconsistentError(
                         f"{self.root}: {entry.key} has the shape {list(atom.shape)},"
                         f" its parameter {list(parameter.shape)}",
-                        hint="the folder mixes files of two models; restore those of one save",
+                        hint="files of two models are mixed in this folder; restore those of one save",
                     )
                 parameter.atoms[kind] = atom
                 if kind == STEP and self.contents.step is None:
@@ -359,8 +360,8 @@ class _DcpIndexBuilder:
         self.left[next(iter(self.left))].extend(self.values.unread)
         for folder, entries in self.left.items():
             if entries:
-                held = {entry.path: self._extra(folder, entry) for entry in entries}
-                self.contents.trees[folder + METADATA] = nest(held)
+                values = {entry.path: self._extra(folder, entry) for entry in entries}
+                self.contents.trees[folder + METADATA] = nest(values)
         large = sum(e.nbytes for entries in self.left.values() for e in entries if isinstance(e, DcpTensor))
         if large > 1 << 20:
             self._note(

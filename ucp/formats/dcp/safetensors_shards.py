@@ -1,4 +1,4 @@
-"""Folders of HuggingFaceStorageWriter: safetensors shards that say at which offsets of the whole tensors they lie."""
+"""Folders of HuggingFaceStorageWriter: safetensors shards with the offsets of their tensors in the global ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RESTORE: Final = "copy the missing shards from where the checkpoint was written
 
 
 def recognises(path: Path) -> bool:
-    """Shards by their names, here or in `sharded`, or whole files that carry DCP's own metadata."""
+    """Whether the folder has shards, in itself or in `sharded`, or complete files with metadata of DCP."""
     if not path.is_dir():
         return False
     if _shards(path) or _shards(path / _SHARDED):
@@ -43,8 +43,8 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """Index the folder. Where consolidated files lie beside the shards, the shards are read: torch writes 0 for every
-    0-d tensor when it consolidates them."""
+    """Index the folder. If it has shards and consolidated files, the shards are read: when torch consolidates them, it
+    writes 0 for every 0-d tensor."""
     shards = _shards(path) or _shards(path / _SHARDED)
     wholes = _wholes(path)
     files = [read_safetensors(file) for file in shards or wholes]
@@ -86,8 +86,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def _copies(wholes: list[Path], notes: list[Note]) -> list[SafetensorsFile]:
-    """Consolidated files beside shards. Nothing depends on them, so one with an unknown type is only told of: torch
-    writes tensors of no type where its mapping names one that no shard has."""
+    """Consolidated files next to shards. Nothing depends on them, so one with an unknown dtype is only noted: torch
+    writes tensors without a dtype if its mapping names a tensor that no shard has."""
     found: list[SafetensorsFile] = []
     for file in wholes:
         try:
@@ -119,12 +119,12 @@ def _rank(path: Path) -> int:
 
 
 def _check_numbers(paths: list[Path]) -> None:
-    """No rank and no file may be missing, as far as the names say."""
+    """Raise an error if the names show that a rank or a file is missing."""
     shards = [found for path in paths if (found := _SHARD.fullmatch(path.name))]
     ranks = {int(found[1]) for found in shards}
     missing = sorted(set(range(1, max(ranks, default=0) + 1)) - ranks)
     if missing:
-        raise InconsistentError(f"{paths[0].parent}: no shard of rank {missing[0] - 1} is there", hint=_RESTORE)
+        raise InconsistentError(f"{paths[0].parent}: the shards of rank {missing[0] - 1} are missing", hint=_RESTORE)
     whole = {int(found[1]): int(found[2]) for path in paths if (found := _WHOLE.fullmatch(path.name))}
     for number in range(1, max(whole.values(), default=0) + 1):
         if number not in whole:
@@ -133,24 +133,24 @@ def _check_numbers(paths: list[Path]) -> None:
 
 
 def _offsets(file: SafetensorsFile) -> Mapping[str, Any]:
-    """Key → its entry of the sharding information; empty for files without any, which hold whole tensors."""
+    """Key → sharding information; empty for files without any, whose tensors are complete."""
     text = file.metadata.get(_INFO)
     if text is None:
         return {}
     try:
         info = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{file.path}: its {_INFO} is no JSON: {error}") from None
+        raise IntegrityError(f"{file.path}: its {_INFO} is not valid JSON: {error}") from None
     if not isinstance(info, dict):
-        raise IntegrityError(f"{file.path}: its {_INFO} is no table")
+        raise IntegrityError(f"{file.path}: its {_INFO} is not a dict")
     return info
 
 
 def _start(file: SafetensorsFile, info: Mapping[str, Any], entry: SafetensorsEntry) -> Shape:
     if not info:
         return (0,) * len(entry.shape)
-    claim = info.get(entry.name)
-    start = claim.get("saved_offsets") if isinstance(claim, dict) else None
+    described = info.get(entry.name)
+    start = described.get("saved_offsets") if isinstance(described, dict) else None
     if (
         not isinstance(start, list)
         or len(start) != len(entry.shape)
@@ -182,17 +182,17 @@ def _parameter(name: str, tensor: _AssembledTensor, path: Path, copies: list[Saf
     for defect in coverage(tensor.shape, boxes):
         if isinstance(defect, Gap):
             raise InconsistentError(
-                f"{path}: no shard holds {defect.box} of {name} {list(tensor.shape)}", hint=_RESTORE
+                f"{path}: no shard contains {defect.box} of {name} {list(tensor.shape)}", hint=_RESTORE
             )
         holders = ", ".join(tensor.fragments[i].file for i in defect.owners)
-        raise InconsistentError(f"{path}: several shards hold {defect.box} of {name}: {holders}")
+        raise InconsistentError(f"{path}: several shards contain {defect.box} of {name}: {holders}")
     replicas = []
     for file in copies:
         entry = file.entries.get(name)
         if entry is not None:
             if (entry.shape, entry.dtype) != (tensor.shape, tensor.dtype):
                 raise InconsistentError(
-                    f"{file.path}: {name} is {entry.dtype} {list(entry.shape)}, the shards make {list(tensor.shape)}",
+                    f"{file.path}: {name} is {entry.dtype} {list(entry.shape)}, but {list(tensor.shape)} in the shards",
                     hint=_RESTORE,
                 )
             if 0 not in entry.shape:
@@ -204,7 +204,7 @@ def _parameter(name: str, tensor: _AssembledTensor, path: Path, copies: list[Saf
 
 
 def _compare_scalars(path: Path, tensors: Mapping[str, _AssembledTensor], copies: list[SafetensorsFile]) -> list[Note]:
-    """The known defect of torch's consolidation, looked for where the shards can show it."""
+    """Compare the 0-d tensors of consolidated files, which torch loses, with those of the shards."""
     wrong: list[str] = []
     with SourceFiles(path) as files:
         for file in copies:

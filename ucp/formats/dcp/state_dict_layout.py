@@ -1,10 +1,8 @@
-"""How the keys of a state dict are built: under which names model and optimizer stand, and whether flattened.
+"""The structure of a state dict: where model and optimizer are in it, how it is nested, and two keys of our own.
 
-Entries by their paths, nested again as the state dict was, and back to entries by torch's own rules.
-
-What the format has no place for, kept in folders that we write as two objects of our own: `ucp.step`, `ucp.buffers`.
-
-A folder does not say which tensors are buffers, nor how many steps a job has taken.
+The reader records the structure in the checkpoint's details, so that the writer can use the same one. A folder does not
+say which tensors are buffers, nor how many steps a job has taken: folders that we write have this in `ucp.buffers` and
+`ucp.step`.
 """
 
 from __future__ import annotations
@@ -16,12 +14,14 @@ from typing import Any, Final
 from ucp.containers.distcp import DcpEntry, DcpObject, KeyPath
 from ucp.core.checkpoint import Atom, Checkpoint
 
-STYLE_DETAIL: Final = "dcp"  # key of Checkpoint.details under which a style is kept
+STYLE_DETAIL: Final = "dcp"  # key of a style in `Checkpoint.details`
+_STEP: Final[KeyPath] = ("ucp", "step")
+_BUFFERS: Final[KeyPath] = ("ucp", "buffers")
 
 
 @dataclass(frozen=True, slots=True)
 class StateDictSection:
-    """A dictionary of the state dict: the folder that holds it (empty, or with a slash at the end) and its path."""
+    """A dictionary of the state dict: its folder (empty, or with a slash at the end) and its path."""
 
     folder: str
     prefix: KeyPath
@@ -32,7 +32,7 @@ class StateDictSection:
 
 @dataclass(frozen=True, slots=True)
 class StateDictStyle:
-    """`flattened` is torch's `flatten_optimizer_state_dict`: one key a parameter and field, no numbered groups."""
+    """`flattened` is torch's `flatten_optimizer_state_dict`: one key per parameter and field, no numbered groups."""
 
     model: StateDictSection = StateDictSection("", ("model",))
     optimizer: StateDictSection = StateDictSection("", ("optim",))
@@ -46,14 +46,14 @@ class StateDictStyle:
 
 
 def style_of(details: Any) -> StateDictStyle | None:
-    """The style that a checkpoint's details tell, or None. A model saved alone leaves the optimizer's place open."""
-    told = details.get(STYLE_DETAIL) if isinstance(details, dict) else None
-    if not isinstance(told, dict):
+    """The style in a checkpoint's details, or None. For a model saved alone, the optimizer's path is the default."""
+    recorded = details.get(STYLE_DETAIL) if isinstance(details, dict) else None
+    if not isinstance(recorded, dict):
         return None
-    model, optimizer = _section(told.get("model")), _section(told.get("optimizer"))
+    model, optimizer = _section(recorded.get("model")), _section(recorded.get("optimizer"))
     if model is None and optimizer is None:
         return None
-    flattened = optimizer is not None and told["optimizer"].get("flattened") is True
+    flattened = optimizer is not None and recorded["optimizer"].get("flattened") is True
     if model is None:
         model = StateDictSection("", ("model",))
     if optimizer is None:
@@ -61,23 +61,23 @@ def style_of(details: Any) -> StateDictStyle | None:
     return StateDictStyle(model, optimizer, flattened)
 
 
-def _section(told: Any) -> StateDictSection | None:
-    if not isinstance(told, dict) or not isinstance(told.get("prefix"), (list, tuple)):
+def _section(recorded: Any) -> StateDictSection | None:
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("prefix"), (list, tuple)):
         return None
-    folder = told.get("folder")
+    folder = recorded.get("folder")
     if not isinstance(folder, str) or folder.count("/") > 1 or folder.startswith((".", "/")):
-        return None  # details may come from a manifest: only what a reader of ours would say is taken
-    return StateDictSection(folder, tuple(part if isinstance(part, int) else str(part) for part in told["prefix"]))
+        return None  # details may come from a manifest: accept only what the reader writes
+    return StateDictSection(folder, tuple(part if isinstance(part, int) else str(part) for part in recorded["prefix"]))
 
 
 def nest(held: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """The nested dictionaries and lists that these paths describe."""
+    """The nested dicts and lists with these values at these paths."""
     root: dict[str | int, Any] = {}
     for path, value in held.items():
         node = root
         for part in path[:-1]:
             below = node.setdefault(part, _Node())
-            if not isinstance(below, _Node):  # a value where others have a dictionary: keep both, by their text
+            if not isinstance(below, _Node):  # a value at the path of a dict: keep both, this one by its key
                 node[".".join(map(str, path))] = value
                 break
             node = below
@@ -87,7 +87,7 @@ def nest(held: Mapping[KeyPath, Any]) -> dict[str, Any]:
 
 
 class _Node(dict[Any, Any]):
-    """A dictionary that paths made, as against one that is a value."""
+    """A dict made from paths, unlike one that is a value."""
 
 
 def _close(value: Any) -> Any:
@@ -103,8 +103,8 @@ def _close(value: Any) -> Any:
 
 
 def flatten(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Entries of a state dict as torch makes them: dictionaries are opened, lists only where they hold a tensor or a
-    dictionary, anything else is one entry. Atoms are tensors."""
+    """The entries of a state dict by torch's rules: values of dicts, and members of lists that contain a tensor or a
+    dict, are entries of their own. Atoms are tensors."""
     yield from _walk((), tree)
 
 
@@ -125,38 +125,34 @@ def _opens(value: Any) -> bool:
     return isinstance(value, (dict, Atom))
 
 
-_STEP: Final[KeyPath] = ("ucp", "step")
-_BUFFERS: Final[KeyPath] = ("ucp", "buffers")
-
-
 @dataclass(slots=True)
 class PrivateKeys:
-    """`buffers` are parameter names; both are empty for folders of others."""
+    """`buffers` are parameter names. Both fields are empty for folders that others wrote."""
 
     step: int | None = None
     buffers: frozenset[str] = frozenset()
 
 
 def private_keys_of(source: Checkpoint) -> dict[KeyPath, Any]:
-    """The objects to add to a folder, by their paths."""
-    facts: dict[KeyPath, Any] = {}
+    """The objects to write, by their paths."""
+    keys: dict[KeyPath, Any] = {}
     if source.step is not None:
-        facts[_STEP] = source.step
+        keys[_STEP] = source.step
     buffers = [name for name, parameter in source.parameters.items() if parameter.role == "buffer"]
     if buffers:
-        facts[_BUFFERS] = buffers
-    return facts
+        keys[_BUFFERS] = buffers
+    return keys
 
 
 def take_private_keys(entries: list[DcpEntry], value: Callable[[DcpObject], Any]) -> tuple[PrivateKeys, list[DcpEntry]]:
-    """The facts among `entries`, and the other entries. Anything unexpected under these names is left alone."""
-    facts, others = PrivateKeys(), []
+    """The private keys among `entries`, and the other entries. Unexpected values of these keys stay in the latter."""
+    keys, others = PrivateKeys(), []
     for entry in entries:
-        told = value(entry) if isinstance(entry, DcpObject) and entry.path in (_STEP, _BUFFERS) else None
-        if entry.path == _STEP and type(told) is int and told >= 0:
-            facts.step = told
-        elif entry.path == _BUFFERS and type(told) is list and all(type(name) is str for name in told):
-            facts.buffers = frozenset(told)
+        found = value(entry) if isinstance(entry, DcpObject) and entry.path in (_STEP, _BUFFERS) else None
+        if entry.path == _STEP and type(found) is int and found >= 0:
+            keys.step = found
+        elif entry.path == _BUFFERS and type(found) is list and all(type(name) is str for name in found):
+            keys.buffers = frozenset(found)
         else:
             others.append(entry)
-    return facts, others
+    return keys, others

@@ -1,12 +1,6 @@
-"""Writing a folder that `dcp.load` reads on any mesh: data files cut by rows, and the metadata, last.
+"""Write a folder that `dcp.load` reads on any mesh: data files with tensors split by rows, and the metadata last.
 
-What a state dict to write holds: model, optimizer and extras, each value at its path.
-
-What torch's own optimizers keep in their parameter groups: a loading job asks for every field of its optimizer.
-
-Data files to write: tensors cut by rows, each chunk an archive.
-
-How tensors are cut over data files: rows, evenly, as FSDP2 cuts them over ranks.
+`StateDictEntries` decides what is in the state dict, `RowChunkedFiles` how tensors are split over data files.
 """
 
 from __future__ import annotations
@@ -17,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ucp.containers.distcp import METADATA, ArchiveRange, KeyPath
+from ucp.containers.distcp import METADATA, ArchiveRange, KeyPath, join_path
 from ucp.containers.distcp_writer import ArchiveFiles, MetadataTree
 from ucp.core.box import Box, Shape, whole
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
@@ -33,11 +27,19 @@ from ucp.formats.output_files import copied_file
 from ucp.formats.registry import WriteOptions
 from ucp.settings import KIB, MIB
 
+# A chunk has about 1.5 KB of headers, so small tensors are not split.
+SMALLEST_SPLIT_BYTES = 16 * KIB
+# A loading rank reads chunks completely, even if it needs only a part.
+LARGEST_CHUNK_BYTES = 256 * MIB
+_EXTRAS: Final = "extras"
+_MAX_GROUPS_DEPTH: Final = 3
+_PLAIN: Final = (type(None), bool, int, float, str, bytes)
+
 
 class DcpWriter:
     """Lays out model, optimizer and extras with the keys of `get_model_state_dict` and `get_optimizer_state_dict`.
 
-    Keys are built as in `options.like`, as in the source where that was such a folder once, and else as
+    The structure of the keys is that of `options.like`, or of the source if it comes from such a folder, or
     `{"model": …, "optim": …}`. `options.dp` is the number of data files.
     """
 
@@ -45,7 +47,7 @@ class DcpWriter:
         self.source = source
         self.options = options
         self.notes: list[Note] = []
-        self.mesh: Mesh | None = None  # the folder loads on any
+        self.mesh: Mesh | None = None  # the folder can be loaded on any mesh
         self.style = (
             style_of(options.like.details if options.like is not None else {})
             or style_of(source.details)
@@ -54,8 +56,8 @@ class DcpWriter:
         for name in ("tp", "pp", "ep"):
             if getattr(options, name) not in (None, 1):
                 raise UsageError(
-                    f"--{name} {getattr(options, name)} does not apply: a dcp folder has no mesh and loads on any",
-                    hint="leave it out; --dp says how many data files to write",
+                    f"--{name} {getattr(options, name)} does not apply: a dcp folder can be loaded on any mesh",
+                    hint="leave it out; --dp is the number of data files",
                 )
         self._files = self._file_count()
         self._last: OutputFile | None = None
@@ -70,7 +72,7 @@ class DcpWriter:
             files = data.setdefault(entry.folder, RowChunkedFiles(self._files, f"{entry.folder}data"))
             if entry.path in tree:
                 raise UsageError(
-                    f"two values would have the key {'.'.join(map(str, entry.path))}",
+                    f"two values would have the key {join_path(entry.path)}",
                     hint="choose other names with --like, or leave one out with --exclude",
                 )
             if isinstance(entry.value, Atom):
@@ -81,14 +83,14 @@ class DcpWriter:
         outputs = [file for folder, files in data.items() for file in files.outputs(folder)]
         metadata = [_literal_file(folder + METADATA, tree) for folder, tree in trees.items()]
         if not metadata:
-            raise UsageError(f"{self.source.root}: there is nothing to write", hint="leave --include and --exclude out")
+            raise UsageError(f"{self.source.root}: nothing is left to write", hint="leave --include and --exclude out")
         *others, self._last = metadata
         taken = {file.path for file in (*outputs, *metadata)}
         carried = [copied_file(self.source, name, name) for name in self.source.extras.files if name not in taken]
         return Target((*outputs, *carried, *others))
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """The metadata: torch takes its presence as the mark of a whole checkpoint."""
+        """The metadata: to torch, its presence marks a complete checkpoint."""
         del target, digests
         return self._last
 
@@ -99,7 +101,7 @@ class DcpWriter:
             total = sum(prod(atom.shape) * atom.dtype.itemsize for atom in self.source.atoms())
             count = max(count, -(-total // options.max_shard_size))
         if not 1 <= count <= 65536:
-            raise UsageError(f"a dcp folder of {count} data files", hint="choose --dp from 1 to 65536")
+            raise UsageError(f"a dcp folder cannot have {count} data files", hint="choose --dp from 1 to 65536")
         return count
 
 
@@ -108,14 +110,9 @@ def _literal_file(path: str, tree: MetadataTree) -> OutputFile:
     return OutputFile(path, len(data), (Literal(0, data),))
 
 
-_EXTRAS: Final = "extras"
-_DEEPEST_GROUPS: Final = 3
-_PLAIN: Final = (type(None), bool, int, float, str, bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class StateDictEntry:
-    """One value of the state dict: an atom, or anything that a pickle can hold."""
+    """One value of the state dict: an atom, or any value that can be pickled."""
 
     folder: str
     path: KeyPath
@@ -123,7 +120,7 @@ class StateDictEntry:
 
 
 class StateDictEntries:
-    """Makes the entries for a source in a style. Iterate once; `notes` are complete afterwards."""
+    """The entries for a source in a style. Iterate once; `notes` are complete afterwards."""
 
     def __init__(self, source: Checkpoint, style: StateDictStyle, dtype: DType | None) -> None:
         self.source = source
@@ -145,15 +142,15 @@ class StateDictEntries:
     # model ------------------------------------------------------------------------------------------------------
 
     def _model(self) -> Iterator[StateDictEntry]:
-        place = self.style.model
+        section = self.style.model
         for parameter in self.source.parameters.values():
             atom = self._weight(parameter)
             if atom is not None:
                 for name in (parameter.name, *parameter.aliases):
-                    yield StateDictEntry(place.folder, (*place.prefix, name), atom)
+                    yield StateDictEntry(section.folder, (*section.prefix, name), atom)
 
     def _weight(self, parameter: Parameter) -> Atom | None:
-        """The module's tensor: FSDP2 trains on the master itself, so that is what it should load."""
+        """The tensor of the module: the master if there is one, because FSDP2 trains on it directly."""
         best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
         if best is None:
             return None
@@ -181,14 +178,14 @@ class StateDictEntries:
 
     def _steps_of(self, parameter: Parameter) -> int | None:
         hyper = self.source.groups[parameter.group].hyper if parameter.group is not None else {}
-        told = hyper.get(STEP)
-        return told if type(told) is int else self.source.step
+        steps = hyper.get(STEP)
+        return steps if type(steps) is int else self.source.step
 
     def _optimizer_entry(self, path: KeyPath, value: Any) -> StateDictEntry:
-        place = self.style.optimizer
+        section = self.style.optimizer
         if self.style.flattened:
-            path = (".".join(map(str, path)),)
-        return StateDictEntry(place.folder, (*place.prefix, *path), value)
+            path = (join_path(path),)
+        return StateDictEntry(section.folder, (*section.prefix, *path), value)
 
     def _numbered_groups(self) -> Iterator[StateDictEntry]:
         for number, group in enumerate(self.source.groups):
@@ -204,7 +201,7 @@ class StateDictEntries:
                     yield self._optimizer_entry((GROUPS, parameter, name), value)
 
     def _fields(self, number: int, group: ParamGroup) -> dict[str, Any]:
-        """The hyper-parameters of a group, complete for torch's optimizer of the same states."""
+        """The hyper-parameters of a group, with all fields that torch's optimizer with these states has."""
         kinds = {kind for name in group.names[:8] for kind in self.source.parameters[name].atoms}
         plain = {name: value for name, value in group.hyper.items() if _is_plain(value)}
         if len(plain) < len(group.hyper):
@@ -234,9 +231,9 @@ class StateDictEntries:
         yield from self._foreign(foreign)
 
     def _foreign(self, values: dict[str, Any]) -> Iterator[StateDictEntry]:
-        """Plain values of another framework's files, for whoever wants to ask for them; its objects stay behind.
+        """Plain values of another framework's files; its objects are left out.
 
-        So do its own groups: whoever reads this folder would take them for a second optimizer.
+        So are its own groups: a reader of this folder would take them for a second optimizer.
         """
         values = {key: value for key, value in values.items() if key != GROUPS}
         if self.source.groups:
@@ -253,15 +250,15 @@ class StateDictEntries:
 
 
 def _as_step(atom: Atom) -> Atom:
-    """torch counts steps in float32."""
+    """The step counter in float32, as torch has it."""
     if atom.numel != 1:
         raise UsageError(f"parameter {atom.name}: its step has the shape {list(atom.shape)}")
     return atom if atom.dtype == FLOAT32 else replace(atom, dtype=FLOAT32)
 
 
 def _has_groups(value: Any, depth: int = 0) -> bool:
-    """Whether an optimizer's groups are in it: at its top, below what wraps optimizers, or in a chain of them."""
-    if depth > _DEEPEST_GROUPS:
+    """Whether a value contains an optimizer's groups: directly, in a wrapper, or in a chain of optimizers."""
+    if depth > _MAX_GROUPS_DEPTH:
         return False
     if isinstance(value, dict) and GROUPS in value:
         return True
@@ -284,12 +281,12 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 def complete_group_fields(hyper: Mapping[str, Any], kinds: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """The fields of a group whose parameters have states `kinds`: the source's own, and torch's defaults for the rest.
 
-    Gives the fields and the names of those that were filled in.
+    Returns the fields and the names of those that were filled in.
     """
     defaults = default_group_fields(hyper, kinds)
     filled = [name for name in defaults if name not in hyper]
     fields = {**{name: defaults[name] for name in filled}, **hyper}
-    # A job with an LR scheduler asks for this too; it is the rate that the scheduler starts from.
+    # A job with an LR scheduler loads this field too: the rate that the scheduler starts from.
     if "lr" in fields:
         fields.setdefault("initial_lr", fields["lr"])
     return fields, filled
@@ -299,21 +296,15 @@ class RowChunkedFiles(ArchiveFiles):
     """The data files of one folder."""
 
     def tensor(self, atom: Atom) -> list[tuple[Box, ArchiveRange]]:
-        """Lay out a tensor; gives its chunks and where they lie."""
+        """Lay out a tensor. Returns its chunks and their archives."""
         return [
             (box, self.chunk(number, atom, Region.of((box,)), box.shape))
             for number, box in row_chunks(atom.shape, atom.dtype.itemsize, len(self))
         ]
 
 
-# A chunk costs about 1.5 KB of its own, so small tensors stay whole.
-SMALLEST_SPLIT_BYTES = 16 * KIB
-# A loading rank reads every chunk that it touches as a whole, whatever it needs of it.
-LARGEST_CHUNK_BYTES = 256 * MIB
-
-
 def row_chunks(shape: Shape, itemsize: int, files: int) -> Iterator[tuple[int | None, Box]]:
-    """Chunks of a tensor, each with the number of its file; None lets the caller choose one."""
+    """Chunks of a tensor by rows, as FSDP2 splits it, each with the number of its file; None means any file."""
     nbytes = prod(shape) * itemsize
     if not shape or nbytes < SMALLEST_SPLIT_BYTES or shape[0] < 2:
         yield None, whole(shape)

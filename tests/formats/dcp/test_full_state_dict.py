@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ucp
-from tests.formats.dcp.saving import small_state
+from tests.formats.dcp.state_dicts import small_state
 from ucp.errors import IntegrityError, NotUnderstoodError, UcpError
 
 torch = pytest.importorskip("torch")
@@ -98,7 +98,7 @@ def test_a_model_alone(tmp_path: Path) -> None:
 
 def test_what_is_no_state_dict(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(NotUnderstoodError, match="holds no state dict"):
+    with pytest.raises(NotUnderstoodError, match="is not a state dict"):
         ucp.open(tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("not a zip")
     with pytest.raises(NotUnderstoodError, match="is not a checkpoint in a known format"):
