@@ -23,7 +23,7 @@ Member = TypeVar("Member")
 
 
 def optimizers_of(tree: Any) -> list[Mapping[str, Any]]:
-    """Return the chained optimizers stored under `optimizer`; one if there is no chain."""
+    """Return the chained optimizers stored under `optimizer`, or the only one."""
     if isinstance(tree, list):
         return [item for item in tree if isinstance(item, dict)]
     if isinstance(tree, dict) and tree and all(type(key) is int for key in tree):

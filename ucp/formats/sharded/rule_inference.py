@@ -244,7 +244,7 @@ def _dim_beside_hidden(shape: Shape, hidden: set[int]) -> int | None:
 
 
 def _has_gate(name: str, slices: Mapping[str, Sequence[LocalSlice]]) -> bool | None:
-    """Whether the input matrix of an MLP has a gate; None if there is no output matrix to compare with."""
+    """Whether the input matrix of an MLP has a gate; None without an output matrix to compare with."""
     for first, second in _MLP_SIDES:
         stem, found, rest = name.rpartition(f".{first}.")
         other = slices.get(f"{stem}.{second}.weight") if found else None

@@ -317,7 +317,7 @@ class _AtomBlock:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _StoredRankGroup:
-    """The ranks that share buffers: which optimizer of a chain (-1: there is no chain), and which group of ranks."""
+    """The ranks that share buffers: which optimizer of a chain (-1 without a chain), and which group of ranks."""
 
     chained: int
     group: int

@@ -268,7 +268,7 @@ class TargetModel:
                 hint="leave --include and --exclude out, or set mtp_num_layers with --model-config",
             )
         if not source.parameters:
-            raise UsageError(f"{source.root}: there are no parameters to write")
+            raise UsageError(f"{source.root}: has no parameters to write")
         if arguments.tp > 1:
             unknown = [p.name for p in source.parameters.values() if _has_no_rule(p) and self._core_rule(p) is None]
             if unknown:

@@ -276,7 +276,7 @@ def _literal_file(path: str, data: bytes) -> OutputFile:
 class OptimizerRankGroup:
     """Ranks that share the state of one optimizer: `group` is their number, `rank` the first of them."""
 
-    chained: int | None  # index in a chain of optimizers; None if there is no chain
+    chained: int | None  # index in a chain of optimizers; None without a chain
     group: int
     rank: ModuleRank
 
