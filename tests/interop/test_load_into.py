@@ -18,7 +18,7 @@ from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-RANKS = "tests.training.ranks:"
+RANKS = "tests.training.deepspeed_ranks:"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

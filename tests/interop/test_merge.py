@@ -15,7 +15,7 @@ from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-RECORDED = "tests.replay.ranks:recorded"
+RECORDED = "tests.replay.replay_ranks:recorded"
 CLIP = {"gradient_clipping": 0.1}
 
 # name → (world, spec, options of the rank function)
@@ -74,7 +74,7 @@ def test_weights_of_a_first_step_that_was_skipped(worlds: Worlds, tmp_path: Path
         assert found.same, (step, [str(atom) for atom in found.atoms])
 
 
-LOAD = "tests.training.ranks:load"
+LOAD = "tests.training.deepspeed_ranks:load"
 
 
 @pytest.fixture(scope="module")

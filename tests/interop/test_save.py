@@ -16,7 +16,7 @@ from tests.training.worlds import Worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-RANKS = "tests.training.ranks:"
+RANKS = "tests.training.deepspeed_ranks:"
 
 SAVED: dict[str, tuple[int, Spec, bool]] = {
     "zero 0, bf16": (2, Spec(zero=0), True),

@@ -22,9 +22,9 @@ from ucp.training.shadow.shadow import Shadow
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-FOLLOWED = "tests.training.shadow.ranks:followed"
-LOAD = "tests.training.ranks:load"
-TRAINED = "tests.training.shadow.ranks:trained"
+FOLLOWED = "tests.training.shadow.shadow_ranks:followed"
+LOAD = "tests.training.deepspeed_ranks:load"
+TRAINED = "tests.training.shadow.shadow_ranks:trained"
 CLIP = {"gradient_clipping": 0.1}
 
 RUNS: dict[str, tuple[int, Spec, dict[str, Any]]] = {
@@ -80,7 +80,7 @@ def test_the_shadow_of_ddp_after_every_step(worlds: Worlds, tmp_path: Path, tran
     doors = [ShadowServer(shadow, ShadowAddress("127.0.0.1", 0, None, each)) for each in ("shadow", transport)]
     to, ask = str(doors[1].address), str(doors[0].address)
     try:
-        results = worlds.run(2, "tests.training.shadow.ranks:distributed", tmp_path, steps=4, to=to, ask=ask)
+        results = worlds.run(2, "tests.training.shadow.shadow_ranks:distributed", tmp_path, steps=4, to=to, ask=ask)
     finally:
         for door in doors:
             door.close()

@@ -17,7 +17,7 @@ from tests.training.worlds import Worlds
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
 TORCH = "tests.training.torch_ranks:"
-RANKS = "tests.training.ranks:"
+RANKS = "tests.training.deepspeed_ranks:"
 # Rows long enough to be read one by one; an odd vocabulary and a parameter of one element for uneven shards.
 SPEC = Spec(dtype="fp32", frozen=("pos",), hidden=256, ffn=508, layers=1)
 OTHER = replace(SPEC, seed=5, lr=0.3)

@@ -29,7 +29,7 @@ from ucp.sources import OpenCheckpoint
 State = dict[str, torch.Tensor]  # "name|kind" → a copy
 
 
-class Net(torch.nn.Module):
+class RareGradientNet(torch.nn.Module):
     """Odd sizes, one parameter larger than a block, one that gets no gradient every third step."""
 
     def __init__(self, large: int = 37) -> None:
@@ -46,7 +46,7 @@ class Run:
     """A job that keeps its state after every step."""
 
     folder: Path
-    net: Net
+    net: RareGradientNet
     optimizer: torch.optim.Optimizer
     kernel: KernelFingerprint
     epoch: int = 0
@@ -251,7 +251,7 @@ def start(
 ) -> Run:
     """A run at step 0 with an open epoch."""
     large = options.pop("large", 37)
-    net = Net(large)
+    net = RareGradientNet(large)
     groups = [
         {"params": [net.large, net.rare], "weight_decay": 0.1},
         {"params": [net.small], "weight_decay": 0.0},

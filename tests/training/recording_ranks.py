@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ucp
 from tests.interop.ds_rank import build, train
 from tests.training import torch_ranks
-from tests.training.ranks import spec_of
+from tests.training.deepspeed_ranks import spec_of
 from ucp.errors import StorageError
 from ucp.training.adapters import describe_job
 

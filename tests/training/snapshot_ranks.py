@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ucp
 from tests.interop.ds_rank import build, train, write_state
 from tests.training import torch_ranks
-from tests.training.ranks import spec_of
+from tests.training.deepspeed_ranks import spec_of
 from ucp import settings
 from ucp.training.snapshots.background_copy import Throttle
 

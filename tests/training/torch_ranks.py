@@ -13,7 +13,7 @@ from torch import nn
 import ucp
 from tests.interop import model as gpt
 from tests.interop.spec import Spec
-from tests.training.ranks import spec_of, told
+from tests.training.deepspeed_ranks import spec_of, told
 
 
 def build(spec: Spec, kind: str) -> tuple[Any, Any]:

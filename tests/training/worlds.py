@@ -1,4 +1,4 @@
-"""Run a function on every rank of a real world over gloo: `Worlds().run(2, "tests.training.ranks:resume", out, …)`."""
+"""Run a function on all ranks of a real gloo world: `Worlds().run(2, "tests.training.deepspeed_ranks:resume", out)`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import ucp
 from tests.interop import model as gpt
 from tests.interop.ds_rank import build, save, train
 from tests.interop.spec import Job
-from tests.training.ranks import spec_of
+from tests.training.deepspeed_ranks import spec_of
 from tests.training.recording_ranks import spoil
 from ucp.training.shadow.client import status
 

@@ -13,7 +13,7 @@ import ucp
 from tests.interop import model as gpt
 from tests.interop.ds_rank import build, save, train, write_state
 from tests.interop.spec import Job
-from tests.training.ranks import spec_of
+from tests.training.deepspeed_ranks import spec_of
 from tests.training.recording_ranks import spoil
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
