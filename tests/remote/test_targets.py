@@ -239,7 +239,7 @@ def test_an_upload_has_at_most_ten_thousand_parts(size: int) -> None:
 
 
 def test_nothing_is_linked_into_a_store(memory: str) -> None:
-    with pytest.raises(UsageError, match="--link points at files of this machine"):
+    with pytest.raises(UsageError, match="--link points at local files"):
         ucp.convert(SOURCE, f"{memory}/out", link=True)
 
 

@@ -50,7 +50,11 @@ class Journal:
     def __init__(self, path: Path, busy: OutputBusyError) -> None:
         """Open or create the journal; raises `busy` if another process has locked it."""
         self.path = path
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)
+        self._fd: int | None = None
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # another process has just published or removed the folder
+            raise busy from None
         if not (_lock(self._fd) and _is_same_file(self._fd, path)):  # its previous owner may have just removed it
             self.close()
             raise busy
