@@ -125,6 +125,17 @@ def test_rooms_respect_the_walls(path: Path) -> None:
     assert not trespasses
 
 
+def test_no_test_module_imports_another() -> None:
+    """Shared helpers are in modules that are not collected as tests."""
+    found = [
+        f"{path.relative_to(PROJECT)}:{line} imports {imported}"
+        for path in sorted((PROJECT / "tests").rglob("*.py"))
+        for imported, line in imports(parse(path), "", False)
+        if imported.startswith("tests.") and any(part.startswith("test_") for part in imported.split("."))
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_torch_is_imported_only_where_it_is_used(path: Path) -> None:
     early = [

@@ -47,7 +47,10 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "index, wrong",
     [
-        ({"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}, "lists b in"),
+        (
+            {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}},
+            "lists b in",
+        ),
         ({"weight_map": {"a": "../model-00001-of-00001.safetensors"}}, "not a file in the same folder"),
         ({}, "no weight_map"),
     ],
