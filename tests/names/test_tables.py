@@ -87,6 +87,9 @@ GOOD = 'sides = ["a", "b"]\n[[map]]\na = "x.{layer}"\nb = "y.{layer}"\n'
         ('extends = "llama"\nwithout = ["x"]\n[[map]]\nhf = "x"\nmegatron = "y"\n', "without must list names"),
         ('extends = "llama"\n[[map]]\nhf = "x"\nmegatron = "y"\nbefore = "z"\n', "before = 'z' is not in the table"),
         (GOOD + "before = 3\n", "before = 3 is not a name"),
+        ('sides = 3\nextends = "llama"\n[[map]]\nhf = "x"\nmegatron = "y"\n', "sides must be those of the extended"),
+        ('extends = "llama"\nwithout = [[1]]\n[[map]]\nhf = "x"\nmegatron = "y"\n', "without must list names"),
+        (GOOD + 'ratio = "gated"\nparts = [1, 2]\ncut = "split"\n', "ratio cannot be combined with parts"),
         # The grammar of tables before it was that of rule files.
         (GOOD + 'parts = "thirds"\n', "a ratio is"),
         (GOOD + "parts = [1]\n", "a ratio is"),

@@ -220,7 +220,7 @@ def _base(document: dict[str, Any], where: str) -> NameTable | None:
     if name not in table_names():
         raise UsageError(f"{where}: extends = {name!r}", hint=f"packaged tables are {', '.join(table_names())}")
     base = load_packaged_table(name)
-    if tuple(document.get("sides", base.sides)) != base.sides:
+    if document.get("sides", list(base.sides)) != list(base.sides):
         raise UsageError(f"{where}: sides must be those of the extended table {name}: {list(base.sides)}")
     return base
 
@@ -231,18 +231,18 @@ def _extended(base: NameTable, own: Sequence[TableEntry], without: Any, where: s
     def key(entry: TableEntry) -> str:
         return entry.sides[base.sides[1]].names[0].text
 
-    made = list(base.entries)
-    if not isinstance(without, list) or set(without) - {key(entry) for entry in made}:
+    keys = [key(entry) for entry in base.entries]
+    if not isinstance(without, list) or any(name not in keys for name in without):
         raise UsageError(f"{where}: without must list names of {base.sides[1]!r} in table {base.name}")
-    made = [entry for entry in made if key(entry) not in without]
+    made = [entry for entry in base.entries if key(entry) not in without]
     for entry in own:
-        index = [key(other) for other in made].index
-        if any(key(other) == key(entry) for other in made):
-            made[index(key(entry))] = entry
+        keys = [key(other) for other in made]
+        if key(entry) in keys:
+            made[keys.index(key(entry))] = entry
         elif entry.before is None:
             made.append(entry)
-        elif any(key(other) == entry.before for other in made):
-            made.insert(index(entry.before), entry)
+        elif entry.before in keys:
+            made.insert(keys.index(entry.before), entry)
         else:
             raise UsageError(f"{where}: before = {entry.before!r} is not in the table")
     return made
@@ -293,7 +293,9 @@ def _parse_rule(rule: dict[str, Any], place: str) -> tuple[Rule, str | None]:
         raise UsageError(
             f"{place}: ratio = {named or rule['ratio']!r}", hint='a ratio is "qkv", "gated" or a list such as [1, 1]'
         )
-    # A tensor that every rank holds whole may still be made of parts, which rule files have no use for.
+    if named is not None and rule.keys() & {"parts", "count"}:
+        raise UsageError(f"{place}: ratio cannot be combined with parts or count")
+    # A replicated tensor may consist of parts too, which is of no use in a rule file.
     parts: dict[str, Any] = {}
     if rule["cut"] != "split":
         parts = {key: rule.pop(key) for key in ("parts", "ratio", "count") if key in rule}
