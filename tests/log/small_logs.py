@@ -79,22 +79,22 @@ def write_log(
     folder = epoch_folder(run / "log", manifest.epoch)
     write_manifest(folder, manifest)
     for schema in manifest.streams:
-        appender = SegmentWriter(stream_folder(folder, schema.stream), manifest.epoch, schema.stream, schema.hash())
+        writer = SegmentWriter(stream_folder(folder, schema.stream), manifest.epoch, schema.stream, schema.hash())
         for step in steps:
             blocks = [
                 encode_block(b.id, gradient(schema.stream, step, b.id, b.count), BFLOAT16, compress=compress)
                 for b in schema.blocks
             ]
             skip = step in skipped
-            told = record(step, skipped=skip)
-            append_step(appender, step, told, [] if skip else blocks, aux={"s": step}, batch_end=True)
-            appender.sync()
+            scalars = record(step, skipped=skip)
+            append_step(writer, step, scalars, [] if skip else blocks, aux={"s": step}, batch_end=True)
+            writer.sync()
             if (step - steps.start + 1) % per_segment == 0:
-                appender.close_segment()
+                writer.close_segment()
         if end:
-            appender.append(FrameType.DIGEST, steps.stop - 1, [pack_digests([StateDigest(0, "master", "0" * 32)])])
-            appender.append(FrameType.EPOCH_END, steps.stop - 1, [pack_json({"reason": "closed"})])
-        appender.close_segment()
+            writer.append(FrameType.DIGEST, steps.stop - 1, [pack_digests([StateDigest(0, "master", "0" * 32)])])
+            writer.append(FrameType.EPOCH_END, steps.stop - 1, [pack_json({"reason": "closed"})])
+        writer.close_segment()
     return manifest
 
 
@@ -104,7 +104,7 @@ def segments(run: Path, stream: int = 0, epoch: int = 0) -> list[Path]:
 
 
 def contents(log: Log, upto: int | None = None) -> dict[int, dict[tuple[int, int], bytes]]:
-    """Step → (stream, block) → bit patterns, of everything that can be had."""
+    """Step → (stream, block) → bit patterns, of every complete step."""
     found: dict[int, dict[tuple[int, int], bytes]] = {}
     for span in log.spans(upto):
         for step in range(span.first, span.last + 1):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ucp.errors import IntegrityError, StorageError
 from ucp.log.epoch_manifest import write_json
@@ -52,14 +52,8 @@ def write_base(base: BaseCheckpoint) -> None:
         for name in files:
             _sync_file(Path(folder) / name)
         sync(Path(folder))
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "number": base.number,
-        "step": base.step,
-        "epoch": base.epoch,
-        "checkpoint": base.checkpoint,
-        "steps": base.steps,
-    }
+    fields = asdict(base)
+    content = {"format": FORMAT, **{key: fields[key] for key in ("number", "step", "epoch", "checkpoint", "steps")}}
     base.folder.mkdir(parents=True, exist_ok=True)
     write_json(base.folder / BASE, content)
     sync(base.folder.parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,25 +35,12 @@ class KernelFingerprint:
     library: str = ""  # version of the library that contains the kernel, if that is not torch
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "torch": self.torch,
-            "cpu_capability": self.cpu_capability,
-            "device": self.device,
-            "vector_bytes": self.vector_bytes,
-            "library": self.library,
-        }
+        return asdict(self)
 
     @staticmethod
     def from_json(data: Any) -> KernelFingerprint:
-        return KernelFingerprint(
-            str(data["id"]),
-            str(data["torch"]),
-            str(data["cpu_capability"]),
-            str(data["device"]),
-            int(data["vector_bytes"]),
-            str(data["library"]),
-        )
+        name, torch, capability, device = (str(data[key]) for key in ("id", "torch", "cpu_capability", "device"))
+        return KernelFingerprint(name, torch, capability, device, int(data["vector_bytes"]), str(data["library"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +98,7 @@ class EpochManifest:
             "run": self.run,
             "epoch": self.epoch,
             "start": self.start,
-            "parent": None if self.parent is None else {"epoch": self.parent.epoch, "step": self.parent.step},
+            "parent": None if self.parent is None else asdict(self.parent),
             "base": self.base,
             "mesh": self.mesh.to_json(),
             "kernel": self.kernel.to_json(),

@@ -64,17 +64,8 @@ class SegmentHeader:
     checksum: int = XXH3_64
 
     def pack(self) -> bytes:
-        head = _SEGMENT.pack(
-            SEGMENT_MAGIC,
-            VERSION,
-            self.epoch,
-            self.stream,
-            self.first_lsn,
-            self.salt,
-            self.checksum,
-            self.schema_hash,
-            self.created_ns,
-        )
+        numbers = self.epoch, self.stream, self.first_lsn, self.salt, self.checksum
+        head = _SEGMENT.pack(SEGMENT_MAGIC, VERSION, *numbers, self.schema_hash, self.created_ns)
         body = head.ljust(SEGMENT_BYTES - _SUM.size, b"\0")
         return body + _SUM.pack(checksum(body))
 
@@ -90,7 +81,7 @@ class SegmentHeader:
             raise BadBytesError("the checksum of the segment header is wrong")
         _, version, epoch, stream, first_lsn, salt, kind, schema_hash, created = _SEGMENT.unpack_from(body)
         if version != VERSION:
-            raise BadBytesError(f"segment version {version}, but this ucp reads {VERSION}")
+            raise BadBytesError(f"segment version {version} (this version of ucp reads {VERSION})")
         if kind != XXH3_64:
             raise BadBytesError(f"unknown kind of checksum {kind}")
         return SegmentHeader(epoch, stream, first_lsn, salt, schema_hash, created, kind)
@@ -111,20 +102,8 @@ class FrameHeader:
     offset: int
 
     def pack(self, salt: int) -> bytes:
-        head = _FRAME.pack(
-            FRAME_MAGIC,
-            self.type,
-            self.flags,
-            FRAME_BYTES,
-            self.stream,
-            self.epoch,
-            self.lsn,
-            self.step,
-            self.length,
-            self.checksum,
-            self.offset,
-            0,
-        )
+        numbers = self.stream, self.epoch, self.lsn, self.step, self.length, self.checksum, self.offset
+        head = _FRAME.pack(FRAME_MAGIC, self.type, self.flags, FRAME_BYTES, *numbers, 0)
         return head + _CRC.pack(zlib.crc32(head, salt & 0xFFFFFFFF))
 
     @staticmethod

@@ -20,7 +20,7 @@ _STEP: Final = struct.Struct("<BBBBIQIIqQ")
 _GROUP: Final = struct.Struct("<IBBHdddddddq")
 _COMMIT: Final = struct.Struct("<IIQQQ")
 
-_MAXIMIZE, _AMSGRAD, _NESTEROV, _USED = 1, 2, 4, 8
+_GROUP_FLAGS: Final = (1, 2, 4, 8)  # maximize, amsgrad, nesterov, the optimizer was called with this group
 _SKIPPED: Final = 1
 
 
@@ -85,18 +85,9 @@ class StepRecord:
     def pack(self) -> bytes:
         bits = 0 if self.scale is None else int(np.float32(self.scale).view(np.uint32))
         scaled = int(self.scale is not None)
-        head = _STEP.pack(
-            self.stage,
-            scaled,
-            scaled,
-            _SKIPPED if self.skipped else 0,
-            len(self.groups),
-            bits,
-            self.micro_batches,
-            0,
-            self.consumed_samples,
-            self.time_ns,
-        )
+        flags = _SKIPPED if self.skipped else 0
+        numbers = len(self.groups), bits, self.micro_batches, 0, self.consumed_samples, self.time_ns
+        head = _STEP.pack(self.stage, scaled, scaled, flags, *numbers)
         return head + b"".join(map(_pack_group, self.groups))
 
     @staticmethod
@@ -117,12 +108,8 @@ class StepRecord:
 
 
 def _pack_group(group: GroupScalars) -> bytes:
-    flags = (
-        (_MAXIMIZE if group.maximize else 0)
-        | (_AMSGRAD if group.amsgrad else 0)
-        | (_NESTEROV if group.nesterov else 0)
-        | (_USED if group.stepped else 0)
-    )
+    switches = (group.maximize, group.amsgrad, group.nesterov, group.stepped)
+    flags = sum(flag for flag, is_set in zip(_GROUP_FLAGS, switches, strict=True) if is_set)
     numbers = (group.lr, group.beta1, group.beta2, group.eps, group.weight_decay, group.momentum, group.dampening)
     return _GROUP.pack(group.group, group.lr_kind, flags, 0, *numbers, group.opt_step)
 
@@ -131,21 +118,10 @@ def _unpack_group(data: bytes, at: int) -> GroupScalars:
     number, kind, flags, _, lr, beta1, beta2, eps, decay, momentum, dampening, step = _GROUP.unpack_from(data, at)
     if kind not in LrKind._value2member_map_:
         raise BadBytesError(f"a STEP frame with an unknown kind of learning rate {kind}")
+    maximize, amsgrad, nesterov, stepped = (bool(flags & flag) for flag in _GROUP_FLAGS)
+    switches = (maximize, amsgrad, nesterov)
     return GroupScalars(
-        number,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        decay,
-        momentum,
-        dampening,
-        LrKind(kind),
-        bool(flags & _MAXIMIZE),
-        bool(flags & _AMSGRAD),
-        bool(flags & _NESTEROV),
-        step,
-        bool(flags & _USED),
+        number, lr, beta1, beta2, eps, decay, momentum, dampening, LrKind(kind), *switches, step, stepped
     )
 
 

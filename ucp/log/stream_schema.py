@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import xxhash
@@ -104,23 +104,12 @@ class OptimizerTensor:
     names: tuple[str, ...]  # parameters that share this tensor's step count
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "numel": self.numel,
-            "group": self.group,
-            "dtype": self.dtype,
-            "grad_dtype": self.grad_dtype,
-            "names": list(self.names),
-        }
+        return {**asdict(self), "names": list(self.names)}
 
     @staticmethod
     def from_json(data: Any) -> OptimizerTensor:
-        return OptimizerTensor(
-            int(data["numel"]),
-            int(data["group"]),
-            str(data["dtype"]),
-            str(data["grad_dtype"]),
-            tuple(map(str, data["names"])),
-        )
+        numel, group, names = int(data["numel"]), int(data["group"]), tuple(map(str, data["names"]))
+        return OptimizerTensor(numel, group, str(data["dtype"]), str(data["grad_dtype"]), names)
 
 
 @dataclass(frozen=True, slots=True)
