@@ -2,7 +2,7 @@
 
 They see each other only through the destination: journals show how far each shard is and whether its process lives, and
 a process that fails leaves a note that stops the others with its message. The first process waits for all others and
-then publishes the target. Clocks are never compared: a sign of life counts if it differs from the one before.
+then publishes the target. Clocks are never compared: a heartbeat counts if it differs from the one before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Coordinator(Progress):
         self._progress = progress
         self._others = destination.shard.others
         self._reported = dict.fromkeys(self._others, 0)  # bytes of other shards that were passed on
-        self._signs: dict[WorkShard, tuple[object, float]] = {}  # the last sign of life, and when it was new
+        self._heartbeats: dict[WorkShard, tuple[object, float]] = {}  # the last heartbeat, and when it was new
         destination.prepare_launch()
         # Notes of an earlier launch: a process of this one removes its own when it starts.
         self._old_failures = {other: destination.failure(other) for other in self._others}
@@ -56,10 +56,10 @@ class Coordinator(Progress):
         self._raise_failure()
 
     def close(self) -> None:
-        """Send no more signs of life, and end the progress."""
+        """Stop the heartbeat, and end the progress."""
         self._stop.set()
         self._thread.join()
-        self._destination.end_signs_of_life()
+        self._destination.stop_heartbeat()
         self._progress.finish()
 
     def fail(self, error: BaseException) -> None:
@@ -81,10 +81,10 @@ class Coordinator(Progress):
             raise self._failure
 
     def _watch(self) -> None:
-        """Send signs of life and look for failures of others, until `close`."""
+        """Send heartbeats and look for failures of others, until `close`."""
         while True:
             with suppress(UcpError, ValueError):  # the next attempt may succeed
-                self._destination.send_sign_of_life()
+                self._destination.send_heartbeat()
                 for other in self._others:
                     failure = self._destination.failure(other)
                     if failure is not None and failure != self._old_failures[other]:
@@ -101,10 +101,10 @@ class Coordinator(Progress):
             self._reported[shard] = max(state.nbytes, self._reported[shard])
         if state.done:
             return True
-        sign = self._destination.sign_of_life(shard)
-        last, since = self._signs.setdefault(shard, (sign, time.monotonic()))
-        if sign != last:
-            self._signs[shard] = sign, time.monotonic()
+        beat = self._destination.heartbeat(shard)
+        last, since = self._heartbeats.setdefault(shard, (beat, time.monotonic()))
+        if beat != last:
+            self._heartbeats[shard] = beat, time.monotonic()
         elif time.monotonic() - since > settings.MISSING_PROCESS_SECONDS:
             failure = self._destination.failure(shard)
             raise PeerFailedError(

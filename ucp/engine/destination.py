@@ -91,17 +91,17 @@ class Destination(Protocol):
     def shard_progress(self, shard: WorkShard) -> ShardProgress:
         """How far a shard is."""
 
-    def sign_of_life(self, shard: WorkShard) -> object:
-        """A value that changes from call to call as long as a process works on a shard."""
+    def heartbeat(self, shard: WorkShard) -> object:
+        """A value that changes as long as a process works on a shard."""
 
     def prepare_launch(self) -> None:
         """Remove the failure note that an earlier launch has left of this shard; refused if the output is complete."""
 
-    def send_sign_of_life(self) -> None:
-        """Tell other processes that this one is alive, if they cannot see that themselves."""
+    def send_heartbeat(self) -> None:
+        """Show other processes that this one is alive, if they cannot see that themselves."""
 
-    def end_signs_of_life(self) -> None:
-        """This process sends no more signs of life."""
+    def stop_heartbeat(self) -> None:
+        """This process sends no more heartbeats."""
 
     def report_failure(self, text: str) -> None:
         """Record why this shard failed, for the other processes."""

@@ -175,7 +175,7 @@ class _TaskMonitor:
 def choose_shards(cpus: Sequence[int], shards: int | None, jobs: int | None, most: int) -> tuple[int, int]:
     """(number of shards, CPUs of each) for nodes with these numbers of CPUs: as many shards as run at once.
 
-    More than `most` shards are chosen only if `shards` says so.
+    At most `most`, unless `shards` is given.
     """
     available = [count for count in cpus if count > 0]
     if (shards is None or jobs is None) and not available:

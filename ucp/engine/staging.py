@@ -284,13 +284,13 @@ class StagingFolder:
         record = JournalRecord.parse(data, self.fingerprint, journal)
         return ShardProgress(record.done, record.nbytes)
 
-    def sign_of_life(self, shard: WorkShard) -> object:
+    def heartbeat(self, shard: WorkShard) -> object:
         return time.monotonic() if is_locked(self.folder / journal_name(shard)) else None
 
-    def send_sign_of_life(self) -> None:
+    def send_heartbeat(self) -> None:
         """Not needed: a process is alive as long as its journal is locked."""
 
-    def end_signs_of_life(self) -> None:
+    def stop_heartbeat(self) -> None:
         """Not needed."""
 
     def prepare_launch(self) -> None:

@@ -4,8 +4,8 @@ Objects are written front to back and files are not, so a file is made in a spoo
 being uploaded, the next ones are made. Small files of known bytes, such as `latest`, are uploaded after the tensors,
 the manifest after everything else, and the completion marker last.
 
-Nothing can be renamed in an object store, so objects are put where they belong, and a journal next to them says that
-they do not count yet. Each shard has a folder of journal entries, which are objects as well: the first names the
+Nothing can be renamed in an object store, so objects are written to their final names, and a journal next to them marks
+them as unfinished. Each shard has a folder of journal entries, which are objects as well: the first names the
 conversion and the process that writes it, each of the others lists uploaded files with their digests. When everything
 is uploaded the completion marker is written, and then the journals are removed. Readers ignore a folder that has a
 journal and no marker; a folder that has neither was not written by ucp.
@@ -68,7 +68,7 @@ class StoreDestination:
         self._journal = UploadJournal(path, shard)
         self._uploaded: dict[int, UploadedFile] = {}
         self._is_owner = False
-        self._signs_sent = 0
+        self._heartbeats = 0
 
     # The transaction ------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class StoreDestination:
         record = read_upload_journal(self.path, self._notes(shard), shard, self.fingerprint)
         return ShardProgress(record.done, sum(one.size for one in record.files.values()))
 
-    def sign_of_life(self, shard: WorkShard) -> object:
+    def heartbeat(self, shard: WorkShard) -> object:
         info = self._notes(shard).get(f"{_journal_folder(shard)}/{_ALIVE}")
         return None if info is None else info.stamp
 
@@ -274,11 +274,11 @@ class StoreDestination:
             raise already_exists_error(self.path)
         self._put_note(_FAILED, None)
 
-    def send_sign_of_life(self) -> None:
-        self._put_note(_ALIVE, {"count": self._signs_sent})
-        self._signs_sent += 1
+    def send_heartbeat(self) -> None:
+        self._put_note(_ALIVE, {"count": self._heartbeats})
+        self._heartbeats += 1
 
-    def end_signs_of_life(self) -> None:
+    def stop_heartbeat(self) -> None:
         with suppress(StorageError):
             self._put_note(_ALIVE, None)
 
