@@ -14,6 +14,7 @@ from typing import Any
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.checkpoint import MASTER, WEIGHT, ParamGroup, kind_of_state
+from ucp.errors import first_few
 from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, layer_degrees, split_expert_name
 from ucp.formats.deepspeed.read.infer_missing import (
     OptimizerSlot,
@@ -338,7 +339,7 @@ def _mark_frozen(context: ReadContext, found: UnshardedOptimizer, matched: Seque
         context.note(
             "frozen-inferred",
             f"{found.file.name}: of the {len(numbers)} parameters that the optimizer lists {len(frozen)} have no state"
-            f" ({', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''}); treated as frozen",
+            f" ({first_few(frozen)}); treated as frozen",
         )
 
 

@@ -34,14 +34,13 @@ from ucp.core.checkpoint import (
 from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
-from ucp.errors import NotUnderstoodError, StorageError
+from ucp.errors import NotUnderstoodError, StorageError, first_few
 from ucp.formats.deepspeed.folder import find_universal
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
 from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, stored_scalar
 from ucp.formats.deepspeed.read.rank_files import (
     RankFile,
     RankFiles,
-    as_shapes,
     describe_value,
     dict_or_empty,
     dicts_in,
@@ -49,6 +48,7 @@ from ucp.formats.deepspeed.read.rank_files import (
     lookup,
 )
 from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
+from ucp.formats.deepspeed.read.read_ranks import param_shapes
 from ucp.formats.deepspeed.read.read_weights import (
     StageNames,
     buffer_names,
@@ -107,7 +107,7 @@ class _UniversalReader:
         first = models[0][0]
         shared = {alias: owner for members in models for alias, owner in shared_parameters(members[0]).items()}
         if names.layers:
-            shapes = [group for members in models for group in _shapes_by_group(members[0])]
+            shapes = [group for members in models for group in (param_shapes(members[0], None) or [])]
             trained = {name: shape for group in shapes for name, shape in group.items()}
             read_layers(self.context, names.layers, {0: StageNames(trained, _buffer_names(models))})
         for index, members in enumerate(models):
@@ -118,8 +118,8 @@ class _UniversalReader:
         rules = self.options.rules
         if grid.tp > 1 and not (info and has_tp_rules(info)):
             rules = rules_from_states(self.context, rules, folders)
-        rulings = resolve_all(self.context, grid.tp, rules, info, first.name)
-        parameters = assemble(self.context, rulings)
+        resolved = resolve_all(self.context, grid.tp, rules, info, first.name)
+        parameters = assemble(self.context, resolved)
         self._add_states(parameters, folders)
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -189,7 +189,7 @@ class _UniversalReader:
         grid: RankGrid,
     ) -> None:
         file = members[0]
-        trained = {name: shape for group in _shapes_by_group(file) for name, shape in group.items()}
+        trained = {name: shape for group in (param_shapes(file, None) or []) for name, shape in group.items()}
         if not trained:  # ZeRO off: the parameters that the optimizer has states of
             module = module_tensors(file)
             refs = {name: module.get(name) for name, folder in folders.items() if folder.has_moments}
@@ -213,11 +213,7 @@ class _UniversalReader:
         self.context.note(
             "universal-no-module",
             "a universal folder does not contain a pipeline's layer files: module weights are missing"
-            + (
-                f", and {len(lost)} buffers are lost ({', '.join(lost[:5])}{', …' if len(lost) > 5 else ''})"
-                if lost
-                else ""
-            ),
+            + (f", and {len(lost)} buffers are lost ({first_few(lost, 5)})" if lost else ""),
         )
 
     def _add_states(self, parameters: dict[str, Parameter], folders: Mapping[str, StateFolder]) -> None:
@@ -274,7 +270,7 @@ class _UniversalReader:
         grid: RankGrid,
     ) -> None:
         for index in range(0, len(models), grid.tp):
-            shapes = _shapes_by_group(models[index][0])
+            shapes = param_shapes(models[index][0], None) or []
             self.context.shards.groups[RankCoord(index // grid.tp, 0)] = read_groups(self.context, optimizer, shapes)
             for name, number in parameter_steps(optimizer, shapes):
                 if name in parameters and STEP not in parameters[name].atoms:
@@ -295,13 +291,6 @@ class _UniversalReader:
 
 def _buffer_names(models: Sequence[Sequence[RankFile]]) -> set[str]:
     return {name for members in models for name in buffer_names(members[0])}
-
-
-def _shapes_by_group(file: RankFile) -> list[dict[str, Shape]]:
-    groups = file.mapping().get("param_shapes")
-    if not isinstance(groups, (list, tuple)):
-        return []
-    return [as_shapes(group, f"{file.name}: param_shapes") for group in groups]
 
 
 def _layer_number(name: str) -> int:
