@@ -78,11 +78,11 @@ def variants(few: int, deepspeed: bool) -> list[Variant]:
     return made
 
 
-def interval(ratios: Sequence[float], share: float = 0.9, draws: int = 4000) -> tuple[float, float]:
+def interval(ratios: Sequence[float], shard: float = 0.9, draws: int = 4000) -> tuple[float, float]:
     """Where the median of such ratios lies with this probability: bootstrap, always the same for the same ratios."""
     chance = random.Random(0)
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
-    cut = (1 - share) / 2
+    cut = (1 - shard) / 2
     return medians[int(cut * draws)], medians[int((1 - cut) * draws) - 1]
 
 

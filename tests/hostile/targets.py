@@ -155,15 +155,15 @@ def _shadow_frames(data: bytes, folder: Path) -> None:
 
     del folder
     manifest = small_manifest()
-    for portion in (None, StreamShard((0, 10), (0, 40))):
-        tables = BlockTables(manifest.streams[0], manifest.state_kinds, portion)
-        tape, intake = _Tape(sealed_segment(data)), StepAssembler(0, tables)
+    for stream_shard in (None, StreamShard((0, 10), (0, 40))):
+        tables = BlockTables(manifest.streams[0], manifest.state_kinds, stream_shard)
+        tape, assembler = _Tape(sealed_segment(data)), StepAssembler(0, tables)
         try:
             segment = SegmentHeader.unpack(bytes(receive(tape, SEGMENT_BYTES)))
             for frame in frames_of(tape, segment, tables):
-                intake.offer(frame)
-                while intake.ready:
-                    arrived = intake.pop()
+                assembler.offer(frame)
+                while assembler.ready:
+                    arrived = assembler.pop()
                     for block in arrived.blocks.values() if isinstance(arrived, ReceivedStep) else ():
                         block.bits()
         except (BadBytesError, GapError, RefusedError) as error:

@@ -89,7 +89,7 @@ def command(
         raise UsageError("this shadow could not be read", hint="give --listen, or --save for SIGUSR1")
     if save is not None and shard is not None:
         raise UsageError("one shard is not a checkpoint", hint="convert all shards: shadow://…,shadow://…")
-    own_shard = {} if shard is None else {"share": WorkShard(shard[0] - 1, shard[1])}
+    own_shard = {} if shard is None else {"shard": WorkShard(shard[0] - 1, shard[1])}
     import torch
 
     from ucp.training.shadow.protocol import parse_address
@@ -178,8 +178,8 @@ def save_newest_step(shadow: Shadow, folder: Path, options: ReadOptions) -> tupl
 
     snapshot = shadow.snapshot()
     try:
-        base = open_checkpoint(Path(snapshot.told["base"]), replace(options, spread=True))
-        checkpoint = assemble(base, snapshot.told, SnapshotFiles(snapshot))
+        base = open_checkpoint(Path(snapshot.description["base"]), replace(options, spread=True))
+        checkpoint = assemble(base, snapshot.description, SnapshotFiles(snapshot))
         if checkpoint.step is None:
             raise InconsistentError("the shadow does not know which step it holds")
         path = folder / f"step-{checkpoint.step}"

@@ -17,7 +17,7 @@ import torch
 import ucp
 from tests.replay.helpers import assert_same, state_of
 from tests.training.shadow import trainer
-from tests.training.shadow.following import until
+from tests.training.shadow.follower import until
 from tests.training.shadow.shadow_processes import Processes, expected
 from ucp.cli.main import run as run_command
 

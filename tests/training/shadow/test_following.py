@@ -13,7 +13,7 @@ import torch
 
 import ucp
 from tests.replay.helpers import Run, assert_same, start, state_of
-from tests.training.shadow.following import held, until, wait_for
+from tests.training.shadow.follower import held, until, wait_for
 from ucp import settings
 from ucp.errors import UsageError
 from ucp.log.epoch_manifest import ParentEpoch
@@ -189,8 +189,8 @@ def test_what_is_complete_goes_on_after_old_files_are_dropped(tmp_path: Path, sh
     run.train(2)
     slow = shadows(base, tmp_path)
     wait_for(slow, 2)
-    lane = slow.course.following.lanes[0]  # type: ignore[union-attr]
-    tail = lane.tail
+    feed = slow.control.follower.feeds[0]  # type: ignore[union-attr]
+    tail = feed.tail
     assert tail is not None
     read, looked = tail.poll, threading.Event()
 

@@ -21,7 +21,7 @@ import torch
 import ucp
 from tests.replay.helpers import assert_same, state_of
 from tests.training.shadow import trainer
-from tests.training.shadow.following import until
+from tests.training.shadow.follower import until
 from tests.training.shadow.shadow_processes import Processes, expected
 from ucp.log.epoch_manifest import EpochManifest
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, FrameType, SegmentHeader, padded

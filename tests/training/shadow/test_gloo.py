@@ -10,7 +10,7 @@ import pytest
 
 import ucp
 from tests.replay.helpers import assert_same, state_of
-from tests.training.shadow.following import held, wait_for
+from tests.training.shadow.follower import held, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings
 from ucp.errors import StorageError, UcpError, UsageError
@@ -33,16 +33,16 @@ def test_every_step_of_a_job_over_gloo(tmp_path: Path, pairs: list[Pair]) -> Non
     pairs.append(Pair(address=HERE))
     door = ShadowServer(pairs[0].shadow, ShadowAddress("127.0.0.1", 0))
     job = Job(tmp_path / "run", to=pairs[0].url)
-    for lane in pairs[0].shadow.course.following.lanes.values():  # type: ignore[union-attr]
-        lane.tail = None
+    for feed in pairs[0].shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+        feed.tail = None
     for step in range(1, 6):
         job.train()
         wait_for(pairs[0].shadow, step)
         assert_same(state_of(held(pairs[0].shadow)), job.history[step])
         if step == 3:
-            pairs[0].door.hang_up()
+            pairs[0].door.disconnect_all()
     assert status(pairs[0].url)["step"] == 5
-    with pytest.raises(UcpError, match="gives nothing but its status"):
+    with pytest.raises(UcpError, match="only receives frames and returns its status"):
         ucp.open(pairs[0].url)
     assert_same(state_of(ucp.open(str(door.address)).index), job.history[5])
     job.recorder.close()
@@ -55,7 +55,7 @@ def test_only_who_knows_the_token_is_let_in(tmp_path: Path, pairs: list[Pair]) -
     token.write_text("a secret of some length")
     token.chmod(0o600)
     pairs.append(Pair(address=ShadowAddress("127.0.0.1", 0, token, "gloo")))
-    with pytest.raises(UcpError, match="does not let us in"):
+    with pytest.raises(UcpError, match="the connection was refused"):
         Job(tmp_path / "run", to=pairs[0].url)
     job = Job(tmp_path / "run2", to=f"{pairs[0].url}?token={token}")
     job.train(1)
@@ -74,7 +74,7 @@ def test_bytes_in_order_and_messages_that_lie() -> None:
     def write() -> None:
         channel = connect_gloo(address)
         send(channel, [data[:3], data[3:]])
-        channel.beat()
+        channel.send_heartbeat()
         channel._send_size(-1)
         channel.close()
         connect_gloo(address).close()

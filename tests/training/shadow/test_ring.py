@@ -15,7 +15,7 @@ import pytest
 
 import ucp
 from tests.replay.helpers import assert_same, state_of
-from tests.training.shadow.following import held, wait_for
+from tests.training.shadow.follower import held, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings
 from ucp.errors import StorageError, UsageError
@@ -35,8 +35,8 @@ def test_every_step_of_a_job_through_memory(tmp_path: Path, pairs: list[Pair], m
     pairs.append(Pair(address=here()))
     assert pairs[0].url.startswith("shm://test-")
     job = Job(tmp_path / "run", to=pairs[0].url)
-    for lane in pairs[0].shadow.course.following.lanes.values():  # type: ignore[union-attr]
-        lane.tail = None
+    for feed in pairs[0].shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+        feed.tail = None
     for step in range(1, 21):
         job.train()
         wait_for(pairs[0].shadow, step)
@@ -57,7 +57,7 @@ def test_a_connection_is_cut_again_and_again(
     for number in range(1, 31):
         job.train()
         if number % 4 == 0:
-            pairs[0].door.hang_up()
+            pairs[0].door.disconnect_all()
     job.recorder.flush()
     wait_for(pairs[0].shadow, 30)
     assert_same(state_of(held(pairs[0].shadow)), job.history[30])
@@ -75,7 +75,7 @@ def test_a_shadow_that_takes_nothing_does_not_hold_up_the_job(
     job = Job(tmp_path / "run", width=1024, to=pairs[0].url)
     job.train(1)
     wait_for(pairs[0].shadow, 1)
-    with pairs[0].shadow.course.following.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
+    with pairs[0].shadow.control.follower.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
         end = time.monotonic() + 120
         while not job.shadow_stats()["dropped"]:
             assert time.monotonic() < end
@@ -159,7 +159,7 @@ def test_no_ring_where_one_was_told_of() -> None:
     os.ftruncate(fd, 64)
     socket.send_fds(one, [b"\0"], [fd])
     os.close(fd)
-    with pytest.raises(RefusedError, match="no ring"):
+    with pytest.raises(RefusedError, match="ring was not sent"):
         take_ring(two, 64)
     one.close()
     two.close()

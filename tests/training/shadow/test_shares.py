@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ucp
 from tests.replay.helpers import assert_same, start, state_of
-from tests.training.shadow.following import until, wait_for
+from tests.training.shadow.follower import until, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings
 from ucp.core.mesh import Mesh, Rank
@@ -32,8 +32,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 64)
 
 
-def shares(count: int, *arguments: Any, **options: Any) -> list[Pair]:
-    return [Pair(*arguments, share=WorkShard(number, count), **options) for number in range(count)]
+def shards(count: int, *arguments: Any, **options: Any) -> list[Pair]:
+    return [Pair(*arguments, shard=WorkShard(number, count), **options) for number in range(count)]
 
 
 def urls(pairs: list[Pair]) -> str:
@@ -43,14 +43,14 @@ def urls(pairs: list[Pair]) -> str:
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_step_from_all_shares(tmp_path: Path, pairs: list[Pair], count: int) -> None:
     """Over the wire alone. Each holds a part of the memory, is sent a part of the gradients, and all give one step."""
-    pairs += shares(count)
+    pairs += shards(count)
     whole = Pair()
     pairs.append(whole)
     job = Job(tmp_path / "run", to=[pair.url for pair in pairs[:count]])
     other = Job(tmp_path / "other", to=whole.url)
     for pair in pairs[:count]:
-        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
-            lane.tail = None
+        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+            feed.tail = None
     for step in range(1, 6):
         job.train()
         for pair in pairs[:count]:
@@ -79,11 +79,11 @@ def test_every_step_from_all_shares(tmp_path: Path, pairs: list[Pair], count: in
 
 def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> None:
     """The job is gone, and the last steps have reached one of the shadows only: the other can give an older one."""
-    pairs += shares(2)
+    pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     for pair in pairs:
-        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
-            lane.tail = None
+        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+            feed.tail = None
     job.train(3)
     for pair in pairs:
         wait_for(pair.shadow, 3)
@@ -93,7 +93,7 @@ def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> No
     job.train(4)
     job.recorder.flush()
     wait_for(pairs[0].shadow, 7)
-    pairs[1].shadow.course.give_up("cut off")  # what it has kept back it still gives
+    pairs[1].shadow.control.fail("cut off")  # what it has kept back it still gives
     opened = ucp.open(urls(pairs))
     assert opened.index.step == 3
     assert_same(state_of(opened.index), job.history[3])
@@ -106,11 +106,11 @@ def test_shares_that_cannot_be_brought_together(
     """One has gone on too far, the other cannot follow. It is waited for, and then said."""
     monkeypatch.setattr(settings, "SHADOW_RETAINED_STEPS", 2)
     monkeypatch.setattr(settings, "SHADOW_ALIGN_SECONDS", 0.2)
-    pairs += shares(2)
+    pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     for pair in pairs:
-        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
-            lane.tail = None
+        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+            feed.tail = None
     sinks = job.recorder._sink
     assert sinks is not None
     sinks._sinks[1].offer = lambda *_: None  # type: ignore[method-assign]
@@ -118,7 +118,7 @@ def test_shares_that_cannot_be_brought_together(
     job.recorder.flush()
     wait_for(pairs[0].shadow, 8)
     until(lambda: pairs[0].shadow.status()["applied_step"] == 6)
-    with pytest.raises(InconsistentError, match=r"no step in common: .* can give steps 6 to 8.* steps 0 to 0"):
+    with pytest.raises(InconsistentError, match=r"no step in common: .* has steps 6 to 8.* steps 0 to 0"):
         ucp.open(urls(pairs))
     job.recorder.close()
 
@@ -127,18 +127,18 @@ def test_nobody_holds_a_share_up_for_ever(tmp_path: Path, pairs: list[Pair], mon
     """Who has asked which steps there are, and then says nothing more, is waited for only so long."""
     monkeypatch.setattr(settings, "SHADOW_RETAINED_STEPS", 1)
     monkeypatch.setattr(settings, "SHADOW_ALIGN_SECONDS", 600)
-    pairs += shares(2)
+    pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     pin = pairs[0].shadow.pin()
     job.train(6)
     for pair in pairs:
         wait_for(pair.shadow, 6)
     until(lambda: pairs[1].shadow.status()["applied_step"] == 5)
-    assert (pin.told()["applied"], pin.told()["complete"]) == (0, 6)
+    assert (pin.status()["applied"], pin.status()["complete"]) == (0, 6)
     monkeypatch.setattr(settings, "SHADOW_ALIGN_SECONDS", 0)
-    pin.told()
+    pin.status()
     until(lambda: pairs[0].shadow.status()["applied_step"] == 5)
-    with pytest.raises(UsageError, match="has step 5, and not step 3"):
+    with pytest.raises(UsageError, match="has step 5, not step 3"):
         pin.snapshot(3)
     pin.close()
     job.recorder.close()
@@ -149,7 +149,7 @@ def test_shares_follow_a_log_and_a_job_that_begins_again(tmp_path: Path, pairs: 
     run = start(tmp_path, streams=2)
     run.save(0)
     run.train(3)
-    pairs += shares(2, None, tmp_path)
+    pairs += shards(2, None, tmp_path)
     run.train(4)
     for pair in pairs:
         wait_for(pair.shadow, 7)
@@ -167,11 +167,11 @@ def test_shares_follow_a_log_and_a_job_that_begins_again(tmp_path: Path, pairs: 
 
 
 def test_a_share_is_missing(tmp_path: Path, pairs: list[Pair]) -> None:
-    pairs += shares(3)
+    pairs += shards(3)
     for wrong, message in (
-        ([0], r"share 2/3, 3/3 is missing"),
-        ([0, 2], r"share 2/3 is missing"),
-        ([], "twice, or none"),
+        ([0], r"shard 2/3, 3/3 is missing"),
+        ([0, 2], r"shard 2/3 is missing"),
+        ([], "twice, or no shadow"),
     ):
         with pytest.raises(UsageError, match=message):
             Job(tmp_path / f"run{len(wrong)}", to=[pairs[number].url for number in wrong])
@@ -180,9 +180,9 @@ def test_a_share_is_missing(tmp_path: Path, pairs: list[Pair]) -> None:
     job.train(1)
     for pair in pairs:
         wait_for(pair.shadow, 1)
-    with pytest.raises(UsageError, match=r"share 2/3, 3/3 is missing"):
+    with pytest.raises(UsageError, match=r"shard 2/3, 3/3 is missing"):
         ucp.open(pairs[0].url)
-    with pytest.raises(UsageError, match=r"share 3/3 is missing"):
+    with pytest.raises(UsageError, match=r"shard 3/3 is missing"):
         ucp.open(urls(pairs[:2]))
     with pytest.raises(UsageError, match=r"twice"):
         ucp.open(urls([*pairs, pairs[0]]))
@@ -195,7 +195,7 @@ def test_a_share_is_missing(tmp_path: Path, pairs: list[Pair]) -> None:
 def test_digests_prove_what_is_held_whole(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     """A share that holds no tensor in part can be proven; what is proven everywhere is in the checkpoint."""
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 1 << 20)
-    pairs += shares(2)
+    pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     job.train(4)
     job.recorder.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.training.shadow.following import held, until, wait_for
+from tests.training.shadow.follower import held, until, wait_for
 from tests.training.shadow.jobs import Pair
 from tests.training.state_jobs import NormedNet, StateJob, assert_same, unreplayable_optimizers
 from ucp import settings
@@ -81,10 +81,10 @@ def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def without_log(shadow: Shadow) -> None:
     """What comes must come over the wire."""
-    assert shadow.course.following is not None
-    shadow.course.following.run = None
-    for lane in shadow.course.following.lanes.values():
-        lane.tail = None
+    assert shadow.control.follower is not None
+    shadow.control.follower.run = None
+    for feed in shadow.control.follower.feeds.values():
+        feed.tail = None
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_states_without_a_log(tmp_path: Path, pairs: list[Pair]) -> None:
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_shares_of_values(tmp_path: Path, pairs: list[Pair], name: str) -> None:
     """Each is sent its part of the states; what is small all have. Together they are the job."""
-    pairs += [Pair(share=WorkShard(number, 2)) for number in range(2)]
+    pairs += [Pair(shard=WorkShard(number, 2)) for number in range(2)]
     whole = Pair()
     pairs.append(whole)
     job = Job(tmp_path, makers()[name], model=NormedNet(), to=[pair.url for pair in pairs[:2]])
@@ -202,17 +202,17 @@ def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: li
     """The shadow was told of the job before its optimizer had made its states, and hears of them from the log alone."""
     pairs.append(Pair())
     job = Job(tmp_path, makers()["adafactor"], model=NormedNet(), to=pairs[0].url)
-    following = pairs[0].shadow.course.following
-    assert following is not None
-    assert following.lacks_kinds
+    follower = pairs[0].shadow.control.follower
+    assert follower is not None
+    assert follower.lacks_state_kinds
     sinks = job.recorder._sink
     assert sinks is not None
     sinks._sinks[0].offer = lambda *_: None  # type: ignore[method-assign]
-    pairs[0].door.hang_up()
+    pairs[0].door.disconnect_all()
     job.train(3)
     job.recorder.flush()
     wait_for(pairs[0].shadow, 3)
-    assert not following.lacks_kinds
+    assert not follower.lacks_state_kinds
     assert_same(state_of(held(pairs[0].shadow)), job.history[3])
     job.recorder.close()
 
@@ -222,7 +222,7 @@ def test_connections_that_are_cut(tmp_path: Path, pairs: list[Pair]) -> None:
     pairs.append(Pair())
     job = Job(tmp_path, makers()["nadam"], model=NormedNet(), to=pairs[0].url)
     for step in range(1, 9):
-        pairs[0].door.hang_up()
+        pairs[0].door.disconnect_all()
         job.train(1)
         if step % 3 == 0:
             wait_for(pairs[0].shadow, step)
@@ -273,9 +273,9 @@ def test_a_difference_that_does_not_lead_on_is_not_applied(tmp_path: Path, pairs
     job = Job(tmp_path, makers()["rmsprop"], model=NormedNet(), to=pairs[0].url)
     job.train(3)
     wait_for(pairs[0].shadow, 3)
-    following = pairs[0].shadow.course.following
-    assert following is not None
-    following.state.tensors[0].set_at = 4  # as if something had been taken that the job does not know of
+    follower = pairs[0].shadow.control.follower
+    assert follower is not None
+    follower.state.tensors[0].full_at = 4  # as if something had been taken that the job does not know of
     kept = held(pairs[0].shadow)
     job.train(1)
     until(lambda: any("as a difference to step 3" in note for note in pairs[0].notes))
@@ -321,15 +321,15 @@ def test_tables_are_compared_with_the_schema() -> None:
     assert fine[0].length <= tables.limit(FrameType.FULL)
     wrong = [
         (FrameType.FULL, [entry(0, 5, 10)], "state 5 has no name"),
-        (FrameType.FULL, [entry(1, 3, 10)], "block 1 is none"),
-        (FrameType.FULL, [entry(1, 2, 4)], "block 1 is none"),
-        (FrameType.FULL, [entry(0, 2, 10)], "block 0 of 10 elements"),
-        (FrameType.FULL, [entry(0, 4, 10)], "block 0 of 10 elements"),
+        (FrameType.FULL, [entry(1, 3, 10)], "block 1 is not in the stream"),
+        (FrameType.FULL, [entry(1, 2, 4)], "block 1 is not in the stream"),
+        (FrameType.FULL, [entry(0, 2, 10)], "block 0 with 10 elements"),
+        (FrameType.FULL, [entry(0, 4, 10)], "block 0 with 10 elements"),
         (FrameType.FULL, [entry(0, 3, 10), entry(0, 3, 10)], "twice"),
-        (FrameType.FULL, [entry(0, 3, 10, Encoding.UNCHANGED)], "must not be in a FULL"),
-        (FrameType.DIFF, [entry(0, 3, 10)], "must not be in a DIFF"),
-        (FrameType.GRAD, [entry(0, 0, 10, Encoding.UNCHANGED)], "must not be in a GRAD"),
-        (FrameType.GRAD, [entry(0, 0, 9)], "block 0 of 9 elements"),
+        (FrameType.FULL, [entry(0, 3, 10, Encoding.UNCHANGED)], "is not allowed in a FULL"),
+        (FrameType.DIFF, [entry(0, 3, 10)], "is not allowed in a DIFF"),
+        (FrameType.GRAD, [entry(0, 0, 10, Encoding.UNCHANGED)], "is not allowed in a GRAD"),
+        (FrameType.GRAD, [entry(0, 0, 9)], "block 0 with 9 elements"),
     ]
     for frame, blocks, message in wrong:
         with pytest.raises(BadBytesError, match=message):
@@ -337,7 +337,7 @@ def test_tables_are_compared_with_the_schema() -> None:
     unknown = BlockTables(schema)
     with pytest.raises(BadBytesError, match="state 3 has no name"):
         unknown.read(*fine)
-    unknown.learn(kinds)
+    unknown.set_kinds(kinds)
     assert len(unknown.read(*fine).found) == 4
 
 

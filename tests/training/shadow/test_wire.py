@@ -19,7 +19,7 @@ import torch
 
 import ucp
 from tests.replay.helpers import assert_same, state_of
-from tests.training.shadow.following import held, until, wait_for
+from tests.training.shadow.follower import held, until, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings
 from ucp.errors import StorageError, UcpError, UsageError
@@ -33,8 +33,8 @@ def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url)
     shadow = pairs[0].shadow
-    for lane in shadow.course.following.lanes.values():  # type: ignore[union-attr]
-        lane.tail = None
+    for feed in shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+        feed.tail = None
     for step in range(1, 21):
         job.train()
         wait_for(shadow, step)
@@ -53,8 +53,8 @@ def test_two_hundred_steps_from_every_source(tmp_path: Path, pairs: list[Pair]) 
     pairs.append(Pair(address=ShadowAddress(f"test-{secrets.token_hex(8)}", 0, None, "shm")))
     job = Job(tmp_path / "run", to=[pair.url for pair in pairs])
     for pair in pairs:  # by what is sent alone
-        for lane in pair.shadow.course.following.lanes.values():  # type: ignore[union-attr]
-            lane.tail = None
+        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+            feed.tail = None
     pairs.append(Pair(None, tmp_path / "run"))
     for _ in range(20):
         job.train(10)
@@ -87,7 +87,7 @@ def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: li
     assert_same(state_of(ucp.open(tmp_path / "seven").index), job.history[7])
     assert ucp.verify(tmp_path / "seven", "deep").ok
     del opened
-    with pytest.raises(UsageError, match="holds one step"):
+    with pytest.raises(UsageError, match="holds only the newest step"):
         ucp.open(pairs[0].url, log=tmp_path / "run", step=2)
     with pytest.raises(StorageError, match="use the copy"):
         ucp.load_into(pairs[0].url, job.net, job.optimizer)
@@ -146,7 +146,7 @@ def test_a_shadow_that_is_too_slow_reads_the_log(
     job = Job(tmp_path / "run", width=4096, to=pairs[0].url, shadow_wait=wait)
     job.train(1)
     wait_for(shadow, 1)
-    with shadow.course.following.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
+    with shadow.control.follower.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
         begin = time.monotonic()
         while not job.shadow_stats()["dropped"]:
             job.train(5)
@@ -177,7 +177,7 @@ def test_a_cut_connection(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest
     for number in range(1, 41):
         job.train()
         if number % 4 == 0:
-            pairs[0].door.hang_up()
+            pairs[0].door.disconnect_all()
     job.recorder.flush()
     wait_for(pairs[0].shadow, 40)
     assert_same(state_of(held(pairs[0].shadow)), job.history[40])
@@ -226,9 +226,9 @@ def test_only_who_knows_the_token_is_let_in(tmp_path: Path, pairs: list[Pair], t
     wrong.write_text("another secret of some length")
     wrong.chmod(0o600)
     for url in (f"shadow://{address}", f"shadow://{address}?token={wrong}"):
-        with pytest.raises(StorageError, match="does not let us in"):
+        with pytest.raises(StorageError, match="the connection was refused"):
             status(url)
-        with pytest.raises(UcpError, match="does not let us in"):
+        with pytest.raises(UcpError, match="the connection was refused"):
             Job(tmp_path / "run", to=url)
     assert status(f"shadow://{address}?token={token}")["condition"] == "loading"
     job = Job(tmp_path / "run2", to=f"shadow://{address}?token={token}")
@@ -267,7 +267,7 @@ def test_other_machines_need_a_token(token: Path) -> None:
 def test_tokens_are_secrets(tmp_path: Path, token: Path) -> None:
     assert read_token(token) == b"a secret of some length"
     token.chmod(0o644)
-    with pytest.raises(UsageError, match="others may read"):
+    with pytest.raises(UsageError, match="other users can read"):
         read_token(token)
     short = tmp_path / "short"
     short.write_text("abc")
@@ -302,7 +302,7 @@ def test_a_message_that_claims_too_much(pairs: list[Pair], length: int) -> None:
         start_handshake(sock, b"")
         sock.sendall(struct.pack("<I", length))
         assert _all(sock, 1) == b""
-    assert any("are allowed" in note for note in pairs[0].notes)
+    assert any("maximum" in note for note in pairs[0].notes)
 
 
 def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
@@ -316,7 +316,7 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
     job = Job(tmp_path / "run", to=pairs[0].url)
     job.train(1)
     wait_for(pairs[0].shadow, 1)
-    manifest = pairs[0].shadow.course.following.state.manifest  # type: ignore[union-attr]
+    manifest = pairs[0].shadow.control.follower.state.manifest  # type: ignore[union-attr]
     good = FrameHeader(FrameType.GRAD, 0, 0, manifest.epoch, 99, 2, 64, 0, SEGMENT_BYTES)
     payload = bytes(64)
     for header in (
@@ -349,7 +349,7 @@ def test_a_gap_that_no_log_fills(tmp_path: Path, pairs: list[Pair], monkeypatch:
     job = Job(tmp_path / "run", to=pairs[0].url)
     job.train(1)
     wait_for(pairs[0].shadow, 1)
-    manifest = pairs[0].shadow.course.following.state.manifest  # type: ignore[union-attr]
+    manifest = pairs[0].shadow.control.follower.state.manifest  # type: ignore[union-attr]
     far = FrameHeader(FrameType.AUX, 0, 0, manifest.epoch, 10**9, 2, 64, checksum(bytes(64)), SEGMENT_BYTES)
     with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
         sock.settimeout(120)
@@ -364,7 +364,7 @@ def test_a_gap_that_no_log_fills(tmp_path: Path, pairs: list[Pair], monkeypatch:
     wait_for(pairs[0].shadow, 3)
     assert_same(state_of(held(pairs[0].shadow)), job.history[3])
     job.recorder.close()
-    assert any("the log does not have it" in note for note in pairs[0].notes)
+    assert any("the missing frames are not in the log" in note for note in pairs[0].notes)
 
 
 def _set(value: Any, *keys: Any) -> Callable[[Any], None]:

@@ -9,7 +9,7 @@ import pytest
 
 import ucp
 from tests.replay.helpers import assert_same, state_of
-from tests.training.shadow.following import held, until, wait_for
+from tests.training.shadow.follower import held, until, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings
 from ucp.errors import UcpError, UsageError
@@ -100,7 +100,7 @@ def test_a_cut_that_was_too_long(pairs: list[Pair], beginning: Path, monkeypatch
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 600)
     elsewhere = ShadowAddress("127.0.0.1", 1)
     real, sink.address = sink.address, elsewhere
-    pairs[0].door.hang_up()
+    pairs[0].door.disconnect_all()
     while not job.shadow_stats()["dropped"]:
         job.train(5)
         job.recorder.flush()

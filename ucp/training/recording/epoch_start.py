@@ -44,14 +44,14 @@ def continue_from_shadows(manifest: EpochManifest, to: ShadowAddresses) -> None:
     for address in parse_addresses(to):
         with ShadowConnection(address) as shadow:
             statuses.append(shadow.ask({"ask": "status"}))
-    following = [status for status in statuses if status["step"] is not None]
-    if not following:
+    follower = [status for status in statuses if status["step"] is not None]
+    if not follower:
         return
-    if any(status["feeds"] for status in following):
+    if any(status["feeds"] for status in follower):
         raise UsageError(
             "another job is connected to this shadow", hint="wait until that job has ended, or start another shadow"
         )
-    newest = max(following, key=lambda status: int(status["epoch"]))
+    newest = max(follower, key=lambda status: int(status["epoch"]))
     manifest.run, manifest.epoch = str(newest["run"]), int(newest["epoch"]) + 1
     if all((status["run"], status["epoch"]) == (newest["run"], newest["epoch"]) for status in statuses):
         # A shadow of a shard can also return older steps; the shadow itself checks whether it has this one.

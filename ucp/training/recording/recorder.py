@@ -275,7 +275,7 @@ class Recorder:
         return {
             **self._writer.stats.to_json(),
             "step": self.step,
-            "shadow": None if self._sink is None else self._sink.told(),
+            "shadow": None if self._sink is None else self._sink.report(),
             "bases": self._bases.taken,
             "base_every": self._interval.base_every,
             "base_seconds": self._timings.base_seconds,

@@ -1,6 +1,7 @@
-"""One epoch that a shadow follows: what has come of each stream, and which step is complete in all of them.
+"""Follow one epoch: collect the frames of all streams, and find the next step that is complete in all of them.
 
-What keeps a share from going on for a moment, so that all shares can be brought to one step.
+A shadow with a shard of the state delays applying its newest steps, and a `StepPin` stops it for a moment, so that all
+shards can be brought to the same step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ucp.log.epoch_manifest import EpochManifest, read_manifest
 from ucp.log.frames import BadBytesError
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.log.stream_schema import FIRST_KINDS
-from ucp.training.shadow.initial_state import InitialState, epochs_of, holds_states, root_of
+from ucp.training.shadow.initial_state import InitialState, epochs_of, is_log_of_states, root_of
 from ucp.training.shadow.shadow_state import ShadowState, StateSnapshot
 from ucp.training.shadow.step_assembler import (
     BlockTables,
@@ -34,58 +35,58 @@ from ucp.training.shadow.to_checkpoint import describe_state
 
 @dataclass(slots=True)
 class StreamFeed:
-    """One stream: what has come of it, and how the log is read where nothing else comes."""
+    """The frames of one stream, from connections or, without any, from the log."""
 
-    intake: StepAssembler
+    assembler: StepAssembler
     tail: LogTail | None = None
-    feeds: int = 0  # connections that bring its frames now
-    hole: int | None = None  # a feed has come to this frame, and frames before it are missing
+    connections: int = 0  # open connections that send its frames
+    missing_until: int | None = None  # a connection has sent this frame, but frames before it are missing
 
 
 @dataclass(slots=True)
 class EpochFollower:
-    """One epoch that is being followed. Not thread-safe: the shadow's lock guards it."""
+    """One epoch that is being followed. Not thread-safe: guarded by the shadow's lock."""
 
-    number: int  # counts up with every beginning: what was meant for an older one is refused
+    number: int  # increases with every start, so that frames for an older one are refused
     state: ShadowState
     base: Path
-    lanes: dict[int, StreamFeed]
+    feeds: dict[int, StreamFeed]
     log: Path | None
-    run: Path | None = None  # as the job names it: its log may not be there yet
-    goal: int = -1  # a share applies its steps up to this one at once
-    is_broken: bool = False  # a step could not be applied: none can be any more
-    pins: int = 0  # who wants that no step is applied beyond the goal, …
-    pinned_until: float = 0.0  # … and until when (`time.monotonic`) that is granted
+    run: Path | None = None  # as the job names it; its log may not exist yet
+    target_step: int = -1  # a shard applies its steps up to this one without delay
+    is_broken: bool = False  # a step could not be applied, so no further step can be
+    pins: int = 0  # number of open pins, which stop the shard at the target step
+    pinned_until: float = 0.0  # time (`time.monotonic`) at which the pins expire
     applied_at: float = field(default_factory=time.time)
 
     @staticmethod
-    def after(number: int, beginning: InitialState, log: Path | None) -> EpochFollower:
-        """What is followed after a beginning: every stream from the frame that the state does not have."""
-        manifest, share = beginning.state.manifest, beginning.state.share
-        mine = stream_shards(manifest, share)
-        lanes = {}
+    def after(number: int, initial: InitialState, log: Path | None) -> EpochFollower:
+        """Follow an epoch from an initial state: every stream from its first frame that is not in the state."""
+        manifest, shard = initial.state.manifest, initial.state.shard
+        stream_parts = stream_shards(manifest, shard)
+        feeds = {}
         for schema in manifest.streams:
-            portion = None if share.is_whole else mine[schema.stream]
-            tables = BlockTables(schema, manifest.state_kinds, portion)
-            lane = StreamFeed(StepAssembler(manifest.epoch, tables, beginning.positions.get(schema.stream)))
-            if lane.intake.expected is None:
-                lane.intake.expected = 0
-            lanes[schema.stream] = lane
-        made = EpochFollower(number, beginning.state, beginning.base, lanes, None)
+            stream_shard = None if shard.is_whole else stream_parts[schema.stream]
+            tables = BlockTables(schema, manifest.state_kinds, stream_shard)
+            feed = StreamFeed(StepAssembler(manifest.epoch, tables, initial.positions.get(schema.stream)))
+            if feed.assembler.expected is None:
+                feed.assembler.expected = 0
+            feeds[schema.stream] = feed
+        made = EpochFollower(number, initial.state, initial.base, feeds, None)
         if log is not None:
             made.follow_log(log)
         return made
 
     def follow_log(self, log: Path) -> None:
-        """Read from a log what nothing else brings."""
+        """Read the streams without connections from a log."""
         self.log = log
         epoch = self.state.manifest.epoch
-        for stream, lane in self.lanes.items():
+        for stream, feed in self.feeds.items():
             folder = stream_folder(epoch_folder(root_of(log), epoch), stream)
-            lane.tail = LogTail(folder, epoch, lane.intake.tables)
+            feed.tail = LogTail(folder, epoch, feed.assembler.tables)
 
     def find_log(self) -> None:
-        """Follow the job's log too, if it is there by now: a log of states does not appear before the first step."""
+        """Follow the job's log if it exists by now: a log of states is created only with the first step."""
         manifest = self.state.manifest
         if self.log is not None or self.run is None or manifest.epoch not in epochs_of(self.run):
             return
@@ -93,97 +94,97 @@ class EpochFollower:
             self.follow_log(self.run)
 
     @property
-    def lacks_kinds(self) -> bool:
-        """Is this a log of states whose names are not known yet? The optimizer makes them in its first step."""
+    def lacks_state_kinds(self) -> bool:
+        """Whether the names of states are still unknown; an optimizer creates its states in its first step."""
         manifest = self.state.manifest
-        return holds_states(manifest) and len(manifest.state_kinds) <= len(FIRST_KINDS)
+        return is_log_of_states(manifest) and len(manifest.state_kinds) <= len(FIRST_KINDS)
 
-    def learn_kinds(self, told: EpochManifest) -> None:
-        """Take the names of states from what is told of the same epoch later, where they are not known."""
-        if self.lacks_kinds and len(told.state_kinds) > len(FIRST_KINDS):
-            self.state.manifest.state_kinds = told.state_kinds
-            for lane in self.lanes.values():
-                lane.intake.tables.learn(told.state_kinds)
+    def add_state_kinds(self, manifest: EpochManifest) -> None:
+        """Take the names of states from a later manifest of the same epoch, if they are still unknown."""
+        if self.lacks_state_kinds and len(manifest.state_kinds) > len(FIRST_KINDS):
+            self.state.manifest.state_kinds = manifest.state_kinds
+            for feed in self.feeds.values():
+                feed.assembler.tables.set_kinds(manifest.state_kinds)
 
     @property
     def complete_step(self) -> int:
-        """The newest step that all streams have, applied or not."""
+        """The newest step that is complete in all streams, applied or not."""
         before = self.state.step
         if self.is_broken:
             return before
-        committed = [lane.intake.committed for lane in self.lanes.values()]
+        committed = [feed.assembler.committed for feed in self.feeds.values()]
         return max(before, min((before if step is None else step for step in committed), default=before))
 
     def is_complete(self) -> bool:
-        """Is there anything that can be applied, and should be now?"""
-        ready = [lane.intake.ready[0] for lane in self.lanes.values() if lane.intake.ready]
+        """Whether there is a step, or digests, to apply now."""
+        ready = [feed.assembler.ready[0] for feed in self.feeds.values() if feed.assembler.ready]
         if any(isinstance(item, ReceivedDigests) for item in ready):
             return True
-        return bool(ready) and len(ready) == len(self.lanes) and self._should_go_on()
+        return bool(ready) and len(ready) == len(self.feeds) and self._may_apply()
 
-    def _should_go_on(self) -> bool:
-        """A share keeps some complete steps back: other shares may have come less far, and there is no way back."""
+    def _may_apply(self) -> bool:
+        """A shard delays its newest steps: other shards may be behind, and an applied step cannot be undone."""
         state = self.state
-        if state.share.is_whole or state.step < self.goal:
+        if state.shard.is_whole or state.step < self.target_step:
             return True
         if self.pins and time.monotonic() < self.pinned_until:
             return False
-        waiting = max(lane.intake.pending_bytes for lane in self.lanes.values())
+        waiting = max(feed.assembler.pending_bytes for feed in self.feeds.values())
         steps = self.complete_step - state.step
         return waiting > settings.SHADOW_RETAINED_BYTES or steps > settings.SHADOW_RETAINED_STEPS
 
     def take(self) -> dict[int, ReceivedStep] | ReceivedDigests | None:
-        """The next step of all streams, or digests of one; None for what is older than the state.
+        """The next step of all streams, or digests of one; None for an item that is older than the state.
 
-        `BadBytesError` where another step has come than the one that should.
+        `BadBytesError` if it is not the expected step.
         """
-        for lane in self.lanes.values():
-            head = lane.intake.ready[0] if lane.intake.ready else None
+        for feed in self.feeds.values():
+            head = feed.assembler.ready[0] if feed.assembler.ready else None
             if isinstance(head, ReceivedDigests):
-                lane.intake.pop()
+                feed.assembler.pop()
                 return head if head.step == self.state.step else None
         heads: dict[int, ReceivedStep] = {}
-        for number, lane in self.lanes.items():
-            head = lane.intake.ready[0]
+        for number, feed in self.feeds.items():
+            head = feed.assembler.ready[0]
             assert isinstance(head, ReceivedStep)
             if head.step <= self.state.step:  # the base had it
-                lane.intake.pop()
+                feed.assembler.pop()
                 return None
             heads[number] = head
         wrong = {step.step for step in heads.values()} - {self.state.step + 1}
         if wrong:
-            raise BadBytesError(f"step {min(wrong)} came where step {self.state.step + 1} should be")
-        for lane in self.lanes.values():
-            lane.intake.pop()
+            raise BadBytesError(f"received step {min(wrong)} instead of step {self.state.step + 1}")
+        for feed in self.feeds.values():
+            feed.assembler.pop()
         return heads
 
     def advance(self, changed: threading.Condition, step: int, is_over: Callable[[], bool]) -> None:
-        """Let a share apply what it has kept back, up to a step that is complete. The lock is held."""
-        self.goal = max(self.goal, min(step, self.complete_step))
+        """Let a shard apply its delayed steps up to a complete one. The caller holds the lock."""
+        self.target_step = max(self.target_step, min(step, self.complete_step))
         end = time.monotonic() + settings.SHADOW_ALIGN_SECONDS
-        while self.state.step < self.goal and not self.is_broken and not is_over():
+        while self.state.step < self.target_step and not self.is_broken and not is_over():
             changed.notify_all()
             if time.monotonic() > end:
-                raise UsageError(f"step {self.goal} was not reached in time", hint="try again")
+                raise UsageError(f"step {self.target_step} was not reached in time", hint="try again")
             changed.wait(0.1)
 
     def read_log(self, changed: threading.Condition) -> bool:
-        """Read what the log has of streams that nothing else brings; gives whether that was anything."""
+        """Read streams without connections from the log; returns whether there was anything new."""
         moved = 0
-        for lane in self.lanes.values():
+        for feed in self.feeds.values():
             with changed:
-                until = lane.hole
-                if lane.tail is None or (lane.feeds and until is None):
+                until = feed.missing_until
+                if feed.tail is None or (feed.connections and until is None):
                     continue
-                wanted = lane.intake.expected or 0
-            moved += lane.tail.poll(wanted, _frame_consumer(changed, lane), until)
+                wanted = feed.assembler.expected or 0
+            moved += feed.tail.poll(wanted, _frame_consumer(changed, feed), until)
         return moved > 0
 
-    def told(self) -> dict[str, Any]:
-        """What is held and how far it is behind, as JSON values."""
-        state, lanes = self.state, self.lanes.values()
-        complete = state.step if state.share.is_whole else self.complete_step  # a share applies when it is asked
-        seen = max([complete, *(lane.intake.newest or 0 for lane in lanes)])
+    def status(self) -> dict[str, Any]:
+        """The current step and lag, as JSON values."""
+        state, feeds = self.state, self.feeds.values()
+        complete = state.step if state.shard.is_whole else self.complete_step  # a shard applies on demand
+        seen = max([complete, *(feed.assembler.newest or 0 for feed in feeds)])
         return {
             "run": state.manifest.run,
             "epoch": state.manifest.epoch,
@@ -192,9 +193,9 @@ class EpochFollower:
             "lag_steps": seen - complete,
             "seconds_since_step": time.time() - self.applied_at,
             "state_bytes": state.nbytes,
-            "pending_bytes": sum(lane.intake.pending_bytes for lane in lanes),
-            "streams": len(lanes),
-            "feeds": sum(lane.feeds for lane in lanes),
+            "pending_bytes": sum(feed.assembler.pending_bytes for feed in feeds),
+            "streams": len(feeds),
+            "feeds": sum(feed.connections for feed in feeds),
             "proven_step": state.proven_step,
             "exact": not state.labels and state.refuted is None,
             "labels": [str(label) for label in (*([state.refuted] if state.refuted else []), *state.labels)],
@@ -204,21 +205,21 @@ class EpochFollower:
 
 
 def frames_gone_error(wanted: int, oldest: int) -> UsageError:
-    """What a job is told that no longer has what the shadow lacks."""
+    """The error for a job that no longer has the frames that the shadow needs."""
     return UsageError(
-        f"frame {wanted} is wanted, the job has let go of all before frame {oldest}, and there is no log",
+        f"the shadow needs frame {wanted}, but the job has dropped all frames before {oldest}, and there is no log",
         hint="save a checkpoint, and record again with base= naming it",
     )
 
 
-def _frame_consumer(changed: threading.Condition, lane: StreamFeed) -> Callable[[ReceivedFrame], bool]:
-    """Takes frames of the log until enough are pending."""
+def _frame_consumer(changed: threading.Condition, feed: StreamFeed) -> Callable[[ReceivedFrame], bool]:
+    """A function that adds frames of the log until enough are pending."""
 
     def take(frame: ReceivedFrame) -> bool:
         with changed:
-            if lane.intake.pending_bytes > settings.SHADOW_PENDING_BYTES:
+            if feed.assembler.pending_bytes > settings.SHADOW_PENDING_BYTES:
                 return False
-            lane.intake.offer(frame)
+            feed.assembler.offer(frame)
             changed.notify_all()
             return True
 
@@ -226,57 +227,57 @@ def _frame_consumer(changed: threading.Condition, lane: StreamFeed) -> Callable[
 
 
 class StepPin:
-    """No step is applied beyond those that were asked for; more may become complete. Close it soon.
+    """Stops a shard from applying steps beyond the requested ones; further steps may become complete. Close it soon.
 
-    It holds for a while after it was asked: who forgets it does not stop the share for ever.
+    It expires a while after the last query, so that a client that forgets it does not stop the shard.
     """
 
     def __init__(
         self,
         changed: threading.Condition,
-        following: EpochFollower,
+        follower: EpochFollower,
         is_over: Callable[[], bool],
         stale: Callable[[], str | None],
     ) -> None:
-        """`changed` is the shadow's lock, which is held now; `stale` tells why nothing comes any more."""
+        """`changed` is the shadow's lock, held by the caller; `stale` returns why the shadow is stale."""
         self._changed = changed
-        self._following = following
+        self._following = follower
         self._is_over = is_over
         self._stale = stale
         self._open = True
-        following.pins += 1
+        follower.pins += 1
         self._hold()
 
     def _hold(self) -> None:
         self._following.pinned_until = time.monotonic() + 2 * settings.SHADOW_ALIGN_SECONDS
 
-    def told(self) -> dict[str, Any]:
-        """Which steps can be had, as JSON values."""
+    def status(self) -> dict[str, Any]:
+        """The steps that are available, as JSON values."""
         with self._changed:
             self._hold()
             state = self._following.state
             return {
                 "run": state.manifest.run,
                 "epoch": state.manifest.epoch,
-                "share": [state.share.number, state.share.count],
+                "share": [state.shard.number, state.shard.count],
                 "applied": state.step,
                 "complete": self._following.complete_step,
                 "reason": self._stale(),
             }
 
     def snapshot(self, step: int) -> StateSnapshot:
-        """The state after just this step; `UsageError` where that cannot be had."""
-        following = self._following
+        """The state after exactly this step; `UsageError` if that is not available."""
+        follower = self._following
         with self._changed:
-            following.advance(self._changed, step, self._is_over)
-        made = following.state.snapshot(lambda: describe_state(following.state, following.base, following.log))
+            follower.advance(self._changed, step, self._is_over)
+        made = follower.state.snapshot(lambda: describe_state(follower.state, follower.base, follower.log))
         if made.step == step:
             return made
         made.close()
-        raise UsageError(f"the shadow has step {made.step}, and not step {step}", hint="try again")
+        raise UsageError(f"the shadow has step {made.step}, not step {step}", hint="try again")
 
     def close(self) -> None:
-        """Let the share go on."""
+        """Let the shard continue."""
         with self._changed:
             if self._open:
                 self._open = False

@@ -1,9 +1,4 @@
-"""What a log holds as it is, buffers and states of optimizers that cannot be replayed: what a shadow begins with.
-
-Where a shadow begins: a checkpoint, and what a log says has happened since.
-
-Which state an epoch begins with, and where a log keeps its epochs.
-"""
+"""Load the state that a shadow starts with: from a checkpoint, a log, or the state it held in the previous epoch."""
 
 from __future__ import annotations
 
@@ -45,28 +40,28 @@ from ucp.training.shadow.step_assembler import WHOLE, stream_shards
 from ucp.training.shadow.to_checkpoint import SnapshotFiles, assemble, describe_state
 
 
-def holds_states(manifest: EpochManifest) -> bool:
-    """Is this a log of states, and not of gradients?"""
+def is_log_of_states(manifest: EpochManifest) -> bool:
+    """Whether a log contains states instead of gradients."""
     return manifest.kernel.id.endswith(" (state)")
 
 
 def load_values(
     checkpoint: Checkpoint, manifest: EpochManifest, tensors: Sequence[TensorState], files: SourceFiles
 ) -> Buffers:
-    """Give the tensors of a log of states their states with shapes of their own, and give the buffers."""
-    if holds_states(manifest):
+    """Load the states with other shapes than their tensors, of a log of states; returns the buffers."""
+    if is_log_of_states(manifest):
         for tensor in tensors:
             parameter = checkpoint.parameters.get(tensor.names[0]) if tensor.names else None
             for kind, atom in {} if parameter is None else parameter.atoms.items():
-                is_own = kind == STEP or (parameter is not None and atom.shape != parameter.shape)
-                if is_own and kind not in (WEIGHT, MASTER):
-                    tensor.own[kind] = _read_value(atom, files)
+                is_shaped = kind == STEP or (parameter is not None and atom.shape != parameter.shape)
+                if is_shaped and kind not in (WEIGHT, MASTER):
+                    tensor.shaped[kind] = _read_value(atom, files)
     found: Buffers = {}
     for schema in manifest.streams:
         for block in schema.buffers:
-            held = checkpoint.parameters.get(manifest.buffers[block.parameter].name)
-            if held is not None and WEIGHT in held.atoms:
-                found[schema.stream, block.id] = _read_value(held.atoms[WEIGHT], files)
+            buffer = checkpoint.parameters.get(manifest.buffers[block.parameter].name)
+            if buffer is not None and WEIGHT in buffer.atoms:
+                found[schema.stream, block.id] = _read_value(buffer.atoms[WEIGHT], files)
     return found
 
 
@@ -77,33 +72,33 @@ def _read_value(atom: Atom, files: SourceFiles) -> ShadowValue:
 
 
 def check_shapes(manifest: EpochManifest) -> None:
-    """States with shapes of their own, and buffers, must not ask for more memory than a model has any use for."""
+    """Refuse a manifest whose factored states or buffers would need more memory than its parameters justify."""
     room = settings.SHADOW_PADDING_ELEMENTS
     most = max((math.prod(parameter.shape) for parameter in manifest.parameters), default=0) + room
     for name in manifest.state_kinds:
-        told = parse_shaped_kind(name)
-        if told is not None and math.prod(told[1]) > most:
+        parsed = parse_shaped_kind(name)
+        if parsed is not None and math.prod(parsed[1]) > most:
             raise InconsistentError(f"state {name} has more elements than any parameter of the job")
     for schema in manifest.streams:
         for block in schema.buffers:
             where = f"stream {schema.stream}, buffer {block.id}"
             if not 0 <= block.parameter < len(manifest.buffers):
-                raise InconsistentError(f"{where}: is none of the job's buffers")
+                raise InconsistentError(f"{where}: is not one of the job's buffers")
             if block.count != math.prod(manifest.buffers[block.parameter].shape):
-                raise InconsistentError(f"{where}: is not the whole of it")
+                raise InconsistentError(f"{where}: is not the whole buffer")
 
 
 @dataclass(slots=True)
 class InitialState:
-    """A state, and which frame each stream goes on with (None: with its first)."""
+    """A state, and the frame at which each stream continues (None: its first)."""
 
     state: ShadowState
-    base: Path  # folder of the checkpoint
+    base: Path  # path of the checkpoint
     positions: dict[int, int | None]
 
 
-def from_log(base: Path | None, log: Path, options: ReadOptions, share: WorkShard = WHOLE) -> InitialState:
-    """The newest state that a log has. Without a base, from the newest of the run's own."""
+def from_log(base: Path | None, log: Path, options: ReadOptions, shard: WorkShard = WHOLE) -> InitialState:
+    """The newest state of a log, starting from `base` or from the newest base of the run."""
     with Log.open(log, "inspect", check="tail") as opened:
         newest = opened.epochs[-1]
         last = newest.recoverable_step
@@ -112,16 +107,15 @@ def from_log(base: Path | None, log: Path, options: ReadOptions, share: WorkShar
         spans = _spans(opened, last)
         check_size(newest.manifest)
         checkpoint = derived.checkpoint
-        # Where the newest epoch has nothing after its beginning, or the base is of the very last step, nothing is
-        # replayed in it.
+        # Nothing is replayed in the newest epoch if it has no steps yet, or if the base is of its last step.
         inside = bool(derived.tensors) and bool(spans) and spans[-1].epoch is newest
         tensors = derived.tensors if inside else _tensors(checkpoint, newest, last)
         with SourceFiles(checkpoint.root, computed=checkpoint.computed) as files:
-            held = _load_tensors(tensors, newest.manifest, newest.folder, files, share, fresh=not newest.steps)
-            buffers = load_values(checkpoint, newest.manifest, held, files)
+            loaded = _load_tensors(tensors, newest.manifest, newest.folder, files, shard, fresh=not newest.steps)
+            buffers = load_values(checkpoint, newest.manifest, loaded, files)
         recent, aux = _recent(spans[-1]) if spans else ([], None)
         labels = derived.labels or _labels(newest.manifest, last + 1)
-        state = ShadowState(newest.manifest, last, held, labels, recent, aux, share, buffers)
+        state = ShadowState(newest.manifest, last, loaded, labels, recent, aux, shard, buffers)
         positions = {number: _position(stream, last) for number, stream in newest.streams.items()}
         return InitialState(state, start, positions)
 
@@ -132,32 +126,32 @@ def from_checkpoint(
     labels: Sequence[ApproximationLabel] = (),
     *,
     named: bool = False,
-    share: WorkShard = WHOLE,
+    shard: WorkShard = WHOLE,
 ) -> InitialState:
-    """The state that an epoch begins with, where the checkpoint is just that.
+    """The initial state of an epoch from a checkpoint of the same step.
 
-    One that does not count its steps is of step 0, unless the job itself has `named` it.
+    A checkpoint that does not count steps is taken as step 0, unless the job itself has `named` it.
     """
     step = base.step if base.step is not None else manifest.start if named else 0
     if step != manifest.start:
         raise UsageError(
-            f"{base.root}: is of step {step}, and the job goes on from step {manifest.start}",
-            hint="give the log of the run with --log, or a base of that step",
+            f"{base.root}: is of step {step}, but the job continues from step {manifest.start}",
+            hint="pass the log of the run with --log, or a base of that step",
         )
     check_size(manifest)
     folder = Path(f"epoch-{manifest.epoch:06d}")
     epoch = Epoch(folder, manifest, {s.stream: SingleStepStream(folder, s) for s in manifest.streams})
     tensors = _tensors(base, epoch, manifest.start)
     with SourceFiles(base.root, computed=base.computed) as files:
-        held = _load_tensors(tensors, manifest, folder, files, share, fresh=True)
-        buffers = load_values(base, manifest, held, files)
+        loaded = _load_tensors(tensors, manifest, folder, files, shard, fresh=True)
+        buffers = load_values(base, manifest, loaded, files)
     all_labels = [*labels, *_labels(manifest, manifest.start + 1)]
-    state = ShadowState(manifest, manifest.start, held, all_labels, share=share, buffers=buffers)
+    state = ShadowState(manifest, manifest.start, loaded, all_labels, shard=shard, buffers=buffers)
     return InitialState(state, base.root, {schema.stream: None for schema in manifest.streams})
 
 
 def _spans(log: Log, last: int) -> list[EpochSpan]:
-    """The steps that the log has up to the last; none where the state is that of a base and older steps are gone."""
+    """The steps of the log up to the last; none if the state is that of a base and older steps were dropped."""
     try:
         return log.spans(last)
     except UsageError:
@@ -165,7 +159,7 @@ def _spans(log: Log, last: int) -> list[EpochSpan]:
 
 
 def _tensors(base: Checkpoint, epoch: Epoch, step: int) -> list[ReplayedTensor]:
-    """The optimizer tensors of an epoch as they are in a checkpoint of `step`."""
+    """The optimizer tensors of an epoch, from a checkpoint of `step`."""
     kernel, _ = find_kernel(epoch.manifest.kernel)
     return SpanBuilder(base, EpochSpan(epoch, step + 1, step), kernel, step, {}).tensors()
 
@@ -175,31 +169,31 @@ def _load_tensors(
     manifest: EpochManifest,
     folder: Path,
     files: SourceFiles,
-    share: WorkShard,
+    shard: WorkShard,
     *,
     fresh: bool,
 ) -> list[TensorState]:
-    """The tensors that a share has something of, with that loaded."""
+    """Load the tensors, or parts of tensors, that belong to the shard."""
     streams = {schema.stream: SingleStepStream(folder, schema) for schema in manifest.streams}
     for tensor in tensors:
-        if tensor.kernel is None and not holds_states(manifest):
+        if tensor.kernel is None and not is_log_of_states(manifest):
             raise UsageError(
                 f"the optimizer {manifest.optimizer} ({manifest.kernel.id}) cannot be replayed"
                 f" ({why_not_replayed(manifest.kernel)}), and the job records gradients",
-                hint='ucp.record(…, what="state") records what a shadow of it needs',
+                hint='record states instead: ucp.record(…, what="state")',
             )
-    mine = stream_shards(manifest, share)
-    held = []
+    stream_parts = stream_shards(manifest, shard)
+    loaded = []
     for tensor in tensors:
-        start, stop = mine[tensor.stream.number].of_tensor(tensor.index, tensor.numel)
-        if start < stop or share.is_whole:
-            held.append(TensorState(tensor, streams[tensor.stream.number], files, (start, stop), fresh=fresh))
-    return held
+        start, stop = stream_parts[tensor.stream.number].of_tensor(tensor.index, tensor.numel)
+        if start < stop or shard.is_whole:
+            loaded.append(TensorState(tensor, streams[tensor.stream.number], files, (start, stop), fresh=fresh))
+    return loaded
 
 
 def _labels(manifest: EpochManifest, step: int) -> list[ApproximationLabel]:
     kernel, doubt = find_kernel(manifest.kernel)
-    if kernel is None:  # nothing is computed that could differ
+    if kernel is None:  # a log of states is not replayed, so nothing can be approximate
         return []
     return [
         ApproximationLabel(step, ALL_PARAMETERS, reason)
@@ -208,7 +202,7 @@ def _labels(manifest: EpochManifest, step: int) -> list[ApproximationLabel]:
 
 
 def _position(stream: LogStream, last: int) -> int | None:
-    """The frame after the last step that is in the state."""
+    """The number of the frame after step `last`."""
     logged = stream.scan.steps.get(last)
     if logged is not None:
         return logged.commit.header.lsn + 1
@@ -216,7 +210,7 @@ def _position(stream: LogStream, last: int) -> int | None:
 
 
 def _recent(span: EpochSpan) -> tuple[list[tuple[int, StepRecord]], Any]:
-    """The newest steps and their records, from the last that changed something on, and the notes of the last."""
+    """The newest steps with their records, starting with the last one that was not skipped, and its notes."""
     stream = span.epoch.streams[min(span.epoch.streams)]
     found: list[tuple[int, StepRecord]] = []
     for step in range(span.last, span.first - 1, -1):
@@ -228,7 +222,7 @@ def _recent(span: EpochSpan) -> tuple[list[tuple[int, StepRecord]], Any]:
 
 
 def check_size(manifest: EpochManifest) -> None:
-    """A manifest must not ask for more memory than its parameters have elements, and some padding."""
+    """Refuse a manifest that would need more memory than its parameters and some padding."""
     room = settings.SHADOW_PADDING_ELEMENTS
     check_shapes(manifest)
     for schema in manifest.streams:
@@ -237,32 +231,32 @@ def check_size(manifest: EpochManifest) -> None:
         for block in schema.blocks:
             where = f"stream {schema.stream}, block {block.id}"
             if not 0 <= block.parameter < len(elements) or not 0 <= block.tensor < len(covered):
-                raise InconsistentError(f"{where}: is of no parameter or tensor")
+                raise InconsistentError(f"{where}: refers to an unknown parameter or tensor")
             if not 0 <= block.offset <= schema.tensors[block.tensor].numel - block.count:
-                raise InconsistentError(f"{where}: does not lie in its tensor")
+                raise InconsistentError(f"{where}: is outside its tensor")
             covered[block.tensor] += block.count
             elements[block.parameter] += block.count
         for index, (tensor, count) in enumerate(zip(schema.tensors, covered, strict=True)):
             if not count <= tensor.numel <= 2 * count + room:
                 raise InconsistentError(
-                    f"stream {schema.stream}, optimizer tensor {index}: of its {tensor.numel} elements the log has"
-                    f" {count}"
+                    f"stream {schema.stream}, optimizer tensor {index}: the log has {count} of its {tensor.numel}"
+                    " elements"
                 )
         for parameter, count in zip(manifest.parameters, elements, strict=True):
             if count > math.prod(parameter.shape) + room:
                 raise InconsistentError(
-                    f"stream {schema.stream}: has {count} elements of {parameter.name}, which has"
+                    f"stream {schema.stream}: has {count} elements of parameter {parameter.name}, which has only"
                     f" {math.prod(parameter.shape)}"
                 )
 
 
 def root_of(log: Path) -> Path:
-    """The folder that holds the epochs of a log, which may be named by its run."""
+    """The folder with the epochs of a log; `log` may be the path of the run."""
     return log / "log" if (log / "log").is_dir() else log
 
 
 def epochs_of(log: Path) -> list[int]:
-    """Numbers of the epochs that a log has."""
+    """The numbers of a log's epochs."""
     root = root_of(log)
     if not root.is_dir():
         return []
@@ -270,14 +264,14 @@ def epochs_of(log: Path) -> list[int]:
     return [int(named[1]) for named in found if named is not None]
 
 
-def newest_of(log: Path, base: Path | None, options: ReadOptions, share: WorkShard = WHOLE) -> InitialState:
-    """The newest state of a log: from its run's own bases where it has some, else from `base`."""
-    own = (root_of(log).parent / "base").is_dir()
-    return from_log(None if own else base, log, options, share)
+def newest_of(log: Path, base: Path | None, options: ReadOptions, shard: WorkShard = WHOLE) -> InitialState:
+    """The newest state of a log, starting from the bases of its run if there are any, otherwise from `base`."""
+    has_bases = (root_of(log).parent / "base").is_dir()
+    return from_log(None if has_bases else base, log, options, shard)
 
 
 def continues_from(state: ShadowState, manifest: EpochManifest) -> bool:
-    """Is what is held just what the epoch goes on from?"""
+    """Whether an epoch continues exactly from this state."""
     parent = manifest.parent
     same = state.manifest.run == manifest.run and state.step == manifest.start
     return same and parent is not None and (parent.epoch, parent.step) == (state.manifest.epoch, state.step)
@@ -286,24 +280,25 @@ def continues_from(state: ShadowState, manifest: EpochManifest) -> bool:
 def from_current_state(
     state: ShadowState, base: Path, manifest: EpochManifest, options: ReadOptions
 ) -> InitialState | None:
-    """A new epoch that goes on from the state that is held, in its own layout.
+    """The initial state of a new epoch that continues from the current state, in the new epoch's layout.
 
-    None where a share of another layout is needed: what it lacks is in other shadows.
+    None if only a shard is held and the layout has changed: the missing elements are in other shadows.
     """
-    if not state.share.is_whole:
-        return _in_the_same_layout(state, base, manifest)
+    if not state.shard.is_whole:
+        return _with_same_layout(state, base, manifest)
     snapshot = state.snapshot(lambda: describe_state(state, base, None))
     try:
-        held = assemble(open_checkpoint(base, replace(options, spread=True)), snapshot.told, SnapshotFiles(snapshot))
-        beginning = from_checkpoint(held, manifest, state.labels)
+        opened = open_checkpoint(base, replace(options, spread=True))
+        current = assemble(opened, snapshot.description, SnapshotFiles(snapshot))
+        initial = from_checkpoint(current, manifest, state.labels)
     finally:
         snapshot.close()
-    beginning.base = base
-    return beginning
+    initial.base = base
+    return initial
 
 
-def _in_the_same_layout(state: ShadowState, base: Path, manifest: EpochManifest) -> InitialState | None:
-    """The state as it is, where the epoch's streams are those of the one before."""
+def _with_same_layout(state: ShadowState, base: Path, manifest: EpochManifest) -> InitialState | None:
+    """The same state, if the epoch's streams and kernel are those of the previous one."""
     if [schema.hash() for schema in state.manifest.streams] != [schema.hash() for schema in manifest.streams]:
         return None
     if state.manifest.kernel != manifest.kernel:
@@ -311,10 +306,10 @@ def _in_the_same_layout(state: ShadowState, base: Path, manifest: EpochManifest)
     for tensor in state.tensors:
         for replay in tensor.replays:
             replay.chunk.resumed_at = replay.chunk.step
-    again = ShadowState(
-        *(manifest, state.step, state.tensors, state.labels, state.recent, state.aux, state.share, state.buffers)
+    continued = ShadowState(
+        *(manifest, state.step, state.tensors, state.labels, state.recent, state.aux, state.shard, state.buffers)
     )
-    return InitialState(again, base, {schema.stream: None for schema in manifest.streams})
+    return InitialState(continued, base, {schema.stream: None for schema in manifest.streams})
 
 
 def from_manifest(
@@ -323,28 +318,28 @@ def from_manifest(
     log: Path | None,
     base: Path | None,
     options: ReadOptions,
-    share: WorkShard = WHOLE,
+    shard: WorkShard = WHOLE,
 ) -> InitialState:
-    """An epoch that a job tells of: from the log, from the base that the job names in its `run`, or from `base`."""
+    """The initial state of a job's epoch: from the log, from the base that its manifest names, or from `base`."""
     if log is not None and epochs_of(log):
-        beginning = newest_of(log, base, options, share)
-        found = beginning.state.manifest
+        initial = newest_of(log, base, options, shard)
+        found = initial.state.manifest
         if (found.run, found.epoch) == (manifest.run, manifest.epoch):
-            return beginning
-    told = None if manifest.base is None else Path(manifest.base)
-    if told is not None and not told.is_absolute():
-        told = None if run is None else run / told
-    if told is not None and (told / BASE).is_file():  # a base of the run, and no checkpoint of somebody's
-        told = told / ATOMS
+            return initial
+    named = None if manifest.base is None else Path(manifest.base)
+    if named is not None and not named.is_absolute():
+        named = None if run is None else run / named
+    if named is not None and (named / BASE).is_file():  # a base of the run, not a user's checkpoint
+        named = named / ATOMS
     reasons = []
-    for path in (told, base):
+    for path in (named, base):
         if path is not None and path.exists():
             try:
-                return from_checkpoint(open_checkpoint(path, options), manifest, named=path is not base, share=share)
+                return from_checkpoint(open_checkpoint(path, options), manifest, named=path is not base, shard=shard)
             except UsageError as error:
                 reasons.append(error.what)
     raise UsageError(
-        f"there is no checkpoint of step {manifest.start}, which the job goes on from"
+        f"there is no checkpoint of step {manifest.start}, from which the job continues"
         + (f" ({'; '.join(reasons)})" if reasons else ""),
         hint="start the shadow with --base of that step, or with --log of the run",
     )

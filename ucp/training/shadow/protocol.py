@@ -1,9 +1,7 @@
-"""Where a shadow listens, and the secret that both ends know.
+"""The protocol between a shadow and its peers: addresses, a handshake with a shared token, JSON messages, frames.
 
-What a shadow and its peers say to each other: a handshake, JSON messages, frames. Never a pickle.
-
-Every length is compared with a limit before anything of that length is read. What carries the bytes is a `Channel`: a
-socket, or something that behaves like one.
+Nothing is pickled. Every length is compared with a limit before data of that length is read. Bytes are carried by a
+`ByteChannel`: a socket, or an object that behaves like one.
 """
 
 from __future__ import annotations
@@ -31,16 +29,15 @@ from ucp.errors import StorageError, UsageError
 Transport = Literal["shadow", "shm", "gloo"]
 TOKEN_VARIABLE: Final = "UCP_SHADOW_TOKEN_FILE"
 
-_SCHEME: Final = re.compile(r"(shadow|shm|gloo):/+")  # a path may have lost one of the slashes
+_SCHEME: Final = re.compile(r"(shadow|shm|gloo):/+")  # converting to a path may have removed one of the slashes
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowAddress:
-    """Where a shadow listens, and the file with the secret that both ends know.
+    """The address of a shadow, and the file with the token that both ends know.
 
-    Over TCP and gloo that is a host and a port; over shared memory, the host is a name on this machine and there is no
-    port.
+    TCP and gloo use host and port. For shared memory, `host` is a name on this machine and `port` is unused.
     """
 
     host: str
@@ -55,12 +52,12 @@ class ShadowAddress:
         return f"{self.transport}://{host}:{self.port}"
 
     def key(self) -> bytes:
-        """The secret; empty where there is none."""
+        """The token; empty if there is none."""
         return b"" if self.token_file is None else read_token(self.token_file)
 
 
 def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> ShadowAddress:
-    """`shadow://host:port`, `host:port`, `:port`, `gloo://host:port` or `shm://name`; `?token=FILE` may follow."""
+    """Parse `shadow://host:port`, `host:port`, `:port`, `gloo://host:port` or `shm://name`, and `?token=FILE`."""
     given = os.fspath(text)
     scheme = _SCHEME.match(given)
     plain, _, query = given[scheme.end() if scheme else 0 :].partition("?")
@@ -70,28 +67,28 @@ def parse_address(text: str | os.PathLike[str], token: Path | None = None) -> Sh
     if scheme is not None and scheme[1] == "shm":
         if not _NAME.fullmatch(plain):
             raise UsageError(
-                f"{given!r} is not an address of a shadow", hint="say shm://name, a word of letters and digits"
+                f"{given!r} is not an address of a shadow", hint="use shm://name, with letters and digits only"
             )
         return ShadowAddress(plain, 0, file, "shm")
     host, colon, port = plain.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{given!r} is not an address of a shadow", hint="say shadow://host:port")
+        raise UsageError(f"{given!r} is not an address of a shadow", hint="use shadow://host:port")
     return ShadowAddress(
         host.strip("[]") or "127.0.0.1", int(port), file, "gloo" if scheme and scheme[1] == "gloo" else "shadow"
     )
 
 
 def parse_addresses(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[ShadowAddress]:
-    """One address or several: a list of them, or a text with commas between them (`%2C` is a comma in a file name)."""
+    """Parse one or several addresses: a list, or text separated by commas (`%2C` is a comma in a file name)."""
     texts = [given] if isinstance(given, str | os.PathLike) else given
     found = [parse_address(each) for text in texts for each in os.fspath(text).split(",")]
     if len(set(found)) < len(found) or not found:
-        raise UsageError(f"{given!r} names a shadow twice, or none")
+        raise UsageError(f"{given!r} names a shadow twice, or no shadow")
     return found
 
 
 def read_token(path: Path) -> bytes:
-    """The secret in a file: what stands in it, without the white space around it."""
+    """Read the token from a file, without surrounding white space."""
     try:
         mode = path.stat().st_mode
         token = path.read_bytes().strip()
@@ -103,28 +100,28 @@ def read_token(path: Path) -> bytes:
             hint="head -c 32 /dev/urandom | base64 makes a good one",
         )
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise UsageError(f"{path}: others may read the token", hint=f"chmod 600 {path}")
+        raise UsageError(f"{path}: other users can read the token", hint=f"chmod 600 {path}")
     return token
 
 
 def require_token(address: ShadowAddress) -> None:
-    """Only this machine itself is listened to without a token."""
+    """Require a token unless the address can only be reached from this machine."""
     if address.token_file is not None:
         read_token(address.token_file)
         return
     if not is_loopback(address.host):
         raise UsageError(
-            f"{address}: others can reach this address, so the shadow needs a token",
-            hint="give --token FILE here and to the job, or listen on 127.0.0.1",
+            f"{address}: other machines can reach this address, so the shadow needs a token",
+            hint="pass --token FILE here and to the job, or listen on 127.0.0.1",
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Is this an address that only this machine itself can reach?"""
+    """Whether an address can only be reached from this machine."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise UsageError(f"{host}: is no address of this machine: {error}") from error
+        raise UsageError(f"{host}: is not an address of this machine: {error}") from error
     return all(ipaddress.ip_address(info[4][0]).is_loopback for info in found)
 
 
@@ -137,7 +134,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class ByteChannel(Protocol):
-    """Bytes in order, both ways. The methods are those of a stream socket, and mean what they mean there."""
+    """A byte stream in both directions, with the methods of a stream socket."""
 
     def recv_into(self, buffer: memoryview, /) -> int: ...
 
@@ -151,11 +148,11 @@ class ByteChannel(Protocol):
 
 
 class RefusedError(Exception):
-    """The peer is not who it should be, or does not keep to the protocol. It is told nothing."""
+    """The peer failed to authenticate or violated the protocol. It gets no answer."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Handshake: each end proves that it knows the token, and shows it to nobody
+# Handshake: each end proves that it knows the token without sending it
 
 
 def _proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
@@ -163,22 +160,22 @@ def _proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
 
 
 def accept_handshake(sock: ByteChannel, key: bytes) -> None:
-    """The shadow's end; `RefusedError` where the peer does not know the token."""
+    """The shadow's side; `RefusedError` if the peer does not know the token."""
     mine = secrets.token_bytes(_NONCE)
     send(sock, [_MAGIC + mine])
     answer = bytes(receive(sock, len(_MAGIC) + _NONCE + _MAC))
     magic, theirs, proof = answer[:8], answer[8 : 8 + _NONCE], answer[8 + _NONCE :]
     known = hmac.compare_digest(proof, _proof(key, b"client", mine, theirs))
     if magic != _MAGIC or not known:
-        raise RefusedError("a peer without the token")
+        raise RefusedError("the peer does not know the token")
     send(sock, [_proof(key, b"shadow", theirs, mine)])
 
 
 def start_handshake(sock: ByteChannel, key: bytes) -> None:
-    """The other end."""
+    """The client's side; `RefusedError` if the peer is not a shadow or does not know the token."""
     challenge = bytes(receive(sock, len(_MAGIC) + _NONCE))
     if challenge[:8] != _MAGIC:
-        raise RefusedError("this is no shadow")
+        raise RefusedError("the peer is not a shadow")
     theirs, mine = challenge[8:], secrets.token_bytes(_NONCE)
     send(sock, [_MAGIC + mine + _proof(key, b"client", theirs, mine)])
     if not hmac.compare_digest(bytes(receive(sock, _MAC)), _proof(key, b"shadow", mine, theirs)):
@@ -190,15 +187,15 @@ def start_handshake(sock: ByteChannel, key: bytes) -> None:
 
 
 def receive(sock: ByteChannel, size: int) -> memoryview:
-    """Exactly so many bytes, which the caller has found to be few enough. `RefusedError` where the peer leaves."""
-    # Not a bytearray, which is filled with zeros: memory that a peer only claims to need must not be touched.
+    """Receive exactly `size` bytes, a size that the caller has checked. `RefusedError` if the peer disconnects."""
+    # Not a bytearray, which is zero-filled: memory that a peer only claims to need must not be touched.
     data = np.empty(size, np.uint8).data
     receive_into(sock, data)
     return data
 
 
 def receive_into(sock: ByteChannel, target: memoryview) -> None:
-    """Fill `target` with what comes next."""
+    """Fill `target` with the next bytes."""
     done = 0
     while done < len(target):
         got = sock.recv_into(target[done:])
@@ -207,8 +204,8 @@ def receive_into(sock: ByteChannel, target: memoryview) -> None:
         done += got
 
 
-def joined(parts: Sequence[Buffer]) -> memoryview:
-    """A copy of buffers end to end. Made by numpy, which lets the trainer's thread run meanwhile."""
+def concatenated(parts: Sequence[Buffer]) -> memoryview:
+    """Concatenate buffers. Uses numpy, which releases the GIL for the trainer's thread."""
     made = np.empty(sum(map(len, parts)), np.uint8)
     at = 0
     for part in parts:
@@ -219,7 +216,7 @@ def joined(parts: Sequence[Buffer]) -> memoryview:
 
 
 def send(sock: ByteChannel, parts: Sequence[Buffer]) -> None:
-    """Send buffers end to end."""
+    """Send all buffers."""
     pending = [memoryview(part).cast("B") for part in parts if len(part)]
     while pending:
         done = sock.sendmsg(pending[:512])
@@ -235,11 +232,11 @@ def send_json(sock: ByteChannel, value: Any) -> None:
 
 
 def receive_json(sock: ByteChannel, limit: int) -> Any:
-    """A JSON value of at most `limit` bytes."""
+    """Receive a JSON value of at most `limit` bytes."""
     size = _LENGTH.unpack(receive(sock, _LENGTH.size))[0]
     if size > limit:
-        raise RefusedError(f"a message of {size} bytes, where {limit} are allowed")
+        raise RefusedError(f"a message of {size} bytes (maximum {limit})")
     try:
         return json.loads(bytes(receive(sock, size)))
     except (ValueError, RecursionError) as error:
-        raise RefusedError("a message that is no JSON") from error
+        raise RefusedError("a message that is not valid JSON") from error

@@ -1,4 +1,4 @@
-"""The shadow's door: jobs that bring frames, and who asks for its status or its state."""
+"""The server of a shadow: receives frames from jobs, and answers queries for its status and state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ucp.training.shadow.transports import is_local, listen, offer_ring, prepare
 
 
 class ShadowServer:
-    """Listens for a shadow. A thread for each connection; a peer that does not know the token gets nothing."""
+    """Serves a shadow at one address, with one thread per connection. Peers without the token get no answer."""
 
     def __init__(self, shadow: Shadow, address: ShadowAddress, note: Callable[[str], None] = lambda _: None) -> None:
         self._shadow = shadow
@@ -48,7 +48,7 @@ class ShadowServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more, end all connections and their threads."""
+        """Stop listening, and end all connections and their threads."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -56,28 +56,28 @@ class ShadowServer:
         self._socket.close()
         with self._lock:
             threads = list(self._open.values())
-        self.hang_up()
+        self.disconnect_all()
         for thread in threads:
             thread.join()
 
-    def hang_up(self) -> None:
-        """End all connections that there are now."""
+    def disconnect_all(self) -> None:
+        """End all current connections."""
         with self._lock:
             for sock in self._open:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        told = False
+        reported = False
         while True:
             try:
                 sock, _ = self._socket.accept()
-                told = False
+                reported = False
             except OSError as error:
-                # The process may have no file left to open, or a peer was gone before it was let in: others come.
-                if not (told or self._closing.is_set()):
-                    self._note(f"a connection could not be taken: {error.strerror or error}")
-                told = True
+                # The process may have run out of file descriptors, or the peer is already gone: keep listening.
+                if not (reported or self._closing.is_set()):
+                    self._note(f"a connection could not be accepted: {error.strerror or error}")
+                reported = True
                 if self._closing.wait(settings.SHADOW_ACCEPT_SECONDS):
                     return
                 continue
@@ -104,9 +104,9 @@ class ShadowServer:
             first = _dictionary(receive_json(sock, settings.SHADOW_MANIFEST_BYTES))
             if first.get("ask") == "feed":
                 self._feed(sock, first)
-            elif self.address.transport == "gloo":  # nobody could end the waiting for another question
-                hint = "ask the shadow at its address for TCP or shared memory"
-                refused = {"error": "over gloo a shadow is fed, and gives nothing but its status", "hint": hint}
+            elif self.address.transport == "gloo":  # a thread that waits for another question could not be stopped
+                hint = "use the shadow's address for TCP or shared memory"
+                refused = {"error": "over gloo a shadow only receives frames and returns its status", "hint": hint}
                 send_json(sock, self._shadow.status() if first.get("ask") == "status" else refused)
             else:
                 self._answer(sock, first)
@@ -115,7 +115,7 @@ class ShadowServer:
                 self._note(f"refused: {error}")
         except OSError:
             pass  # the peer is gone
-        except Exception as error:  # noqa: BLE001 - whatever a peer sends, the others are served
+        except Exception as error:  # noqa: BLE001 - whatever one peer sends, the others must be served
             self._note(f"refused: {type(error).__name__}: {error}")
         finally:
             with self._lock:
@@ -123,33 +123,33 @@ class ShadowServer:
                 sock.close()
 
     # ------------------------------------------------------------------------------------------------------------------
-    # A job that brings the frames of one stream
+    # Connections that send the frames of one stream
 
-    def _feed(self, sock: ByteChannel, told: dict[str, Any]) -> None:
-        manifest = EpochManifest.from_json(told["manifest"])
-        stream = int(told["stream"])
-        run = None if told.get("run") is None else Path(str(told["run"]))
+    def _feed(self, sock: ByteChannel, hello: dict[str, Any]) -> None:
+        manifest = EpochManifest.from_json(hello["manifest"])
+        stream = int(hello["stream"])
+        run = None if hello.get("run") is None else Path(str(hello["run"]))
         schema = manifest.stream(stream)
         try:
-            number, wanted, portion = self._shadow.join(manifest, stream, run, int(told.get("oldest", 0)))
+            number, wanted, stream_shard = self._shadow.join(manifest, stream, run, int(hello.get("oldest", 0)))
         except UcpError as error:
-            self._note(f"a job cannot be followed: {error}")
+            self._note(f"cannot follow a job: {error}")
             send_json(sock, {"error": error.what, "hint": error.hint})
             return
         channel: ByteChannel = sock
-        told = {"next": wanted, "wants": None if portion is None else portion.to_json()}
+        answer = {"next": wanted, "wants": None if stream_shard is None else stream_shard.to_json()}
         try:
             if is_local(sock):
-                send_json(sock, {**told, "ring": settings.SHADOW_RING_BYTES})
+                send_json(sock, {**answer, "ring": settings.SHADOW_RING_BYTES})
                 channel = offer_ring(sock, settings.SHADOW_RING_BYTES)
             else:
-                send_json(sock, told)
+                send_json(sock, answer)
             segment = SegmentHeader.unpack(bytes(receive(channel, SEGMENT_BYTES)))
             if (segment.epoch, segment.stream, segment.schema_hash) != (manifest.epoch, stream, schema.hash()):
-                raise RefusedError("frames of another stream than was told")
-            for frame in frames_of(channel, segment, BlockTables(schema, manifest.state_kinds, portion)):
+                raise RefusedError("frames of another stream than announced")
+            for frame in frames_of(channel, segment, BlockTables(schema, manifest.state_kinds, stream_shard)):
                 self._shadow.put(number, stream, frame, self._closing.is_set)
-        except UcpError as error:  # stale, or another epoch: the job will ask again
+        except UcpError as error:  # stale, or another epoch: the job will reconnect
             self._note(f"stream {stream}: {error.what}")
         finally:
             self._shadow.leave(number, stream)
@@ -157,7 +157,7 @@ class ShadowServer:
                 channel.close()
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Who asks
+    # Queries
 
     def _answer(self, sock: ByteChannel, question: dict[str, Any]) -> None:
         snapshot: StateSnapshot | None = None
@@ -170,18 +170,18 @@ class ShadowServer:
                         send_json(sock, self._shadow.status())
                     elif asked == "pin":
                         pin = pin or self._shadow.pin()
-                        send_json(sock, pin.told())
+                        send_json(sock, pin.status())
                     elif asked == "snapshot":
                         if snapshot is not None:
-                            self._let_go(snapshot)
+                            self._release(snapshot)
                         snapshot = None
                         snapshot = self._take(pin, question.get("step"))
                         pin = None
-                        send_json(sock, snapshot.told)
+                        send_json(sock, snapshot.description)
                     elif asked == "read" and snapshot is not None:
                         self._read(sock, snapshot, question)
                     else:
-                        raise RefusedError("an unknown question")
+                        raise RefusedError("an unknown query")
                 except UcpError as error:
                     if pin is not None:
                         pin.close()
@@ -192,14 +192,14 @@ class ShadowServer:
             if pin is not None:
                 pin.close()
             if snapshot is not None:
-                self._let_go(snapshot)
+                self._release(snapshot)
 
     def _take(self, pin: StepPin | None, step: Any) -> StateSnapshot:
-        """A snapshot of the newest step, or of the one that is pinned; lets go of the pin."""
+        """A snapshot of the newest step, or of a pinned one; closes the pin."""
         with self._lock:
             if self._snapshots >= settings.SHADOW_SNAPSHOTS:
                 raise StorageError(
-                    f"{self._snapshots} conversions of this shadow are under way", hint="wait for one to end"
+                    f"{self._snapshots} conversions of this shadow are in progress", hint="wait until one has finished"
                 )
             self._snapshots += 1
         try:
@@ -213,7 +213,7 @@ class ShadowServer:
                 self._snapshots -= 1
             raise
 
-    def _let_go(self, snapshot: StateSnapshot) -> None:
+    def _release(self, snapshot: StateSnapshot) -> None:
         snapshot.close()
         with self._lock:
             self._snapshots -= 1
@@ -221,30 +221,30 @@ class ShadowServer:
     def _read(self, sock: ByteChannel, snapshot: StateSnapshot, question: dict[str, Any]) -> None:
         size = int(question["size"])
         if not 0 <= size <= settings.SHADOW_READ_BYTES:
-            raise RefusedError(f"a question for {size} bytes")
+            raise RefusedError(f"a query for {size} bytes")
         data = np.empty(size, np.uint8).data
-        place = int(question["stream"]), int(question["tensor"]), str(question["kind"])
-        snapshot.read_into(place, int(question["offset"]), data)
+        key = int(question["stream"]), int(question["tensor"]), str(question["kind"])
+        snapshot.read_into(key, int(question["offset"]), data)
         send_json(sock, {"size": size})
         send(sock, [data])
 
 
 def _dictionary(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RefusedError("a message that is no question")
+        raise RefusedError("a message that is not a JSON object")
     return value
 
 
 def frames_of(sock: ByteChannel, segment: SegmentHeader, tables: BlockTables) -> Iterator[ReceivedFrame]:
-    """The frames that come, up to the first that is none; of tables what is wanted of them."""
+    """Receive frames until one violates the protocol."""
     at = SEGMENT_BYTES
     while True:
         header = FrameHeader.unpack(bytes(receive(sock, FRAME_BYTES)), segment.salt)
         if header.offset != at or header.length > payload_limit(header.type, tables):
             raise RefusedError(f"a frame of {header.length} bytes at {header.offset}")
         if header.flags & PARTIAL_FRAME:
-            if tables.portion is None:
-                raise RefusedError("a frame that is not whole, where all of it is wanted")
+            if tables.stream_shard is None:
+                raise RefusedError("a partial frame, although the whole frame is needed")
             yield receive_partial(sock, header, tables)
         else:
             yield ReceivedFrame(header, receive(sock, padded(header.length))[: header.length])

@@ -1,7 +1,7 @@
-"""The job's end: frames that go into the log go to a shadow as well, and training never waits for it longer than told.
+"""The job's side of a shadow: send the frames of the log to it, without delaying training more than allowed.
 
-The newest frames are kept, sent or not, as far as there is room: a shadow that was away gets what it lacks of them, and
-reads the rest from the log. A shadow of a share is sent only the gradients that it wants.
+The newest frames are kept in memory, sent or not, up to a limit: a shadow that was disconnected gets those it has
+missed, and reads older ones from the log. A shadow of a shard is sent only the blocks of that shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ucp.training.shadow.protocol import (
     ByteChannel,
     RefusedError,
     ShadowAddress,
-    joined,
+    concatenated,
     receive_json,
     send,
     send_json,
@@ -40,25 +40,25 @@ _ZEROS = bytes(FRAME_BYTES)
 
 @dataclass(slots=True)
 class SinkStats:
-    """What a sink has done so far."""
+    """Counters of a sink."""
 
-    frames: int = 0  # sent, those that were sent again included
+    frames: int = 0  # sent frames, including those sent again
     bytes: int = 0
-    dropped: int = 0  # frames that never went out: the shadow reads them from the log
+    dropped: int = 0  # frames that were never sent: the shadow reads them from the log
     connections: int = 0
-    stall_seconds: float = 0.0  # that the log's thread waited for room
+    stall_seconds: float = 0.0  # time that the log's thread waited for space
 
 
 class ShadowSink:
-    """Sends one stream to a shadow, from a thread of its own. `offer` is called by the thread that writes the log."""
+    """Sends one stream to a shadow from its own thread. `offer` is called by the thread that writes the log."""
 
     def __init__(
         self, address: ShadowAddress, manifest: EpochManifest, stream: int, run: Path | None, *, wait: float = 0.0
     ) -> None:
-        """Connect, and be let in; `UcpError` where that fails. `wait` is how many seconds `offer` may wait for room."""
+        """Connect; `UcpError` if that fails. `offer` may wait up to `wait` seconds for space."""
         self.address = address
         self.stats = SinkStats()
-        self._tables = BlockTables(manifest.stream(stream), manifest.state_kinds)  # with what the shadow wants of them
+        self._tables = BlockTables(manifest.stream(stream), manifest.state_kinds)  # with the shadow's shard
         self._hello: dict[str, Any] = {
             "ask": "feed",
             "manifest": manifest.to_json(),
@@ -69,18 +69,18 @@ class ShadowSink:
         self._wait = wait
         self._waited = False
         self._changed = threading.Condition()
-        self._kept: deque[tuple[FrameHeader, memoryview]] = deque()  # by number, without gap
+        self._kept: deque[tuple[FrameHeader, memoryview]] = deque()  # consecutive frames
         self._kept_bytes = 0
-        self._unsent_bytes = 0  # of those that are kept
-        self._coming = 0  # number of the next frame
-        self._next: int | None = None  # the frame that goes out next; None: the first that is kept
+        self._unsent_bytes = 0  # of the kept frames
+        self._next_lsn = 0  # number of the next frame from the log
+        self._next: int | None = None  # number of the next frame to send; None: the first kept one
         self._closing = False
-        self._opened: ByteChannel | None = None  # what the thread may be waiting for
+        self._opened: ByteChannel | None = None  # the channel that the thread may be waiting for
         self._channel: ByteChannel | None = None
-        self._is_new = False  # what is told of the job: the connection there is was made before
+        self._hello_changed = False  # the connection was opened with an outdated description of the job
         self._at = 0
         self._salt = 0
-        self.error: str | None = None  # why the shadow is not reached now
+        self.error: str | None = None  # why the shadow cannot be reached now
         self._connect()
         self._thread = threading.Thread(target=self._run, name="ucp-shadow-sink", daemon=True)
         self._thread.start()
@@ -89,37 +89,37 @@ class ShadowSink:
     # The log's side
 
     def offer(self, header: FrameHeader, payload: memoryview) -> None:
-        """Take a frame. Waits for room at most as long as told, then lets go of what is oldest."""
+        """Add a frame. Waits for space up to the limit, then drops the oldest frames."""
         with self._changed:
             if self._kept and header.lsn != self._kept[-1][0].lsn + 1:
                 if header.lsn <= self._kept[-1][0].lsn:
-                    return  # written again after an error of the disk: it was offered before
-                self._forget_all()
+                    return  # rewritten after a disk error: it was offered before
+                self._drop_all()
             if self._is_full(len(payload)) and self._wait > 0 and not self._waited and self.error is None:
                 begin = time.monotonic()
                 room = self._changed.wait_for(lambda: not self._is_full(len(payload)) or self._closing, self._wait)
-                self._waited = not room  # once, until the shadow takes something again
+                self._waited = not room  # wait only once, until the shadow receives something again
                 self.stats.stall_seconds += time.monotonic() - begin
             while self._kept and self._kept_bytes + len(payload) > settings.SHADOW_QUEUE_BYTES:
-                self._forget()
+                self._drop_oldest()
             self._kept.append((header, payload))
-            self._coming = header.lsn + 1
+            self._next_lsn = header.lsn + 1
             self._kept_bytes += len(payload)
             self._unsent_bytes += len(payload)
             self._changed.notify_all()
 
     def send_state_kinds(self, kinds: Sequence[str]) -> None:
-        """The names of the optimizer's states are known now: the shadow is told before a frame has any of them."""
+        """Send the names of the optimizer's states to the shadow, before any frame contains them."""
         with self._changed:
             self._hello = {**self._hello, "manifest": {**self._hello["manifest"], "state_kinds": list(kinds)}}
-            self._tables.learn(kinds)
-            self._is_new = True
+            self._tables.set_kinds(kinds)
+            self._hello_changed = True
 
     def _is_full(self, size: int) -> bool:
-        """Would one more frame push out one that was not sent?"""
+        """Whether another frame would push out one that was not sent."""
         return bool(self._unsent_bytes) and self._unsent_bytes + size > settings.SHADOW_QUEUE_BYTES
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         header, payload = self._kept.popleft()
         self._kept_bytes -= len(payload)
         if self._next is None or header.lsn >= self._next:
@@ -127,22 +127,22 @@ class ShadowSink:
             self.stats.dropped += 1
             self._next = header.lsn + 1
 
-    def _forget_all(self) -> None:
+    def _drop_all(self) -> None:
         while self._kept:
-            self._forget()
+            self._drop_oldest()
 
-    def told(self) -> dict[str, Any]:
-        """What the sink has done, and why the shadow is not reached where it is not, as JSON values."""
+    def report(self) -> dict[str, Any]:
+        """The counters, and the reason if the shadow cannot be reached, as JSON values."""
         return {**asdict(self.stats), "error": self.error}
 
     def close(self, seconds: float = 5.0) -> None:
-        """Send what is left, as far as that goes in a few seconds, and end."""
+        """Send the remaining frames, for at most a few seconds, and stop."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(seconds)
         end = time.monotonic() + settings.SHADOW_SEND_SECONDS
-        while self._thread.is_alive() and time.monotonic() < end:  # it waits for a shadow that takes nothing
+        while self._thread.is_alive() and time.monotonic() < end:  # it is blocked by a shadow that does not read
             with self._changed:
                 if self._opened is not None:
                     with contextlib.suppress(OSError):
@@ -158,22 +158,22 @@ class ShadowSink:
                 beats = settings.SHADOW_HEARTBEAT_SECONDS if isinstance(self._channel, GlooChannel) else None
                 self._changed.wait_for(lambda: self._frame() is not None or self._closing, beats)
                 frame = self._frame()
-                if frame is None and self._closing:  # everything is out
+                if frame is None and self._closing:  # everything is sent
                     break
             try:
                 if frame is None:
                     if isinstance(self._channel, GlooChannel):
-                        self._channel.beat()
+                        self._channel.send_heartbeat()
                     continue
-                if self._is_new and self._channel is not None:
+                if self._hello_changed and self._channel is not None:
                     self._channel.close()
                     self._channel = None
                 if self._channel is None:
                     self._connect()
-                    continue  # the shadow may want another frame
+                    continue  # the shadow may need another frame
                 self._send(*frame)
             except (OSError, RefusedError, UcpError) as error:
-                self._lose(str(error))
+                self._disconnect(str(error))
                 with self._changed:
                     if self._changed.wait_for(lambda: self._closing, settings.SHADOW_RETRY_SECONDS):
                         break
@@ -181,7 +181,7 @@ class ShadowSink:
             self._channel.close()
 
     def _frame(self) -> tuple[FrameHeader, memoryview] | None:
-        """What goes out next."""
+        """The next frame to send."""
         if not self._kept:
             return None
         first = self._kept[0][0].lsn
@@ -189,19 +189,19 @@ class ShadowSink:
         return self._kept[place] if place < len(self._kept) else None
 
     def _connect(self) -> None:
-        sock = connect(self.address, self._is_opened)
+        sock = connect(self.address, self._on_opened)
         try:
             with self._changed:
-                oldest = self._kept[0][0].lsn if self._kept else self._coming
-                hello, self._is_new = self._hello, False
+                oldest = self._kept[0][0].lsn if self._kept else self._next_lsn
+                hello, self._hello_changed = self._hello, False
             send_json(sock, {**hello, "oldest": oldest})
-            sock.settimeout(None)  # it may have a base to load first; the system says when it is gone
-            told: Any = receive_json(sock, settings.SHADOW_REQUEST_BYTES)
-            if not isinstance(told, dict) or "error" in told:
-                raise UcpError(f"{self.address}: {told['error']}", hint=told.get("hint"))
-            wanted = None if told.get("next") is None else int(told["next"])
-            channel = take_ring(sock, int(told["ring"])) if is_local(sock) else sock
-            portion = None if told.get("wants") is None else StreamShard.from_json(told["wants"])
+            sock.settimeout(None)  # it may load a base first; TCP keepalive notices if it dies
+            answer: Any = receive_json(sock, settings.SHADOW_REQUEST_BYTES)
+            if not isinstance(answer, dict) or "error" in answer:
+                raise UcpError(f"{self.address}: {answer['error']}", hint=answer.get("hint"))
+            wanted = None if answer.get("next") is None else int(answer["next"])
+            channel = take_ring(sock, int(answer["ring"])) if is_local(sock) else sock
+            stream_shard = None if answer.get("wants") is None else StreamShard.from_json(answer["wants"])
             self._salt = secrets.randbits(64)
             schema = self._tables.schema
             segment = SegmentHeader(
@@ -217,7 +217,7 @@ class ShadowSink:
             raise
         self._at = SEGMENT_BYTES
         with self._changed:
-            self._tables.portion = portion
+            self._tables.stream_shard = stream_shard
             self._next = wanted
             unsent = (len(payload) for header, payload in self._kept if header.lsn >= (self._next or 0))
             self._unsent_bytes = sum(unsent)
@@ -225,23 +225,23 @@ class ShadowSink:
             self._channel = channel
         self.stats.connections += 1
 
-    def _is_opened(self, sock: ByteChannel) -> None:
+    def _on_opened(self, sock: ByteChannel) -> None:
         with self._changed:
             self._opened = sock
 
     def _send(self, header: FrameHeader, payload: memoryview) -> None:
         assert self._channel is not None
         placed = replace(header, offset=self._at)
-        some = None if self._tables.portion is None else wanted_parts(header, payload, self._tables)
-        if some is None:
+        wanted = None if self._tables.stream_shard is None else wanted_parts(header, payload, self._tables)
+        if wanted is None:
             tail = _ZEROS[: padded(len(payload)) - len(payload)]
             parts: list[Buffer] = [placed.pack(self._salt), payload, tail]
         else:
-            parts = [partial_header(placed).pack(self._salt), *some]
+            parts = [partial_header(placed).pack(self._salt), *wanted]
         send(self._channel, parts)
         self._at = placed.end
         with self._changed:
-            if self._next is None or header.lsn >= self._next:  # else it was let go while it went out
+            if self._next is None or header.lsn >= self._next:  # otherwise it was dropped while it was being sent
                 self._next = header.lsn + 1
                 self._unsent_bytes -= len(payload)
             self._waited = False
@@ -249,7 +249,7 @@ class ShadowSink:
             self.stats.bytes += sum(map(len, parts))
             self._changed.notify_all()
 
-    def _lose(self, reason: str) -> None:
+    def _disconnect(self, reason: str) -> None:
         with self._changed:
             self.error = reason
             channel, self._channel = self._channel, None
@@ -259,33 +259,33 @@ class ShadowSink:
 
 
 class ShadowSinks:
-    """All shadows of a job, for one stream. They share one copy of every frame."""
+    """The sinks of one stream to all shadows of a job. They share one copy of every frame."""
 
     def __init__(self, sinks: Sequence[ShadowSink]) -> None:
         self._sinks = list(sinks)
-        atexit.register(self.close)  # a program that ends without `close` sends what it has, too
+        atexit.register(self.close)  # also send the remaining frames of a program that does not call `close`
 
     def offer(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
-        """Take a copy of a frame for every shadow."""
-        payload = joined(parts)
+        """Add a copy of a frame to every sink."""
+        payload = concatenated(parts)
         for sink in self._sinks:
             sink.offer(header, payload)
 
     def send_state_kinds(self, kinds: Sequence[str]) -> None:
-        """Tell every shadow the names of the optimizer's states, in the order in which frames number them."""
+        """Send the names of the optimizer's states, in the order of their numbers in frames, to every shadow."""
         for sink in self._sinks:
             sink.send_state_kinds(kinds)
 
-    def told(self) -> dict[str, Any]:
-        """What all sinks have done, as JSON values: sums, the first error, and where there are several, each."""
-        each = [sink.told() for sink in self._sinks]
+    def report(self) -> dict[str, Any]:
+        """The sums of all counters and the first error as JSON values; with several shadows, also each one's."""
+        each = [sink.report() for sink in self._sinks]
         sums = {key: sum(one[key] for one in each) for key in each[0] if key != "error"}
         error = next((one["error"] for one in each if one["error"] is not None), None)
-        apart = {str(sink.address): told for sink, told in zip(self._sinks, each, strict=True)}
-        return {**sums, "error": error, **({"shadows": apart} if len(each) > 1 else {})}
+        by_address = {str(sink.address): report for sink, report in zip(self._sinks, each, strict=True)}
+        return {**sums, "error": error, **({"shadows": by_address} if len(each) > 1 else {})}
 
     def close(self) -> None:
-        """Send what is left, as far as that goes in a few seconds, and end."""
+        """Send the remaining frames, for at most a few seconds, and stop."""
         atexit.unregister(self.close)
         for sink in self._sinks:
             sink.close()

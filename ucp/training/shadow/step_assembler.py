@@ -1,17 +1,9 @@
-"""What one of several shadows holds: a stretch of every stream, so that all of them together hold everything once.
+"""Assemble the frames of a stream, from a connection or from a growing log, into complete steps.
 
-The cuts follow from the manifest and the number of shadows alone, so that they need not talk to each other.
+Every table entry is compared with the stream's schema, and all bytes with their checksums, before they are used.
 
-Tables of blocks as they come: gradients, states, buffers. No entry is believed before it was compared with the
-stream's schema, and no byte before its checksum.
-
-Frames of one stream, in order, become complete steps. Where they come from does not matter.
-
-Frames from the files of a log that is being written.
-
-Frames of which only some blocks are sent: the whole table, and of the blocks those that are wanted.
-
-Header, table and all checksums are the log's own, so that such a frame stands for the same frame of the log.
+Several shadows can hold one shard of the state each. The shards follow from the manifest and the number of shadows
+alone. A partial frame has the header, table and checksums of the log's frame, but only the blocks of one shard.
 """
 
 from __future__ import annotations
@@ -65,24 +57,24 @@ WHOLE: Final = WorkShard(0, 1)
 
 ElementPosition = tuple[int, int]  # optimizer tensor, element
 _Cut = tuple[int, int, int]  # index of the stream, optimizer tensor, element
-_NEAR: Final = 0.1  # of a share: a tensor that ends so near to a cut is not cut
+_NEAR: Final = 0.1  # of a shard's bytes: move a cut this far to avoid splitting a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StreamShard:
-    """The elements of a stream from `first` on and before `stop`, tensor by tensor."""
+    """The elements of a stream from position `first` up to but excluding `stop`."""
 
     first: ElementPosition
     stop: ElementPosition
 
     def of_tensor(self, index: int, numel: int) -> tuple[int, int]:
-        """The elements `[start, stop)` of an optimizer tensor that are in it."""
+        """The elements `[start, stop)` of an optimizer tensor that are in the shard."""
         start = numel if index < self.first[0] else self.first[1] if index == self.first[0] else 0
         stop = 0 if index > self.stop[0] else self.stop[1] if index == self.stop[0] else numel
         return start, max(start, min(stop, numel))
 
     def has(self, block: LogBlock) -> bool:
-        """Are elements of a block in it?"""
+        """Whether the shard has elements of a block."""
         return (block.tensor, block.offset) < self.stop and self.first < (block.tensor, block.offset + block.count)
 
     def to_json(self) -> list[int]:
@@ -94,10 +86,10 @@ class StreamShard:
         return StreamShard((a, b), (c, d))
 
 
-def stream_shards(manifest: EpochManifest, share: WorkShard) -> dict[int, StreamShard]:
-    """What a share has of each stream."""
-    cuts = _cuts(manifest, share.count)
-    low, high = cuts[share.number], cuts[share.number + 1]
+def stream_shards(manifest: EpochManifest, shard: WorkShard) -> dict[int, StreamShard]:
+    """The part of each stream that belongs to one of several shadows."""
+    cuts = _cuts(manifest, shard.count)
+    low, high = cuts[shard.number], cuts[shard.number + 1]
     found = {}
     for index, schema in enumerate(manifest.streams):
         end = len(schema.tensors), 0
@@ -108,8 +100,8 @@ def stream_shards(manifest: EpochManifest, share: WorkShard) -> dict[int, Stream
 
 
 def _cuts(manifest: EpochManifest, count: int) -> list[_Cut]:
-    """Where shares begin, and where the last ends: between stretches, and between tensors where those are near."""
-    ends = [(0, (0, 0, 0), True), *_stretches(manifest.streams)]
+    """The boundaries of all shards: between chunks, and between tensors if a tensor ends nearby."""
+    ends = [(0, (0, 0, 0), True), *_chunk_ends(manifest.streams)]
     bytes_before = [end[0] for end in ends]
     total = bytes_before[-1]
     cuts: list[_Cut] = [(0, 0, 0)]
@@ -123,8 +115,8 @@ def _cuts(manifest: EpochManifest, count: int) -> list[_Cut]:
     return [*cuts, (len(manifest.streams), 0, 0)]
 
 
-def _stretches(streams: list[StreamSchema]) -> Iterator[tuple[int, _Cut, bool]]:
-    """(Bytes up to here, where the next stretch begins, whether a tensor ends here) for every stretch."""
+def _chunk_ends(streams: list[StreamSchema]) -> Iterator[tuple[int, _Cut, bool]]:
+    """For every chunk: (bytes up to its end, position of the next chunk, whether a tensor ends here)."""
     done = 0
     for index, schema in enumerate(streams):
         for number, tensor in enumerate(schema.tensors):
@@ -136,57 +128,59 @@ def _stretches(streams: list[StreamSchema]) -> Iterator[tuple[int, _Cut, bool]]:
                 yield done, (index, number + 1, 0) if is_end else (index, number, stop), is_end
 
 
-_WIDEST: Final = 8  # bytes of an element
+_WIDEST: Final = 8  # bytes of the widest element
 _OF_DIFFERENCES: Final = frozenset({Encoding.UNCHANGED, Encoding.DELTA})
 
 
 @dataclass(frozen=True, slots=True)
 class TableBlocks:
-    """The blocks of one table that are wanted, each checked."""
+    """The checked blocks of one table that belong to the shard."""
 
     found: tuple[EncodedBlock, ...]
-    base_step: int = -1  # that the differences of a DIFF frame are to
+    base_step: int = -1  # the step that the differences of a DIFF frame refer to
 
     def copied(self) -> TableBlocks:
-        """With bytes of their own, so that the frame that they came in can go."""
+        """The same blocks with copies of their bytes, so that the frame's memory can be freed."""
         return TableBlocks(tuple(replace(block, data=block.data.copy()) for block in self.found), self.base_step)
 
 
 class BlockTables:
-    """What the tables of a stream may hold, and what of that is wanted."""
+    """Reads and checks the tables of a stream, and selects the entries of a shard."""
 
-    def __init__(self, schema: StreamSchema, kinds: Sequence[str] = FIRST_KINDS, portion: StreamShard | None = None):
-        """`kinds` are the manifest's names of states. Of gradients and states only those in the `portion` are wanted;
-        buffers, and states with shapes of their own, are small, and wanted everywhere.
+    def __init__(
+        self, schema: StreamSchema, kinds: Sequence[str] = FIRST_KINDS, stream_shard: StreamShard | None = None
+    ):
+        """`kinds` are the manifest's names of states. Blocks of gradients and states outside `stream_shard` are left
+        out; buffers and factored states are small and belong to every shard.
         """
         self.schema = schema
-        self.portion = portion
+        self.stream_shard = stream_shard
         self.kinds: Sequence[str] = ()
-        self._own: dict[int, int] = {}  # state with a shape of its own → its elements
-        self.learn(kinds)
+        self._shaped: dict[int, int] = {}  # state with another shape than its tensor → number of elements
+        self.set_kinds(kinds)
 
-    def learn(self, kinds: Sequence[str]) -> None:
-        """An optimizer may make its states in its first step: their names become known then."""
-        own = {number: parse_shaped_kind(name) for number, name in enumerate(kinds)}
-        self._own = {number: math.prod(told[1]) for number, told in own.items() if told is not None}
+    def set_kinds(self, kinds: Sequence[str]) -> None:
+        """Set the names of states, which may be known only after the optimizer's first step."""
+        shaped = {number: parse_shaped_kind(name) for number, name in enumerate(kinds)}
+        self._shaped = {number: math.prod(parsed[1]) for number, parsed in shaped.items() if parsed is not None}
         self.kinds = list(kinds)
 
     def limit(self, frame: FrameType) -> int:
-        """The most bytes that the payload of a table of this type can have: what claims more is not read."""
+        """The maximum payload size of a table of this type; larger ones are refused before they are read."""
         data = sum(padded(block.count * _WIDEST) for block in self.schema.blocks)
         if frame is not FrameType.GRAD:
             data *= max(1, len(self.kinds))
             data += sum(padded(block.count * _WIDEST) for block in self.schema.buffers)
-            data += len(self.schema.tensors) * sum(padded(count * _WIDEST) for count in self._own.values())
-        return data_start(self._most(frame)) + data
+            data += len(self.schema.tensors) * sum(padded(count * _WIDEST) for count in self._shaped.values())
+        return data_start(self._max_entries(frame)) + data
 
-    def _most(self, frame: FrameType) -> int:
-        """The most entries that a table can have."""
+    def _max_entries(self, frame: FrameType) -> int:
+        """The maximum number of entries of a table."""
         blocks = len(self.schema.blocks)
         return blocks if frame is FrameType.GRAD else blocks * max(1, len(self.kinds)) + len(self.schema.buffers)
 
     def read(self, header: FrameHeader, payload: memoryview) -> TableBlocks:
-        """The blocks of a whole payload that are wanted."""
+        """The blocks of a complete payload that belong to the shard."""
         size = self.size_of_table(header, payload)
         table, base_step = self.table(header, payload[:size])
         found = []
@@ -196,47 +190,47 @@ class BlockTables:
         return TableBlocks(tuple(found), base_step)
 
     def size_of_table(self, header: FrameHeader, head: bytes | bytearray | memoryview) -> int:
-        """Bytes of head and entries, from the head of a payload."""
+        """The size of a table's head and entries, from the head of a payload."""
         size = table_size(header, head)
-        if header.type not in TABLE_TYPES or size > table_bytes(self._most(header.type)):
+        if header.type not in TABLE_TYPES or size > table_bytes(self._max_entries(header.type)):
             raise BadBytesError("a table of blocks has more entries than the stream has blocks")
         return size
 
     def table(self, header: FrameHeader, data: bytes | memoryview) -> tuple[Table, int]:
-        """(entries, step that differences are to) from head and entries; no entry is there twice."""
+        """(entries, step that differences refer to) from head and entries; refuses duplicate entries."""
         table, base_step = unpack_table(header, data)
-        named = {(int(entry["block"]), int(entry["state"])) for entry in table}
-        if len(named) < len(table):
-            raise BadBytesError("a block is there twice")
+        keys = {(int(entry["block"]), int(entry["state"])) for entry in table}
+        if len(keys) < len(table):
+            raise BadBytesError("a table has a block twice")
         return table, base_step
 
     def wanted(self, frame: FrameType, table: Table) -> Iterator[Any]:
-        """The entries that are wanted; every entry of the table is compared with the schema."""
+        """The entries that belong to the shard; every entry of the table is compared with the schema."""
         for entry in table:
             number, state = int(entry["block"]), int(entry["state"])
             if int(entry["count"]) != self._elements(frame, number, state):
-                raise BadBytesError(f"block {number} of {entry['count']} elements is none of the stream")
-            everywhere = frame is not FrameType.GRAD and (self.kinds[state] == BUFFER or state in self._own)
-            if self.portion is None or everywhere or self.portion.has(self.schema.blocks[number]):
+                raise BadBytesError(f"block {number} with {entry['count']} elements is not in the stream's schema")
+            in_all_shards = frame is not FrameType.GRAD and (self.kinds[state] == BUFFER or state in self._shaped)
+            if self.stream_shard is None or in_all_shards or self.stream_shard.has(self.schema.blocks[number]):
                 yield entry
 
     def _elements(self, frame: FrameType, number: int, state: int) -> int:
-        """How many elements the entry of a block must have."""
+        """The number of elements that a block's entry must have."""
         if frame is not FrameType.GRAD and state >= len(self.kinds):
             raise BadBytesError(f"state {state} has no name")
         is_buffer = frame is not FrameType.GRAD and self.kinds[state] == BUFFER
         blocks = self.schema.buffers if is_buffer else self.schema.blocks
         if number >= len(blocks):
-            raise BadBytesError(f"block {number} is none of the stream")
-        return self._own[state] if frame is not FrameType.GRAD and state in self._own else blocks[number].count
+            raise BadBytesError(f"block {number} is not in the stream's schema")
+        return self._shaped[state] if frame is not FrameType.GRAD and state in self._shaped else blocks[number].count
 
     def block(self, frame: FrameType, entry: Any, data: Bytes) -> EncodedBlock:
-        """A block from its entry and its bytes."""
+        """A block from its entry and its bytes, whose checksum is compared."""
         number, encoding = int(entry["block"]), int(entry["encoding"])
         if checksum(data.data) != int(entry["checksum"]):
             raise BadBytesError(f"the checksum of block {number} is wrong")
         if (encoding in _OF_DIFFERENCES) != (frame is FrameType.DIFF):
-            raise BadBytesError(f"block {number} is encoded as it must not be in a {frame.name} frame")
+            raise BadBytesError(f"block {number} has an encoding that is not allowed in a {frame.name} frame")
         dtype = DTYPES[int(entry["dtype"])]
         return EncodedBlock(number, encoding, dtype, int(entry["count"]), data, int(entry["state"]))
 
@@ -245,17 +239,17 @@ Key = tuple[int, int]  # block, state
 
 
 class GapError(Exception):
-    """Frames are missing between what was taken last and what came now."""
+    """Frames are missing between the last one and the one that was received."""
 
     def __init__(self, expected: int, got: int) -> None:
-        super().__init__(f"frame {got} came where frame {expected} should be")
+        super().__init__(f"received frame {got} instead of frame {expected}")
         self.expected = expected
         self.got = got
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedFrame:
-    """A frame as it came: its payload without padding, or the blocks that came of it, which are checked."""
+    """A received frame: its payload without padding, or for a partial frame its checked blocks."""
 
     header: FrameHeader
     payload: memoryview
@@ -264,16 +258,16 @@ class ReceivedFrame:
 
 @dataclass(slots=True)
 class ReceivedValues:
-    """States and buffers after a step: as they are, or as differences to what they were after an earlier one."""
+    """States and buffers after a step: full values, or differences to an earlier step."""
 
     full: dict[Key, EncodedBlock] = field(default_factory=dict)
-    differences: dict[Key, tuple[EncodedBlock, int]] = field(default_factory=dict)  # with the step that they are to
+    differences: dict[Key, tuple[EncodedBlock, int]] = field(default_factory=dict)  # with the earlier step
 
     def add(self, frame: FrameType, blocks: TableBlocks) -> None:
         for block in blocks.found:
             key = block.block, block.state
             if key in self.full or key in self.differences:
-                raise BadBytesError(f"block {block.block} is there twice in a step")
+                raise BadBytesError(f"a step has block {block.block} twice")
             if frame is FrameType.FULL:
                 self.full[key] = block
             else:
@@ -281,9 +275,9 @@ class ReceivedValues:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as they came."""
-        held = (*self.full.values(), *(block for block, _ in self.differences.values()))
-        return sum(block.data.nbytes for block in held)
+        """Encoded bytes."""
+        blocks = (*self.full.values(), *(block for block, _ in self.differences.values()))
+        return sum(block.data.nbytes for block in blocks)
 
 
 @dataclass(slots=True)
@@ -309,13 +303,13 @@ class ReceivedStep:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of its blocks as they came."""
+        """Encoded bytes of its blocks."""
         return sum(block.data.nbytes for block in self.blocks.values()) + self.values.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedDigests:
-    """Digests that the job took of its own states after a step, of one stream."""
+    """Digests of the job's own states after a step, for one stream."""
 
     stream: int
     step: int
@@ -324,7 +318,7 @@ class ReceivedDigests:
 
 
 def payload_limit(kind: FrameType, tables: BlockTables) -> int:
-    """The most bytes that a payload of this kind can have in a stream: what claims more is not read."""
+    """The maximum payload size of a frame of this type; larger ones are refused before they are read."""
     if kind in TABLE_TYPES:
         return tables.limit(kind)
     if kind is FrameType.STEP:
@@ -333,22 +327,22 @@ def payload_limit(kind: FrameType, tables: BlockTables) -> int:
 
 
 class StepAssembler:
-    """One stream. `offer` frames in order; complete steps come out of `ready`. Not thread-safe."""
+    """Turns the frames of one stream, offered in order, into complete steps in `ready`. Not thread-safe."""
 
     def __init__(self, epoch: int, tables: BlockTables, expected: int | None = None) -> None:
-        """`expected` is the number of the next frame; None takes the first that comes, if it begins a step."""
+        """`expected` is the number of the next frame; None accepts any first frame that starts a step."""
         self.epoch = epoch
         self.tables = tables
         self.expected = expected
         self.ready: deque[ReceivedStep | ReceivedDigests] = deque()
-        self.pending_bytes = 0  # of steps in `ready`, and of the one that is coming
-        self.newest: int | None = None  # the newest step of which any frame has come
+        self.pending_bytes = 0  # of the steps in `ready`
+        self.newest: int | None = None  # the newest step of which any frame was received
         self.committed: int | None = None  # the newest step that is complete
         self._sequence = StepSequence()
-        self._coming: ReceivedStep | None = None
+        self._open_step: ReceivedStep | None = None
 
     def offer(self, frame: ReceivedFrame) -> bool:
-        """Take a frame; False for one that was taken before. `GapError` where frames are missing before it."""
+        """Add a frame; False if it was added before. `GapError` if frames before it are missing."""
         header = frame.header
         if (header.epoch, header.stream) != (self.epoch, self.tables.schema.stream):
             raise BadBytesError(f"a frame of epoch {header.epoch}, stream {header.stream}")
@@ -358,46 +352,46 @@ class StepAssembler:
             if header.lsn > self.expected:
                 raise GapError(self.expected, header.lsn)
         elif header.type in (FrameType.GRAD, FrameType.COMMIT):
-            raise BadBytesError("frames begin inside a step")
+            raise BadBytesError("the first frame is in the middle of a step")
         self._take(frame)
         self.expected = header.lsn + 1
         return True
 
     def pop(self) -> ReceivedStep | ReceivedDigests:
-        """The oldest of `ready`."""
+        """Remove and return the oldest item of `ready`."""
         item = self.ready.popleft()
         self.pending_bytes -= item.nbytes
         return item
 
     def _take(self, frame: ReceivedFrame) -> None:
         header = frame.header
-        # Nothing changes before the frame is known to be right: after damage, it may be read again from elsewhere.
+        # Check the frame before changing anything: if it is damaged, it may be read again from the log.
         blocks = self._blocks(frame) if header.type in TABLE_TYPES else None
         if blocks is None:
             check_checksum(frame)
         role = self._sequence.add(header, lambda: bytes(frame.payload))
         if role is FrameRole.OPENS_STEP:
             assert self._sequence.open is not None
-            self._coming = ReceivedStep(header.step, self._sequence.open.record)
+            self._open_step = ReceivedStep(header.step, self._sequence.open.record)
             self.newest = header.step
         elif role is FrameRole.BETWEEN_STEPS:
             if header.type is FrameType.DIGEST:
                 digests = unpack_digests(bytes(frame.payload))
                 self._add(ReceivedDigests(header.stream, header.step, digests, header.length))
         elif role is FrameRole.COMMITS_STEP:
-            assert self._coming is not None
-            self._coming.nbytes = FRAME_BYTES + self._coming.block_bytes
-            self._add(self._coming)
-            self._coming = None
+            assert self._open_step is not None
+            self._open_step.nbytes = FRAME_BYTES + self._open_step.block_bytes
+            self._add(self._open_step)
+            self._open_step = None
             self.committed = header.step
-        elif self._coming is not None:
-            self._coming.add(frame, blocks)
+        elif self._open_step is not None:
+            self._open_step.add(frame, blocks)
 
     def _blocks(self, frame: ReceivedFrame) -> TableBlocks:
         if frame.blocks is not None:
             return frame.blocks
         found = self.tables.read(frame.header, frame.payload)
-        return found if self.tables.portion is None else found.copied()
+        return found if self.tables.stream_shard is None else found.copied()
 
     def _add(self, item: ReceivedStep | ReceivedDigests) -> None:
         self.ready.append(item)
@@ -405,7 +399,7 @@ class StepAssembler:
 
 
 def check_frame(frame: ReceivedFrame, tables: BlockTables) -> None:
-    """Are all bytes of a frame there and right? `BadBytesError` where not."""
+    """Check all bytes of a frame; `BadBytesError` if any are damaged."""
     if frame.header.type in TABLE_TYPES:
         tables.read(frame.header, frame.payload)
     else:
@@ -413,13 +407,13 @@ def check_frame(frame: ReceivedFrame, tables: BlockTables) -> None:
 
 
 def check_checksum(frame: ReceivedFrame) -> None:
-    """The checksum of a frame that is no table."""
+    """Check a frame that is not a table."""
     if checksum(frame.payload) != frame.header.checksum:
         raise BadBytesError("the checksum of a payload is wrong")
 
 
 class LogTail:
-    """Reads a stream's files from where it stopped the last time. What was not whole then is read again."""
+    """Reads the growing files of a stream, continuing at the first frame that was not complete the last time."""
 
     def __init__(self, folder: Path, epoch: int, tables: BlockTables) -> None:
         self.folder = folder
@@ -432,16 +426,16 @@ class LogTail:
         self._lsn = 0  # of the frame at `_offset`
 
     def poll(self, wanted: int, take: Callable[[ReceivedFrame], bool], until: int | None = None) -> int:
-        """Hand over all whole frames from number `wanted` (below `until`) on; gives how many.
+        """Pass all complete frames `[wanted, until)` to `take`, until it returns False; returns their number.
 
-        Ends early when `take` says False. `GapError` where the files begin after the frame that is wanted.
+        `GapError` if the first file starts after frame `wanted`.
         """
         handed = 0
         while self._find(wanted):
             assert self._segment is not None
             try:
                 fd = os.open(self._segment.path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:  # dropped, or given up by the writer
+            except FileNotFoundError:  # dropped or abandoned by the writer
                 self._segment = None
                 continue
             try:
@@ -463,7 +457,7 @@ class LogTail:
         return handed
 
     def _find(self, wanted: int) -> bool:
-        """Be in the file that has, or will have, the frame that is wanted."""
+        """Move to the file that contains, or will contain, frame `wanted`."""
         if self._segment is not None and self._lsn <= wanted:
             return True
         self._segment = None
@@ -472,23 +466,23 @@ class LogTail:
         if not fitting:
             if segments:
                 raise GapError(wanted, segments[0].first_lsn)
-            return False  # it has no files yet
+            return False  # no files yet
         return self._enter(fitting[-1])
 
     def _enter(self, segment: LogSegment) -> bool:
         try:
             with open(segment.path, "rb") as file:
                 header = SegmentHeader.unpack(file.read(SEGMENT_BYTES))
-        except (FileNotFoundError, BadBytesError):  # dropped, or its header is not whole yet
+        except (FileNotFoundError, BadBytesError):  # dropped, or its header is not complete yet
             return False
         if (header.epoch, header.stream, header.schema_hash) != (self.epoch, self.tables.schema.stream, self._hash):
-            raise StorageError(f"{segment.path}: is of another stream than the manifest's")
+            raise StorageError(f"{segment.path}: belongs to another stream than the manifest describes")
         self._segment, self._header = segment, header
         self._offset, self._lsn = SEGMENT_BYTES, header.first_lsn
         return True
 
     def _has_next(self, wanted: int) -> bool:
-        """Go to a newer file that has the frame that is wanted, where there is one."""
+        """Move to a newer file that contains frame `wanted`, if there is one."""
         assert self._segment is not None
         for segment in reversed(list_segments(self.folder)):
             if self._segment.first_lsn < segment.first_lsn <= wanted:
@@ -496,7 +490,7 @@ class LogTail:
         return False
 
     def _next(self, fd: int) -> ReceivedFrame | None:
-        """The frame at byte `_offset` of the file, or None where it is not whole (yet)."""
+        """The frame at byte `_offset` of the file, or None if it is not complete (yet)."""
         assert self._header is not None
         try:
             data = os.pread(fd, FRAME_BYTES, self._offset)
@@ -527,22 +521,22 @@ PARTIAL_FRAME: Final = 128  # frame flag, on the wire only: blocks are left out
 
 
 def wanted_parts(header: FrameHeader, payload: memoryview, tables: BlockTables) -> list[Buffer] | None:
-    """What is sent of the payload of a table; None where a frame is sent whole."""
+    """The parts of a table's payload that belong to the shard; None for frames that are sent complete."""
     if header.type not in TABLE_TYPES:
         return None
     size = tables.size_of_table(header, payload)
     table, _ = tables.table(header, payload[:size])
-    places = ((int(entry["offset"]), int(entry["length"])) for entry in tables.wanted(header.type, table))
-    return [payload[:size], *(payload[at : at + length] for at, length in places if length)]
+    ranges = ((int(entry["offset"]), int(entry["length"])) for entry in tables.wanted(header.type, table))
+    return [payload[:size], *(payload[at : at + length] for at, length in ranges if length)]
 
 
 def partial_header(header: FrameHeader) -> FrameHeader:
-    """The header that says so."""
+    """The header with the flag of a partial frame."""
     return replace(header, flags=header.flags | PARTIAL_FRAME)
 
 
 def receive_partial(sock: ByteChannel, header: FrameHeader, tables: BlockTables) -> ReceivedFrame:
-    """A table without the blocks that are not wanted; those that came are checked."""
+    """Receive and check the blocks of a partial frame."""
     head = receive(sock, TABLE_HEAD.size)
     size = tables.size_of_table(header, head)
     table, base_step = tables.table(header, b"".join((head, receive(sock, size - len(head)))))

@@ -1,15 +1,11 @@
-"""Frames over torch.distributed: a group of two for every rank and its shadow, apart from the job's own groups.
+"""Channels between a job and its shadow: TCP, gloo, or a ring in shared memory. `listen` and `connect` open them.
 
-For clusters where a job's processes reach each other through gloo, with its choice of network, and not otherwise. The
-shadow keeps the store in which the two find each other.
+Gloo is for clusters in which processes can reach each other only through gloo's choice of network. Every rank and its
+shadow form a process group of two, separate from the job's own groups; the shadow hosts the store for the rendezvous.
 
-Frames through shared memory: a ring that both processes have mapped, beside a socket on which they say how far.
-
-The memory has no name: it is gone when neither process has it any more, however they ended. All that is said about it
-(how far it was written, how far it was read) goes over the socket, so that no process believes a number in memory that
-the other may be changing, and the end of one is noticed by the other as with any socket.
-
-How a channel to a shadow comes to be, at both ends: over TCP, over gloo, or by a name on this machine.
+The shared-memory ring is anonymous: it vanishes with the last process that has mapped it, however that ends. Read and
+write positions are sent over a Unix socket, so that neither process trusts a number in memory that the other may be
+changing, and each notices the end of the other as with any socket.
 """
 
 from __future__ import annotations
@@ -46,14 +42,14 @@ if TYPE_CHECKING:
     import torch
 
 
-_SHADOW, _JOB = 0, 1  # ranks in the group
-_MESSAGE_BYTES: Final = 4 * settings.MIB  # at most; what is longer goes as several
-_HEARTBEAT: Final = 0  # a message that says nothing: the reader can look whether it should end
+_SHADOW, _JOB = 0, 1  # ranks in the group of two
+_MESSAGE_BYTES: Final = 4 * settings.MIB  # maximum; longer data is sent as several messages
+_HEARTBEAT: Final = 0  # size of an empty message, after which a reader checks whether it should stop
 _VISITS_KEY: Final = "ucp/visits"
 
 
 class GlooListener:
-    """The shadow's end: gives a channel for everyone who calls. A part of what a listening socket can do."""
+    """The shadow's end of gloo: accepts channels, with the methods of a listening socket."""
 
     def __init__(self, address: ShadowAddress) -> None:
         dist = _distributed()
@@ -61,23 +57,23 @@ class GlooListener:
         self.port = int(waiting.getsockname()[1])
         self._address = address
         self._closed = threading.Event()
-        self._visitor = 1
+        self._client = 1
         self._store = dist.TCPStore(
             address.host,
             self.port,
             is_master=True,
             timeout=timedelta(seconds=settings.SHADOW_HANDSHAKE_SECONDS),
             wait_for_workers=False,
-            master_listen_fd=waiting.detach(),  # where we say, and not on all addresses of the machine
+            master_listen_fd=waiting.detach(),  # listen on this address only; TCPStore would listen on all
         )
 
     def accept(self) -> tuple[GlooChannel, None]:
-        """Wait for the next visitor; `OSError` when this is closed."""
-        while not self._store.check([_group_name(self._visitor)]):
+        """Wait for the next client; `OSError` when the listener is closed."""
+        while not self._store.check([_group_name(self._client)]):
             if self._closed.wait(settings.SHADOW_POLL_SECONDS):
                 raise ConnectionAbortedError("closed")
-        channel = GlooChannel(self._address, self._store, self._visitor, _SHADOW)
-        self._visitor += 1
+        channel = GlooChannel(self._address, self._store, self._client, _SHADOW)
+        self._client += 1
         return channel, None
 
     def shutdown(self, how: int, /) -> None:
@@ -89,22 +85,22 @@ class GlooListener:
 
 
 class GlooChannel:
-    """Bytes in order between a job's rank and its shadow. Of one thread; any may call `shutdown`."""
+    """A byte stream between a rank and its shadow. Used by one thread; any thread may call `shutdown`."""
 
-    family = -1  # no socket's
+    family = -1  # not a socket
 
-    def __init__(self, address: ShadowAddress, store: Any, visitor: int, rank: int) -> None:
+    def __init__(self, address: ShadowAddress, store: Any, client: int, rank: int) -> None:
         self._address = address
         self._store = store
-        self._visitor = visitor
+        self._client = client
         self._peer = _JOB if rank == _SHADOW else _SHADOW
         self._group: Any = None
         self._seconds: float | None = None
-        self._left = memoryview(b"")  # of the message that came last
-        self._ending = False
+        self._left = memoryview(b"")  # unread rest of the last message
+        self._closing = False
 
     def open(self) -> None:
-        """Meet the other end."""
+        """Form the process group with the other end."""
         dist = _distributed()
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=settings.SHADOW_HANDSHAKE_SECONDS)
@@ -112,25 +108,25 @@ class GlooChannel:
         gloo = dist.ProcessGroupGloo
         options._devices = [gloo.create_device(hostname=self._address.host) if own else gloo.create_default_device()]
         try:
-            store = dist.PrefixStore(f"ucp/{self._visitor}", self._store)
+            store = dist.PrefixStore(f"ucp/{self._client}", self._store)
             self._group = gloo(store, 1 - self._peer, 2, options)
         except RuntimeError as error:
             raise ConnectionError(_first_line(error)) from error
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """As of a socket. A peer that says nothing for too long is gone."""
+        """Like `socket.recv_into`. A peer that sends nothing, not even heartbeats, for too long is taken as gone."""
         while not self._left:
             size = int(self._receive(8).view("int64")[0])
-            if self._ending:
+            if self._closing:
                 raise ConnectionAbortedError("closed")
             if not 0 <= size <= _MESSAGE_BYTES:
-                raise RefusedError(f"a message of {size} bytes, where {_MESSAGE_BYTES} are allowed")
+                raise RefusedError(f"a message of {size} bytes (maximum {_MESSAGE_BYTES})")
             if size != _HEARTBEAT:
                 self._left = memoryview(self._receive(size))
-        some = min(len(buffer), len(self._left))
-        buffer[:some] = self._left[:some]
-        self._left = self._left[some:]
-        return some
+        count = min(len(buffer), len(self._left))
+        buffer[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
 
     def _receive(self, size: int) -> Any:
         import torch
@@ -140,7 +136,7 @@ class GlooChannel:
         return data.numpy()
 
     def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
-        """As of a socket: takes at least one byte."""
+        """Like `socket.sendmsg`: sends at least one byte."""
         import torch
 
         message = bytearray()
@@ -152,8 +148,8 @@ class GlooChannel:
         self._wait("send", torch.frombuffer(message, dtype=torch.uint8), self._seconds)
         return len(message)
 
-    def beat(self) -> None:
-        """Say that one is still there. Who has nothing to send does so now and then."""
+    def send_heartbeat(self) -> None:
+        """Show that this end is alive; sent regularly if there is nothing else to send."""
         self._send_size(_HEARTBEAT)
 
     def _send_size(self, size: int) -> None:
@@ -162,7 +158,7 @@ class GlooChannel:
         self._wait("send", torch.tensor([size]).view(torch.uint8), self._seconds)
 
     def _wait(self, what: str, data: torch.Tensor, seconds: float | None) -> None:
-        if self._ending or self._group is None:
+        if self._closing or self._group is None:
             raise ConnectionAbortedError("closed")
         try:
             work = getattr(self._group, what)([data], self._peer, 0)
@@ -174,59 +170,59 @@ class GlooChannel:
         self._seconds = value
 
     def shutdown(self, how: int, /) -> None:
-        """Let the thread that waits here end with the next message, which comes within a second or so."""
+        """Let a waiting thread stop at the next message or heartbeat, which arrives within about a second."""
         del how
-        self._ending = True
+        self._closing = True
 
     def close(self) -> None:
-        self._ending = True
+        self._closing = True
         self._group = None  # ends its connection
 
 
 def connect_gloo(address: ShadowAddress) -> GlooChannel:
-    """A channel to the shadow at an address; `OSError` where there is none."""
+    """Connect to the shadow at an address; `OSError` if there is none."""
     dist = _distributed()
     seconds = settings.SHADOW_HANDSHAKE_SECONDS
-    socket.create_connection((address.host, address.port), timeout=seconds).close()  # a store would ask for long
+    socket.create_connection((address.host, address.port), timeout=seconds).close()  # TCPStore would retry for long
     try:
         store = dist.TCPStore(
             address.host, address.port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False
         )
-        visitor = store.add(_VISITS_KEY, 1)
-        store.set(_group_name(visitor), b"")
+        client = store.add(_VISITS_KEY, 1)
+        store.set(_group_name(client), b"")
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(_first_line(error)) from error
-    channel = GlooChannel(address, store, visitor, _JOB)
+    channel = GlooChannel(address, store, client, _JOB)
     channel.open()
     return channel
 
 
-def _group_name(visitor: int) -> str:
-    return f"ucp/called/{visitor}"
+def _group_name(client: int) -> str:
+    return f"ucp/called/{client}"
 
 
 def _distributed() -> Any:
     try:
         import torch.distributed as dist
     except ImportError as error:
-        raise UsageError("gloo:// needs torch", hint="pip install torch, or say shadow://host:port") from error
+        raise UsageError("gloo:// needs torch", hint="pip install torch, or use shadow://host:port") from error
     if not dist.is_available() or not dist.is_gloo_available():
-        raise StorageError("this torch was built without gloo", hint="say shadow://host:port")
+        raise StorageError("this torch was built without gloo", hint="use shadow://host:port")
     return dist
 
 
 def _first_line(error: BaseException) -> str:
-    """What gloo says, without the place in its source."""
+    """The first line of gloo's error, without the location in its source."""
     return str(error).partition("\n")[0].rpartition("] ")[2]
 
 
-_POSITION: Final = struct.Struct("<Q")  # bytes that were written, or read, since the beginning
-_SEALS: Final = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing: a mapping stays good
-_ACKNOWLEDGED: Final = 4  # the reader tells of every quarter of the ring
+_POSITION: Final = struct.Struct("<Q")  # total bytes written, or read, so far
+_SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, _SHRINK, _GROW: the mapping stays valid
+_ACKNOWLEDGED: Final = 4  # the reader sends its position after every quarter of the ring
 
 
 def offer_ring(sock: socket.socket, size: int) -> RingReader:
-    """Make a ring of `size` bytes and hand it to the other end, who will write."""
+    """Create a ring of `size` bytes and pass it to the other end, which will write into it."""
     fd = os.memfd_create("ucp-shadow", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -239,11 +235,11 @@ def offer_ring(sock: socket.socket, size: int) -> RingReader:
 
 
 def take_ring(sock: socket.socket, size: int) -> RingWriter:
-    """Take the ring of `size` bytes that the other end has made."""
+    """Receive the ring of `size` bytes that the other end has created."""
     _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     try:
         if len(fds) != 1 or os.fstat(fds[0]).st_size != size or fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) != _SEALS:
-            raise RefusedError("no ring where one was told of")
+            raise RefusedError("the announced ring was not sent")
         return RingWriter(sock, mmap.mmap(fds[0], size))
     finally:
         for fd in fds:
@@ -251,12 +247,12 @@ def take_ring(sock: socket.socket, size: int) -> RingWriter:
 
 
 class _Ring:
-    """What both ends have. A ring is of one thread; any may call `shutdown`."""
+    """Common to both ends. Used by one thread; any thread may call `shutdown`."""
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap) -> None:
         self._socket = sock
         self._memory = memory
-        self._bytes = np.frombuffer(memory, np.uint8)  # numpy lets other threads run while it copies
+        self._bytes = np.frombuffer(memory, np.uint8)  # numpy releases the GIL while it copies
         self._size = len(memory)
         self._written = 0
         self._read = 0
@@ -268,44 +264,44 @@ class _Ring:
         self._socket.shutdown(how)
 
     def close(self) -> None:
-        del self._bytes  # a map with views on it cannot be closed
+        del self._bytes  # a mapping with views cannot be closed
         self._memory.close()
         self._socket.close()
 
 
 class RingReader(_Ring):
-    """The shadow's end."""
+    """The shadow's end of a ring."""
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap) -> None:
         super().__init__(sock, memory)
-        self._told = 0  # how far the writer knows that was read
+        self._reported = 0  # read position that was last sent to the writer
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """As of a socket: at least one byte, or 0 when the writer has left and everything of it was read."""
+        """Like `socket.recv_into`: at least one byte, or 0 when the writer is gone and everything was read."""
         if self._read == self._written and not self._wait():
             return 0
         at = self._read % self._size
         some = min(len(buffer), self._written - self._read, self._size - at)
         np.copyto(np.frombuffer(buffer, np.uint8, some), self._bytes[at : at + some])
         self._read += some
-        if (self._read - self._told) * _ACKNOWLEDGED >= self._size:
-            self._told = self._read
-            with contextlib.suppress(OSError):  # the writer is gone: what it has written is read all the same
+        if (self._read - self._reported) * _ACKNOWLEDGED >= self._size:
+            self._reported = self._read
+            with contextlib.suppress(OSError):  # the writer is gone, but its data is still read
                 self._socket.sendall(_POSITION.pack(self._read))
         return some
 
     def _wait(self) -> bool:
-        """Wait until more was written; False where the writer has left."""
-        told = b""
-        while len(told) < _POSITION.size:
+        """Wait until more was written; False if the writer is gone."""
+        data = b""
+        while len(data) < _POSITION.size:
             try:
-                more = self._socket.recv(_POSITION.size - len(told))
-            except ConnectionResetError:  # it left without having heard how far we are: what it said came before this
+                more = self._socket.recv(_POSITION.size - len(data))
+            except ConnectionResetError:  # it closed with unread positions; everything it sent has arrived before
                 more = b""
             if not more:
                 return False
-            told += more
-        written = _POSITION.unpack(told)[0]
+            data += more
+        written = _POSITION.unpack(data)[0]
         if not self._read < written <= self._read + self._size:
             raise RefusedError(f"{written - self._read} bytes in a ring of {self._size}")
         self._written = written
@@ -316,17 +312,17 @@ class RingReader(_Ring):
 
 
 class RingWriter(_Ring):
-    """The job's end."""
+    """The job's end of a ring."""
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap) -> None:
         super().__init__(sock, memory)
-        self._partial = b""  # of a number that is coming
+        self._partial = b""  # incomplete position
 
     def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
-        """As of a socket: takes what there is room for, and waits for room for one byte as long as told."""
-        self._hear(wait=False)
+        """Like `socket.sendmsg`: writes as much as fits, after waiting for space for one byte up to the timeout."""
+        self._receive_positions(wait=False)
         while self._written - self._read == self._size:
-            self._hear(wait=True)
+            self._receive_positions(wait=True)
         begin = self._written
         for part in buffers:
             done = 0
@@ -341,8 +337,8 @@ class RingWriter(_Ring):
         self._socket.sendall(_POSITION.pack(self._written))
         return self._written - begin
 
-    def _hear(self, *, wait: bool) -> None:
-        """Take what the reader says of how far it is."""
+    def _receive_positions(self, *, wait: bool) -> None:
+        """Receive the reader's positions."""
         if not wait:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
@@ -351,10 +347,10 @@ class RingWriter(_Ring):
         more = self._socket.recv(512 * _POSITION.size)
         if not more:
             raise ConnectionResetError("the shadow is gone")
-        told = self._partial + more
-        whole = len(told) // _POSITION.size * _POSITION.size
-        self._partial = told[whole:]
-        for (read,) in _POSITION.iter_unpack(told[:whole]):
+        data = self._partial + more
+        complete = len(data) // _POSITION.size * _POSITION.size
+        self._partial = data[complete:]
+        for (read,) in _POSITION.iter_unpack(data[:complete]):
             if not self._read <= read <= self._written:
                 raise RefusedError(f"{read} bytes were read of {self._written}")
             self._read = read
@@ -367,7 +363,7 @@ _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 
 class ShadowListener(Protocol):
-    """What a shadow's door waits at; the methods are those of a socket."""
+    """Accepts the connections of a shadow; the methods are those of a socket."""
 
     def accept(self) -> tuple[ByteChannel, Any]: ...
 
@@ -377,7 +373,7 @@ class ShadowListener(Protocol):
 
 
 def listen(address: ShadowAddress) -> tuple[ShadowListener, ShadowAddress]:
-    """What gives a channel for everyone who comes, and where it does (port 0 takes a free one)."""
+    """Listen at an address; returns the listener and the actual address (port 0 takes a free port)."""
     try:
         if address.transport == "shm":
             return _listen_local(address), address
@@ -389,7 +385,7 @@ def listen(address: ShadowAddress) -> tuple[ShadowListener, ShadowAddress]:
         made = socket.create_server((address.host, address.port), family=family, backlog=128)
         return made, replace(address, port=made.getsockname()[1])
     except OSError as error:
-        used = "another process listens there: take another address" if error.errno == errno.EADDRINUSE else None
+        used = "another process is listening there: use another address" if error.errno == errno.EADDRINUSE else None
         what = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
         raise StorageError(f"{address}: cannot listen here: {what}", hint=used) from error
 
@@ -397,7 +393,7 @@ def listen(address: ShadowAddress) -> tuple[ShadowListener, ShadowAddress]:
 def _listen_local(address: ShadowAddress) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        made.bind(_name_of(address))
+        made.bind(_socket_name(address))
         made.listen(128)
         return made
     except BaseException:
@@ -405,46 +401,46 @@ def _listen_local(address: ShadowAddress) -> socket.socket:
         raise
 
 
-def _name_of(address: ShadowAddress) -> bytes:
-    """The socket's name. It is in no folder: it is gone with the process that listens, however that ends."""
+def _socket_name(address: ShadowAddress) -> bytes:
+    """The name of a Linux abstract socket, which has no file and vanishes with the listening process."""
     if not hasattr(os, "memfd_create"):
-        raise UsageError("shadows over shared memory need Linux", hint="say shadow://127.0.0.1:port")
+        raise UsageError("shadows over shared memory need Linux", hint="use shadow://127.0.0.1:port")
     return f"\0ucp-shadow/{os.getuid()}/{address.host}".encode()
 
 
 def prepare_incoming(channel: ByteChannel) -> None:
-    """Prepare a connection that has come in; `RefusedError` where it is of another user of this machine."""
+    """Prepare an accepted connection; `RefusedError` if it belongs to another user of this machine."""
     if isinstance(channel, GlooChannel):
         channel.open()
         return
     assert isinstance(channel, socket.socket)
     if is_local(channel):
-        _check_user(channel)
+        _check_same_user(channel)
     else:
-        _prepare(channel)
+        _set_tcp_options(channel)
 
 
 def is_local(channel: ByteChannel) -> TypeGuard[socket.socket]:
-    """Is this a socket over which memory can be shared?"""
+    """Whether this is a Unix socket, over which memory can be shared."""
     return isinstance(channel, socket.socket) and channel.family == socket.AF_UNIX
 
 
-def _prepare(sock: socket.socket) -> None:
+def _set_tcp_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _check_user(sock: socket.socket) -> None:
-    """Names of sockets belong to nobody, so both ends look whose process the other is."""
-    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    if _CREDENTIALS.unpack(told)[1] != os.getuid():
+def _check_same_user(sock: socket.socket) -> None:
+    """Check the peer's user: abstract sockets have no permissions, so both ends must."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
         raise RefusedError("a process of another user")
 
 
 def connect(address: ShadowAddress, opened: Callable[[ByteChannel], None] = lambda _: None) -> ByteChannel:
-    """A connection to a shadow, greeted. `StorageError` where there is none, or none that knows the token.
+    """Connect to a shadow, including the handshake. `StorageError` if there is none, or if it refuses the token.
 
-    `opened` is given the channel before anything is waited for, so that another thread can end the waiting.
+    `opened` is called with the channel before the first wait, so that another thread can shut it down.
     """
     seconds = settings.SHADOW_HANDSHAKE_SECONDS
     try:
@@ -463,13 +459,13 @@ def connect(address: ShadowAddress, opened: Callable[[ByteChannel], None] = lamb
     try:
         opened(channel)
         if isinstance(channel, socket.socket):
-            (_check_user if is_local(channel) else _prepare)(channel)
+            (_check_same_user if is_local(channel) else _set_tcp_options)(channel)
         start_handshake(channel, address.key())
         return channel
     except (OSError, RefusedError) as error:
         channel.close()
         raise StorageError(
-            f"{address}: does not let us in ({error})",
+            f"{address}: the connection was refused ({error})",
             hint=f"name the shadow's token file: {address}?token=FILE, or in {TOKEN_VARIABLE}",
         ) from error
     except UcpError:
@@ -481,7 +477,7 @@ def _connect_local(address: ShadowAddress, seconds: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(seconds)
-        sock.connect(_name_of(address))
+        sock.connect(_socket_name(address))
         return sock
     except BaseException:
         sock.close()

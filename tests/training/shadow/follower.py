@@ -36,5 +36,5 @@ def wait_for(shadow: Shadow, step: int, seconds: float = 120.0) -> dict[str, Any
 def held(shadow: Shadow) -> Checkpoint:
     """The state that the shadow holds now, as a checkpoint in this process."""
     snapshot = shadow.snapshot()
-    base = open_checkpoint(Path(snapshot.told["base"]), ReadOptions(spread=True))
-    return assemble(base, snapshot.told, SnapshotFiles(snapshot))
+    base = open_checkpoint(Path(snapshot.description["base"]), ReadOptions(spread=True))
+    return assemble(base, snapshot.description, SnapshotFiles(snapshot))
