@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,24 +56,8 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
             hint="select more with --only, --include and --exclude",
         )
     source = _translated(renamed(selected, given.names, given.model_config), form, given.model_config, example)
-    writing = WriteOptions(
-        link=given.link,
-        tp=given.tp,
-        pp=given.pp,
-        vpp=given.vpp,
-        dp=given.dp,
-        ep=given.ep,
-        etp=given.etp,
-        zero=given.zero,
-        dtype=dtype,
-        like=example,
-        max_shard_size=given.max_shard_size,
-        first_layers=given.stages,
-        vocab_size=given.vocab_size,
-        experts=given.experts,
-        optimizer=given.optimizer,
-        optimizer_sharding=given.optimizer_sharding,
-    )
+    values = {each.name: getattr(given, each.name) for each in fields(WriteOptions)}
+    writing = WriteOptions(**{**values, "dtype": dtype, "like": example})
     if given.link:
         _check_link(src, dst, form, source)
     writer = make_writer(given.to, source, writing)

@@ -60,7 +60,7 @@ class WriteOptions:
     dtype: DType | None = None  # of the module's weights
     like: Checkpoint | None = None  # copy this checkpoint's layout
     max_shard_size: int | None = None  # in bytes, for formats that choose how to split files
-    first_layers: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
+    stages: tuple[int, ...] | None = None  # number of the first layer of every pipeline stage
     vocab_size: int | None = None  # padded size of vocabulary dimensions
     experts: ExpertForm | None = None  # form of the experts in Megatron's modules
     optimizer: OptimizerKind | None = None  # which of Megatron's optimizers will load it
@@ -101,7 +101,7 @@ class Format:
 
 
 _RANKS: Final = frozenset({"tp", "pp", "dp", "ep", "dtype", "like"})
-_LAYERS: Final = _RANKS | {"zero", "first_layers", "vocab_size"}
+_LAYERS: Final = _RANKS | {"zero", "stages", "vocab_size"}
 _MEGATRON: Final = _LAYERS | {"vpp", "etp", "experts", "optimizer"}
 
 # In the order in which they are tried on a path: universal folders lie in DeepSpeed's, and
@@ -326,7 +326,7 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> FormatW
     for field in fields(options):
         value = getattr(options, field.name)
         if value is not None and value is not False and field.name not in entry.options:  # ZeRO 0 is a value
-            option = "stages" if field.name == "first_layers" else field.name.replace("_", "-")
+            option = field.name.replace("_", "-")
             others = " or ".join(f"--to {e.name}" for e in all_formats() if field.name in e.options)
             raise UsageError(
                 f"--{option} is not supported with --to {name}", hint=f"leave --{option} out, or choose {others}"

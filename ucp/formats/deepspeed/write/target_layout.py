@@ -56,7 +56,7 @@ class TargetLayout:
         self._check_rules()
         # DeepSpeed does not run a PipelineModule with ZeRO 2 and 3: the layers become a plain module.
         self.pipeline = SourcePipeline.of(source) if mesh.zero < 2 else None
-        self.stages = assign_stages(source, mesh.pp, options.first_layers, options.like)
+        self.stages = assign_stages(source, mesh.pp, options.stages, options.like)
         self._degrees = self._expert_degrees()
         counts = self._expert_counts()
         self._per_rank = {

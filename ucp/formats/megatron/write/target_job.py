@@ -195,7 +195,7 @@ def _assign_layers(
 ) -> None:
     """Keep the assignment of layers to stages if it still applies, else assign them evenly."""
     layers = stored.layers or 0
-    if options.first_layers is None and mesh.pp == pattern.pp and options.vpp in (None, pattern.vpp):
+    if options.stages is None and mesh.pp == pattern.pp and options.vpp in (None, pattern.vpp):
         for name in (*_PIPELINE, *_COUNTED_AS_LAYERS):
             if name in pattern.fields:
                 fields[name] = pattern.fields[name]
@@ -205,7 +205,7 @@ def _assign_layers(
         if layout is None or isinstance(layout, str):
             return
         notes.append(Note("stages-even", "the job's own pipeline layout cannot be read: layers are assigned evenly"))
-    elif stored.vpp > 1 and options.vpp is None and options.first_layers is None:
+    elif stored.vpp > 1 and options.vpp is None and options.stages is None:
         notes.append(Note("stages-even", f"written with one model chunk per stage; the source had {stored.vpp}"))
     for name in _PIPELINE:
         if name in fields:
@@ -214,9 +214,9 @@ def _assign_layers(
         if name in fields:
             fields[name] = False
     chunks = options.vpp or 1
-    if options.first_layers is not None:
-        chunks = options.vpp or max(1, len(options.first_layers) // mesh.pp)
-        fields[_LAYOUT] = _pipeline_layout(options.first_layers, stored, mesh.pp, chunks)
+    if options.stages is not None:
+        chunks = options.vpp or max(1, len(options.stages) // mesh.pp)
+        fields[_LAYOUT] = _pipeline_layout(options.stages, stored, mesh.pp, chunks)
     elif chunks > 1:
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (mesh.pp * chunks)
     if chunks > 1 and mesh.pp == 1:
