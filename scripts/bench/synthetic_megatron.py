@@ -53,7 +53,7 @@ def shapes_of(hidden: int, layers: int, vocabulary: int) -> dict[str, tuple[int,
 
 
 def model_of(nbytes: float) -> tuple[int, int, int]:
-    """Hidden size, layers and vocabulary of a model whose checkpoint has about so many bytes; layers are even."""
+    """Hidden size, layers (even) and vocabulary of a model whose checkpoint has about this many bytes."""
     hidden, vocabulary = (1024, 8192) if nbytes >= 5e8 else (256, 1024)
     ends = 2 * vocabulary * hidden
     layer = 16 * hidden * hidden

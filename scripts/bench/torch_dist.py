@@ -84,7 +84,7 @@ class MegatronBench(Bench):
         return min(usage.wall for usage in ucp), float(peak)
 
     def out(self) -> Path:
-        """A fresh output path, once hardly anything is left to be written, whoever left it."""
+        """A fresh output path, returned when hardly any dirty pages of any program are left."""
         path = super().out()
         end = time.monotonic() + QUIET_SECONDS
         while unwritten() > 0.05 * dirty_limit() and time.monotonic() < end:

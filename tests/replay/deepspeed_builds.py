@@ -28,7 +28,7 @@ def lean_builds() -> Iterator[None]:
     from deepspeed.ops.op_builder import CPUAdamBuilder, CPULionBuilder
 
     _write(FOLDER / "include/torch/extension.h", HEADER)
-    for lock in FOLDER.glob("*/lock"):  # torch waits for ever for a build that was killed
+    for lock in FOLDER.glob("*/lock"):  # torch waits forever for a build that was killed
         if time.time() - lock.stat().st_mtime > LONGEST_BUILD:
             lock.unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ class OptimizerState:
 
     non_negative: bool = False  # a sum of squares, or a maximum of squares or magnitudes
     is_square: bool = False  # proportional to the square of the gradient
-    zero_padding: bool = True  # starts at zero, and stays there as long as there is no gradient
+    zero_padding: bool = True  # starts at zero, and stays there without a gradient
     is_counter: bool = False  # one number per parameter, also if the parameter itself is one number
 
 

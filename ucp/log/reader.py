@@ -143,7 +143,7 @@ class Log:
         for epoch in self.epochs:
             if epoch.number == number:
                 return epoch
-        raise UsageError(f"{self.root}: there is no epoch {number}")
+        raise UsageError(f"{self.root}: epoch {number} does not exist")
 
     def parent_of(self, epoch: Epoch) -> Epoch | None:
         """The epoch that an epoch continues, if it is in this log."""

@@ -43,7 +43,7 @@ class StateChunk:
     handle: Any = None  # what a kernel keeps from one update to the next
 
     def get(self, kind: str) -> torch.Tensor | None:
-        """A state, or with `PARAM` the tensor itself; None if there is no such state (yet)."""
+        """A state, or with `PARAM` the tensor itself; None if the state does not exist (yet)."""
         return self.param if kind == PARAM else self.states.get(kind)
 
 
