@@ -201,10 +201,10 @@ OUTPUT_EXTRA: Final = "output_layer._extra_state"
 _LINEAR: Final = re.compile(r"^(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj)|output_layer)\.(?:weight|bias)$")
 
 
-def extra_states(carried: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def extra_states(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return every entry of the model except the output layer's: those of the source, and None for linear modules."""
     found = dict.fromkeys(f"{match[1]}{EXTRA}" for name in names if (match := _LINEAR.match(name)))
-    return {name: value for name, value in {**found, **carried}.items() if name != OUTPUT_EXTRA}
+    return {name: value for name, value in {**found, **stored}.items() if name != OUTPUT_EXTRA}
 
 
 def extra_states_of_chunk(states: Mapping[str, Any], chunk: ModelChunk, experts: range) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class TorchDcpFolder:
         del optimizer
         return None
 
-    def carried(self, tree: Any) -> Any:
+    def with_atoms(self, tree: Any) -> Any:
         """Return the tree itself, whose tensors are already atoms."""
         return tree
 

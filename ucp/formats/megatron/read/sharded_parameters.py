@@ -83,7 +83,7 @@ class CommonState(Protocol):
     def step(self, optimizer: Mapping[str, Any]) -> StoredShard | None:
         """Return the step that an optimizer counts for all of its parameters."""
 
-    def carried(self, tree: Any) -> Any:
+    def with_atoms(self, tree: Any) -> Any:
         """Return a copy of a part of it with atoms in place of tensors."""
 
 
@@ -104,7 +104,7 @@ class CommonFile:
             return self._file.scalar(step)
         return inline_number(COMMON, step) if isinstance(step, (int, float)) else None
 
-    def carried(self, tree: Any) -> Any:
+    def with_atoms(self, tree: Any) -> Any:
         return tree_with_atoms(COMMON, self._file.archive, tree, COMMON)
 
 
@@ -165,7 +165,7 @@ class ShardedReader:
             key: without_optimizer_states(value) if key == "optimizer" else value
             for key, value in self.common.mapping().items()
         }
-        trees = {COMMON: self.common.carried(rest)}
+        trees = {COMMON: self.common.with_atoms(rest)}
         if self._sharded.objects:
             trees["objects"] = {key: value for key, value in self._sharded.objects.items() if not _GATHERED.match(key)}
         return trees

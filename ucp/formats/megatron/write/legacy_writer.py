@@ -44,14 +44,14 @@ class MegatronWriter:
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
-        self.carried = MegatronExtras(source)
-        self.job = target_job(source, self.carried, options)
+        self.extras = MegatronExtras(source)
+        self.job = target_job(source, self.extras, options)
         self.mesh = self.job.mesh
         self.notes: list[Note] = list(self.job.notes)
         self.model = TargetModel(source, self.job, options)
         self._buffers = TargetBuffers(self.model) if self.mesh.zero and has_states(source) else None
-        self._rng = TargetRngStates(self.carried.rng(), self.mesh)
-        self._extra = extra_states(self.carried.extra_states(), self.model.params)
+        self._rng = TargetRngStates(self.extras.rng(), self.mesh)
+        self._extra = extra_states(self.extras.extra_states(), self.model.params)
         self._folder = iteration_folder(source)
 
     def target(self) -> Target:
@@ -81,7 +81,7 @@ class MegatronWriter:
     def _layer_wise_tree(self, pp: int, rank: FileRank, dp: int, files: SourceFiles) -> Any:
         """Return the file of one data-parallel rank, which keeps the states of some parameters of the folder."""
         tensors = list(self.model.named_tensors(ModuleRank(pp, rank.tp, rank.ep, rank.etp)))
-        return layer_wise_tree(self.model, tensors, rank.tp, dp, self.carried.grad_scaler(), files)
+        return layer_wise_tree(self.model, tensors, rank.tp, dp, self.extras.grad_scaler(), files)
 
     def _name(self, pp: int, tp: int, ep: int) -> str:
         name = f"mp_rank_{tp:02d}"
@@ -93,9 +93,9 @@ class MegatronWriter:
         mesh = self.mesh
         module = ModuleRank(pp, rank.tp, rank.ep, rank.etp)
         tensors = list(self.model.named_tensors(module))
-        rest = self.carried.rest()
+        rest = self.extras.rest()
         number = rank.place + mesh.tp * mesh.dp * pp
-        args = self.job.args(self.carried.args, number, self.model.padded_vocab_size, "torch")
+        args = self.job.args(self.extras.args, number, self.model.padded_vocab_size, "torch")
         tree: dict[str, Any] = {"args": args}
         for key in ("checkpoint_version", "iteration"):
             if key in rest:
@@ -115,7 +115,7 @@ class MegatronWriter:
         return {**tree, **rest}
 
     def _optimizer(self, tensors: list[NamedTensor], rank: FileRank, files: SourceFiles) -> Any:
-        scaler = self.carried.grad_scaler()
+        scaler = self.extras.grad_scaler()
         if self.job.arguments.is_layer_wise:
             return layer_wise_tree(self.model, tensors, rank.tp, rank.place // self.mesh.tp, scaler, files)
         if self._buffers is None:

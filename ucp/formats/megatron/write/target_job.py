@@ -61,7 +61,7 @@ class TargetJob:
         return made
 
 
-def target_job(source: Checkpoint, carried: MegatronExtras, options: WriteOptions) -> TargetJob:
+def target_job(source: Checkpoint, extras: MegatronExtras, options: WriteOptions) -> TargetJob:
     """Return the job that the options describe; raises an error if Megatron cannot run it."""
     like = options.like
     if like is not None and like.format not in _FORMATS:
@@ -69,19 +69,19 @@ def target_job(source: Checkpoint, carried: MegatronExtras, options: WriteOption
     if options.dtype is not None and options.dtype.name not in _DTYPES:
         raise UsageError(f"Megatron cannot train in {options.dtype}", hint=f"choose one of: {', '.join(_DTYPES)}")
     base = like.mesh if like is not None else source.mesh
-    pattern = MegatronExtras(like).arguments if like is not None else carried.arguments
-    mesh, etp = _mesh(base, carried.arguments, options)
-    if mesh.zero and carried.arguments.has_muon and source.groups:
+    pattern = MegatronExtras(like).arguments if like is not None else extras.arguments
+    mesh, etp = _mesh(base, extras.arguments, options)
+    if mesh.zero and extras.arguments.has_muon and source.groups:
         raise UsageError("Megatron's distributed optimizer supports Adam, but not Muon", hint="use --optimizer plain")
-    _check_experts(mesh, carried.arguments, options)
+    _check_experts(mesh, extras.arguments, options)
     notes: list[Note] = []
     if bool(mesh.zero) != bool(source.mesh.zero) and source.groups:
         kind, how = ("distributed", "with") if mesh.zero else ("plain", "without")
         text = f"written for the {kind} optimizer: load it {how} --use-distributed-optimizer"
         notes.append(Note("optimizer-kind", text))
     sharding = _sharding(pattern, mesh, options)
-    fields = _fields(carried.arguments, mesh, etp, options)
-    if carried.arguments.prediction_layers and not any(map(is_prediction, source.parameters)):
+    fields = _fields(extras.arguments, mesh, etp, options)
+    if extras.arguments.prediction_layers and not any(map(is_prediction, source.parameters)):
         fields["mtp_num_layers"] = None
         notes.append(Note("no-prediction", "written for a job without multi-token prediction (mtp_num_layers)"))
     _assign_layers(fields, JobArguments(dict(fields)), pattern, mesh, options, notes)

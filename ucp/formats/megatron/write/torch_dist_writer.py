@@ -78,12 +78,12 @@ class TorchDistWriter:
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
         self.source = source
-        self.carried = MegatronExtras(source)
-        self.job = target_job(source, self.carried, options)
+        self.extras = MegatronExtras(source)
+        self.job = target_job(source, self.extras, options)
         self.mesh = self.job.mesh
         self.notes: list[Note] = list(self.job.notes)
         self.model = TargetModel(source, self.job, options)
-        self._rng = TargetRngStates(self.carried.rng(), self.mesh)
+        self._rng = TargetRngStates(self.extras.rng(), self.mesh)
         self._folder = iteration_folder(source)
         self._files = ArchiveFiles(self.mesh.tp * self.mesh.pp * self.mesh.ep, f"{self._folder}/*.distcp")
 
@@ -95,7 +95,7 @@ class TorchDistWriter:
         for key, number, value in self._objects():
             tree.add_object((key,), self._files.value([value], number))
         with SourceFiles(self.source.root) as files:
-            chain = stateless_chain(self.model, self.carried.grad_scaler(), files) if has_states(self.source) else []
+            chain = stateless_chain(self.model, self.extras.grad_scaler(), files) if has_states(self.source) else []
         if self._in_buckets:
             chain = self._add_buckets(tree, chain)
         common = torch_file(f"{self._folder}/{COMMON}", with_tensors(self._common(chain)))
@@ -192,7 +192,7 @@ class TorchDistWriter:
 
     def _objects(self) -> Iterator[tuple[str, int, Any]]:
         """Yield key, file number and value of everything that is not a tensor."""
-        for name, value in extra_states(self.carried.extra_states(), self.model.params).items():
+        for name, value in extra_states(self.extras.extra_states(), self.model.params).items():
             place = position_in_stack(name, self.job.arguments, self.model.layer_traits(name))
             yield place.key + place.object_suffix(), self._file_of(name, 0), value
         if self.model.is_hybrid:  # hybrid models look for it, GPT models leave it out
@@ -246,9 +246,9 @@ class TorchDistWriter:
 
     def _common(self, chain: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the common part; `chain` is what it has of the optimizers."""
-        rest = self.carried.rest()
+        rest = self.extras.rest()
         common: dict[str, Any] = {
-            "args": self.job.args(self.carried.args, 0, self.model.padded_vocab_size, "torch_dist"),
+            "args": self.job.args(self.extras.args, 0, self.model.padded_vocab_size, "torch_dist"),
         }
         for key in ("checkpoint_version", "iteration"):
             if key in rest:
