@@ -107,7 +107,7 @@ def click_option(name: str, option: Option) -> Callable[[F], F]:
     return click.option(
         *spellings,
         type=value_type,
-        default=option.default or None,
+        default=None if option.kind == "patterns" else option.default,
         multiple=option.kind == "patterns",
         metavar=option.metavar,
         help=text,
