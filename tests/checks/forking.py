@@ -53,7 +53,7 @@ def main(what: str, *sources: str) -> None:
 
 
 def said(report: Report) -> dict[str, Any]:
-    """All that a report says, in every form. How long it took is nobody's business here."""
+    """The report in every form, without its duration."""
     report.seconds = 0
     return {"report": report.to_json(), **{form: render(report, form) for form in FORMATS}}
 

@@ -23,7 +23,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def make(root: Path) -> Checkpoint:
-    """tp 2 × dp 2: a matrix that is cut along its columns and then flat, and a norm that both tp ranks hold."""
+    """tp 2 × dp 2: a matrix that is split along its columns and then flat, and a norm that both tp ranks hold."""
     root.mkdir(parents=True, exist_ok=True)
     for tp in range(2):
         (root / f"tp{tp}").write_bytes(b"")  # where the steps come from

@@ -1,4 +1,4 @@
-"""Reading side by side: the same findings however the work is cut, each byte once, and rounding to the last bit."""
+"""Forms that must agree: the same findings however the work is split, each byte read once, and exact rounding."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_file_that_no_one_listed_is_a_warning(atoms: Path) -> None:
     assert report.exit_code == 0
 
 
-def test_exchanged_files_do_not_say_what_the_manifest_says(atoms: Path) -> None:
+def test_swapped_files_contradict_the_manifest(atoms: Path) -> None:
     one, other = atoms / ATOM, atoms / "atoms/norm.weight.safetensors"
     size = one.stat().st_size
     one.write_bytes(other.read_bytes() + bytes(size - other.stat().st_size))

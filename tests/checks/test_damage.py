@@ -30,7 +30,7 @@ STEP = "global_step3"
 
 @pytest.fixture
 def copy(tmp_path: Path) -> object:
-    """A function that copies a fixture to a place where it may be damaged."""
+    """A function that copies a fixture, so that it can be damaged."""
 
     def make(name: str) -> Path:
         shutil.copytree(FIXTURES / name, tmp_path / name)
@@ -229,7 +229,7 @@ def test_a_truncated_file_is_integrity(copy, cut: int) -> None:
 
 
 def test_only_files_of_the_checkpoint_that_is_meant_are_diagnosed(copy, tmp_path: Path) -> None:
-    """Neither other steps of a save folder, nor the neighbours of a path that does not exist or is no checkpoint."""
+    """Neither other steps of a save folder, nor the neighbours of a path that does not exist or is not a checkpoint."""
     folder = copy("z1_bf16_dp2")
     shutil.copytree(folder / STEP, folder / "global_step1")
     for step in (STEP, "global_step1"):
@@ -250,7 +250,7 @@ def test_only_files_of_the_checkpoint_that_is_meant_are_diagnosed(copy, tmp_path
 
 
 def test_where_files_are_and_which_checks_ran(copy, tmp_path: Path) -> None:
-    """A report says where the files of its findings lie, below the path that was given; and only what was looked at."""
+    """A report has the root of the files in its findings, and only the checks that ran."""
     folder = copy("z1_bf16_dp2")
     (tmp_path / "out").mkdir()
     folder = folder.rename(tmp_path / "out/checkpoint-3")
@@ -270,7 +270,7 @@ def test_where_files_are_and_which_checks_ran(copy, tmp_path: Path) -> None:
     assert "coverage" in [check["id"] for check in told["checks"]]
 
 
-def test_a_path_that_nothing_is_told_of_is_an_io_error(copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_without_status_is_an_io_error(copy, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy("z1_bf16_dp2") / STEP
 
     def refused(path: Path, **_: object) -> None:
@@ -283,7 +283,7 @@ def test_a_path_that_nothing_is_told_of_is_an_io_error(copy, monkeypatch: pytest
 
 
 def test_a_damaged_pickle_is_blamed_on_its_bytes(copy) -> None:
-    """Whatever a flipped bit turns the pickle into, the CRC says that it is damage."""
+    """Whatever a flipped bit turns the pickle into, the CRC shows the damage."""
     folder = copy("z1_bf16_dp2")
     path = folder / STEP / "mp_rank_00_model_states.pt"
     archive = TorchFile(path)
@@ -305,7 +305,7 @@ def test_a_damaged_pickle_is_blamed_on_its_bytes(copy) -> None:
 
 
 def test_files_of_two_steps_are_inconsistent(copy) -> None:
-    """The optimizer file of one rank says that it is three steps on."""
+    """The optimizer file of one rank is three steps ahead."""
     folder = copy("z1_bf16_dp2")
     path = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     saved = torch.load(path, weights_only=False)
@@ -369,7 +369,7 @@ def verify_index(folder: Path):
 
 
 @pytest.mark.parametrize("name", ["z1_bf16_tp2_dp2", "z3_fp32_dp3", "z1_bf16_moe4_ep2_dp4"])
-def test_a_quick_look_goes_by_outlines_that_say_what_the_fragments_say(name: str) -> None:
+def test_outlines_used_by_quick_agree_with_the_fragments(name: str) -> None:
     covers = [cover for atom in verify_index(FIXTURES / name).atoms() for cover in (atom.fragments, *atom.replicas)]
     outlined = 0
     for cover in covers:
@@ -384,7 +384,7 @@ def test_a_quick_look_goes_by_outlines_that_say_what_the_fragments_say(name: str
     assert outlined > 50
 
 
-def test_a_quick_look_asks_for_the_place_of_every_tensor(copy) -> None:
+def test_quick_locates_every_tensor(copy) -> None:
     """A rank's file that has the right pickle, but not the storages that it speaks of."""
     folder = copy("z3_fp32_dp3")
     path = folder / STEP / "zero_pp_rank_2_mp_rank_00_optim_states.pt"

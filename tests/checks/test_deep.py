@@ -171,7 +171,7 @@ def test_padding_of_stage_3_is_whatever_was_in_memory(root: Path) -> None:
 
 
 def test_states_that_are_never_zero_may_be_so_in_padding(root: Path) -> None:
-    """Adamax takes the largest gradient, and adds its eps even where there is none."""
+    """Adamax takes the largest gradient, and adds its eps even without one."""
     exp_inf = torch.full((48,), 1e-8)
     report = verify(save(root, {"exp_inf": exp_inf}).checkpoint, "deep")
     assert "padding" not in {finding.check for finding in report.findings}
@@ -195,7 +195,7 @@ def test_a_file_that_became_shorter_is_integrity(root: Path) -> None:
     assert only(report, "zip-crc").severity == "error"
 
 
-def test_archives_end_to_end_are_told_apart(tmp_path: Path) -> None:
+def test_archives_end_to_end_are_separated(tmp_path: Path) -> None:
     for number in range(3):
         torch.save(torch.arange(10 * number), tmp_path / f"{number}.pt")
     parts = [(tmp_path / f"{number}.pt").read_bytes() for number in range(3)]
@@ -206,7 +206,7 @@ def test_archives_end_to_end_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gaps", [(0, 1, 4095), (4095, 0, 700)])
-def test_archives_with_zeros_before_them_are_told_apart(tmp_path: Path, gaps: tuple[int, ...]) -> None:
+def test_archives_with_zeros_before_them_are_separated(tmp_path: Path, gaps: tuple[int, ...]) -> None:
     data, ranges = b"", []
     for number, gap in enumerate(gaps):
         torch.save(torch.arange(10 * number), tmp_path / "one.pt")
@@ -230,8 +230,8 @@ def test_a_flipped_bit_of_any_archive_of_a_file_is_found(tmp_path: Path) -> None
         assert only(verify(saved.checkpoint, "deep"), "zip-crc").file == FILE
 
 
-def test_numbers_of_files_without_checksums_are_looked_at(root: Path) -> None:
-    """A Hugging Face folder records none. Its tensors may lie at any byte, and blocks must not cut their elements."""
+def test_values_of_files_without_checksums_are_scanned(root: Path) -> None:
+    """A Hugging Face folder has none. Its tensors may start at any byte, and blocks must not split elements."""
     held = {"odd": torch.ones(3, dtype=torch.uint8), "a": torch.ones(40), "b": torch.ones(9, dtype=torch.float64)}
     save_file(held, root / "model.safetensors")
     report = verify(root, "deep")

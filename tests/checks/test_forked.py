@@ -39,7 +39,7 @@ def run(what: str, sources: list[Path], project: Path) -> str:
 
 
 def by_processes(what: str, sources: list[Path], project: Path) -> list[dict[str, Any]]:
-    """What each of the reports says. All of them were made by forks."""
+    """The reports, all of them made by forks."""
     text = run(what, sources, project)
     lines = text.splitlines()
     forks = [int(line.split()[1]) for line in lines if line.startswith("forked ")]
@@ -75,7 +75,7 @@ def damaged(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.usefixtures("small")
-def test_sound_and_damaged_ones_are_told_of_as_by_threads(project: Path, tmp_path: Path) -> None:
+def test_processes_and_threads_report_the_same(project: Path, tmp_path: Path) -> None:
     sources = [project / "fixtures" / name for name in ("z1_bf16_moe4_ep2_dp4", "universal_z1_bf16_tp2")]
     sources += [damaged(project / "fixtures" / name, tmp_path / name) for name in DAMAGED]
     for name, link in (("atoms", False), ("view", True)):
@@ -105,7 +105,7 @@ def test_damaged_atoms_and_the_default_level_too(project: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_the_corpus_is_told_of_as_by_threads(project: Path, corpus: Path) -> None:
+def test_processes_and_threads_report_the_same_of_the_corpus(project: Path, corpus: Path) -> None:
     families = ("deepspeed", "megatron_deepspeed", "dcp", "megatron")
     sources = [source for family in families for source in sorted((corpus / family).iterdir())[::30]]
     text = run("deep", sources, project)

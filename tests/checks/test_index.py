@@ -110,7 +110,7 @@ def test_a_state_that_one_rank_has_no_copy_of_is_named(checkpoint: Checkpoint) -
 
 
 def test_ranks_that_count_as_one_each_have_a_copy(checkpoint: Checkpoint) -> None:
-    """Expert-parallel ranks hold parameters that are no experts' under one and the same rank."""
+    """Parameters that are not experts have the same rank on all expert-parallel ranks."""
     atoms = checkpoint.parameters["norm.weight"].atoms
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         covers = [tuple(f._replace(rank=f.rank._replace(tp=0)) for f in cover) for cover in atoms[kind].replicas]
@@ -186,7 +186,7 @@ def test_an_unknown_level_is_a_mistake_of_the_caller(checkpoint: Checkpoint) -> 
         verify(checkpoint, "thorough")
 
 
-def test_a_quick_look_at_very_many_fragments_is_a_sample_and_says_so(
+def test_quick_samples_very_many_fragments_and_notes_it(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "QUICK_FRAGMENTS", 10)

@@ -1,4 +1,4 @@
-"""What rank files say about the run, and what lies beside it: iteration, scheduler, hyper-parameters, extras."""
+"""What rank files must agree on (iteration, scheduler, hyper-parameters), and extras."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def change(path: Path, edit: Callable[[Any], None]) -> None:
 
 
 def alarm(folder: Path, check: str, level: str = "quick") -> Finding:
-    """The one finding that is no note, which is of this check."""
+    """The only finding that is not a note, which must be of this check."""
     report = verify(folder, level)
     report.findings = [finding for finding in report.findings if finding.severity != "note"]
     return only(report, check)
@@ -91,7 +91,7 @@ def test_a_folder_of_another_step_is_a_warning(tp2: Path) -> None:
     assert [f for f in verify(tp2, "quick").findings if f.severity != "note"] == []
 
 
-def test_json_beside_the_step_folder_that_cannot_be_read(tmp_path: Path) -> None:
+def test_json_next_to_the_step_folder_that_cannot_be_read(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(FIXTURES / "z1_bf16_dp2", folder)
     (folder / "trainer_state.json").write_text('{"global_step": 3}')

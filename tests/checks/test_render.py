@@ -97,7 +97,7 @@ def sarif(report: Report) -> dict[str, Any]:
     return only
 
 
-def test_sarif_says_where() -> None:
+def test_sarif_has_locations() -> None:
     result = sarif(report_of(DAMAGE, TOLD))["results"][0]
     assert (result["ruleId"], result["level"]) == ("zip-crc", "error")
     assert CHECKS[result["ruleIndex"]].id == "zip-crc"

@@ -41,7 +41,7 @@ def test_the_same_finding_counts_once() -> None:
 @pytest.mark.parametrize(
     "codes, expected", [([], 0), ([1], 1), ([1, 4], 4), ([4, 6], 4), ([3, 1], 3), ([5, 3], 5), ([6, 5], 6)]
 )
-def test_the_gravest_error_gives_the_exit_code(codes: list[int], expected: int) -> None:
+def test_the_most_severe_error_decides_the_exit_code(codes: list[int], expected: int) -> None:
     errors = [Finding("readable", "error", str(code), exit_code=code) for code in codes]
     assert report_of(*errors, Finding("finite", "warning", "w", exit_code=4)).exit_code == expected
 
@@ -54,7 +54,7 @@ def test_every_check_is_documented_at_its_level(project: Path) -> None:
     ]
 
 
-def test_a_sound_source_prints_nothing_and_says_ok(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_intact_source_prints_nothing_but_ok(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", str(write(tmp_path, link=False))]) == 0
     out, err = capfd.readouterr()
     assert out == ""

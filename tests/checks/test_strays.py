@@ -81,7 +81,7 @@ def test_rank_folders_beyond_the_ranks_of_a_megatron_job(tmp_path: Path) -> None
         (1, None, "", "scheduler.pt"),
     ],
 )
-def test_what_the_trainer_keeps_beside_the_step(world: int, scheduler: object, files: str, lost: str) -> None:
+def test_files_that_the_trainer_writes_next_to_the_step(world: int, scheduler: object, files: str, lost: str) -> None:
     sizes = dict.fromkeys(["trainer_state.json", *files.split()], 1)
     extras = Extras({"mp_rank_00_model_states.pt": {"lr_scheduler": scheduler}})
     checkpoint = Checkpoint("deepspeed", Path("out"), Mesh(dp=world), {}, extras=extras, sizes=sizes)

@@ -1,4 +1,4 @@
-"""The frame of a torch archive: no bit of it can flip unseen, and no writer's habits are taken for damage."""
+"""The structure of a torch archive: every flipped bit is found, and no writer's conventions count as damage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_every_flipped_bit_of_the_structure_is_found(saved: Path) -> None:
-    """A bit of every byte that is no member's data: an error to open it, a wrong CRC, or a defect."""
+    """A bit of every byte that is not data of a member: an error to open it, a wrong CRC, or a defect."""
     archive = TorchFile(saved)
     data = {at for e in archive.entries.values() for at in range(archive.payload(e), archive.payload(e) + e.size)}
     frame = [at for at in range(archive.size) if at not in data]

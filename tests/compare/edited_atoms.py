@@ -18,7 +18,7 @@ def index(path: Path) -> Checkpoint:
 
 
 def atoms(source: Path, target: Path, **options: object) -> Path:
-    """`source` as a folder of atoms, where every state of a parameter lies in one piece."""
+    """Convert `source` to a folder of atoms, in which every state of a parameter is contiguous."""
     ucp.convert(source, target, **options)
     return target
 

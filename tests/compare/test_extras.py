@@ -1,4 +1,4 @@
-"""What is carried beside parameters is compared by path, across formats, where both sides have it."""
+"""Extras are compared by path, across formats, if both sides have them."""
 
 from __future__ import annotations
 

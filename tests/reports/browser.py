@@ -66,7 +66,7 @@ class Browser:
             time.sleep(0.05)
 
     def settle(self) -> None:
-        """Let what waits for a frame or a timer be drawn."""
+        """Wait until deferred drawing is done."""
         self._call(
             "POST",
             "/execute/async",

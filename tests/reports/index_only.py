@@ -1,4 +1,4 @@
-"""Checkpoints that exist as an index only: as large as anyone's, without a byte on disk."""
+"""Checkpoints that exist as an index only: of any size, without a byte on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shapes(layers: int) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def zero3(layers: int, dp: int) -> Checkpoint:
-    """Every parameter cut over all ranks: as many fragments as there are parameters times ranks times states."""
+    """Every parameter split over all ranks: as many fragments as there are parameters times ranks times states."""
     files = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": 1 for rank in range(dp)}
 
     def fragments(shape: tuple[int, int], at: int) -> RankFragments:

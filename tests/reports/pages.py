@@ -1,4 +1,4 @@
-"""Pages to look at: one with hostile names, one with everything."""
+"""Pages for tests: one with hostile names, one with everything."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def rows(browser: Browser) -> list[str]:
     return found
 
 
-def test_it_loads_and_says_what_is_there(shown: Browser) -> None:
+def test_it_loads_and_shows_the_overview(shown: Browser) -> None:
     assert shown.text("#verdict") == "consistent"
     overview = shown.text("#overview")
     for words in ("deepspeed", "tp 2 × pp 1 × dp 2, ZeRO 1", "3,269", "32 tensors"):

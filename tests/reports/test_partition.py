@@ -1,4 +1,4 @@
-"""Which rank holds what, said compactly and without loss."""
+"""The partition map describes every fragment, compactly and without loss."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_elements_on_each_rank() -> None:
     assert set(held) == set(range(7))
 
 
-def test_many_boxes_are_cut_short_and_it_is_said() -> None:
+def test_many_boxes_are_clipped_and_counted() -> None:
     boxes = tuple(Box((row, 0), (1, 4)) for row in range(1000))
     atom = Atom("fused", "weight", (1000, 8), FLOAT32, [Fragment(Region.of(boxes), "file", 0, FLOAT32)])
     partition = PartitionMap.of(Checkpoint("made", Path(), Mesh(), {}, sizes={"file": 1}))

@@ -1,4 +1,4 @@
-"""`ucp report` and what its page says."""
+"""`ucp report` and the contents of its page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def clean(project: Path) -> Path:
     return project / "fixtures" / "z1_bf16_tp2_dp2"
 
 
-def test_what_a_page_says(clean: Path, tmp_path: Path) -> None:
+def test_the_contents_of_a_page(clean: Path, tmp_path: Path) -> None:
     written = ucp.report(clean, tmp_path / "page.html")
     shown = said(tmp_path / "page.html")
     assert written.nbytes == (tmp_path / "page.html").stat().st_size
@@ -129,7 +129,7 @@ def test_a_pipe_stays_a_pipe(clean: Path, tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_one_unreadable_state_is_said_in_its_place() -> None:
+def test_an_unreadable_state_shows_its_error() -> None:
     checkpoint = zero1(1, 2, 2)
     name = next(iter(checkpoint.parameters))
     failed = {(name, "master"): IntegrityError("file: ends too early")}
