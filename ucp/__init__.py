@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from ucp.training.recording.recorder import Recorder, record
     from ucp.training.save import SaveHandle, save
     from ucp.training.snapshots.snapshot import Snapshots, snapshot
-    from ucp.training.store.store_loading import load_store
-    from ucp.training.store.writer import Store
+    from ucp.training.store import Store, load_store
 
 __all__ = [
     "Atom",
@@ -116,8 +115,7 @@ _EXPORTS = {  # module → names
     "ucp.training.recording.recorder": "Recorder record",
     "ucp.training.save": "SaveHandle save",
     "ucp.training.snapshots.snapshot": "Snapshots snapshot",
-    "ucp.training.store.store_loading": "load_store",
-    "ucp.training.store.writer": "Store",
+    "ucp.training.store": "Store load_store",
 }
 
 

@@ -10,8 +10,7 @@ import pytest
 from tests.faults.injection import CALLS, REAL, Injector, points
 from tests.training.store.stores import fill, is_of_one_step, schema
 from ucp.errors import UcpError
-from ucp.training.store.store_loading import load_store
-from ucp.training.store.writer import Store
+from ucp.training.store import Store, load_store
 
 
 def make_and_write(path: Path, injector: Injector) -> tuple[bool, int]:

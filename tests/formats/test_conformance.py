@@ -12,7 +12,7 @@ from tests.formats.megatron import legacy_model
 from ucp.formats.store.reader import generation_notes, schema_of
 from ucp.read.arrays import read_tensor
 from ucp.testing import FormatConformance
-from ucp.training.store.writer import Store
+from ucp.training.store import Store
 
 
 class TestAtoms(FormatConformance):

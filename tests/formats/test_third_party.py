@@ -50,7 +50,7 @@ def test_it_passes_the_conformance_tests(installed: Path) -> None:
 
 def test_commands_know_it(installed: Path) -> None:
     make_sample(installed / "sample")
-    done = run(installed, "-c", "import ucp; ucp.convert('sample', 'tiny', to='tiny')")
+    done = run(installed, "-m", "ucp", "convert", "sample", "tiny", "--to", "tiny")
     assert done.returncode == 0, done.stderr
     done = run(installed, "-m", "ucp", "inspect", "tiny", "--json")
     assert '"format": "tiny"' in done.stdout, done.stderr

@@ -28,8 +28,7 @@ from ucp.formats.store.reader import schema_of
 from ucp.log.reader import Log
 from ucp.names.name_tables import parse_table
 from ucp.read.arrays import read_tensor
-from ucp.training.store.store_loading import load_store
-from ucp.training.store.writer import Store
+from ucp.training.store import Store, load_store
 
 RANKS = FIXTURES / "z1_bf16_tp2_dp2"
 _INTERESTING = [

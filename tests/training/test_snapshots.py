@@ -23,7 +23,7 @@ from ucp.training.snapshots import snapshot_scheduler
 from ucp.training.snapshots.background_copy import BackgroundCopier, TensorCopy, Throttle
 from ucp.training.snapshots.copy_schedule import CopyRates, TensorDeadline, make_schedule
 from ucp.training.snapshots.snapshot_writer import make_layout
-from ucp.training.store.writer import Store
+from ucp.training.store import Store
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -151,8 +151,8 @@ _MAX_INTEGER_LENGTH: Final = 1024  # bytes or digits
 _HINT_UNSAFE: Final = "no checkpoint needs this; find out where the file comes from"
 _HINT_DAMAGED: Final = "the file was changed or copied incompletely; restore it and try again"
 
-# For each opcode: its effect on the stack, and its argument: a fixed number of bytes, a length of so many bytes
-# followed by the data, or a number of lines.
+# For each opcode: its effect on the stack, and its argument: a fixed number of bytes, a length field
+# (of this size in bytes) and the data, or a number of lines.
 _PUSH, _MEMO_PUT, _GET, _MEMOIZE, _PACK, _PACK_MARKED, _CALL, _FILL, _FILL_MARKED, _TAKE_MARKED, _MARK, _OTHER = range(
     12
 )

@@ -19,7 +19,7 @@ from ucp.errors import UsageError
 from ucp.formats.store.generations import StoreBusyError
 from ucp.formats.store.reader import generation_notes, schema_of
 from ucp.read.arrays import read_tensor
-from ucp.training.store.writer import Store
+from ucp.training.store import Store
 
 FIXTURE = PROJECT / "fixtures" / "z1_bf16_dp2"
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from tests.training.store.stores import fill, is_of_one_step, schema
 from ucp.formats.store.generations import find_generations, positional_reader, read_store_file
-from ucp.training.store.store_loading import load_store
-from ucp.training.store.writer import Store
+from ucp.training.store import Store, load_store
 
 
 def write_for_ever(path: Path, told: int) -> None:

@@ -24,8 +24,7 @@ from tests.training.store.stores import ENTRIES, content, fill, is_of_one_step, 
 from ucp.errors import IntegrityError
 from ucp.formats.store.generations import StoreFile, find_generations, positional_reader, read_store_file
 from ucp.formats.store.store_layout import StoreHead, StoreLayout, Superblock
-from ucp.training.store.store_loading import LoadedGeneration, load_store
-from ucp.training.store.writer import Store
+from ucp.training.store import LoadedGeneration, Store, load_store
 
 SHARED_MEMORY = Path("/dev/shm")
 

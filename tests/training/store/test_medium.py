@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ucp.training.store import writer
-from ucp.training.store.writer import MappedFile
+from ucp.training import store
+from ucp.training.store import MappedFile
 
 SIZE = 1 << 16
 
 
 @pytest.fixture
 def on_dax(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = writer._map
-    monkeypatch.setattr(writer, "_map", lambda fd, size, path: (real(fd, size, path)[0], True))
+    real = store._map
+    monkeypatch.setattr(store, "_map", lambda fd, size, path: (real(fd, size, path)[0], True))
 
 
 def mapped(path: Path) -> MappedFile:
@@ -62,7 +62,7 @@ def test_msync_takes_ranges_that_are_no_pages(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_dax")
 def test_persistent_memory_without_its_library_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_libpmem", lambda: None)
+    monkeypatch.setattr(store, "_libpmem", lambda: None)
     made = mapped(tmp_path / "store")
     assert made.durability == "msync on DAX"
     made.close()
@@ -70,9 +70,9 @@ def test_persistent_memory_without_its_library_is_synced(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("on_dax")
-@pytest.mark.skipif(writer._libpmem() is None, reason="libpmem is not installed")
+@pytest.mark.skipif(store._libpmem() is None, reason="libpmem is not installed")
 def test_persistent_memory_is_flushed_by_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_libc", lambda: pytest.fail("a system call"))
+    monkeypatch.setattr(store, "_libc", lambda: pytest.fail("a system call"))
     made = mapped(tmp_path / "store")
     assert made.durability == "pmem_persist"
     made.close()

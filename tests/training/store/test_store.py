@@ -13,8 +13,7 @@ from tests.training.store.stores import ENTRIES, fill, flip_bit, is_of_one_step,
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UsageError
 from ucp.formats.store.generations import StoreBusyError
 from ucp.formats.store.store_layout import StoreSchema
-from ucp.training.store.store_loading import load_store
-from ucp.training.store.writer import Store
+from ucp.training.store import Store, load_store
 
 torch = pytest.importorskip("torch")
 

@@ -206,7 +206,7 @@ class StateDictEntries:
         plain = {name: value for name, value in group.hyper.items() if _is_plain(value)}
         if len(plain) < len(group.hyper):
             left = sorted(group.hyper.keys() - plain.keys())
-            self._note("hyper-left-out", f"group {number}: {', '.join(left)} are no plain values and are left out")
+            self._note("hyper-left-out", f"group {number}: {', '.join(left)} are not plain values, and are left out")
         fields, filled = complete_group_fields(plain, kinds)
         if filled:
             self._note("hyper-filled-in", f"group {number}: torch's defaults stand for {', '.join(filled)}")

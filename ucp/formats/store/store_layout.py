@@ -207,7 +207,7 @@ class StoreHead:
 class Superblock:
     """Names the slot of the newest generation. The newer of the two valid superblocks is used.
 
-    Slot -1 means that there is no generation yet.
+    Before the first generation, the slot is -1.
     """
 
     sequence: int

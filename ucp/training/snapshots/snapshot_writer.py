@@ -29,7 +29,7 @@ from ucp.training.live_job import LiveJob
 from ucp.training.save import RankSaver, add_file, write_candidates
 from ucp.training.saved_index import RankSummary, build_index
 from ucp.training.snapshots.snapshot_layout import JobView, SnapshotBlueprint, SnapshotLayout, bytes_by_parameter
-from ucp.training.store.writer import Store
+from ucp.training.store import Store
 from ucp.training.write_assignment import WriteAssignment, write_elements
 
 
