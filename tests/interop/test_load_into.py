@@ -207,7 +207,7 @@ def test_without_a_rule_a_fused_parameter_is_not_cut(worlds: Worlds, saved: Save
         path=source / "saved",
     )
     for result in results:
-        assert "parameter blocks.0.attn.qkv.weight: there is no rule for splitting it over tp=2" in result["text"]
+        assert "parameter blocks.0.attn.qkv.weight: no rule for splitting it over tp=2" in result["text"]
         assert result["unchanged"]
 
 

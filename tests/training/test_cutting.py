@@ -49,9 +49,9 @@ def test_a_vocabulary_is_padded_for_the_new_degree() -> None:
 def test_without_a_rule_shapes_decide_where_they_can() -> None:
     assert TensorParallelSlicer(2, 1).region(parameter((6, 4)), (6, 4)) == Region.all_of((6, 4))
     assert TensorParallelSlicer(2, 1).region(parameter((6, 4)), (6, 2)) == Region.of([Box((0, 2), (6, 2))])
-    with pytest.raises(UsageError, match="there is no rule for splitting it over tp=2"):
+    with pytest.raises(UsageError, match="no rule for splitting it over tp=2"):
         TensorParallelSlicer(2, 1).region(parameter((6, 4), name="attn.qkv.weight"), (3, 4))
-    with pytest.raises(UsageError, match="there is no rule for splitting it over tp=2"):
+    with pytest.raises(UsageError, match="no rule for splitting it over tp=2"):
         TensorParallelSlicer(2, 1).region(parameter((7, 4)), (4, 4))
 
 

@@ -100,7 +100,7 @@ def test_a_restart_goes_on_in_a_new_epoch(tmp_path: Path) -> None:
 
 
 def test_a_log_needs_something_to_start_from(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no log that reaches step 0"):
+    with pytest.raises(UsageError, match="no log reaches step 0"):
         Trained(tmp_path, optimizers()["sgd"][0], base=None)
     first = Trained(tmp_path, optimizers()["adamw single"][0])
     first.train(2)
@@ -109,7 +109,7 @@ def test_a_log_needs_something_to_start_from(tmp_path: Path) -> None:
     second.train(1)
     second.recorder.close()
     assert [s.epoch.number for s in Log.open(tmp_path).spans()] == [0, 1]
-    with pytest.raises(UsageError, match="no log that reaches step 9"):
+    with pytest.raises(UsageError, match="no log reaches step 9"):
         Trained(tmp_path, optimizers()["sgd"][0], base=None, step=9)
 
 

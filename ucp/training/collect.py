@@ -254,7 +254,7 @@ class TensorParallelRules:
             if getattr(live, "partition_stride", 1) == 1:
                 return Rule("split", int(live.partition_dim)), "parameter attribute: partition_dim"
         raise UsageError(
-            f"parameter {name}: there is no rule for combining its slices over tp={self.job.mesh.tp}",
+            f"parameter {name}: no rule for combining its slices over tp={self.job.mesh.tp}",
             hint="pass rules= or preset=, or universal_checkpoint_info in client_state",
         )
 

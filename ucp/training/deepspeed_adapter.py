@@ -210,7 +210,7 @@ def _flat_groups(
         else:
             optimizer.update_lp_params()
         # Link DeepSpeed's `safe_get_full_optimizer_state` to the new moments; its old links were made before these
-        # tensors existed. If there are no moments yet, DeepSpeed makes the links after the first step.
+        # tensors existed. Before the first step, without moments, DeepSpeed makes the links after the first step.
         optimizer._hp_optimizer_states_linked = False
         if any(job.optimizer.state.get(partition) for partition in partitions):
             optimizer._lazy_init_hp_params_optimizer_state()

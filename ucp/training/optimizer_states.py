@@ -1,4 +1,4 @@
-"""What optimizers keep: the states that one needs before it can go on, and the form of its numbers."""
+"""The states that an optimizer needs in order to continue, and the form in which it keeps numbers."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _infer_rule(parameter: Parameter, local: Shape, live: Any, tp: int) -> Rule:
     if dim is not None and local[dim] * tp == shape[dim]:
         return Rule("split", dim)
     raise UsageError(
-        f"parameter {name}: there is no rule for splitting it over tp={tp} (whole {list(shape)}, slice {list(local)})",
+        f"parameter {name}: no rule for splitting it over tp={tp} (whole {list(shape)}, slice {list(local)})",
         hint="pass preset= or rules=; `ucp inspect --rules` shows the rules of the checkpoint",
     )
 

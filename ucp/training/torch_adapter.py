@@ -130,7 +130,7 @@ def describe_module(model: Any, optimizer: Any) -> LiveJob:
 
 
 def slice_of(name: str, tensor: Any) -> list[ParamSlice]:
-    """The slice of a parameter in a whole tensor or DTensor: a list of one, or empty if there are no elements."""
+    """The slice of a parameter in a whole tensor or DTensor: a list of one, or empty without elements."""
     if not is_dtensor(tensor):
         return [ParamSlice(name, Region.all_of(tuple(tensor.shape)))]
     box = local_box(tensor, name)

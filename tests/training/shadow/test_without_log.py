@@ -1,4 +1,4 @@
-"""Steps that go to the shadow alone: there is no log, and what the shadow has missed for good is said."""
+"""Steps that go to the shadow alone: without a log; a shadow that has missed too many frames becomes stale."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_shadow_that_has_missed_too_much(
         job.recorder.flush()
     pairs.append(Pair(address=address))
     job.train(1)
-    until(lambda: "there is no log" in str(job.shadow_stats()["error"]))
+    until(lambda: "it has no log" in str(job.shadow_stats()["error"]))
     assert pairs[0].shadow.status()["condition"] == "loading"
     job.recorder.close()
     ucp.save(tmp_path / "new", job.net, job.optimizer)
@@ -105,11 +105,11 @@ def test_a_cut_that_was_too_long(pairs: list[Pair], beginning: Path, monkeypatch
         job.train(5)
         job.recorder.flush()
     sink.address = real
-    with pytest.raises(UcpError, match="there is no log"):
+    with pytest.raises(UcpError, match="it has no log"):
         sink._connect()
     told = pairs[0].shadow.status()
     assert (told["condition"], told["step"]) == ("stale", 2)
-    assert "there is no log" in told["reason"]
+    assert "it has no log" in told["reason"]
     assert_same(state_of(held(pairs[0].shadow)), job.history[2])
     job.recorder.close()
 
@@ -119,8 +119,8 @@ def test_what_cannot_be_without_a_log(pairs: list[Pair], beginning: Path) -> Non
     job = Job.__new__(Job)
     job.build(33)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({}, "no place for a base"),
-        ({"base": None, "base_every": 5}, "no place for bases"),
+        ({}, "a base needs a run folder"),
+        ({"base": None, "base_every": 5}, "bases need a run folder"),
     ]
     for options, message in wrong:
         with pytest.raises(UsageError, match=message):
@@ -130,6 +130,6 @@ def test_what_cannot_be_without_a_log(pairs: list[Pair], beginning: Path) -> Non
     with pytest.raises(TypeError, match="path"):
         ucp.record(None, job.net, job.optimizer)
     alone = Alone(pairs[0].url, beginning)
-    with pytest.raises(UsageError, match="no place for bases"):
+    with pytest.raises(UsageError, match="bases need a run folder"):
         alone.recorder.base()
     alone.recorder.close()

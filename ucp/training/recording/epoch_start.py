@@ -101,7 +101,7 @@ class EpochStart:
     stage: GradientStage
     step: int  # of the job's state
     epoch: int
-    folder: Path | None  # of the epoch; None if there is no log
+    folder: Path | None  # of the epoch; None without a log
     manifest: EpochManifest | None  # on rank 0
     what: Logged
     agreement: SchemaAgreement
@@ -134,7 +134,7 @@ def start_epoch(
 ) -> EpochStart:
     """Agree on a new epoch, and save or name its base. Collective. `save_with` are arguments of `save`.
 
-    Without a `run` there is no log: the epoch continues from the state of the shadows at `to`, or from the base.
+    Without a `run`, nothing is logged: the epoch continues from the state of the shadows at `to`, or from the base.
 
     The manifest of a log of gradients is written here; that of a log of states is written by `write_kinds`, because an
     optimizer may create its states in its first step.
@@ -145,7 +145,7 @@ def start_epoch(
             raise UsageError("keep_bases must be at least 1, or None")
         if run is None and base == "now":
             raise UsageError(
-                "without a run folder there is no place for a base",
+                "a base needs a run folder",
                 hint="base= names a checkpoint of exactly this state; None is for a shadow that has one (--base)",
             )
         book = load_rule_book(save_with["rules"], save_with["preset"])
@@ -167,7 +167,7 @@ def start_epoch(
     )[0]
     if base is None and not parent and run is not None:
         raise UsageError(
-            f"{run}: there is no log that reaches step {step}",
+            f"{run}: no log reaches step {step}",
             hint='record with base="now", or name a checkpoint of exactly this state',
         )
 
@@ -213,7 +213,7 @@ def _new_epoch(
 ) -> tuple[EpochManifest, int]:
     """The manifest of this epoch, and the number of the next base. On rank 0."""
     kernel = kernel_of(job.optimizer)
-    if logged == "state":  # an id that no replay kernel has, because there are no gradients to replay
+    if logged == "state":  # an id that no replay kernel has, because the log has no gradients to replay
         kernel = replace(kernel, id=f"{kernel.id} (state)")
     manifest = manifest_of(job, agreement, kernel, uuid.uuid4().hex, 0, step)
     if run is None:

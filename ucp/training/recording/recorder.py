@@ -33,7 +33,7 @@ class EpochGuard:
     """Detects another job that has started a newer epoch in the same run folder."""
 
     def __init__(self, run: Path | None, epoch: int) -> None:
-        """`run` is None if there is no log."""
+        """`run` is None without a log."""
         self._run = run
         self._epoch = epoch
         self._checked = time.monotonic()
@@ -60,7 +60,7 @@ class Recorder:
     def __init__(
         self, path: Path | None, on_error: OnError, aux: Callable[[], Any] | None, sink: ShadowSinks | None
     ) -> None:
-        self.path = path  # None if there is no log
+        self.path = path  # None without a log
         self.error: UcpError | None = None  # why the recording has stopped
         self.step = 0  # the last recorded step, or the one before the first
         self._on_error = on_error
@@ -241,7 +241,7 @@ class Recorder:
     def base(self) -> None:
         """Save a base of the current state in the background, and log its digests. Collective."""
         if self.path is None:
-            raise UsageError("without a run folder there is no place for bases", hint="use ucp.save")
+            raise UsageError("bases need a run folder", hint="use ucp.save")
         begin = time.perf_counter()
         self._raise_on_all(self.error or self._bases.failure())
         self.digest()
@@ -377,13 +377,13 @@ def record(
 
     `to="shadow://host:port"` also sends every step to a shadow (`ucp shadow`), `to="shm://name"` through shared memory
     to one on this machine; a list names several shadows. A shadow that is too slow or gone delays the log once, by at
-    most `shadow_wait` seconds, and reads what it has missed from the log. If `path` is None, there is no log: steps go
-    to the shadow only, and a shadow that has missed more than the job keeps in memory cannot continue.
+    most `shadow_wait` seconds, and reads what it has missed from the log. If `path` is None, nothing is logged: steps
+    go to the shadow only, and a shadow that has missed more than the job keeps in memory cannot continue.
     """
     if path is None and to is None:
         raise TypeError("record needs the path of a run folder, or to=, the address of a shadow")
     if path is None and base_every is not None:
-        raise UsageError("without a run folder there is no place for bases", hint="do not pass base_every=")
+        raise UsageError("bases need a run folder", hint="do not pass base_every=")
     run = None if path is None else local_path(path, "jobs record")
     if base_every == "auto" and (mtbf is None or mtbf <= 0):
         raise UsageError('base_every="auto" needs mtbf=, the mean seconds between failures')

@@ -207,7 +207,7 @@ class EpochFollower:
 def frames_gone_error(wanted: int, oldest: int) -> UsageError:
     """The error for a job that no longer has the frames that the shadow needs."""
     return UsageError(
-        f"the shadow needs frame {wanted}, but the job has dropped all frames before {oldest}, and there is no log",
+        f"the shadow needs frame {wanted}, but the job has dropped all frames before {oldest}, and it has no log",
         hint="save a checkpoint, and record again with base= naming it",
     )
 

@@ -339,7 +339,7 @@ def from_manifest(
             except UsageError as error:
                 reasons.append(error.what)
     raise UsageError(
-        f"there is no checkpoint of step {manifest.start}, from which the job continues"
+        f"found no checkpoint of step {manifest.start}, from which the job continues"
         + (f" ({'; '.join(reasons)})" if reasons else ""),
         hint="start the shadow with --base of that step, or with --log of the run",
     )

@@ -268,7 +268,7 @@ class Shadow:
                 "a shadow needs a base or a log to start from", hint="pass --base, or --log with its bases"
             )
         if control.log is not None and control.follower is None:
-            control.note(f"{control.log}: there is no log yet; waiting for it")
+            control.note(f"{control.log}: no log yet; waiting for it")
         for work, name in (
             (partial(apply_all, control, self._pool), "ucp-shadow-apply"),
             (partial(read_log, control, self._ending), "ucp-shadow-log"),
@@ -359,9 +359,7 @@ class Shadow:
                     feed.assembler.offer(frame)
                 except GapError as gap:
                     if feed.tail is None:
-                        self.control.stale = (
-                            f"stream {stream}: {gap}, and there is no log to read the missing ones from"
-                        )
+                        self.control.stale = f"stream {stream}: {gap}, and it has no log to read the missing ones from"
                         self.control.changed.notify_all()
                         continue
                     if gap.expected != before:

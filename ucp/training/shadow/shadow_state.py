@@ -226,7 +226,7 @@ class TensorState:
         return found
 
     def digest(self, kind: str) -> str | None:
-        """XXH3-128 over the concatenated blocks of a state; None if there is no such state."""
+        """XXH3-128 over the concatenated blocks of a state; None without such a state."""
         running = xxhash.xxh3_128()
         for replay in self.replays:
             if replay.chunk.get(kind) is None:

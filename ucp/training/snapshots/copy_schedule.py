@@ -167,7 +167,7 @@ def assign_parts(loads: Sequence[Mapping[str, int]], count: int) -> dict[str, in
 
     names = sorted({name for load in loads for name in load})
     sizes = np.array([[load.get(name, 0) for load in loads] for name in names], np.int64)
-    sizes = sizes.reshape(len(names), len(loads))  # a 2-D array even if there are no parameters
+    sizes = sizes.reshape(len(names), len(loads))  # a 2-D array even without parameters
     full = np.zeros((count, sizes.shape[1]), np.int64)
     parts: dict[str, int] = {}
     for number in sorted(range(len(names)), key=lambda n: (-int(sizes[n].max(initial=0)), n)):
