@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ucp.sources import OpenCheckpoint
+    from ucp.api import OpenCheckpoint
 
 
 @dataclass(frozen=True)

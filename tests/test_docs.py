@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.transcripts import PROJECT, check, needs_corpus, python_blocks, run_python, set_up, steps
+from tests.paths import PROJECT
+from tests.transcripts import check, needs_corpus, python_blocks, run_python, set_up, steps
 from ucp import errors
 from ucp.checks.catalogue import BY_ID
 from ucp.cli.main import COMMANDS, cli

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ucp
-from tests.transcripts import PROJECT
+from tests.paths import PROJECT
 from ucp.cli.main import cli
 from ucp.errors import UsageError
 from ucp.options import ConvertOptions, declared, parse_size

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.transcripts import PROJECT, check, python_blocks, run, run_python
+from tests.paths import PROJECT
+from tests.transcripts import check, python_blocks, run, run_python
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 

@@ -13,13 +13,12 @@ __version__ = VERSION
 
 if TYPE_CHECKING:
     from ucp import errors
-    from ucp.api import convert, diff, report, verify
+    from ucp.api import OpenCheckpoint, ParameterView, convert, diff, plan, report, verify
     from ucp.api import open_checkpoint as open
     from ucp.checks.verify_report import Report
     from ucp.compare.comparison import AtomDifference, Comparison
-    from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
+    from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter, ParamGroup, Rank
     from ucp.core.findings import Finding
-    from ucp.core.mesh import Mesh, Rank
     from ucp.core.rules import Rule
     from ucp.engine.plan import Plan
     from ucp.engine.pool import Progress
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
     )
     from ucp.formats.registry import Format
     from ucp.formats.store.store_layout import StoreSchema
-    from ucp.planning import plan
     from ucp.reports.html_page import WrittenReport
-    from ucp.sources import OpenCheckpoint, ParameterView
     from ucp.training.gradient_compression import TopK
     from ucp.training.load import LoadReport, load_into
     from ucp.training.recording.recorder import Recorder, record
@@ -95,21 +92,18 @@ __all__ = [
 ]
 
 _EXPORTS = {  # module → names
-    "ucp.api": "convert diff open report verify",
+    "ucp.api": "OpenCheckpoint ParameterView convert diff open plan report verify",
     "ucp.checks.verify_report": "Report",
     "ucp.compare.comparison": "AtomDifference Comparison",
-    "ucp.core.checkpoint": "Atom Checkpoint Extras Fragment Note ParamGroup Parameter",
+    "ucp.core.checkpoint": "Atom Checkpoint Extras Fragment Mesh Note ParamGroup Parameter Rank",
     "ucp.core.findings": "Finding",
-    "ucp.core.mesh": "Mesh Rank",
     "ucp.core.rules": "Rule",
     "ucp.engine.plan": "Plan",
     "ucp.engine.pool": "Progress",
     "ucp.errors": "InconsistentError IntegrityError NotUnderstoodError StorageError UcpError UnsafeError UsageError",
     "ucp.formats.registry": "Format",
     "ucp.formats.store.store_layout": "StoreSchema",
-    "ucp.planning": "plan",
     "ucp.reports.html_page": "WrittenReport",
-    "ucp.sources": "OpenCheckpoint ParameterView",
     "ucp.training.gradient_compression": "TopK",
     "ucp.training.load": "LoadReport load_into",
     "ucp.training.recording.recorder": "Recorder record",

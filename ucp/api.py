@@ -11,36 +11,45 @@ ucp.verify("run/checkpoints", "deep").ok
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp.core.checkpoint import Checkpoint
+from ucp.core.checkpoint import Checkpoint, Extras, Parameter
+from ucp.core.dtypes import DType, parse_dtype
+from ucp.core.selection import Selection, select
 from ucp.engine.plan import Plan, default_jobs
 from ucp.errors import UsageError
+from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer
+from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.options import (
     ConvertOptions,
     DiffOptions,
     OpenOptions,
     PageOptions,
+    PlanOptions,
     RunningOptions,
     SharedRunOptions,
     StrPath,
     VerifyOptions,
     declared,
+    path_options,
     takes,
     with_defaults,
 )
-from ucp.planning import plan
-from ucp.sources import OpenCheckpoint, index_state, read_options, renamed
+from ucp.storage.paths import is_shadow, is_url, parse_path
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from typing_extensions import Unpack
 
     from ucp.checks.verify_report import Report
     from ucp.compare.comparison import Comparison
     from ucp.engine.pool import Progress
     from ucp.reports.html_page import WrittenReport
-
-__all__ = ["OpenCheckpoint", "Plan", "convert", "diff", "open_checkpoint", "plan", "report", "verify"]
 
 
 @takes(OpenOptions)
@@ -158,3 +167,215 @@ def report(
     reading = read_options(given.tag, given.rules, given.preset)
     writing = ReportOptions(Level[given.level.upper()], given.statistics, given.sample, reading)
     return write_report(src, page, writing, version=__version__, jobs=given.jobs or default_jobs(), progress=progress)
+
+
+@takes(PlanOptions)
+def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
+    """Index the source and lay out the target, without writing anything.
+
+    Layout options that are left out keep the source's value, or that of the checkpoint `like`. `vpp` is the number of
+    model chunks per pipeline stage, `etp` the tensor-parallel degree of experts, `experts` their form in the modules.
+    `stages` are the numbers of the first layer of every pipeline stage (of every chunk if stages have several: first
+    the first chunks of all stages); `vocab_size` is the padded size of vocabulary dimensions. `optimizer` is the
+    optimizer of the Megatron job that will load the target, `optimizer_sharding` the form of the distributed
+    optimizer's state. `log`, `step` and `exact` as in `open_checkpoint`.
+    """
+    given = with_defaults(PlanOptions, options)
+    only, dtype, form = given.only, _dtype(given.dtype), find_format(given.to)
+    if only is not None and form.states == "all":
+        raise UsageError(
+            f"--only {only} selects some of the states; --to {given.to} needs all of them", hint="leave --only out"
+        )
+    if only == "weights" and form.states == "weights":
+        only = None  # the writer makes the weights from the master copies
+    selection = Selection(only, given.include, given.exclude, dtype if form.selects_dtype else None)
+    reading = read_options(given.tag, given.rules, given.preset, given.repair)
+    indexed = index_state(src, reading, given.log, given.step, given.exact)
+    example = None if given.like is None else index_checkpoint(parse_path(given.like), ReadOptions())
+    selected = select(indexed, selection)
+    if indexed.parameters and not selected.parameters:
+        no_optimizer = only == "optimizer" and not (given.include or given.exclude)
+        raise UsageError(
+            f"{src}: none of the {len(indexed.parameters)} parameters is left"
+            + (", because the source has no optimizer state" if no_optimizer else ""),
+            hint="select more with --only, --include and --exclude",
+        )
+    source = _translated(renamed(selected, given.names, given.model_config), form, given.model_config, example)
+    values = {each.name: getattr(given, each.name) for each in fields(WriteOptions)}
+    writing = WriteOptions(**{**values, "dtype": dtype, "like": example})
+    if given.link:
+        _check_link(src, dst, form, source)
+    writer = make_writer(given.to, source, writing)
+    return Plan(source, writer, writer.target(), parse_path(dst), _request(src, dst, vars(given)))
+
+
+def _request(src: StrPath, dst: StrPath, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `plan` as JSON values that mean the same in every folder and process."""
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None or value is False or value == ():
+            continue
+        is_path = name in path_options(PlanOptions) or (name == "names" and Path(value).is_file())  # else such as `hf`
+        if is_path:
+            value = _absolute(value)
+        elif not isinstance(value, str | int | float):
+            value = list(value) if isinstance(value, Sequence) else str(value)
+        options[name] = value
+    return {"src": _absolute(src), "dst": _absolute(dst), "options": options}
+
+
+def _absolute(path: StrPath) -> str:
+    """A path that means the same in every folder; a URL is unchanged."""
+    return str(path) if is_url(path) or is_shadow(path) else os.path.abspath(path)
+
+
+def _translated(
+    checkpoint: Checkpoint, form: Format, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
+) -> Checkpoint:
+    """The checkpoint with the extras that the target's framework reads, if another framework wrote it."""
+    from ucp.formats.translate.framework_extras import translate_extras
+
+    return translate_extras(checkpoint, form.framework, None if model_config is None else Path(model_config), like)
+
+
+def _check_link(src: str | os.PathLike[str], dst: str | os.PathLike[str], form: Format, source: Checkpoint) -> None:
+    """Refuse --link if no virtual atoms are possible: they point at bytes of the source's files."""
+    if "link" not in form.options:
+        raise UsageError(f"--link makes virtual atoms, not {form.name}", hint="leave --to or --link out")
+    if is_url(src) or is_url(dst):
+        raise UsageError("--link points at local files, not into object stores", hint="leave --link out")
+    if source.computed is not None:
+        raise UsageError(
+            "states that are replayed from a log are in no file that --link could point at", hint="leave --link out"
+        )
+
+
+def _dtype(dtype: str | DType | torch.dtype | None) -> DType | None:
+    if dtype is None or isinstance(dtype, DType):
+        return dtype
+    parsed = parse_dtype(str(dtype))
+    if parsed is None or parsed.family != "float":
+        raise UsageError(f"{dtype!r} is not a floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
+    return parsed
+
+
+def read_options(
+    tag: str | None = None, rules: str | Path | None = None, preset: str | None = None, repair: bool = False
+) -> ReadOptions:
+    """How to read a source. Rules of a file win over those of a preset, and both over the checkpoint's own."""
+    if tag is not None:
+        tag = tag.rstrip("/") or tag  # shell completion appends it
+    if rules is None and preset is None:
+        return ReadOptions(tag, repair=repair)
+    from ucp.formats.sharded.rule_files import load_rule_book
+
+    return ReadOptions(tag, load_rule_book(rules, preset), repair)
+
+
+def index_state(
+    path: str | os.PathLike[str],
+    options: ReadOptions,
+    log: str | os.PathLike[str] | None = None,
+    step: int | str | None = None,
+    exact: bool = False,
+) -> Checkpoint:
+    """The index of a checkpoint; with a `log`, of the state after `step` (a number or `latest`), replayed on it.
+
+    If that state may differ from the job's own, there is a note; with `exact` it is an error.
+    """
+    if is_shadow(path):
+        if log is not None or step is not None:
+            raise UsageError(
+                f"{path}: a shadow holds only the newest step, so --log and --step are not supported",
+                hint="give the run or a checkpoint instead of the shadow to get another step",
+            )
+        from ucp.training.shadow.client import open_shadow
+
+        return open_shadow(path, options)
+    if log is None and step is None and not exact:
+        return index_checkpoint(parse_path(path), options)
+    from ucp.replay.at_step import open_at
+
+    return open_at(path, options, log, step, exact=exact)
+
+
+def renamed(
+    checkpoint: Checkpoint, names: str | os.PathLike[str] | None, model_config: str | os.PathLike[str] | None
+) -> Checkpoint:
+    """The checkpoint under other names and in another layout; unchanged if `names` is None."""
+    if names is None:
+        return checkpoint
+    from ucp.names.select_table import rename_parameters
+
+    return rename_parameters(checkpoint, os.fspath(names), None if model_config is None else Path(model_config))
+
+
+class OpenCheckpoint(Mapping[str, "ParameterView"]):
+    """An open checkpoint: a mapping from parameter names (or aliases) to parameters, whose states can be read."""
+
+    def __init__(self, index: Checkpoint) -> None:
+        self.index = index
+        self._aliases = index.aliases()
+
+    @property
+    def parameters(self) -> dict[str, ParameterView]:
+        """Every parameter and buffer in the model's order, without aliases."""
+        return {name: ParameterView(self.index, parameter) for name, parameter in self.index.parameters.items()}
+
+    @property
+    def extras(self) -> Extras:
+        """Everything that is not a parameter state, as inert values."""
+        return self.index.extras
+
+    def __getitem__(self, name: str) -> ParameterView:
+        return ParameterView(self.index, self.index.parameters[self._aliases.get(name, name)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.parameters)
+
+    def __len__(self) -> int:
+        return len(self.index.parameters)
+
+    def __repr__(self) -> str:
+        return f"<{self.index.format} checkpoint of {len(self)} parameters, {self.index.mesh}>"
+
+
+class ParameterView:
+    """One parameter of an open checkpoint."""
+
+    def __init__(self, index: Checkpoint, parameter: Parameter) -> None:
+        self._index = index
+        self.parameter = parameter
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter.shape
+
+    @property
+    def kinds(self) -> list[str]:
+        """The stored states: `weight`, `master`, `exp_avg`, …"""
+        return list(self.parameter.atoms)
+
+    def read(
+        self, kind: str = "weight", rows: slice | None = None, *, as_torch: bool = False
+    ) -> np.ndarray[Any, Any] | torch.Tensor:
+        """One state, or some rows of its first dimension.
+
+        In numpy, bfloat16 becomes float32 (exactly); other types that numpy lacks need `as_torch`.
+        """
+        from ucp.read.atom_reader import read_array, read_tensor
+
+        atom = self.parameter.atoms.get(kind)
+        if atom is None:
+            raise UsageError(f"parameter {self.name} has no {kind!r}", hint=f"it has: {', '.join(self.kinds)}")
+        if not isinstance(rows, slice | None):
+            raise UsageError(f"rows={rows!r} is not a slice", hint="write rows=slice(first, last + 1)")
+        read = read_tensor if as_torch else read_array
+        return read(self._index.root, atom, rows, self._index.computed)
+
+    def __repr__(self) -> str:
+        return f"<parameter {self.name} {list(self.shape)}: {', '.join(self.kinds)}>"

@@ -4,7 +4,7 @@ The options of a command are the keys of a `TypedDict`, each annotated with an `
 
 * the keyword arguments of the library: functions take `**options: Unpack[DiffOptions]`, and `with_defaults` checks and
   completes them;
-* the options of the command line, made by `ucp.cli.parameters`, and with them docs/cli.md;
+* the options of the command line, made by `ucp.cli.output`, and with them docs/cli.md;
 * which options are paths, for a conversion on other machines (`path_options`).
 
 Which target format supports which option is in its registry entry (`Format.options`).

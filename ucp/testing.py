@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 import ucp
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter, ParamGroup
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Mesh, Parameter, ParamGroup
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.engine.plan import Plan
 from ucp.errors import UcpError

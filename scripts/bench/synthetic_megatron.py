@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from ucp.containers.pickle_writer import bare_object
-from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter, ParamGroup
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Mesh, Parameter, ParamGroup
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.core.rules import resolve
 from ucp.engine.plan import Plan

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from tests.engine.shards import Cut, pick, regions
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Parameter, ParamGroup, Rank
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule
 from ucp.read.casting import cast

@@ -19,8 +19,7 @@ from ucp.checks.runner import verify
 from ucp.checks.spans import archive_ranges
 from ucp.containers.inert import TensorRef
 from ucp.containers.torch_file import TorchFile
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Parameter, ParamGroup
 from ucp.core.region import Region
 
 FILE = "rank0.pt"

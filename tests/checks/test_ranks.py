@@ -18,8 +18,8 @@ import torch
 
 from tests.checks.expected_findings import only
 from ucp.checks.runner import verify
+from ucp.core.checkpoint import Rank
 from ucp.core.findings import Finding
-from ucp.core.mesh import Rank
 
 STEP = "global_step3"
 

@@ -18,8 +18,8 @@ from ucp.checks.render import FORMATS, render, verdict
 from ucp.checks.verify_report import Policy, Report, make_policy
 from ucp.cli import verify as cli
 from ucp.cli.main import run
+from ucp.core.checkpoint import Rank
 from ucp.core.findings import Finding, Level
-from ucp.core.mesh import Rank
 from ucp.options import VerifyOptions, declared
 
 DAMAGE = Finding(

@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from ucp.api import convert
 from ucp.checks.runner import verify
 from ucp.containers.pickle_reader import read_pickle
-from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Parameter
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Mesh, Parameter, Rank
 from ucp.core.dtypes import FLOAT32
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.formats.deepspeed.checks import missing_sidecars
 from ucp.formats.megatron.checks import exchanged_ranks, missing_objects

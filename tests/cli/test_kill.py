@@ -19,15 +19,15 @@ import os, signal, sys
 from ucp import settings
 settings.SLAB_BYTES, settings.COPY_TASK_BYTES = 1024, 4096
 settings.PROGRESS_SECONDS, settings.JOURNAL_SECONDS = 0.0, 0.0
-from ucp.cli import progress
+from ucp.cli import output
 left = int(sys.argv[1])
-class Killer(progress.ProgressBar):
+class Killer(output.ProgressBar):
     def advance(self, nbytes):
         global left
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-progress.ProgressBar = Killer
+output.ProgressBar = Killer
 from ucp.cli.main import run
 sys.exit(run(sys.argv[2:]))
 """

@@ -18,13 +18,13 @@ import pytest
 import ucp
 from tests.paths import FIXTURES, PROJECT
 from tests.trees import contents
+from ucp.api import _request
 from ucp.cli.main import run
 from ucp.engine.journal import journal_name
 from ucp.engine.on_ray import choose_shards
 from ucp.engine.staging import staging_folder
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import UsageError
-from ucp.planning import _request
 from ucp.storage.paths import COMPLETION_MARKER
 
 SOURCE = FIXTURES / "z1_bf16_tp2_dp2"

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.strategies import boxes, shapes
-from ucp.core.box import Box, slabs, whole
-from ucp.core.coverage import Gap, Overlap, coverage
+from ucp.core.box import Box, Gap, Overlap, coverage, slabs, whole
 from ucp.core.region import Region
 
 

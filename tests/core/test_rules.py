@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.strategies import Numbers, elements, numbered, shapes, split_rules
-from ucp.core.box import Box, Shape
-from ucp.core.coverage import coverage
+from ucp.core.box import Box, Shape, coverage
 from ucp.core.rules import (
     REPLICATED,
     Rule,

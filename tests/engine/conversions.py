@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.engine.shards import Cut, regions
-from ucp.core.checkpoint import Atom, Checkpoint, Parameter
-from ucp.core.mesh import Mesh
-from ucp.core.target import Digests, Literal, OutputFile, Target, WriteItem
+from ucp.core.checkpoint import Atom, Checkpoint, Mesh, Parameter
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target, WriteItem
 from ucp.engine.convert import RunOptions
 from ucp.engine.pool import Progress
 from ucp.engine.worker import WorkerBudget
@@ -24,7 +23,7 @@ def one_file_per_rank(atom: Atom, cut: Cut) -> Target:
     for number, region in enumerate(regions(cut, atom.shape)):
         head = f"rank {number}:".encode()
         item = WriteItem(atom, region, len(head))
-        files.append(OutputFile(f"{number}/shard", len(head) + item.nbytes, (Literal(0, head),), (item,)))
+        files.append(OutputFile(f"{number}/shard", len(head) + item.nbytes, (LiteralBytes(0, head),), (item,)))
     return Target(tuple(files))
 
 

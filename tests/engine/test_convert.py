@@ -21,7 +21,7 @@ from ucp.core.checkpoint import Checkpoint
 from ucp.core.dtypes import FLOAT32
 from ucp.core.rules import Rule
 from ucp.core.strided_runs import StridedSpan
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.engine.convert import RunOptions, run
 from ucp.engine.pool import Progress
 from ucp.engine.staging import staging_folder
@@ -228,7 +228,7 @@ def test_the_last_file_sees_every_digest(job: tuple[Target, Checkpoint, Path]) -
 
     def last(digests: Digests) -> OutputFile:
         data = json.dumps([list(d) for d in digests]).encode()
-        return OutputFile("manifest.json", len(data), (Literal(0, data),))
+        return OutputFile("manifest.json", len(data), (LiteralBytes(0, data),))
 
     run(target, source, path, options(2, durable=True), last, Progress())
     assert len(json.loads((path / "manifest.json").read_bytes())) == len(target.files)

@@ -33,7 +33,7 @@ from ucp.core.checkpoint import Atom, Checkpoint, Fragment
 from ucp.core.dtypes import FLOAT32, UINT8, DType
 from ucp.core.region import Region
 from ucp.core.rules import Rule
-from ucp.core.target import Digests, Literal, OutputFile, Target, Trailer, WriteItem, ZeroRange
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target, Trailer, WriteItem, ZeroRange
 from ucp.engine import copy_tasks as copy_task_module
 from ucp.engine import staging
 from ucp.engine.convert import run
@@ -160,7 +160,7 @@ def test_vocabulary_padding_is_zero(data: st.DataObject) -> None:
         held = regions(Cut(Rule("split", dim=dim), tp, ()), whole)
         target = Target(
             tuple(
-                OutputFile(str(rank), 3 + 4 * region.numel, (Literal(0, b"abc"),), (WriteItem(atom, region, 3),))
+                OutputFile(str(rank), 3 + 4 * region.numel, (LiteralBytes(0, b"abc"),), (WriteItem(atom, region, 3),))
                 for rank, region in enumerate(held)
             )
         )
@@ -288,14 +288,14 @@ def test_a_custom_trailer(tmp_path: Path) -> None:
     atom = write_shards(tmp_path, values, UINT8, Cut(Rule("replicated"), 1, (300,)))
     region = Region.all_of((10,))
 
-    def close(crcs: Any) -> list[Literal]:
-        return [Literal(0, b"".join(crc.to_bytes(4, "little") for crc in crcs))]
+    def close(crcs: Any) -> list[LiteralBytes]:
+        return [LiteralBytes(0, b"".join(crc.to_bytes(4, "little") for crc in crcs))]
 
     spans = ((8, 17), (25, 0))
     file = OutputFile(
         "f",
         26,
-        (Literal(18, b"four"), Literal(25, b"!")),
+        (LiteralBytes(18, b"four"), LiteralBytes(25, b"!")),
         (WriteItem(atom, region, 8),),
         (ZeroRange(22, 3),),
         Trailer(spans, close),
@@ -307,7 +307,7 @@ def test_a_custom_trailer(tmp_path: Path) -> None:
 
 
 def test_a_span_must_be_tiled() -> None:
-    file = OutputFile("f", 9, trailer=Trailer(((2, 5),), lambda crcs: [Literal(0, bytes(len(crcs)))]))
+    file = OutputFile("f", 9, trailer=Trailer(((2, 5),), lambda crcs: [LiteralBytes(0, bytes(len(crcs)))]))
     for extents in ([], [(2, 4)], [(2, 3), (6, 1)], [(1, 6)], [(2, 6)]):
         with pytest.raises(AssertionError, match="have no CRC-32 at"):
             list(trailer_tasks(Target((file,)), [WrittenRange(0, a, n, "", 0) for a, n in extents], {0}))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import ucp
 from tests.formats.megatron import legacy_model
 from ucp.formats.store.reader import generation_notes, schema_of
-from ucp.read.arrays import read_tensor
+from ucp.read.atom_reader import read_tensor
 from ucp.testing import FormatConformance
 from ucp.training.store import Store
 

@@ -27,7 +27,7 @@ from ucp.formats.sharded.rule_files import parse_rules
 from ucp.formats.store.reader import schema_of
 from ucp.log.reader import Log
 from ucp.names.name_tables import parse_table
-from ucp.read.arrays import read_tensor
+from ucp.read.atom_reader import read_tensor
 from ucp.training.store import Store, load_store
 
 RANKS = FIXTURES / "z1_bf16_tp2_dp2"

@@ -6,17 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ucp.core.checkpoint import Mesh, Rank
 from ucp.core.dtypes import BFLOAT16, DType
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.log.codecs import bits_type
-from ucp.log.epoch_manifest import (
-    EpochManifest,
-    KernelFingerprint,
-    OptimizerGroup,
-    ParentEpoch,
-    write_manifest,
-)
+from ucp.log.epoch_manifest import EpochManifest, KernelFingerprint, OptimizerGroup, ParentEpoch, write_manifest
 from ucp.log.frames import FrameType
 from ucp.log.payloads import GradientStage, GroupScalars, StateDigest, StepRecord, pack_digests, pack_json
 from ucp.log.reader import Log, epoch_folder, stream_folder

@@ -15,7 +15,7 @@ import pytest
 
 from tests.log.small_logs import begin, contents, expected, put, record, segments, small_manifest, write_log
 from ucp import settings
-from ucp.core.mesh import Rank
+from ucp.core.checkpoint import Rank
 from ucp.core.region import Region
 from ucp.errors import StorageError, UsageError
 from ucp.log import segment_writer

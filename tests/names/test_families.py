@@ -26,8 +26,8 @@ from tests.names.small_models import (
     same,
     write_weights,
 )
+from ucp.api import plan
 from ucp.errors import UsageError
-from ucp.planning import plan
 
 Shapes = dict[str, tuple[int, ...]]
 SHARED, Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 2 * FFN, 6, 8, 4, 2, 3

@@ -13,6 +13,7 @@ import torch
 import ucp
 from tests.formats.dcp.state_dicts import save
 from tests.names.small_models import LLAMA, MIXTRAL, llama_shapes, mixtral_shapes, numbers, write_weights
+from ucp.api import plan
 from ucp.core.checkpoint import Checkpoint
 from ucp.errors import InconsistentError, UsageError
 from ucp.formats.translate.hf_config import from_hf_config, to_hf_config
@@ -23,7 +24,6 @@ from ucp.formats.translate.megatron_args import (
     to_megatron_deepspeed_args,
 )
 from ucp.formats.translate.model_config import ModelConfig
-from ucp.planning import plan
 
 
 @pytest.mark.parametrize(

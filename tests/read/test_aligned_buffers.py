@@ -7,11 +7,11 @@ import sys
 from mmap import PAGESIZE
 from pathlib import Path
 
-from ucp.read.aligned_buffers import page_aligned, scratch_buffer
+from ucp.read.casting import page_aligned, scratch_buffer
 
 IN_A_FORK = """
 import os
-from ucp.read.aligned_buffers import scratch_buffer
+from ucp.read.casting import scratch_buffer
 scratch_buffer("test", 8)[:] = 1
 pid = os.fork()
 if pid == 0:

@@ -19,8 +19,7 @@ from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
 from ucp.core.region import Region
 from ucp.core.rules import Rule
 from ucp.errors import InconsistentError, IntegrityError, UsageError
-from ucp.read.arrays import read_array, read_tensor
-from ucp.read.atom_reader import AtomReader
+from ucp.read.atom_reader import AtomReader, read_array, read_tensor
 from ucp.read.casting import cast, raw_dtype
 from ucp.storage.local import SourceFiles
 

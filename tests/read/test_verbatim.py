@@ -87,15 +87,15 @@ from ucp.engine.pool import Progress
 from ucp.engine.worker import WorkerBudget
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.core.dtypes import FLOAT32
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import Mesh
 from ucp.core.region import Region
-from ucp.core.target import Literal, OutputFile, Target, WriteItem
+from ucp.core.target import LiteralBytes, OutputFile, Target, WriteItem
 
 shape = (64, 64)
 region = Region.all_of(shape)
 atom = Atom("p", "weight", shape, FLOAT32, (Fragment(region, "source", 0, FLOAT32),))
 source = Checkpoint("test", Path(sys.argv[1]), Mesh(), {"p": Parameter("p", shape, atoms={"weight": atom})})
-target = Target((OutputFile("file", 4 + 4 * 64 * 64, (Literal(0, b"head"),), (WriteItem(atom, region, 4),)),))
+target = Target((OutputFile("file", 4 + 4 * 64 * 64, (LiteralBytes(0, b"head"),), (WriteItem(atom, region, 4),)),))
 run(target, source, Path(sys.argv[2]), RunOptions(WorkerBudget(2, 1 << 20)), lambda digests: None, Progress())
 print("numpy" in sys.modules)
 """

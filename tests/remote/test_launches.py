@@ -11,9 +11,9 @@ import pytest
 import ucp
 from tests.remote.uploads import SOURCE, here, seen, there
 from ucp import settings
+from ucp.api import plan
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, StorageError, UsageError
-from ucp.planning import plan
 from ucp.storage.object_store import ObjectStore
 
 pytest.importorskip("fsspec")

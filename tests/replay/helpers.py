@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 import ucp
-from ucp.core.checkpoint import Checkpoint
+from ucp.api import OpenCheckpoint
+from ucp.core.checkpoint import Checkpoint, Mesh, Rank
 from ucp.core.dtypes import BY_NAME
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.log.base_folders import BaseCheckpoint, base_folder, write_base
 from ucp.log.codecs import EncodedBlock, bits_type, encode_difference
@@ -24,7 +24,6 @@ from ucp.log.payloads import GradientStage, GroupScalars, LrKind, StateDigest, S
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.log.segment_writer import SegmentWriter, append_blocks, append_step, encode_block
 from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
-from ucp.sources import OpenCheckpoint
 
 State = dict[str, torch.Tensor]  # "name|kind" → a copy
 

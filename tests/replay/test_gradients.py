@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.replay.helpers import bits
 from ucp.core.box import Box
+from ucp.core.checkpoint import Rank
 from ucp.core.dtypes import BY_NAME
-from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.errors import InconsistentError
 from ucp.log.payloads import StepRecord

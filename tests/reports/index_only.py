@@ -7,9 +7,8 @@ from math import prod
 from pathlib import Path
 
 from ucp.core.box import Box
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Parameter, Rank
 from ucp.core.dtypes import BFLOAT16, FLOAT32
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import Rule
 from ucp.formats.sharded.shard_fragments import RankFragments

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.without import without_matplotlib
-from ucp.compare.updates import RelativeUpdate, RelativeUpdates, layer_of
+from ucp.compare.comparison import RelativeUpdate, RelativeUpdates, layer_of
 from ucp.errors import StorageError, UsageError
 from ucp.log.tuning import RecordingCosts, choose, curve
 from ucp.reports.charts import (

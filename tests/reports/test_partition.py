@@ -9,9 +9,8 @@ import pytest
 
 from tests.reports.index_only import zero1, zero3
 from ucp.core.box import Box
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Rank
 from ucp.core.dtypes import FLOAT32
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.reports.page_data import PartitionMap

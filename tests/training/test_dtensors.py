@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.shards import index_of
-from ucp.core.box import Shape
-from ucp.core.coverage import coverage
+from ucp.core.box import Shape, coverage
 from ucp.errors import UsageError
 from ucp.training.torch_adapter import box_of
 

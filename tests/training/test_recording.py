@@ -16,7 +16,7 @@ import pytest
 
 import ucp
 from tests.training.recorded_jobs import TiedNet, Trained, logged, optimizers
-from ucp.core.mesh import Rank
+from ucp.core.checkpoint import Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule
 from ucp.errors import InconsistentError, StorageError, UcpError, UsageError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ucp.core.mesh import Mesh, Rank
+from ucp.core.checkpoint import Mesh, Rank
 from ucp.core.region import Region
 from ucp.training.collect import ParameterInfo
 from ucp.training.live_job import LiveJob

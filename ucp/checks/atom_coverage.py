@@ -8,9 +8,8 @@ from typing import Final
 
 from ucp import settings
 from ucp.checks.tasks import CheckContext, failure_finding
-from ucp.core.box import Box, Shape, flat_index
+from ucp.core.box import Box, Gap, Overlap, Shape, coverage, flat_index
 from ucp.core.checkpoint import Atom, Fragment
-from ucp.core.coverage import Gap, Overlap, coverage
 from ucp.core.dtypes import DType
 from ucp.core.findings import Finding, Level, describe_fragment
 from ucp.errors import UcpError

@@ -16,11 +16,11 @@ from typing import Any, Final
 from ucp.checks.raw_values import all_valid, bits_of, can_scan, is_mask, negative, not_finite
 from ucp.checks.spans import ChecksumSpan, StateBytes
 from ucp.containers.crc32 import crc32, crc32_combine
+from ucp.core.checkpoint import Rank
 from ucp.core.dtypes import BY_NAME
 from ucp.core.findings import Finding
-from ucp.core.mesh import Rank
 from ucp.core.optimizers import NON_NEGATIVE
-from ucp.formats.format_checks import RunningDigest
+from ucp.formats.registry import RunningDigest
 from ucp.read.casting import RawArray
 
 _BAD_VALUES: Final = {

@@ -11,8 +11,7 @@ from ucp.checks.tasks import CheckContext, CheckTask, failure_finding
 from ucp.core.findings import Finding, Level
 from ucp.engine.pool import Meter
 from ucp.errors import UcpError
-from ucp.formats.format_checks import FileCheck
-from ucp.formats.registry import ReadOptions, checks_of_format, recognizing_format
+from ucp.formats.registry import FileCheck, ReadOptions, checks_of_format, recognizing_format
 from ucp.settings import MIB
 from ucp.storage.local import SourceFiles
 

@@ -15,8 +15,7 @@ import numpy as np
 from ucp import settings
 from ucp.core.box import Box, Shape, flat_index
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.read.aligned_buffers import scratch_buffer
-from ucp.read.casting import RawArray, cast
+from ucp.read.casting import RawArray, cast, scratch_buffer
 
 # On some machines the kernel copies four times slower if the target is 1 to 31 bytes after the source, modulo the page
 # size, which is where large blocks of malloc are if the source is aligned. Equal offsets within a cache line are fast.

@@ -14,12 +14,11 @@ from typing import BinaryIO, Final
 from ucp import settings
 from ucp.checks.tasks import CheckContext
 from ucp.containers.torch_file import TorchFile
-from ucp.core.checkpoint import Atom, Fragment, Parameter, Role
+from ucp.core.checkpoint import Atom, Fragment, Parameter, Rank, Role
 from ucp.core.dtypes import DType
 from ucp.core.findings import Finding
-from ucp.core.mesh import Rank
 from ucp.errors import NotUnderstoodError
-from ucp.formats.format_checks import RecordedChecksum, RunningDigest
+from ucp.formats.registry import RecordedChecksum, RunningDigest
 
 # The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
 _TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")

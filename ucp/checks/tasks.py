@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ucp import settings
-from ucp.core.checkpoint import Atom, Checkpoint
+from ucp.core.checkpoint import Atom, Checkpoint, Rank
 from ucp.core.findings import Finding, Level
-from ucp.core.mesh import Rank
 from ucp.engine.pool import Meter, Work, run_pool
 from ucp.errors import UcpError
 from ucp.storage.local import SourceFiles

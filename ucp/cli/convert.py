@@ -12,8 +12,16 @@ from typing import Any, Final
 import click
 
 from ucp import api
-from ucp.cli.output import echo_notes, format_bytes, format_table, limit_torch_threads, plural
-from ucp.cli.parameters import PATH, add_options, source_argument
+from ucp.cli.output import (
+    PATH,
+    add_options,
+    echo_notes,
+    format_bytes,
+    format_table,
+    limit_torch_threads,
+    plural,
+    source_argument,
+)
 from ucp.core.checkpoint import Note
 from ucp.engine.plan import Plan, default_jobs
 from ucp.engine.work_shard import WorkShard
@@ -79,7 +87,7 @@ def command(
     Under torchrun, srun or mpirun the processes share the work. Without a launcher, run --shard 1/4 to --shard 4/4 on
     any machines that see both folders, then --finish; or let a Ray cluster do it with --engine ray.
     """
-    from ucp.cli.progress import ProgressBar
+    from ucp.cli.output import ProgressBar
     from ucp.engine.convert import resume_hint
     from ucp.engine.staging import staging_folder
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.output import check_parent_folder, format_bytes, format_table, plural
-from ucp.cli.parameters import FILE, PATH, add_options
+from ucp.cli.output import FILE, PATH, add_options, check_parent_folder, format_bytes, format_table, plural
 from ucp.errors import UsageError
 from ucp.options import DiffOptions
 
@@ -58,7 +57,7 @@ def command(
 
     Exit code 0: the same (within the tolerances) · 1: different. With --updates it is always 0.
     """
-    from ucp.cli.progress import ProgressBar
+    from ucp.cli.output import ProgressBar
 
     if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
         raise UsageError(f"{plot}: a plot must be an .svg or .png file")

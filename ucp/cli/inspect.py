@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.output import echo_notes, format_bytes, format_table, plural
-from ucp.cli.parameters import add_options, json_option, source_argument
+from ucp.cli.output import add_options, echo_notes, format_bytes, format_table, json_option, plural, source_argument
 from ucp.containers.inert_json import InertEncoder
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.core.rules import rule_to_json

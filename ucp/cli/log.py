@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from ucp.cli.output import format_bytes, format_table
-from ucp.cli.parameters import PATH, json_option
+from ucp.cli.output import PATH, format_bytes, format_table, json_option
 from ucp.errors import InconsistentError, IntegrityError, UsageError
 from ucp.log.base_folders import list_bases, usable_bases
 from ucp.log.codecs import Encoding

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.output import check_parent_folder, format_bytes, plural
-from ucp.cli.parameters import FILE, add_options, source_argument
+from ucp.cli.output import FILE, add_options, check_parent_folder, format_bytes, plural, source_argument
 from ucp.errors import UsageError
 from ucp.options import PageOptions
 
@@ -48,7 +47,7 @@ def command(
     For a checkpoint that cannot be opened, the page describes what is wrong with it, and the exit code is that of `ucp
     verify`.
     """
-    from ucp.cli.progress import ProgressBar
+    from ucp.cli.output import ProgressBar
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")

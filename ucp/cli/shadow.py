@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucp.cli.output import format_bytes
-from ucp.cli.parameters import FILE, PATH, add_options, json_option, parse_shard
+from ucp.api import read_options
+from ucp.cli.output import FILE, PATH, add_options, format_bytes, json_option, parse_shard
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, UcpError, UsageError
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
 from ucp.options import ReadingOptions
-from ucp.sources import read_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self

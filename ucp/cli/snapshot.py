@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from ucp.cli.output import format_bytes, format_table
-from ucp.cli.parameters import FILE, PATH, json_option, parse_bytes
+from ucp.cli.output import FILE, PATH, format_bytes, format_table, json_option, parse_bytes
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.reports.charts import ScheduleRow, write_schedule_chart
 from ucp.training.snapshots.copy_schedule import (

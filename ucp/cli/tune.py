@@ -10,8 +10,7 @@ from pathlib import Path
 
 import click
 
-from ucp.cli.output import format_bytes
-from ucp.cli.parameters import FILE, PATH, json_option, parse_bytes
+from ucp.cli.output import FILE, PATH, format_bytes, json_option, parse_bytes
 from ucp.errors import UsageError
 from ucp.log.reader import Log
 from ucp.log.tuning import RecordingCosts, TuningChoice, choose, measure_costs, waste, young_interval

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucp.cli.output import check_parent_folder, format_bytes, plural, stderr_is_terminal
-from ucp.cli.parameters import FILE, add_options, source_argument
+from ucp.api import read_options
+from ucp.cli.output import (
+    FILE,
+    add_options,
+    check_parent_folder,
+    format_bytes,
+    plural,
+    source_argument,
+    stderr_is_terminal,
+)
 from ucp.engine.plan import default_jobs
 from ucp.errors import StorageError, UsageError
 from ucp.options import VerifyOptions
-from ucp.sources import read_options
 
 if TYPE_CHECKING:
     from ucp.checks.verify_report import Report
@@ -90,7 +97,7 @@ def command(
     options = read_options(tag, rules, preset)
     progress = None
     if not quick and stderr_is_terminal():  # else the bar, and the modules it needs, are useless
-        from ucp.cli.progress import ProgressBar
+        from ucp.cli.output import ProgressBar
 
         progress = ProgressBar()
     how: dict[str, Any] = {"jobs": jobs or default_jobs(), "progress": progress, "policy": policy, "processes": True}

@@ -20,11 +20,9 @@ from ucp.containers.inert import Inert, TensorRef, class_path
 from ucp.containers.pickle_reader import read_pickle
 from ucp.containers.torch_file import TorchFile
 from ucp.containers.tree import map_leaves
-from ucp.core.box import Box, Shape
-from ucp.core.checkpoint import Atom, Fragment, LazyFragments
-from ucp.core.coverage import Gap, coverage
+from ucp.core.box import Box, Gap, Shape, coverage
+from ucp.core.checkpoint import Atom, Fragment, LazyFragments, Rank
 from ucp.core.dtypes import DType
-from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError
 from ucp.storage.local import SourceFiles

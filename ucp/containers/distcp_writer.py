@@ -20,10 +20,10 @@ from ucp.core.box import Box, Shape
 from ucp.core.checkpoint import Atom
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
-from ucp.core.target import Literal, OutputFile, Trailer, WriteItem, ZeroRange
+from ucp.core.target import LiteralBytes, OutputFile, Trailer, WriteItem, ZeroRange
 
 _STEM: Final = "archive"  # torch's name for an archive without a file name
-_Build = Callable[[Sequence[int]], Sequence[Literal]]
+_Build = Callable[[Sequence[int]], Sequence[LiteralBytes]]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _DataFile:
 
     name: str
     size: int = 0
-    literals: list[Literal] = field(default_factory=list)
+    literals: list[LiteralBytes] = field(default_factory=list)
     items: list[WriteItem] = field(default_factory=list)
     zeros: list[ZeroRange] = field(default_factory=list)
     trailers: list[tuple[int, tuple[tuple[int, int], ...], _Build]] = field(default_factory=list)  # start, spans, build
@@ -48,7 +48,7 @@ class _DataFile:
         if gap:
             self.zeros.append(ZeroRange(self.size, gap))
         base = self.size + gap
-        self.literals.extend(Literal(base + literal.offset, literal.data) for literal in archive.literals)
+        self.literals.extend(LiteralBytes(base + literal.offset, literal.data) for literal in archive.literals)
         self.items.extend(WriteItem(item.atom, item.region, base + item.offset) for item in archive.items)
         self.zeros.extend(ZeroRange(base + zero.offset, zero.nbytes) for zero in archive.zeros)
         if archive.trailer is not None:
@@ -63,13 +63,13 @@ class _DataFile:
             folder + self.name, self.size, tuple(self.literals), tuple(self.items), tuple(self.zeros), trailer
         )
 
-    def _build(self, crcs: Sequence[int]) -> list[Literal]:
+    def _build(self, crcs: Sequence[int]) -> list[LiteralBytes]:
         """The trailers of all archives, given the CRC-32 of every span of the file."""
-        literals: list[Literal] = []
+        literals: list[LiteralBytes] = []
         at = 0
         for base, spans, build in self.trailers:
             ends = build(crcs[at : at + len(spans)])
-            literals.extend(Literal(base + end.offset, end.data) for end in ends)
+            literals.extend(LiteralBytes(base + end.offset, end.data) for end in ends)
             at += len(spans)
         return literals
 

@@ -21,7 +21,7 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import Atom
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
-from ucp.core.target import Literal, OutputFile, Trailer, WriteItem, ZeroRange
+from ucp.core.target import LiteralBytes, OutputFile, Trailer, WriteItem, ZeroRange
 
 __all__ = [
     "NewStorage",
@@ -212,7 +212,7 @@ class TorchSkeleton:
 
     def output_file(self, path: str) -> OutputFile:
         """The file as an `OutputFile`, for the engine to write."""
-        literals: list[Literal] = []
+        literals: list[LiteralBytes] = []
         items: list[WriteItem] = []
         zeros: list[ZeroRange] = []
         for storage, entry in zip(self._storages, self._stored, strict=True):
@@ -221,7 +221,7 @@ class TorchSkeleton:
                 if not nbytes:
                     continue
                 if isinstance(content, bytes):
-                    literals.append(Literal(at, content))
+                    literals.append(LiteralBytes(at, content))
                 elif isinstance(content, ZeroContent):
                     zeros.append(ZeroRange(at, nbytes))
                 else:
@@ -234,11 +234,11 @@ class TorchSkeleton:
         literals.insert(0, next(skeleton))  # the bytes before the first storage depend on no CRC-32
         return OutputFile(path, self.size, tuple(literals), tuple(items), tuple(zeros), Trailer(spans, self.seal))
 
-    def seal(self, crcs: Sequence[int]) -> list[Literal]:
+    def seal(self, crcs: Sequence[int]) -> list[LiteralBytes]:
         """The literals after the first storage, given the CRC-32 of each of `payloads`, in order."""
         return list(self._skeleton(crcs))[1:]
 
-    def _skeleton(self, crcs: Sequence[int]) -> Iterator[Literal]:
+    def _skeleton(self, crcs: Sequence[int]) -> Iterator[LiteralBytes]:
         """Yield the bytes before the first storage, between storages, and after the last."""
         given = iter(crcs)
         sums: list[int] = []
@@ -250,13 +250,13 @@ class TorchSkeleton:
                 run += data
                 sums.append(crc32(data, 0))
             elif entry.size:
-                yield Literal(start, bytes(run))
+                yield LiteralBytes(start, bytes(run))
                 start, run = entry.payload + entry.size, bytearray()
                 sums.append(next(given))
             else:
                 sums.append(0)
             run += entry.descriptor(sums[-1])
-        yield Literal(start, bytes(run + self._directory(sums)))
+        yield LiteralBytes(start, bytes(run + self._directory(sums)))
 
     def _serialization_id(self, sums: Sequence[int]) -> bytes:
         """A fingerprint of names and contents, as long as torch's; its second half is computed as torch does."""

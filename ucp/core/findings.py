@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
 
-from ucp.core.checkpoint import Fragment
-from ucp.core.mesh import Rank
+from ucp.core.checkpoint import Fragment, Rank
 from ucp.errors import InconsistentError
 
 Severity = Literal["error", "warning", "note"]

@@ -40,7 +40,7 @@ class WriteItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class LiteralBytes:
     """Bytes of an output file that are known in advance: headers, pickles, JSON."""
 
     offset: int
@@ -65,7 +65,7 @@ class Trailer:
     """
 
     spans: tuple[tuple[int, int], ...]
-    build: Callable[[Sequence[int]], Sequence[Literal]]
+    build: Callable[[Sequence[int]], Sequence[LiteralBytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class OutputFile:
 
     path: str
     size: int
-    literals: tuple[Literal, ...] = ()
+    literals: tuple[LiteralBytes, ...] = ()
     items: tuple[WriteItem, ...] = ()
     zeros: tuple[ZeroRange, ...] = ()
     trailer: Trailer | None = None

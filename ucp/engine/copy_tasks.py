@@ -14,7 +14,7 @@ from ucp.core.checkpoint import Atom
 from ucp.core.dtypes import DType
 from ucp.core.region import RegionPiece
 from ucp.core.strided_runs import StridedRun, strided_runs
-from ucp.core.target import Literal, OutputFile, Target, WriteItem, ZeroRange
+from ucp.core.target import LiteralBytes, OutputFile, Target, WriteItem, ZeroRange
 from ucp.read.verbatim import StoredRuns, can_flatten, runs_are_long, stored_runs
 
 # Part of a conversion's fingerprint: journals of a version that cuts tasks differently are not resumed.
@@ -143,7 +143,7 @@ def _elements_per_task(atom: Atom) -> int:
 # Known bytes --------------------------------------------------------------------------------------------------------
 
 
-def literal_tasks(number: int, literals: Iterable[Literal]) -> Iterator[CopyTask]:
+def literal_tasks(number: int, literals: Iterable[LiteralBytes]) -> Iterator[CopyTask]:
     """The tasks that write literals of file `number`."""
     ranges = (OutputRange(number, literal.offset, len(literal.data), None, literal.data) for literal in literals)
     return _known_byte_tasks(ranges)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucp import settings
-from ucp.core.checkpoint import Checkpoint, Note
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import StorageError
 from ucp.settings import MIB

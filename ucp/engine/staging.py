@@ -23,14 +23,7 @@ from ucp.containers.crc32 import Crc32
 from ucp.core.target import Digests, Target
 from ucp.engine.copy_tasks import CopyTask, OutputRange, task_queues
 from ucp.engine.destination import ManifestBuilder, ShardFailure, ShardProgress
-from ucp.engine.journal import (
-    Journal,
-    JournalRecord,
-    OutputBusyError,
-    is_locked,
-    journal_name,
-    journalled_shards,
-)
+from ucp.engine.journal import Journal, JournalRecord, OutputBusyError, is_locked, journal_name, journalled_shards
 from ucp.engine.pool import Meter
 from ucp.engine.work_shard import UNSHARDED, WorkShard
 from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks

@@ -131,7 +131,7 @@ class CopyWorker:
         self.source = source
         self.outputs = outputs
         self.meter = meter
-        # Page-aligned for the reason given in `ucp.read.aligned_buffers`, which would import numpy.
+        # Page-aligned for the reason given in `ucp.read.casting`, which would import numpy.
         self.block = memoryview(mmap.mmap(-1, slab_bytes))
         self.views = ViewCache(self.block)
         self._verbatim: tuple[Atom, VerbatimReader] | None = None

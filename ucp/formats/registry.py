@@ -1,29 +1,32 @@
 """The formats that can be read and written, one entry each, and how a path or a name finds its entry.
 
 Other packages add formats through the entry-point group `ucp.formats` (docs/extending.md).
+
+Output files that several formats write: safetensors files of whole atoms, and copies of source files.
+
+What a format adds to `ucp verify`: checks of its own files, and the diagnosis of one that cannot be read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
-from ucp.core.checkpoint import Checkpoint, Note
-from ucp.core.dtypes import DType
-from ucp.core.mesh import Mesh
+from ucp.containers.safetensors_file import build_header
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Note, Parameter
+from ucp.core.dtypes import UINT8, DType
+from ucp.core.findings import Finding
+from ucp.core.region import Region
 from ucp.core.rules import RuleBook
-from ucp.core.target import Digests, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target, WriteItem
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
 from ucp.storage.paths import is_shadow
 from ucp.storage.storage import storage_of
-
-if TYPE_CHECKING:
-    from ucp.formats.format_checks import FormatChecks
 
 _ENTRY_POINTS: Final = "ucp.formats"
 _MAX_SEARCHED: Final = 100  # neighbours of a path that is not a checkpoint, searched for one that is
@@ -160,7 +163,7 @@ _BUILT_IN: Final = (
     ),
     Format(
         "dcp",
-        "ucp.formats.dcp.folder:recognises",
+        "ucp.formats.dcp.reader:recognises",
         "ucp.formats.dcp.reader:read",
         "ucp.formats.dcp.writer:DcpWriter",
         "ucp.formats.dcp.checks:DcpChecks",
@@ -197,7 +200,7 @@ def all_formats() -> Iterator[Format]:
 
 def checks_of_format(name: str) -> FormatChecks:
     """The checks of a format; those of `FormatChecks`, which do nothing, if it has none of its own."""
-    from ucp.formats.format_checks import FormatChecks  # inspecting and converting do without it
+    # inspecting and converting do without it
 
     return cast(FormatChecks, (load_hook(find_format(name).checks) or FormatChecks)())
 
@@ -332,3 +335,111 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> FormatW
                 f"--{option} is not supported with --to {name}", hint=f"leave --{option} out, or choose {others}"
             )
     return cast(FormatWriter, load_hook(entry.write)(source, options))
+
+
+def safetensors_file(
+    path: str, tensors: Sequence[tuple[str, Atom]], metadata: Mapping[str, str], alignment: int = 8
+) -> OutputFile:
+    """Return a safetensors file of whole atoms: a known header, and write items for the data."""
+    layout = build_header([(key, atom.dtype, atom.shape) for key, atom in tensors], metadata, alignment)
+    items = tuple(WriteItem(atom, Region.all_of(atom.shape), layout.offsets[key]) for key, atom in tensors)
+    return OutputFile(path, layout.size, (LiteralBytes(0, layout.header),), items)
+
+
+def copied_file(source: Checkpoint, name: str, path: str) -> OutputFile:
+    """Return the file `name` of the source's extras, byte for byte, at `path`."""
+    file = source.extras.files[name]
+    size = source.sizes[file]
+    atom = Atom(file, "file", (size,), UINT8, (Fragment(Region.all_of((size,)), file, 0, UINT8),))
+    return OutputFile(path, size, (), (WriteItem(atom, Region.all_of((size,)), 0),))
+
+
+def missing_weight_error(parameter: Parameter) -> UsageError:
+    """Return the error of a target that needs weights, if the source only has optimizer states."""
+    return UsageError(
+        f"parameter {parameter.name}: the source has no weight for it",
+        hint="give a source that also has the model, and leave --only out",
+    )
+
+
+# ruff: noqa: ARG002 (the default hooks do nothing)
+
+
+class RunningDigest(Protocol):
+    """A checksum that is fed from front to back."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChecksum:
+    """The checksum that the checkpoint records for bytes `[start, stop)` of a file; `new` starts computing one."""
+
+    file: str
+    start: int
+    stop: int
+    hexdigest: str
+    new: Callable[[], RunningDigest]
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """A check that reads the header of a file: the id of the check, the parameter it is about, and how to run it."""
+
+    check: str
+    parameter: str
+    run: Callable[[], Iterable[Finding]]
+
+
+class FormatChecks:
+    """The hooks of one format, which subclasses override as needed. Files in findings are relative to the root."""
+
+    has_flat_buffers = True  # with padding between parameters, which must be zero
+
+    def quick(self, checkpoint: Checkpoint, atoms: Sequence[Atom]) -> Iterator[Finding]:
+        """Findings from the index and the names and sizes of files. `atoms` are those that could be located."""
+        yield from ()
+
+    def file_checks(self, checkpoint: Checkpoint) -> Iterator[FileCheck]:
+        """Checks that read headers, from the level `default` on."""
+        yield from ()
+
+    def checksums(self, checkpoint: Checkpoint) -> Iterator[RecordedChecksum]:
+        """Every checksum that the checkpoint records outside its torch files, for the level `deep`."""
+        yield from ()
+
+    def reads_in_order(self, checkpoint: Checkpoint) -> bool:
+        """Whether recorded checksums cover long parts of files, so that no two threads should read one file."""
+        return False
+
+    def unreadable(self, path: Path, tag: str | None) -> Iterator[Finding]:
+        """Why the checkpoint at `path`, which this format recognises, cannot be indexed: missing or changed files."""
+        yield from ()
+
+    def torch_files(self, path: Path, tag: str | None) -> Iterable[Path]:
+        """The torch files of that checkpoint, whose CRCs may show the damage: none of other steps next to it."""
+        return ()
+
+
+def files_of(atoms: Iterable[Atom]) -> set[str]:
+    """The files that contain a part of an atom."""
+    return {fragment.file for atom in atoms for cover in (atom.fragments, *atom.replicas) for fragment in cover}
+
+
+def stray_file(file: str, reason: str) -> Finding:
+    """The finding for a file that looks like a part of the checkpoint, and is not."""
+    hint = "left from another save? Keep it elsewhere; it is not used here"
+    return Finding("grid", "warning", f"{file}: {reason}", file, hint=hint)
+
+
+def missing_sidecar(checkpoint: Checkpoint, name: str, content: str, consequence: str) -> Finding:
+    """The finding for a missing file that holds no parameters."""
+    return Finding(
+        "grid",
+        "warning",
+        f"{checkpoint.root / name}: is missing, and with it {content}",
+        name,
+        hint=f"copy it from where the checkpoint is complete; {consequence}",
+    )

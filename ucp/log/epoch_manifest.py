@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import xxhash
 
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import Mesh
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
 from ucp.log.stream_schema import LoggedParameter, StreamSchema
 from ucp.storage.local import sync

@@ -14,7 +14,7 @@ import xxhash
 
 from ucp import settings
 from ucp.core.box import Box, Shape
-from ucp.core.mesh import Rank
+from ucp.core.checkpoint import Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, rule_from_json, rule_to_json
 from ucp.errors import IntegrityError

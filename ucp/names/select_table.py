@@ -12,8 +12,16 @@ from ucp.errors import UsageError
 from ucp.formats.translate.hf_config import hf_mismatch, to_hf_config
 from ucp.formats.translate.model_config import CONFIG_FILE, ModelConfig, hf_config_in, model_config_of
 from ucp.formats.translate.to_deepspeed import MEGATRON_DEEPSPEED
-from ucp.names.name_matching import TableMatch, match_names, unknown_names_error
-from ucp.names.name_tables import NameTable, load_packaged_table, load_table, packaged_tables, table_names
+from ucp.names.name_tables import (
+    NameTable,
+    TableMatch,
+    load_packaged_table,
+    load_table,
+    match_names,
+    packaged_tables,
+    table_names,
+    unknown_names_error,
+)
 from ucp.names.renaming import HF, MEGATRON, apply_table
 
 TARGETS: Final = (HF, MEGATRON, MEGATRON_DEEPSPEED)

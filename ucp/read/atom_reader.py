@@ -1,6 +1,8 @@
 """Reading atoms as arrays, whatever layout the source has: cast, unscaled, averaged, strided or padded on the way.
 
 Bytes that need none of this go through `ucp.read.verbatim`, which does not import numpy.
+
+Atoms as numpy arrays and torch tensors, for interactive use and for tests.
 """
 
 from __future__ import annotations
@@ -9,19 +11,23 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, product
 from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucp import settings
 from ucp.core.box import Box, Shape, flat_index, intersect, is_contiguous_in, slabs, strides_of, whole
-from ucp.core.checkpoint import Atom, Fragment
+from ucp.core.checkpoint import Atom, ComputedFiles, Fragment
 from ucp.core.region import Region
-from ucp.errors import InconsistentError
-from ucp.read.aligned_buffers import scratch_buffer
-from ucp.read.casting import RawArray, cast, mean, raw_dtype, unscale
+from ucp.errors import InconsistentError, UsageError
+from ucp.read.casting import RawArray, cast, mean, raw_dtype, scratch_buffer, unscale, widen
 from ucp.read.strided_reader import AtomBlock, StridedReader
 from ucp.read.verbatim import can_flatten, flatten_box, pieces_are_intervals
 from ucp.storage.local import SourceFiles
+
+if TYPE_CHECKING:
+    import torch
 
 
 class FragmentCover:
@@ -243,3 +249,48 @@ def _run_starts(inner: Box, shape: Shape, length: int) -> Iterator[int]:
     tail = inner.start[lead:]
     for index in product(*(range(a, a + n) for a, n in zip(inner.start[:lead], inner.shape[:lead], strict=True))):
         yield flat_index((*index, *tail), shape)
+
+
+def read_array(
+    root: Path, atom: Atom, rows: slice | None = None, computed: ComputedFiles | None = None
+) -> np.ndarray[Any, Any]:
+    """The atom, or rows of its first dimension, as a numpy array; bfloat16 is widened to float32."""
+    raw = _read_raw(root, atom, rows, computed)
+    if raw.dtype.kind == "u" and atom.dtype.family == "float" and atom.dtype.name != "bfloat16":
+        raise UsageError(f"{atom}: numpy has no {atom.dtype}", hint="read it with as_torch=True")
+    return widen(raw, atom.dtype)
+
+
+def read_tensor(
+    root: Path, atom: Atom, rows: slice | None = None, computed: ComputedFiles | None = None
+) -> torch.Tensor:
+    """The atom, or rows of its first dimension, as a torch tensor of exactly its dtype."""
+    import torch
+
+    raw = _read_raw(root, atom, rows, computed)
+    dtype: torch.dtype = getattr(torch, atom.dtype.name)
+    if raw.size == 0:
+        return torch.empty(raw.shape, dtype=dtype)
+    # Through bytes, because torch and numpy do not share all types.
+    flat = torch.from_numpy(np.ascontiguousarray(raw).reshape(-1).view(np.uint8))
+    return flat.view(dtype).reshape(raw.shape)
+
+
+def _read_raw(root: Path, atom: Atom, rows: slice | None, computed: ComputedFiles | None) -> RawArray:
+    if rows is not None and not atom.shape:
+        raise UsageError(f"{atom}: is a scalar and has no rows")
+    start, stop, step = (rows or slice(None)).indices(atom.shape[0] if atom.shape else 1)
+    if step != 1:
+        raise UsageError(f"{atom}: rows are read in steps of 1, not {step}")
+    shape: Shape = (max(0, stop - start), *atom.shape[1:]) if atom.shape else ()
+    corner = (start, *(0,) * (len(shape) - 1)) if shape else ()
+    out = np.empty(shape, raw_dtype(atom.dtype))
+    if out.size == 0:
+        return out
+    with SourceFiles(root, computed=computed) as files:
+        reader = AtomReader(files, atom, flat=False)
+        for slab in slabs(shape, max(1, settings.SLAB_BYTES // atom.dtype.itemsize)):
+            position = flat_index(slab.start, shape)
+            target = out.reshape(-1)[position : position + slab.numel].reshape(slab.shape)
+            reader.read(slab.shift(corner), target)
+    return out

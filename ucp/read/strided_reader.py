@@ -16,8 +16,7 @@ import numpy as np
 from ucp import settings
 from ucp.core.box import Box, Shape
 from ucp.core.checkpoint import Fragment
-from ucp.read.aligned_buffers import scratch_buffer
-from ucp.read.casting import RawArray, raw_dtype
+from ucp.read.casting import RawArray, raw_dtype, scratch_buffer
 from ucp.storage.local import SourceFiles
 
 _CACHED_STRIPS: Final = 4  # q, k and v of a fused matrix are read in turns

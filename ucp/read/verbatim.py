@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from ucp import settings
-from ucp.core.box import Box, Shape, flat_index, is_contiguous_in
+from ucp.core.box import Box, Shape, coverage, flat_index, is_contiguous_in
 from ucp.core.checkpoint import Atom, Fragment
-from ucp.core.coverage import coverage
 from ucp.core.dtypes import DType
 from ucp.core.region import Region, RegionPiece
 from ucp.core.strided_runs import StridedRun, StridedSpan, strided_runs

@@ -23,9 +23,8 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.reader import Log
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
-from ucp.replay.at_step import ReplayedState, prove_by_digests, replay_to_step
+from ucp.replay.at_step import ReplayedState, find_base, parse_step, prove_by_digests, replay_to_step
 from ucp.replay.exactness import ALL_PARAMETERS
-from ucp.replay.open_at import find_base, parse_step
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import parse_path
 

@@ -18,9 +18,9 @@ from ucp.log.codecs import EncodedBlock
 from ucp.log.reader import EpochSpan, LogStream
 from ucp.log.stream_schema import PARAM, LogBlock, LoggedParameter, kind_of_logged, logged_kind
 from ucp.replay.exactness import why_not_replayed
+from ucp.replay.gradients import OptimizerUpdate, StreamUpdates, all_steps_skipped
 from ucp.replay.kernels import ReplayKernel
 from ucp.replay.logged_states import LoggedStates, shaped_atom
-from ucp.replay.logged_updates import OptimizerUpdate, StreamUpdates, all_steps_skipped
 from ucp.replay.replayer import BaseParameter, ReplayedTensor, computed_file_name
 from ucp.storage.local import SourceFiles
 

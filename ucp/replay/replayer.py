@@ -28,10 +28,9 @@ from ucp.log.reader import LogStream
 from ucp.log.stream_schema import PARAM, LogBlock
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import RawArray, raw_dtype
-from ucp.replay.gradients import Gradients, as_torch, consumed, torch_dtype
+from ucp.replay.gradients import Gradients, OptimizerUpdate, all_steps_skipped, as_torch, consumed, torch_dtype
 from ucp.replay.kernels import ReplayKernel, StateChunk
 from ucp.replay.logged_states import DiffChain, LoggedStates
-from ucp.replay.logged_updates import OptimizerUpdate, all_steps_skipped
 from ucp.storage.local import SourceFiles
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ucp.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from ucp.compare.updates import RelativeUpdate, RelativeUpdates
+    from ucp.compare.comparison import RelativeUpdate, RelativeUpdates
     from ucp.log.tuning import RecordingCosts, TuningChoice, Waste
 
 _STYLE: Final = """
@@ -114,7 +114,7 @@ def write_update_chart(updates: RelativeUpdates, path: Path, title: str) -> None
 
 def update_chart_svg(updates: RelativeUpdates, title: str) -> str:
     """The chart as SVG: layers from left to right, relative updates on a logarithmic vertical axis."""
-    from ucp.compare.updates import layer_of
+    from ucp.compare.comparison import layer_of
 
     top, right, bottom, left = _MARGIN
     columns = {layer.name: number for number, layer in enumerate(updates.layers)}
@@ -176,7 +176,7 @@ def _decades(updates: Sequence[RelativeUpdate]) -> tuple[int, int]:
 
 
 def _draw_updates(axes: Any, updates: RelativeUpdates, title: str) -> None:
-    from ucp.compare.updates import layer_of
+    from ucp.compare.comparison import layer_of
 
     columns = {layer.name: number for number, layer in enumerate(updates.layers)}
     low, high = _decades([*updates.parameters, *updates.layers])

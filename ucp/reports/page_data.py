@@ -16,11 +16,10 @@ from typing import Any, Final
 
 from ucp.checks.catalogue import CHECKS
 from ucp.checks.verify_report import Report
-from ucp.compare.updates import layer_of
+from ucp.compare.comparison import layer_of
 from ucp.containers.inert_json import InertEncoder
 from ucp.core.box import Box
-from ucp.core.checkpoint import STEP, Atom, Checkpoint, Fragment, Parameter
-from ucp.core.mesh import Rank
+from ucp.core.checkpoint import STEP, Atom, Checkpoint, Fragment, Parameter, Rank
 from ucp.errors import UcpError
 from ucp.reports.atom_statistics import AtomStatistics
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ucp import settings
 from ucp.core.box import whole
-from ucp.core.mesh import Mesh, Rank
+from ucp.core.checkpoint import Mesh, Rank
 from ucp.core.region import Region
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import expert_number, experts_per_layer, global_expert_name

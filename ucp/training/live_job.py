@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp.core.box import Shape
+from ucp.core.checkpoint import Mesh, Rank
 from ucp.core.dtypes import BY_NAME, DType
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.errors import UsageError
 

@@ -22,7 +22,7 @@ from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.rule_files import load_rule_book
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
-from ucp.replay.open_at import open_at
+from ucp.replay.at_step import open_at
 from ucp.storage.local import SourceFiles
 from ucp.training.adapters import describe_job
 from ucp.training.collectives import all_gather, fail_together, rank_and_size

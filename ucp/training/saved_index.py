@@ -13,9 +13,8 @@ from typing import Any
 
 from ucp.containers.pickle_writer import bare_object
 from ucp.core.box import Shape
-from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
+from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup, Rank
 from ucp.core.dtypes import BY_NAME, DType
-from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
 from ucp.formats.deepspeed.experts import expert_number

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ucp.core.box import Box, Shape
-from ucp.core.mesh import Mesh, Rank
+from ucp.core.checkpoint import Mesh, Rank
 from ucp.core.region import Region
 from ucp.errors import UsageError
 from ucp.formats.dcp.optimizer_keys import strip_wrappers

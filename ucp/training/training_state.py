@@ -30,8 +30,12 @@ from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.core.dtypes import BY_NAME, DType
 from ucp.errors import UcpError, UsageError
 from ucp.formats.deepspeed.step_files import classify_files
-from ucp.formats.translate.torch_extras import DEEPSPEED_RESERVED_KEYS, complete_scheduler_state, find_scheduler_state
-from ucp.read.arrays import read_tensor
+from ucp.formats.translate.framework_extras import (
+    DEEPSPEED_RESERVED_KEYS,
+    complete_scheduler_state,
+    find_scheduler_state,
+)
+from ucp.read.atom_reader import read_tensor
 from ucp.training.live_job import LiveJob
 
 COUNTERS: Final = ("global_steps", "skipped_steps", "global_samples")

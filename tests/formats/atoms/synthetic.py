@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Parameter
 from ucp.core.dtypes import BY_NAME
-from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.engine.plan import Plan
 from ucp.formats.registry import WriteOptions, make_writer

@@ -13,15 +13,14 @@ from safetensors.torch import load_file
 import ucp
 from tests.engine.shards import Cut, values_of, write_shards
 from ucp.containers.inert import InertOrderedDict, new_class
-from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter, ParamGroup
 from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64, UINT8
-from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.core.rules import Rule
 from ucp.engine.plan import Plan
 from ucp.errors import IntegrityError, NotUnderstoodError, UsageError
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
-from ucp.read.arrays import read_array
+from ucp.read.atom_reader import read_array
 
 
 @pytest.fixture

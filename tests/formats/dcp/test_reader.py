@@ -374,7 +374,7 @@ def test_tensors_inside_objects(tmp_path: Path) -> None:
     import numpy as np
     import torch
 
-    from ucp.read.arrays import read_array
+    from ucp.read.atom_reader import read_array
 
     state = {**small_state(), "pair": (torch.arange(3), {"deep": [torch.tensor([[1.5]])]}, "text")}
     index = index_of(save(state, tmp_path / "saved"))

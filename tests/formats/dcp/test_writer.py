@@ -18,8 +18,7 @@ import ucp.api
 from tests.formats.dcp.state_dicts import flat, load_all, same, save, small_state
 from tests.paths import FIXTURES
 from ucp import settings
-from ucp.core.box import Box
-from ucp.core.coverage import coverage
+from ucp.core.box import Box, coverage
 from ucp.errors import UsageError
 from ucp.formats.dcp import writer
 
@@ -176,7 +175,7 @@ def test_deepspeed_in_the_layout_of_accelerate(corpus: Path, tmp_path: Path) -> 
 
 def test_fields_that_a_job_asks_for_are_filled_in(tmp_path: Path) -> None:
     """A loading job asks for every field of its optimizer: where the source lacks some, torch's defaults stand."""
-    from ucp.planning import plan
+    from ucp.api import plan
 
     state = small_state()
     for name in ("foreach", "maximize", "decoupled_weight_decay", "fused"):
@@ -199,7 +198,7 @@ def test_fields_that_a_job_asks_for_are_filled_in(tmp_path: Path) -> None:
 def test_nothing_is_filled_in_for_optimizers_with_other_fields(tmp_path: Path, kind: str) -> None:
     import torch
 
-    from ucp.planning import plan
+    from ucp.api import plan
 
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.5)

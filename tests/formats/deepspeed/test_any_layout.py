@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from tests.engine.shards import values_of
 from ucp.core.box import Shape
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter, ParamGroup
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Parameter, ParamGroup
 from ucp.core.dtypes import BFLOAT16, FLOAT32, INT64
-from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.core.rules import Rule, RuleBook
 from ucp.engine.plan import Plan
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
-from ucp.read.arrays import read_array
+from ucp.read.atom_reader import read_array
 from ucp.read.casting import cast, raw_dtype
 
 TP = (1, 2, 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PROJECT
+from tests.paths import PROJECT
 from ucp.errors import UcpError
 from ucp.formats.deepspeed.read import rank_files
 from ucp.formats.deepspeed.read.rank_files import RankFiles

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from tests.formats.megatron import legacy_model
-from ucp.api import convert
+from ucp.api import convert, plan
 from ucp.containers.torch_file import TorchFile
 from ucp.errors import NotUnderstoodError, UsageError
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import order_key
 from ucp.formats.megatron.rank_layout import model_chunks
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.planning import plan
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 

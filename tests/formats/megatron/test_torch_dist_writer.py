@@ -11,8 +11,7 @@ import ucp
 import ucp.api
 from tests.formats.megatron.comparison import check_same, check_same_atoms, files_of
 from ucp.containers.torch_file import TorchFile
-from ucp.core.box import Box
-from ucp.core.coverage import coverage
+from ucp.core.box import Box, coverage
 from ucp.errors import UsageError
 from ucp.formats.megatron.optimizer_groups import optimizers_of
 from ucp.formats.megatron.read.sharded_containers import read_torch_dist

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.conftest import PROJECT
+from tests.paths import PROJECT
 from tests.training.store.stores import fill, flip_bit, root_offsets, schema
 from ucp.errors import UsageError
 from ucp.formats.store.generations import StoreBusyError
 from ucp.formats.store.reader import generation_notes, schema_of
-from ucp.read.arrays import read_tensor
+from ucp.read.atom_reader import read_tensor
 from ucp.training.store import Store
 
 FIXTURE = PROJECT / "fixtures" / "z1_bf16_dp2"

@@ -88,7 +88,7 @@ def test_reserved_keys_are_left_out(tmp_path: Path) -> None:
 
 
 def test_loading_into_an_engine_finds_the_schedule(tmp_path: Path) -> None:
-    from ucp.core.mesh import Mesh, Rank
+    from ucp.core.checkpoint import Mesh, Rank
     from ucp.training.live_job import LiveJob
     from ucp.training.training_state import find_training_state
 

@@ -17,7 +17,7 @@ from tests.replay.helpers import assert_same, start, state_of
 from tests.training.shadow.follower import until, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings
-from ucp.core.mesh import Mesh, Rank
+from ucp.core.checkpoint import Mesh, Rank
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import InconsistentError, UsageError
 from ucp.log.epoch_manifest import EpochManifest, KernelFingerprint

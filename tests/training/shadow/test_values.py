@@ -15,9 +15,9 @@ from tests.training.shadow.follower import held, until, wait_for
 from tests.training.shadow.jobs import Pair
 from tests.training.state_jobs import NormedNet, StateJob, assert_same, unreplayable_optimizers
 from ucp import settings
-from ucp.core.checkpoint import Checkpoint
+from ucp.api import OpenCheckpoint
+from ucp.core.checkpoint import Checkpoint, Rank
 from ucp.core.dtypes import FLOAT32
-from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.engine.work_shard import WorkShard
 from ucp.errors import UcpError, UsageError
@@ -26,7 +26,6 @@ from ucp.log.frames import BadBytesError, FrameHeader, FrameType, checksum
 from ucp.log.payloads import pack_table, table_bytes
 from ucp.log.segment_writer import build_table
 from ucp.log.stream_schema import FIRST_KINDS, LogBlock, OptimizerTensor, StreamSchema, shaped_kind
-from ucp.sources import OpenCheckpoint
 from ucp.training.shadow.protocol import ShadowAddress
 from ucp.training.shadow.shadow import Shadow
 from ucp.training.shadow.step_assembler import BlockTables

@@ -19,7 +19,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import PROJECT
+from tests.paths import PROJECT
 from tests.training.store.stores import ENTRIES, content, fill, is_of_one_step, schema
 from ucp.errors import IntegrityError
 from ucp.formats.store.generations import StoreFile, find_generations, positional_reader, read_store_file

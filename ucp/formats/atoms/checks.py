@@ -16,7 +16,7 @@ from ucp.core.findings import Finding
 from ucp.errors import IntegrityError, UcpError
 from ucp.formats.atoms import MANIFEST
 from ucp.formats.atoms.manifest import load_manifest
-from ucp.formats.format_checks import FileCheck, FormatChecks, RecordedChecksum
+from ucp.formats.registry import FileCheck, FormatChecks, RecordedChecksum
 
 
 class AtomsChecks(FormatChecks):

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ucp.containers.inert_json import decode, parameter_from_json
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Note, Parameter, ParamGroup
 from ucp.core.dtypes import BY_NAME
-from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.errors import IntegrityError
 from ucp.formats.atoms import MANIFEST

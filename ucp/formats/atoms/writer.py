@@ -17,12 +17,11 @@ from urllib.parse import unquote_to_bytes
 from ucp import settings
 from ucp.containers.inert_json import InertEncoder, parameter_to_json
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import NotUnderstoodError, UsageError
 from ucp.formats.atoms import MANIFEST, manifest
 from ucp.formats.atoms.manifest import LinkTableWriter
-from ucp.formats.output_files import safetensors_file
-from ucp.formats.registry import WriteOptions
+from ucp.formats.registry import WriteOptions, safetensors_file
 from ucp.version import VERSION
 
 FOLDER = "atoms"
@@ -56,7 +55,7 @@ class AtomsWriter:
     def last(self, target: Target, digests: Digests) -> OutputFile:
         """The manifest, with the checksums of everything that was written."""
         data = manifest.dump_manifest(self._content(target, digests))
-        return OutputFile(MANIFEST, len(data), (Literal(0, data),))
+        return OutputFile(MANIFEST, len(data), (LiteralBytes(0, data),))
 
     def _atom_file(self, parameter: Parameter) -> OutputFile:
         metadata = {

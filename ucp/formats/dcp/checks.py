@@ -9,7 +9,7 @@ from typing import Final
 
 from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.core.findings import Finding
-from ucp.formats.format_checks import FormatChecks, stray_file
+from ucp.formats.registry import FormatChecks, stray_file
 from ucp.storage.paths import scan_folder
 
 _DATA: Final = ".distcp"

@@ -17,13 +17,7 @@ from typing import Final
 from ucp.containers.distcp import DcpEntry, DcpFolder, DcpTensor, KeyPath, TensorArchives, join_path
 from ucp.core.box import Shape
 from ucp.core.checkpoint import Note, Role
-from ucp.formats.dcp.optimizer_keys import (
-    LIKE_WEIGHT,
-    DcpParamGroup,
-    OptimizerKeys,
-    prefix_splits,
-    strip_wrappers,
-)
+from ucp.formats.dcp.optimizer_keys import LIKE_WEIGHT, DcpParamGroup, OptimizerKeys, prefix_splits, strip_wrappers
 from ucp.formats.sharded.rule_inference import SliceEquality, compare_slices
 from ucp.formats.sharded.slot_matching import match_slots, states_fit
 from ucp.storage.local import SourceFiles

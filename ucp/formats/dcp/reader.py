@@ -1,41 +1,57 @@
-"""Read torch.distributed.checkpoint folders: the metadata is the index, and archives are opened when needed.
+"""Read torch.distributed.checkpoint folders, and whole state dicts that `torch.save` wrote.
 
-The call order: find the folders, read their metadata, sort the keys into optimizers, models and the rest, match the
-optimizers' parameters with the models', and build parameters, groups and extras.
+The call order: find the folders (a checkpoint, Accelerate's pair of folders, or the newest step of a run), read their
+metadata, sort the keys into optimizers, models and the rest, match the optimizers' parameters with the models', and
+build parameters, groups and extras. Archives are opened when needed. Whole state dicts (Accelerate's FULL_STATE_DICT,
+or any file with a model in it) are sorted in the same way.
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ucp.containers.distcp import (
     METADATA,
+    ArchiveRange,
     DcpEntry,
     DcpFolder,
     DcpObject,
     DcpTensor,
+    KeyPath,
     ObjectArchives,
     TensorArchives,
+    has_data_files,
     join_path,
+    metadata_files,
     read_dcp_folder,
+    with_extra_atoms,
 )
-from ucp.core.checkpoint import STEP, WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
+from ucp.containers.inert import Inert, TensorRef, class_path
+from ucp.containers.torch_file import TorchFile
+from ucp.core.box import Box, whole
+from ucp.core.checkpoint import (
+    STEP,
+    WEIGHT,
+    Atom,
+    Checkpoint,
+    Extras,
+    Fragment,
+    Mesh,
+    Note,
+    Parameter,
+    ParamGroup,
+    Rank,
+)
 from ucp.core.dtypes import BOOL, FLOAT64, INT64
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
-from ucp.errors import InconsistentError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
 from ucp.formats.dcp import safetensors_shards
-from ucp.formats.dcp.folder import DcpLocation, find_location, require_location, sidecar_files
-from ucp.formats.dcp.full_state_dict import (
-    FullStateDict,
-    FullStateDictObjects,
-    FullStateDictTensors,
-    read_full_state_dict,
-)
 from ucp.formats.dcp.model_keys import (
     ModelKeys,
     find_copies,
@@ -57,6 +73,7 @@ from ucp.formats.dcp.optimizer_keys import (
 )
 from ucp.formats.dcp.state_dict_layout import STYLE_DETAIL, PrivateKeys, StateDictSection, nest, take_private_keys
 from ucp.formats.registry import ReadOptions
+from ucp.settings import MIB
 from ucp.storage.local import SourceFiles
 
 
@@ -391,3 +408,219 @@ def _counted_step(trees: Mapping[str, Any]) -> int | None:
             if type(value) is int and value >= 0:
                 return value
     return None
+
+
+_MODEL: Final = re.compile(r"pytorch_model_fsdp(?:_(\d+))?")
+_OPTIMIZER: Final = re.compile(r"optimizer(?:_(\d+))?")
+_STEP: Final = re.compile(r"(?:step|checkpoint|iter|epoch)[-_](\d+)")
+_WEIGHT_COPIES: Final = (".safetensors", ".safetensors.index.json", ".bin.index.json")
+_LARGEST_SIDECAR: Final = 16 * MIB
+_TORCH_FILES: Final = (".pt", ".pth", ".ckpt", ".bin")
+_ZIP: Final = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class DcpLocation:
+    """A checkpoint: `root`, and the folders with metadata in it (with a slash at the end; empty for the root itself).
+
+    `whole` are files with complete state dicts instead, each with its path in the state dict that they form together;
+    `alone` means a single such file that the user named.
+    """
+
+    root: Path
+    folders: tuple[str, ...]
+    whole: tuple[tuple[str, KeyPath], ...] = ()
+    alone: bool = False
+
+
+def recognises(path: Path) -> bool:
+    """Whether `path` is a folder with `.metadata` (or data files without it), Accelerate's pair of such folders or of
+    files, a folder of steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
+    from ucp.formats.dcp import safetensors_shards  # most folders are recognised by file names alone
+
+    try:
+        return find_location(path, None) is not None or safetensors_shards.recognises(path)
+    except NotUnderstoodError:
+        return True  # `read` reports what is wrong with it
+
+
+def find_location(path: Path, tag: str | None) -> DcpLocation | None:
+    """The checkpoint at `path`, or step `tag` (by default the newest) in a folder of steps; None if there is none."""
+    if not path.is_dir():
+        return _one_file(path) if tag is None else None
+    if tag is not None:
+        return _direct(path / tag)
+    found = _direct(path)
+    if found is not None:
+        return found
+    steps = sorted(
+        (int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()
+    )
+    incomplete: DcpLocation | None = None
+    for _, child in reversed(steps):
+        location = _direct(child)
+        if location is not None and _is_complete(location):
+            return location
+        incomplete = incomplete or location
+    # An interrupted save has no metadata: use the newest complete one. If there is none, `read` reports that.
+    return incomplete
+
+
+def _is_complete(location: DcpLocation) -> bool:
+    return bool(location.whole) or all(metadata_files(location.root / folder) for folder in location.folders)
+
+
+def _direct(path: Path) -> DcpLocation | None:
+    if not path.is_dir():
+        return None
+    if metadata_files(path) or has_data_files(path):
+        if (path / "common.pt").is_file() and (path / "metadata.json").is_file():
+            return None  # Megatron's own use of the same container
+        return DcpLocation(path, ("",))
+    children = sorted(child.name for child in path.iterdir() if child.is_dir())
+    models = [name for name in children if _MODEL.fullmatch(name) and metadata_files(path / name)]
+    optimizers = [name for name in children if _OPTIMIZER.fullmatch(name) and metadata_files(path / name)]
+    if len(models) > 1 or len(optimizers) > 1:
+        raise NotUnderstoodError(
+            f"{path}: contains several models or optimizers ({', '.join([*models, *optimizers])})",
+            hint="give the folder of one of them",
+        )
+    if not models and not optimizers:
+        return _whole_pair(path)
+    return DcpLocation(path, tuple(f"{name}/" for name in (*models, *optimizers)))
+
+
+def _whole_pair(path: Path) -> DcpLocation | None:
+    """Accelerate's FULL_STATE_DICT: one file for the model and one for the optimizer, if there is one of each."""
+    found = [name for name in ("pytorch_model_fsdp.bin", "optimizer.bin") if (path / name).is_file()]
+    if not found or not found[0].startswith("pytorch"):
+        return None
+    prefixes: tuple[KeyPath, ...] = (("model",), ("optimizer",))
+    return DcpLocation(path, ("",), tuple(zip(found, prefixes, strict=False)))
+
+
+def _one_file(path: Path) -> DcpLocation | None:
+    """A file that the user wrote with `torch.save`, but not one of Hugging Face's weight files."""
+    if path.suffix not in _TORCH_FILES or path.name.startswith(("pytorch_model", "adapter_model")):
+        return None
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:
+            return None
+    return DcpLocation(path.parent, ("",), ((path.name, ()),), alone=True)
+
+
+def require_location(path: Path, tag: str | None) -> DcpLocation:
+    """Like `find_location`, but raises an error if there is none."""
+    location = find_location(path, tag)
+    if location is not None:
+        return location
+    if tag is not None:
+        raise UsageError(f"{path / tag}: is not a checkpoint folder", hint="`--tag` names a folder in the given one")
+    raise NotUnderstoodError(f"{path}: is not a torch.distributed.checkpoint folder")
+
+
+def sidecar_files(location: DcpLocation, used: set[str]) -> tuple[dict[str, int], list[str]]:
+    """Other files in the folders: the small ones to copy, with their sizes in bytes, and the names of the rest."""
+    carried: dict[str, int] = {}
+    skipped: list[str] = []
+    if location.alone:
+        return carried, skipped
+    for folder in dict.fromkeys(("", *location.folders)):
+        for path in sorted((location.root / folder).iterdir()):
+            name = folder + path.name
+            if not path.is_file() or name in used or path.name.startswith(".") or path.name.endswith(".metadata"):
+                continue
+            size = path.stat().st_size
+            if path.suffix == ".distcp" and size == 0:
+                continue  # of a rank without data
+            if path.suffix == ".distcp" or path.name.endswith(_WEIGHT_COPIES) or size > _LARGEST_SIDECAR:
+                skipped.append(name)
+            else:
+                carried[name] = size
+    return carried, skipped
+
+
+_MAX_DEPTH: Final = 50
+_REBUILDERS: Final = "torch._utils._rebuild"
+
+
+@dataclass(slots=True)
+class FullStateDict:
+    """The entries of the files, and the location of the tensor or the value of each entry."""
+
+    folder: DcpFolder = field(default_factory=lambda: DcpFolder(""))
+    fragments: dict[str, Fragment] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def read_full_state_dict(root: Path, files: Mapping[str, KeyPath]) -> FullStateDict:
+    """Index the files, each at its path in the state dict that they form together."""
+    found = FullStateDict()
+    for name, prefix in files.items():
+        archive = TorchFile(root / name)
+        if not isinstance(archive.tree, dict):
+            raise NotUnderstoodError(f"{root / name}: is not a state dict")
+        found.folder.files[name] = archive.size
+        for path, value in _walk(prefix, archive.tree):
+            _add(found, archive, ArchiveRange(name, 0, archive.size), path, value)
+    return found
+
+
+def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """Values by their paths, by torch's rules: dicts are entered, and lists that contain tensors or dicts."""
+    if len(path) > _MAX_DEPTH:
+        raise IntegrityError(f"{'.'.join(map(str, path[:4]))}…: the state dict is nested too deeply")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _walk((*path, str(key)), item)
+    elif type(value) is list and any(isinstance(item, (dict, TensorRef)) for item in value):
+        for number, item in enumerate(value):
+            yield from _walk((*path, number), item)
+    else:
+        yield path, value
+
+
+def _add(found: FullStateDict, archive: TorchFile, item: ArchiveRange, path: KeyPath, value: Any) -> None:
+    key = join_path(path)
+    if key in found.folder.entries:
+        raise IntegrityError(f"{archive.path}: two values have the key {key}")
+    entry: DcpEntry
+    if isinstance(value, TensorRef):
+        box = whole(value.shape)
+        entry = DcpTensor(key, path, value.shape, value.dtype, {box: item} if prod(value.shape) else {}, pieces=1)
+        strides = None if value.is_contiguous else value.strides
+        place = archive.position(value) if prod(value.shape) else 0
+        found.fragments[key] = Fragment(Region.of((box,)), item.file, place, value.dtype, strides=strides)
+    else:
+        if isinstance(value, Inert) and class_path(type(value)).startswith(_REBUILDERS):
+            raise NotUnderstoodError(f"{archive.path}: the bytes of {key} are not its values, as of a conjugate view")
+        entry = DcpObject(key, path, [item])
+        found.values[key] = with_extra_atoms(value, archive, item, key)
+    found.folder.entries[key] = entry
+
+
+class FullStateDictTensors(TensorArchives):
+    """Tensors by their keys."""
+
+    def __init__(self, root: Path, content: FullStateDict) -> None:
+        super().__init__(root)
+        self._content = content
+
+    def locate(self, entry: DcpTensor, box: Box, item: ArchiveRange, files: SourceFiles) -> Fragment:
+        """The location of the tensor."""
+        del box, item, files
+        return self._content.fragments[entry.key]
+
+
+class FullStateDictObjects(ObjectArchives):
+    """Values by their keys."""
+
+    def __init__(self, files: SourceFiles, content: FullStateDict) -> None:
+        super().__init__(files)
+        self._content = content
+
+    def value(self, entry: DcpObject) -> Any:
+        """The value, with atoms of kind `extra` for the tensors in it."""
+        return self._content.values[entry.key]

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.containers.safetensors_file import SafetensorsEntry, SafetensorsFile, read_safetensors
-from ucp.core.box import Box, Shape
-from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter, Role
-from ucp.core.coverage import Gap, coverage
+from ucp.core.box import Box, Gap, Shape, coverage
+from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter, Rank, Role
 from ucp.core.dtypes import DType
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UcpError
 from ucp.formats.dcp.state_dict_layout import STYLE_DETAIL, StateDictSection

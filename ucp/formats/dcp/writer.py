@@ -14,17 +14,15 @@ from typing import Any, Final
 from ucp.containers.distcp import METADATA, ArchiveRange, KeyPath, join_path
 from ucp.containers.distcp_writer import ArchiveFiles, MetadataTree
 from ucp.core.box import Box, Shape, whole
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Note, Parameter, ParamGroup
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Mesh, Note, Parameter, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
-from ucp.core.mesh import Mesh
 from ucp.core.optimizers import counts_in_tensor, default_group_fields
 from ucp.core.region import Region
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.dcp.optimizer_keys import GROUPS, PARAMS, STATE
 from ucp.formats.dcp.state_dict_layout import StateDictStyle, flatten, private_keys_of, style_of
-from ucp.formats.output_files import copied_file
-from ucp.formats.registry import WriteOptions
+from ucp.formats.registry import WriteOptions, copied_file
 from ucp.settings import KIB, MIB
 
 # A chunk has about 1.5 KB of headers, so small tensors are not split.
@@ -107,7 +105,7 @@ class DcpWriter:
 
 def _literal_file(path: str, tree: MetadataTree) -> OutputFile:
     data = tree.dump(path)
-    return OutputFile(path, len(data), (Literal(0, data),))
+    return OutputFile(path, len(data), (LiteralBytes(0, data),))
 
 
 @dataclass(frozen=True, slots=True)

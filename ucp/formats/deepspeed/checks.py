@@ -9,9 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ucp.containers.inert import Inert, NumpyScalar
-from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint
+from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Rank
 from ucp.core.findings import Finding
-from ucp.core.mesh import Rank
 from ucp.errors import UcpError
 from ucp.formats.deepspeed.folder import StepFolder, find, find_universal, is_step_folder
 from ucp.formats.deepspeed.read.rank_files import RankFiles
@@ -26,7 +25,7 @@ from ucp.formats.deepspeed.step_files import (
     optimizer_file_name,
     sharded_model_file_name,
 )
-from ucp.formats.format_checks import FormatChecks, missing_sidecar
+from ucp.formats.registry import FormatChecks, missing_sidecar
 from ucp.formats.sharded.shard_table import Problems
 
 _TRAINER: Final = "trainer_state.json"

@@ -8,7 +8,7 @@ from typing import Final
 
 from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.core.findings import Finding
-from ucp.formats.format_checks import FormatChecks, files_of, missing_sidecar, stray_file
+from ucp.formats.registry import FormatChecks, files_of, missing_sidecar, stray_file
 
 _SHARD: Final = re.compile(r"(.+)-\d{5}-of-\d{5}(\.safetensors|\.bin)")
 

@@ -13,9 +13,8 @@ from ucp.containers.inert import TensorRef
 from ucp.containers.safetensors_file import read_safetensors
 from ucp.containers.torch_file import TorchFile
 from ucp.core.box import Shape
-from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter
+from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter
 from ucp.core.dtypes import DType
-from ucp.core.mesh import Mesh
 from ucp.core.region import Region
 from ucp.core.rules import resolve
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError

@@ -14,10 +14,9 @@ from math import prod
 from typing import Any, Final
 
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import IntegrityError, StorageError, UsageError
-from ucp.formats.output_files import copied_file, missing_weight_error, safetensors_file
-from ucp.formats.registry import WriteOptions
+from ucp.formats.registry import WriteOptions, copied_file, missing_weight_error, safetensors_file
 from ucp.settings import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB
@@ -85,7 +84,7 @@ class HuggingFaceWriter:
                 yield copied_file(self.source, "adapter_config.json", f"{folder}adapter_config.json")
         if self._config is not None:
             data = json.dumps(self._with_dtype(self._config, weights), indent=2).encode() + b"\n"
-            yield OutputFile("config.json", len(data), (Literal(0, data),))
+            yield OutputFile("config.json", len(data), (LiteralBytes(0, data),))
         elif weights and not any(note.id == "no-config" for note in self.source.notes):
             self._note("no-config", "the source has no config.json, which `from_pretrained` needs")
         for name in self.source.extras.files:
@@ -141,7 +140,7 @@ class HuggingFaceWriter:
             "weight_map": dict(sorted(place.items())),
         }
         data = json.dumps(index, indent=2).encode() + b"\n"
-        yield OutputFile("model.safetensors.index.json", len(data), (Literal(0, data),))
+        yield OutputFile("model.safetensors.index.json", len(data), (LiteralBytes(0, data),))
 
     def _read_config(self) -> dict[str, Any] | None:
         translated = self.source.extras.trees.get("config.json")  # made with a table of names

@@ -11,11 +11,10 @@ from typing import Final
 
 from ucp.containers.distcp import read_dcp_folder
 from ucp.containers.inert import Inert
-from ucp.core.checkpoint import Atom, Checkpoint
+from ucp.core.checkpoint import Atom, Checkpoint, Rank
 from ucp.core.findings import Finding
-from ucp.core.mesh import Rank
-from ucp.formats.format_checks import FormatChecks, files_of, missing_sidecar, stray_file
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, RANK_FOLDER, find
+from ucp.formats.registry import FormatChecks, files_of, missing_sidecar, stray_file
 
 _RANK_FOLDER_NAME: Final = re.compile(r"mp_rank_\d{2,}(?:_\d{3,})*")
 _OBJECT: Final = re.compile(r"(.*/shard_)(\d[\d.]*)_(\d{1,9}(?:\.\d{1,9})*)\.pt", re.ASCII)

@@ -15,8 +15,7 @@ from typing import Any, Final
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.torch_file import TorchFile
 from ucp.containers.tree import map_leaves
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Note
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Note
 from ucp.core.region import Region
 from ucp.errors import UsageError
 from ucp.formats.megatron.folder import COMMON, RANK_FOLDER

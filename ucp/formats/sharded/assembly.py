@@ -9,9 +9,8 @@ from math import prod
 from typing import Final
 
 from ucp.core.box import Box, Shape, intersect, whole
-from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Fragment, Parameter, ParamGroup
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Fragment, Parameter, ParamGroup, Rank
 from ucp.core.dtypes import scalar_value
-from ucp.core.mesh import Rank
 from ucp.core.rules import REPLICATED, Rule, SlicePiece, logical_shape, resolve, slice_pieces, whole_shape
 from ucp.formats.sharded.rule_inference import LocalSlice, RuleInference
 from ucp.formats.sharded.shard_fragments import (

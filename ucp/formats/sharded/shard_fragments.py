@@ -14,9 +14,8 @@ from typing import NamedTuple, Protocol, overload
 
 from ucp.containers.inert import TensorRef
 from ucp.core.box import Box, Shape, intersect, interval_boxes, strides_of
-from ucp.core.checkpoint import Fragment, LazyFragments
+from ucp.core.checkpoint import Fragment, LazyFragments, Rank
 from ucp.core.dtypes import DType
-from ucp.core.mesh import Rank
 from ucp.core.optimizers import state_scale
 from ucp.core.region import Region
 from ucp.core.rules import SlicePiece

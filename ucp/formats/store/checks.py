@@ -9,7 +9,7 @@ import xxhash
 from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.core.findings import Finding
 from ucp.errors import IntegrityError
-from ucp.formats.format_checks import FormatChecks, RecordedChecksum
+from ucp.formats.registry import FormatChecks, RecordedChecksum
 from ucp.formats.store.generations import GenerationLease
 
 

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from ucp import settings
 from ucp.containers.inert_json import InertEncoder, decode, parameter_from_json, parameter_to_json
-from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter, ParamGroup
 from ucp.core.region import Region
 from ucp.errors import IntegrityError, UsageError
 from ucp.formats.registry import ReadOptions

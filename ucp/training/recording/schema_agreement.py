@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ucp.core.mesh import Rank
+from ucp.core.checkpoint import Rank
 from ucp.core.region import Region
 from ucp.core.rules import Rule, RuleBook
 from ucp.errors import UsageError

@@ -23,7 +23,7 @@ from ucp.log.reader import EPOCH, Epoch, EpochSpan, Log, LogStream
 from ucp.log.stream_schema import parse_shaped_kind
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
-from ucp.replay.at_step import replay_to_step
+from ucp.replay.at_step import find_base, replay_to_step
 from ucp.replay.exactness import (
     ALL_PARAMETERS,
     ApproximationLabel,
@@ -31,7 +31,6 @@ from ucp.replay.exactness import (
     find_kernel,
     why_not_replayed,
 )
-from ucp.replay.open_at import find_base
 from ucp.replay.replay_index import SpanBuilder
 from ucp.replay.replayer import ReplayedTensor
 from ucp.storage.local import SourceFiles

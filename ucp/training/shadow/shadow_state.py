@@ -27,10 +27,9 @@ from ucp.log.reader import LogStream, ReadBuffer
 from ucp.log.stream_recovery import StreamScan
 from ucp.log.stream_schema import BUFFER, PARAM, LogBlock, StreamSchema, parse_shaped_kind
 from ucp.replay.exactness import ApproximationLabel
-from ucp.replay.gradients import as_torch, torch_dtype
+from ucp.replay.gradients import OptimizerUpdate, as_torch, group_hyper, torch_dtype
 from ucp.replay.kernels import StateChunk
 from ucp.replay.logged_states import PARAM_NAMES
-from ucp.replay.logged_updates import OptimizerUpdate, group_hyper
 from ucp.replay.replayer import ChunkReplay, ReplayedTensor, tensor_bytes
 from ucp.storage.local import SourceFiles
 from ucp.training.shadow.step_assembler import WHOLE, ReceivedStep

@@ -20,8 +20,8 @@ from ucp.log.stream_recovery import LoggedStep, StreamScan
 from ucp.log.stream_schema import BUFFER, StreamSchema
 from ucp.replay.at_step import ReplayedState, with_labels
 from ucp.replay.exactness import BUFFERS_NOT_LOGGED, ApproximationLabel, find_kernel
+from ucp.replay.gradients import OptimizerUpdate
 from ucp.replay.logged_states import set_buffer, shaped_atom
-from ucp.replay.logged_updates import OptimizerUpdate
 from ucp.replay.non_tensor_state import advance_extras
 from ucp.replay.replay_index import SpanBuilder
 from ucp.replay.replayer import ReplayedTensor

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.tree import equal as equal_trees
-from ucp.core.checkpoint import Checkpoint, Extras
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import Checkpoint, Extras, Mesh
 from ucp.errors import StorageError
 from ucp.formats.deepspeed import folder
 from ucp.formats.deepspeed.read.carry_extras import (

@@ -27,11 +27,12 @@ from ucp.core.checkpoint import (
     Checkpoint,
     Extras,
     Fragment,
+    Mesh,
     Parameter,
     ParamGroup,
+    Rank,
     kind_of_state,
 )
-from ucp.core.mesh import Mesh, Rank
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
 from ucp.errors import NotUnderstoodError, StorageError, first_few

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Mesh, Parameter
 from ucp.core.dtypes import FLOAT32
-from ucp.core.mesh import Mesh
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, split_expert_name
 from ucp.formats.deepspeed.write.source_extras import SourceExtras

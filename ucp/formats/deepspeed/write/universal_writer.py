@@ -9,10 +9,9 @@ from typing import Any
 from ucp.containers.pickle_writer import bare_object
 from ucp.containers.torch_file_writer import torch_file
 from ucp.containers.tree import with_tensors
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Note, Parameter, state_of_kind
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Mesh, Note, Parameter, state_of_kind
 from ucp.core.dtypes import FLOAT32
-from ucp.core.mesh import Mesh
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.step_files import (
     LATEST_UNIVERSAL,
@@ -96,7 +95,7 @@ class UniversalWriter:
             scalars = ScalarStates(files)
             made = [torch_file(f"{self.folder}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
         latest = self.folder.encode()
-        return Target((*made, OutputFile(LATEST_UNIVERSAL, len(latest), (Literal(0, latest),))))
+        return Target((*made, OutputFile(LATEST_UNIVERSAL, len(latest), (LiteralBytes(0, latest),))))
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
         """None: the format has no manifest."""

@@ -10,10 +10,9 @@ from typing import Any
 
 from ucp.containers.torch_file_writer import PickledTree, torch_file
 from ucp.containers.tree import with_tensors
-from ucp.core.checkpoint import Checkpoint, Note
+from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.core.dtypes import BFLOAT16
-from ucp.core.mesh import Mesh
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import experts_per_layer
 from ucp.formats.deepspeed.step_files import (
@@ -35,8 +34,7 @@ from ucp.formats.deepspeed.write.optimizer_files import (
     zero12_optimizer_tree,
 )
 from ucp.formats.deepspeed.write.target_layout import TargetLayout
-from ucp.formats.output_files import copied_file
-from ucp.formats.registry import WriteOptions
+from ucp.formats.registry import WriteOptions, copied_file
 from ucp.storage.local import SourceFiles
 
 
@@ -113,7 +111,7 @@ class DeepSpeedWriter:
             text = f"padding rows of the vocabulary are zero: the source no longer has them ({listed})"
             self.notes.append(Note("vocabulary-padding", text))
         latest = self.tag.encode()
-        made.append(OutputFile("latest", len(latest), (Literal(0, latest),)))
+        made.append(OutputFile("latest", len(latest), (LiteralBytes(0, latest),)))
         return Target((*made, *self._neighbours()))
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
@@ -197,7 +195,7 @@ class DeepSpeedWriter:
         for name, tree in self.source.extras.trees.items():
             if name.endswith(".json"):
                 data = json.dumps(tree, indent=2).encode() + b"\n"
-                yield OutputFile(name, len(data), (Literal(0, data),))
+                yield OutputFile(name, len(data), (LiteralBytes(0, data),))
             elif "/" not in name and not is_state_file(PurePosixPath(name).name):
                 yield torch_file(name, with_tensors(tree))
         for name in self.source.extras.files:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from ucp.core.box import Box, flat_index, intersect, interval_boxes
-from ucp.core.checkpoint import MASTER, WEIGHT, Fragment, Note
+from ucp.core.checkpoint import MASTER, WEIGHT, Fragment, Note, Rank
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, NotUnderstoodError, first_few
 from ucp.formats.megatron.job_arguments import JobArguments

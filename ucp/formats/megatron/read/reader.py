@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Note, Parameter, ParamGroup
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Mesh, Note, Parameter, ParamGroup
 from ucp.errors import InconsistentError, StorageError
 from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, must_find
 from ucp.formats.megatron.job_arguments import JobArguments

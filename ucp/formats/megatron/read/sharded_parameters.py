@@ -15,9 +15,8 @@ from typing import Any, Final, Protocol
 
 from ucp.containers.inert import TensorRef
 from ucp.core.box import Box, Shape
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, LazyFragments, Note, Parameter, ParamGroup
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, LazyFragments, Note, Parameter, ParamGroup, Rank
 from ucp.core.dtypes import DType
-from ucp.core.mesh import Rank
 from ucp.core.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
 from ucp.errors import InconsistentError, first_few
 from ucp.formats.megatron.folder import COMMON

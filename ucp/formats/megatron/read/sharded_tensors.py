@@ -11,9 +11,8 @@ from math import prod
 from typing import Any, Final, Protocol
 
 from ucp.core.box import Box, Shape, flat_index, strides_of
-from ucp.core.checkpoint import MASTER, WEIGHT, Fragment
+from ucp.core.checkpoint import MASTER, WEIGHT, Fragment, Rank
 from ucp.core.dtypes import DType
-from ucp.core.mesh import Rank
 from ucp.core.region import Region
 from ucp.core.rules import SlicePiece
 from ucp.errors import InconsistentError

@@ -9,7 +9,7 @@ from ucp.containers.inert import InertOrderedDict
 from ucp.containers.torch_file_writer import torch_file
 from ucp.containers.tree import with_tensors
 from ucp.core.checkpoint import WEIGHT, Checkpoint, Note
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, TRACKER
 from ucp.formats.megatron.job_extras import (
     OUTPUT_EXTRA,
@@ -147,7 +147,7 @@ def tracker(folder: str) -> OutputFile:
     """Return the file that names the newest checkpoint."""
     text = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
     data = text.encode()
-    return OutputFile(TRACKER, len(data), (Literal(0, data),))
+    return OutputFile(TRACKER, len(data), (LiteralBytes(0, data),))
 
 
 def padding_notes(model: TargetModel) -> list[Note]:

@@ -8,8 +8,7 @@ from math import gcd
 from typing import Any, Final
 
 from ucp.containers.inert import Inert
-from ucp.core.checkpoint import Checkpoint, Note
-from ucp.core.mesh import Mesh
+from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.errors import UsageError
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.job_extras import MegatronExtras

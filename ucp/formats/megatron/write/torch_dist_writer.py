@@ -20,7 +20,7 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Note, Paramete
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.core.rules import slice_pieces
-from ucp.core.target import Digests, Literal, OutputFile, Target
+from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -269,7 +269,7 @@ class TorchDistWriter:
 
 
 def _literal_file(path: str, data: bytes) -> OutputFile:
-    return OutputFile(path, len(data), (Literal(0, data),))
+    return OutputFile(path, len(data), (LiteralBytes(0, data),))
 
 
 @dataclass(frozen=True, slots=True)
