@@ -130,5 +130,5 @@ def test_sharded_and_whole_runs_are_not_mixed(tmp_path: Path, whole: Path) -> No
 
 @pytest.mark.parametrize("number, count", [(0, 3), (4, 3), (1, 0)])
 def test_shards_that_do_not_exist(number: int, count: int, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no shard"):
+    with pytest.raises(UsageError, match="does not exist"):
         ucp.convert(SOURCE, tmp_path / "out", shard=(number, count))

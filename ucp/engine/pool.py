@@ -485,7 +485,7 @@ class WorkerProcesses:
 def _fork() -> int:
     with warnings.catch_warnings():
         # Python 3.12 and later warn if the process has threads of any kind. Those of numpy's BLAS stop before a fork by
-        # themselves, and there are no others.
+        # themselves, and no other threads exist here.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 

@@ -19,7 +19,7 @@ class WorkShard:
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
             raise UsageError(
-                f"there is no shard {self.number + 1} of {self.count}",
+                f"shard {self.number + 1} of {self.count} does not exist",
                 hint=f"shards are numbered from 1 to {self.count}: --shard 1/{self.count}",
             )
 

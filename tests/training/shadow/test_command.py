@@ -152,7 +152,7 @@ def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsy
         (["--log", "nowhere"], "this shadow could not be read"),
         (["--listen", "nowhere"], "not an address"),
         (["--listen", "shm://a/b"], "not an address"),
-        (["--log", "nowhere", "--listen", "127.0.0.1:0", "--shard", "3/2"], "there is no shard 3 of 2"),
+        (["--log", "nowhere", "--listen", "127.0.0.1:0", "--shard", "3/2"], "shard 3 of 2 does not exist"),
         (["--log", "nowhere", "--shard", "1/2", "--save", "kept"], "one shard is not a checkpoint"),
     ],
 )
