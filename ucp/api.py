@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from ucp.core.checkpoint import Checkpoint, Extras, Parameter
 from ucp.core.dtypes import DType, parse_dtype
 from ucp.core.selection import Selection, select
-from ucp.engine.plan import Plan, default_jobs
 from ucp.errors import UsageError
 from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer
 from ucp.formats.registry import open_checkpoint as index_checkpoint
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
     from ucp.checks.verify_report import Report
     from ucp.compare.comparison import Comparison
+    from ucp.engine.plan import Plan
     from ucp.engine.pool import Progress
     from ucp.reports.html_page import WrittenReport
 
@@ -107,6 +107,7 @@ def verify(src: StrPath, level: str = "default", **options: Unpack[VerifyOptions
     """
     from ucp.checks.runner import verify as run_checks
     from ucp.checks.verify_report import make_policy
+    from ucp.engine.plan import default_jobs
 
     given = with_defaults(VerifyOptions, options)
     policy = make_policy(given.fail_on, given.allow, given.baseline)
@@ -129,6 +130,7 @@ def diff(a: StrPath, b: StrPath, *, progress: Progress | None = None, **options:
     """
     from ucp.compare.comparison import CompareOptions, compare
     from ucp.compare.elements import Tolerance
+    from ucp.engine.plan import default_jobs
 
     given = with_defaults(DiffOptions, options)
     comparing = CompareOptions(
@@ -161,6 +163,7 @@ def report(
     """
     from ucp import __version__
     from ucp.core.findings import Level
+    from ucp.engine.plan import default_jobs
     from ucp.reports.html_page import ReportOptions, write_report
 
     given = with_defaults(PageOptions, options)
@@ -180,6 +183,8 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
     optimizer of the Megatron job that will load the target, `optimizer_sharding` the form of the distributed
     optimizer's state. `log`, `step` and `exact` as in `open_checkpoint`.
     """
+    from ucp.engine.plan import Plan
+
     given = with_defaults(PlanOptions, options)
     only, dtype, form = given.only, _dtype(given.dtype), find_format(given.to)
     if only is not None and form.states == "all":

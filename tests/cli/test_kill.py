@@ -19,15 +19,15 @@ import os, signal, sys
 from ucp import settings
 settings.SLAB_BYTES, settings.COPY_TASK_BYTES = 1024, 4096
 settings.PROGRESS_SECONDS, settings.JOURNAL_SECONDS = 0.0, 0.0
-from ucp.cli import output
+from ucp.cli import progress
 left = int(sys.argv[1])
-class Killer(output.ProgressBar):
+class Killer(progress.ProgressBar):
     def advance(self, nbytes):
         global left
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-output.ProgressBar = Killer
+progress.ProgressBar = Killer
 from ucp.cli.main import run
 sys.exit(run(sys.argv[2:]))
 """

@@ -22,13 +22,13 @@ import sys, time
 from ucp import settings
 settings.SPACE_RESERVE_BYTES, settings.COPY_TASK_BYTES, settings.SLAB_BYTES = -(1 << 40), 16384, 4096
 settings.PREALLOCATE_FILE_BYTES, settings.JOURNAL_SECONDS = 1 << 40, 0.0
-from ucp.cli import output
-class Sleeper(output.ProgressBar):
+from ucp.cli import progress
+class Sleeper(progress.ProgressBar):
     def advance(self, nbytes):
         if nbytes and float(sys.argv[1]):
             print("at work", flush=True)
             time.sleep(float(sys.argv[1]))
-output.ProgressBar = Sleeper
+progress.ProgressBar = Sleeper
 from ucp.cli.main import run
 sys.exit(run(["convert", *sys.argv[2:]]))
 """

@@ -87,7 +87,7 @@ def command(
     Under torchrun, srun or mpirun the processes share the work. Without a launcher, run --shard 1/4 to --shard 4/4 on
     any machines that see both folders, then --finish; or let a Ray cluster do it with --engine ray.
     """
-    from ucp.cli.output import ProgressBar
+    from ucp.cli.progress import ProgressBar
     from ucp.engine.convert import resume_hint
     from ucp.engine.staging import staging_folder
 

@@ -57,7 +57,7 @@ def command(
 
     Exit code 0: the same (within the tolerances) · 1: different. With --updates it is always 0.
     """
-    from ucp.cli.output import ProgressBar
+    from ucp.cli.progress import ProgressBar
 
     if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
         raise UsageError(f"{plot}: a plot must be an .svg or .png file")

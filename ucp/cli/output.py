@@ -1,9 +1,8 @@
-"""Shared by all commands: click parameters from `ucp.options`, tables, sizes, notes and the progress bar."""
+"""Shared by all commands: click parameters from `ucp.options`, tables, sizes and notes."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from ucp.core.checkpoint import Checkpoint, Note
-from ucp.engine.pool import Progress
 from ucp.errors import StorageError
 from ucp.formats.registry import TARGETS, all_formats
 from ucp.options import Option, declared, parse_size
@@ -76,30 +74,6 @@ def format_table(rows: list[list[str]], header: list[str]) -> str:
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     return "\n".join(lines)
-
-
-class ProgressBar(Progress):
-    """A tqdm bar in bytes."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._lock = threading.Lock()
-
-    def start(self, total: int) -> None:
-        if stderr_is_terminal():
-            from tqdm import tqdm
-
-            tqdm.monitor_interval = 0  # without its thread: a process that has threads cannot fork workers
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
-
-    def advance(self, nbytes: int) -> None:
-        if self._bar is not None:
-            with self._lock:
-                self._bar.update(nbytes)
-
-    def finish(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -47,7 +47,7 @@ def command(
     For a checkpoint that cannot be opened, the page describes what is wrong with it, and the exit code is that of `ucp
     verify`.
     """
-    from ucp.cli.output import ProgressBar
+    from ucp.cli.progress import ProgressBar
 
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")

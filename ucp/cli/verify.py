@@ -97,7 +97,7 @@ def command(
     options = read_options(tag, rules, preset)
     progress = None
     if not quick and stderr_is_terminal():  # else the bar, and the modules it needs, are useless
-        from ucp.cli.output import ProgressBar
+        from ucp.cli.progress import ProgressBar
 
         progress = ProgressBar()
     how: dict[str, Any] = {"jobs": jobs or default_jobs(), "progress": progress, "policy": policy, "processes": True}

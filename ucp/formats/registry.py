@@ -2,31 +2,32 @@
 
 Other packages add formats through the entry-point group `ucp.formats` (docs/extending.md).
 
-Output files that several formats write: safetensors files of whole atoms, and copies of source files.
-
-What a format adds to `ucp verify`: checks of its own files, and the diagnosis of one that cannot be read.
+`FormatChecks` is what a format adds to `ucp verify`: checks of its own files, and the diagnosis of one that cannot be
+read.
 """
+
+# ruff: noqa: ARG002 (the default hooks of FormatChecks do nothing)
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
-from ucp.containers.safetensors_file import build_header
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Note, Parameter
-from ucp.core.dtypes import UINT8, DType
+from ucp.core.checkpoint import Atom, Checkpoint, Mesh, Note
+from ucp.core.dtypes import DType
 from ucp.core.findings import Finding
-from ucp.core.region import Region
 from ucp.core.rules import RuleBook
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target, WriteItem
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
 from ucp.storage.paths import is_shadow
 from ucp.storage.storage import storage_of
+
+if TYPE_CHECKING:
+    from ucp.core.target import Digests, OutputFile, Target
 
 _ENTRY_POINTS: Final = "ucp.formats"
 _MAX_SEARCHED: Final = 100  # neighbours of a path that is not a checkpoint, searched for one that is
@@ -335,34 +336,6 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> FormatW
                 f"--{option} is not supported with --to {name}", hint=f"leave --{option} out, or choose {others}"
             )
     return cast(FormatWriter, load_hook(entry.write)(source, options))
-
-
-def safetensors_file(
-    path: str, tensors: Sequence[tuple[str, Atom]], metadata: Mapping[str, str], alignment: int = 8
-) -> OutputFile:
-    """Return a safetensors file of whole atoms: a known header, and write items for the data."""
-    layout = build_header([(key, atom.dtype, atom.shape) for key, atom in tensors], metadata, alignment)
-    items = tuple(WriteItem(atom, Region.all_of(atom.shape), layout.offsets[key]) for key, atom in tensors)
-    return OutputFile(path, layout.size, (LiteralBytes(0, layout.header),), items)
-
-
-def copied_file(source: Checkpoint, name: str, path: str) -> OutputFile:
-    """Return the file `name` of the source's extras, byte for byte, at `path`."""
-    file = source.extras.files[name]
-    size = source.sizes[file]
-    atom = Atom(file, "file", (size,), UINT8, (Fragment(Region.all_of((size,)), file, 0, UINT8),))
-    return OutputFile(path, size, (), (WriteItem(atom, Region.all_of((size,)), 0),))
-
-
-def missing_weight_error(parameter: Parameter) -> UsageError:
-    """Return the error of a target that needs weights, if the source only has optimizer states."""
-    return UsageError(
-        f"parameter {parameter.name}: the source has no weight for it",
-        hint="give a source that also has the model, and leave --only out",
-    )
-
-
-# ruff: noqa: ARG002 (the default hooks do nothing)
 
 
 class RunningDigest(Protocol):

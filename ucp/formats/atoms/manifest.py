@@ -24,7 +24,7 @@ from ucp.core.region import Region
 from ucp.core.target import LiteralBytes, OutputFile
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
 from ucp.formats.atoms import MANIFEST
-from ucp.formats.registry import copied_file, safetensors_file
+from ucp.formats.output_files import copied_file, safetensors_file
 from ucp.storage.storage import storage_of
 
 FORMAT: Final = "ucp-atoms"

@@ -21,7 +21,8 @@ from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import NotUnderstoodError, UsageError
 from ucp.formats.atoms import MANIFEST, manifest
 from ucp.formats.atoms.manifest import LinkTableWriter
-from ucp.formats.registry import WriteOptions, safetensors_file
+from ucp.formats.output_files import safetensors_file
+from ucp.formats.registry import WriteOptions
 from ucp.version import VERSION
 
 FOLDER = "atoms"

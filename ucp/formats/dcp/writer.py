@@ -22,7 +22,8 @@ from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.dcp.optimizer_keys import GROUPS, PARAMS, STATE
 from ucp.formats.dcp.state_dict_layout import StateDictStyle, flatten, private_keys_of, style_of
-from ucp.formats.registry import WriteOptions, copied_file
+from ucp.formats.output_files import copied_file
+from ucp.formats.registry import WriteOptions
 from ucp.settings import KIB, MIB
 
 # A chunk has about 1.5 KB of headers, so small tensors are not split.

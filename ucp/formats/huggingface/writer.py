@@ -16,7 +16,8 @@ from typing import Any, Final
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
 from ucp.errors import IntegrityError, StorageError, UsageError
-from ucp.formats.registry import WriteOptions, copied_file, missing_weight_error, safetensors_file
+from ucp.formats.output_files import copied_file, missing_weight_error, safetensors_file
+from ucp.formats.registry import WriteOptions
 from ucp.settings import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB

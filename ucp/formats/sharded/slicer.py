@@ -12,7 +12,7 @@ from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, SlicePiece, slice_pieces
 from ucp.errors import UsageError, first_few
-from ucp.formats.registry import missing_weight_error
+from ucp.formats.output_files import missing_weight_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ucp.formats.deepspeed.write.optimizer_files import (
 )
 from ucp.formats.deepspeed.write.source_extras import adjusted_config
 from ucp.formats.deepspeed.write.target_layout import TargetLayout, parse_layer_name
-from ucp.formats.registry import missing_weight_error
+from ucp.formats.output_files import missing_weight_error
 from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN
 
 

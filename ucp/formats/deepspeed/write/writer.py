@@ -34,7 +34,8 @@ from ucp.formats.deepspeed.write.optimizer_files import (
     zero12_optimizer_tree,
 )
 from ucp.formats.deepspeed.write.target_layout import TargetLayout
-from ucp.formats.registry import WriteOptions, copied_file
+from ucp.formats.output_files import copied_file
+from ucp.formats.registry import WriteOptions
 from ucp.storage.local import SourceFiles
 
 
