@@ -44,7 +44,7 @@ A mistake in a command prints a short message and exits with its code. A traceba
 | environment variable | effect |
 | --- | --- |
 | `UCP_DEBUG=1` | show the traceback of every error |
-| `UCP_SHADOW_TOKEN_FILE` | file with the token of a [shadow](shadow.md) |
+| `UCP_SHADOW_TOKEN_FILE` | file with the token of a [shadow](snapshots.md#the-shadow-a-jobs-newest-step-always-ready) |
 
 ## Completion
 

@@ -3,7 +3,7 @@
 
     .venv/bin/python scripts/simulate_scale.py DEST                  # 512, 1,024, 2,048 and 4,096 ranks
     .venv/bin/python scripts/simulate_scale.py DEST --ranks 4096     # the largest alone
-    .venv/bin/python scripts/simulate_scale.py DEST --svg docs/scale.svg
+    .venv/bin/python scripts/simulate_scale.py DEST --svg docs/assets/scale.svg
     .venv/bin/python scripts/simulate_scale.py DEST --zero 3 --ranks 256 512 1024
 
 Makes checkpoints of DeepSpeed ZeRO-1, tp 8 (or ZeRO-3), in DEST (holes: 171 MB of disk for 12.8 TiB), runs the commands

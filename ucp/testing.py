@@ -1,4 +1,4 @@
-"""Conformance tests for checkpoint formats, our own and those of other packages (docs/extending.md).
+"""Conformance tests for checkpoint formats, our own and those of other packages (docs/design.md).
 
 Subclass `FormatConformance` in a test module; pytest collects its tests.
 

@@ -1,4 +1,4 @@
-"""A format of another package, found by its entry point: the example of docs/extending.md, installed as it is there."""
+"""A format of another package, found by its entry point: the example of docs/design.md, installed as it is there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ucp.testing import make_sample
 @pytest.fixture
 def installed(project: Path, tmp_path: Path) -> Path:
     """A folder for PYTHONPATH with the modules of the page, and the metadata that pip would write."""
-    page = (project / "docs/extending.md").read_text(encoding="utf-8")
+    page = (project / "docs/design.md").read_text(encoding="utf-8")
     folder = tmp_path / "site-packages"
     folder.mkdir()
     for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL):

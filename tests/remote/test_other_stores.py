@@ -1,7 +1,7 @@
 """Stores other than S3, each with a client of its own.
 
 `UCP_TEST_STORES` names those to try, as URLs of a bucket or container that may be written to: emulators (Azurite,
-gcp-storage-emulator) or real ones. docs/object-storage.md says how to start them.
+gcp-storage-emulator) or real ones. docs/large-checkpoints.md says how to start them.
 """
 
 from __future__ import annotations

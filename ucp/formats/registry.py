@@ -1,6 +1,6 @@
 """The formats that can be read and written, one entry each, and how a path or a name finds its entry.
 
-Other packages add formats through the entry-point group `ucp.formats` (docs/extending.md).
+Other packages add formats through the entry-point group `ucp.formats` (docs/design.md).
 
 `FormatChecks` is what a format adds to `ucp verify`: checks of its own files, and the diagnosis of one that cannot be
 read.

@@ -364,7 +364,7 @@ def _file_system(url: str) -> Any:
                 hint=f"for a local folder of that name use ./{scheme}:/…; otherwise {install}",
             ) from error
         raise StorageError(
-            f"{url}: {error}", hint="see docs/object-storage.md for how stores are configured"
+            f"{url}: {error}", hint="see docs/large-checkpoints.md for how stores are configured"
         ) from error
 
 
@@ -435,7 +435,7 @@ def _is_final(error: Exception) -> bool:
 
 def _error_hint(error: Exception) -> str | None:
     if isinstance(error, PermissionError) or _FINAL_NAMES.get(type(error).__name__) == "credentials":
-        return "are the store's credentials set where ucp runs? See docs/object-storage.md"
+        return "are the store's credentials set where ucp runs? See docs/large-checkpoints.md"
     return None
 
 

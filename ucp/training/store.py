@@ -4,7 +4,7 @@ The order within a generation; each arrow waits until the bytes are durable:
 slot header erased → data → slot header → the older superblock, which then names the slot.
 
 On persistent memory with DAX, the kernel accepts `MAP_SYNC`, and libpmem, if installed, flushes CPU caches without a
-system call. Everywhere else `msync` writes the pages of the given ranges. docs/store.md specifies the file;
+system call. Everywhere else `msync` writes the pages of the given ranges. docs/spec/atoms.md specifies the file;
 `ucp.formats.store` has its layout, and reads stores as checkpoints.
 """
 

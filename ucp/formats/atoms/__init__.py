@@ -1,4 +1,4 @@
-"""Atoms: one safetensors file per parameter, a manifest, extras without pickle. Specified in docs/atom-format.md."""
+"""Atoms: one safetensors file per parameter, a manifest, extras without pickle. Specified in docs/spec/atoms.md."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from ucp.formats.output_files import copied_file, safetensors_file
 from ucp.storage.storage import storage_of
 
 FORMAT: Final = "ucp-atoms"
-VERSION: Final = 2  # the newest that can be read; docs/atom-format.md describes what a reader may rely on
+VERSION: Final = 2  # the newest that can be read; docs/spec/atoms.md describes what a reader may rely on
 VERSION_ONE_STEP: Final = 1  # all states are of one step
 VERSION_MANY_STEPS: Final = 2  # `steps` names parameters of other steps: older readers must refuse it
 TREES: Final = "extras/extras.json"

@@ -1,4 +1,4 @@
-"""The mapped store as a checkpoint: its file layout, its generations, and the index of one. See docs/store.md.
+"""The mapped store as a checkpoint: its file layout, its generations, and the index of one. See docs/spec/atoms.md.
 
 `ucp.training.store` writes stores from a running job.
 """

@@ -157,7 +157,7 @@ def coalesce_ranges(ranges: Iterable[tuple[int, int]], unit: int) -> list[tuple[
     return made
 
 
-VERSION: Final = 1  # docs/store.md describes what a reader may rely on
+VERSION: Final = 1  # docs/spec/atoms.md describes what a reader may rely on
 MAGIC: Final = b"UCPSTORE"
 _ROOT_MAGIC: Final = b"UCPROOT1"
 _SLOT_MAGIC: Final = b"UCPSLOT1"
