@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -19,7 +18,7 @@ from ucp import settings
 from ucp.containers.inert import Inert, TensorRef, class_path
 from ucp.containers.pickle_reader import read_pickle
 from ucp.containers.torch_file import TorchFile
-from ucp.containers.tree import map_leaves
+from ucp.containers.tree import with_atoms
 from ucp.core.box import Box, Gap, Shape, coverage
 from ucp.core.checkpoint import Atom, Fragment, LazyFragments, Rank
 from ucp.core.dtypes import DType
@@ -405,25 +404,7 @@ class ObjectArchives:
         archive = TorchFile(self._files.root / item.file, item.start, item.stop)
         value = archive.tree
         if any("/data/" in name for name in archive.entries):
-            return with_extra_atoms(value, archive, item, entry.key)
+            return with_atoms(value, archive, item.file, entry.key, Rank(dp=item.rank))
         if small:
             self._known[data] = value
         return value
-
-
-def with_extra_atoms(value: Any, archive: TorchFile, item: ArchiveRange, key: str) -> Any:
-    """A copy of `value` with an atom of kind `extra` for every tensor in it, named by `key` and a running number."""
-    numbers = count()
-    return map_leaves(
-        value,
-        lambda leaf: isinstance(leaf, TensorRef),
-        lambda ref, _: _extra_atom(archive, item, f"{key}#{next(numbers)}", ref),
-    )
-
-
-def _extra_atom(archive: TorchFile, item: ArchiveRange, name: str, ref: TensorRef) -> Atom:
-    if 0 in ref.shape:
-        return Atom(name, "extra", ref.shape, ref.dtype, ())
-    region, strides = Region.all_of(ref.shape), None if ref.is_contiguous else ref.strides
-    fragment = Fragment(region, item.file, archive.position(ref), ref.dtype, Rank(dp=item.rank), strides)
-    return Atom(name, "extra", ref.shape, ref.dtype, (fragment,))

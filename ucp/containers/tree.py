@@ -7,14 +7,18 @@ leaf. Branches may be shared or contain themselves: `walk` visits each once, and
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
 
 from ucp import settings
-from ucp.containers.inert import Inert, InertDefaultDict, InertOrderedDict, Size, is_class
-from ucp.core.checkpoint import Atom
+from ucp.containers.inert import Inert, InertDefaultDict, InertOrderedDict, Size, TensorRef, is_class
+from ucp.core.checkpoint import Atom, Fragment, Rank
 from ucp.core.region import Region
 from ucp.errors import UnsafeError
+
+if TYPE_CHECKING:
+    from ucp.containers.torch_file import TorchFile
 
 _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
 _MAX_COMPARED_DEPTH: Final = 100
@@ -75,6 +79,35 @@ def with_tensors(tree: Any) -> Any:
         return new_tensor(atom.dtype, atom.shape, *contents)
 
     return map_leaves(tree, lambda value: isinstance(value, Atom), tensor)
+
+
+def with_atoms(tree: Any, archive: TorchFile, file: str, key: str, rank: Rank = Rank()) -> Any:
+    """A copy of `tree` with an atom of kind `extra` for every tensor in it, named by `key` and a running number.
+
+    `archive` has the tensors, and is in `file`, which `rank` wrote.
+    """
+    numbers = count()
+
+    def atom(ref: TensorRef, _: str) -> Atom:
+        fragments: tuple[Fragment, ...] = ()
+        if ref.numel:
+            strides = None if ref.is_contiguous else ref.strides
+            fragments = (Fragment(Region.all_of(ref.shape), file, archive.position(ref), ref.dtype, rank, strides),)
+        return Atom(f"{key}#{next(numbers)}", "extra", ref.shape, ref.dtype, fragments)
+
+    return map_leaves(tree, lambda leaf: isinstance(leaf, TensorRef), atom, where=file)
+
+
+def flatten_state_dict(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """A module's state dict with dotted names; nested dicts (old Megatron) are flattened."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat.update(flatten_state_dict(value, f"{name}."))
+        else:
+            flat[name] = value
+    return flat
 
 
 class _LeafMapper:

@@ -1,4 +1,4 @@
-"""Output files that several formats write: safetensors files of whole atoms, and copies of source files."""
+"""Output files that several formats write: known bytes, safetensors files of whole atoms, copies of source files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from ucp.core.dtypes import UINT8
 from ucp.core.region import Region
 from ucp.core.target import LiteralBytes, OutputFile, WriteItem
 from ucp.errors import UsageError
+
+
+def literal_file(path: str, data: bytes) -> OutputFile:
+    """Return a file with these bytes."""
+    return OutputFile(path, len(data), (LiteralBytes(0, data),))
 
 
 def safetensors_file(

@@ -6,7 +6,7 @@ Other packages add formats through the entry-point group `ucp.formats` (docs/des
 read.
 """
 
-# ruff: noqa: ARG002 (the default hooks of FormatChecks do nothing)
+# ruff: noqa: ARG002 (default hooks do nothing)
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ucp.core.dtypes import DType
 from ucp.core.findings import Finding
 from ucp.core.rules import RuleBook
 from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
-from ucp.storage.paths import is_shadow
+from ucp.storage.paths import is_shadow, read_errors
 from ucp.storage.storage import storage_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class FormatWriter(Protocol):
         """Every file but the last."""
 
     def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """The file to write when everything else is on disk, such as a manifest, if the format has one."""
+        """The file to write when everything else is on disk, such as a manifest; None if the format has none."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +202,6 @@ def all_formats() -> Iterator[Format]:
 
 def checks_of_format(name: str) -> FormatChecks:
     """The checks of a format; those of `FormatChecks`, which do nothing, if it has none of its own."""
-    # inspecting and converting do without it
-
     return cast(FormatChecks, (load_hook(find_format(name).checks) or FormatChecks)())
 
 
@@ -241,14 +240,17 @@ def _third_party() -> tuple[Format, ...]:
 
 def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
-    try:
+    with read_errors(path):
         entry = _format_at(path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     found = cast(Checkpoint, load_hook(entry.read)(path, options))
     if found.steps and not options.spread:
         found.lease = None  # the error keeps this frame, and must not keep the lease
-        raise _mixed_steps_error(path, found)
+        steps = sorted({*found.steps.values(), *([] if found.step is None else [found.step])})
+        raise UsageError(
+            f"{path}: this snapshot was spread over steps {steps[0]} to {steps[-1]}: its parameters are of different"
+            " steps, so it is not one state of the job",
+            hint=f"add --log RUN (in Python, log=): the log of the job brings all of it to step {steps[-1]} or later",
+        )
     return found
 
 
@@ -307,15 +309,6 @@ def _similar_paths(path: Path) -> str | None:
 
     close = get_close_matches(path.name, siblings, 3)
     return f"perhaps one of: {', '.join(str(path.parent / name) for name in close)}" if close else None
-
-
-def _mixed_steps_error(path: Path, found: Checkpoint) -> UsageError:
-    steps = sorted({*found.steps.values(), *([] if found.step is None else [found.step])})
-    return UsageError(
-        f"{path}: this snapshot was spread over steps {steps[0]} to {steps[-1]}: its parameters are of different steps,"
-        " so it is not one state of the job",
-        hint=f"add --log RUN (in Python, log=): the log of the job brings all of it to step {steps[-1]} or later",
-    )
 
 
 # writing --------------------------------------------------------------------------------------------------------------

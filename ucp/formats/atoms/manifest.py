@@ -21,10 +21,10 @@ from ucp.core.box import Box
 from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Rank
 from ucp.core.dtypes import BY_NAME
 from ucp.core.region import Region
-from ucp.core.target import LiteralBytes, OutputFile
+from ucp.core.target import OutputFile
 from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError
 from ucp.formats.atoms import MANIFEST
-from ucp.formats.output_files import copied_file, safetensors_file
+from ucp.formats.output_files import copied_file, literal_file, safetensors_file
 from ucp.storage.storage import storage_of
 
 FORMAT: Final = "ucp-atoms"
@@ -245,7 +245,7 @@ def plan_extras(source: Checkpoint) -> Iterator[OutputFile]:
         if id(tree) not in encoded:
             encoded[id(tree)] = encoder.encode(tree)
     data = readable_json(_share({file: encoded[id(tree)] for file, tree in source.extras.trees.items()}))
-    yield OutputFile(TREES, len(data), (LiteralBytes(0, data),))
+    yield literal_file(TREES, data)
     if encoder.tensors:
         yield safetensors_file(TENSORS, list(encoder.tensors.items()), {})
     for name in source.extras.files:

@@ -17,11 +17,11 @@ from urllib.parse import unquote_to_bytes
 from ucp import settings
 from ucp.containers.inert_json import InertEncoder, parameter_to_json
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
+from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import NotUnderstoodError, UsageError
 from ucp.formats.atoms import MANIFEST, manifest
 from ucp.formats.atoms.manifest import LinkTableWriter
-from ucp.formats.output_files import safetensors_file
+from ucp.formats.output_files import literal_file, safetensors_file
 from ucp.formats.registry import WriteOptions
 from ucp.version import VERSION
 
@@ -55,8 +55,7 @@ class AtomsWriter:
 
     def last(self, target: Target, digests: Digests) -> OutputFile:
         """The manifest, with the checksums of everything that was written."""
-        data = manifest.dump_manifest(self._content(target, digests))
-        return OutputFile(MANIFEST, len(data), (LiteralBytes(0, data),))
+        return literal_file(MANIFEST, manifest.dump_manifest(self._content(target, digests)))
 
     def _atom_file(self, parameter: Parameter) -> OutputFile:
         metadata = {

@@ -30,10 +30,10 @@ from ucp.containers.distcp import (
     join_path,
     metadata_files,
     read_dcp_folder,
-    with_extra_atoms,
 )
 from ucp.containers.inert import Inert, TensorRef, class_path
 from ucp.containers.torch_file import TorchFile
+from ucp.containers.tree import with_atoms
 from ucp.core.box import Box, whole
 from ucp.core.checkpoint import (
     STEP,
@@ -597,7 +597,7 @@ def _add(found: FullStateDict, archive: TorchFile, item: ArchiveRange, path: Key
         if isinstance(value, Inert) and class_path(type(value)).startswith(_REBUILDERS):
             raise NotUnderstoodError(f"{archive.path}: the bytes of {key} are not its values, as of a conjugate view")
         entry = DcpObject(key, path, [item])
-        found.values[key] = with_extra_atoms(value, archive, item, key)
+        found.values[key] = with_atoms(value, archive, item.file, key, Rank(dp=item.rank))
     found.folder.entries[key] = entry
 
 

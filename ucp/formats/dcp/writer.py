@@ -18,11 +18,11 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.optimizers import counts_in_tensor, default_group_fields
 from ucp.core.region import Region
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
+from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.dcp.optimizer_keys import GROUPS, PARAMS, STATE
 from ucp.formats.dcp.state_dict_layout import StateDictStyle, flatten, private_keys_of, style_of
-from ucp.formats.output_files import copied_file
+from ucp.formats.output_files import copied_file, literal_file
 from ucp.formats.registry import WriteOptions
 from ucp.settings import KIB, MIB
 
@@ -80,7 +80,7 @@ class DcpWriter:
                 tree.add_object(entry.path, files.value(entry.value))
         self.notes = entries.notes
         outputs = [file for folder, files in data.items() for file in files.outputs(folder)]
-        metadata = [_literal_file(folder + METADATA, tree) for folder, tree in trees.items()]
+        metadata = [literal_file(f"{folder}{METADATA}", tree.dump(folder + METADATA)) for folder, tree in trees.items()]
         if not metadata:
             raise UsageError(f"{self.source.root}: nothing is left to write", hint="leave --include and --exclude out")
         *others, self._last = metadata
@@ -102,11 +102,6 @@ class DcpWriter:
         if not 1 <= count <= 65536:
             raise UsageError(f"a dcp folder cannot have {count} data files", hint="choose --dp from 1 to 65536")
         return count
-
-
-def _literal_file(path: str, tree: MetadataTree) -> OutputFile:
-    data = tree.dump(path)
-    return OutputFile(path, len(data), (LiteralBytes(0, data),))
 
 
 @dataclass(frozen=True, slots=True)

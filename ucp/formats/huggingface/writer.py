@@ -14,10 +14,10 @@ from math import prod
 from typing import Any, Final
 
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
+from ucp.core.target import OutputFile, Target
 from ucp.errors import IntegrityError, StorageError, UsageError
-from ucp.formats.output_files import copied_file, missing_weight_error, safetensors_file
-from ucp.formats.registry import WriteOptions
+from ucp.formats.output_files import copied_file, literal_file, missing_weight_error, safetensors_file
+from ucp.formats.registry import FormatWriter, WriteOptions
 from ucp.settings import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB
@@ -51,7 +51,7 @@ _ORIGINAL: Final = ".original_module."  # its untrained original
 _MAGNITUDE: Final = re.compile(r"(.*\.lora_magnitude_vector)\.weight")  # a module in the model, a tensor in the file
 
 
-class HuggingFaceWriter:
+class HuggingFaceWriter(FormatWriter):
     """Lays out one copy of every weight, in the precision of the master or in `options.dtype`."""
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
@@ -68,11 +68,6 @@ class HuggingFaceWriter:
         """Every file of the folder."""
         return Target(tuple(self._files()))
 
-    def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """None: the format has no manifest."""
-        del target, digests
-        return None
-
     def _files(self) -> Iterator[OutputFile]:
         weights, removed = self._weights()
         if weights:
@@ -84,8 +79,8 @@ class HuggingFaceWriter:
             if "adapter_config.json" in self.source.extras.files:
                 yield copied_file(self.source, "adapter_config.json", f"{folder}adapter_config.json")
         if self._config is not None:
-            data = json.dumps(self._with_dtype(self._config, weights), indent=2).encode() + b"\n"
-            yield OutputFile("config.json", len(data), (LiteralBytes(0, data),))
+            config = self._with_dtype(self._config, weights)
+            yield literal_file("config.json", json.dumps(config, indent=2).encode() + b"\n")
         elif weights and not any(note.id == "no-config" for note in self.source.notes):
             self._note("no-config", "the source has no config.json, which `from_pretrained` needs")
         for name in self.source.extras.files:
@@ -140,8 +135,7 @@ class HuggingFaceWriter:
             },
             "weight_map": dict(sorted(place.items())),
         }
-        data = json.dumps(index, indent=2).encode() + b"\n"
-        yield OutputFile("model.safetensors.index.json", len(data), (LiteralBytes(0, data),))
+        yield literal_file("model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
 
     def _read_config(self) -> dict[str, Any] | None:
         translated = self.source.extras.trees.get("config.json")  # made with a table of names

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UsageError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
+from ucp.storage.paths import read_errors
 
 MegatronLayout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
 
@@ -89,11 +90,8 @@ def must_find(path: Path, tag: str | None) -> MegatronFolder:
 
 def tracked_folder(path: Path) -> str | None:
     """Return the folder named by the tracker file: `iter_0000002` or `release`; None if it has other contents."""
-    try:
-        with (path / TRACKER).open("rb") as file:
-            word = file.read(_LARGEST_TRACKER).decode("ascii", "replace").strip()
-    except OSError as error:
-        raise StorageError(f"{path / TRACKER}: cannot be read: {error.strerror}") from error
+    with read_errors(path / TRACKER), (path / TRACKER).open("rb") as file:
+        word = file.read(_LARGEST_TRACKER).decode("ascii", "replace").strip()
     if word == "release":
         return word
     return f"iter_{int(word):07d}" if word.isdecimal() else None
@@ -118,10 +116,8 @@ def _is_plain_dcp(path: Path) -> bool:
     """Whether a folder of torch's distributed checkpoint has an optimizer of Megatron, which numbers its parameters."""
     if not _ITERATION.fullmatch(path.name) or not (path / INDEX).is_file():
         return False
-    try:
+    with read_errors(path / INDEX):
         return _GROUPS in (path / INDEX).read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path / INDEX}: cannot be read: {error.strerror}") from error
 
 
 def _backend(file: Path) -> object:
@@ -142,11 +138,9 @@ def _backend(file: Path) -> object:
 def model_files(path: Path) -> dict[tuple[int, ...], str]:
     """Return the rank folders with a model file: numbers in the name → name, sorted."""
     found: dict[tuple[int, ...], str] = {}
-    try:
+    with read_errors(path):
         for child in path.iterdir():
             match = RANK_FOLDER.fullmatch(child.name)
             if match and (child / MODEL_FILE).is_file():
                 found[tuple(int(number) for number in match.groups() if number is not None)] = child.name
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     return dict(sorted(found.items()))

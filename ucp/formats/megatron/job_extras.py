@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
-from ucp.containers.torch_file import TorchFile
-from ucp.containers.tree import map_leaves
-from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Mesh, Note
-from ucp.core.region import Region
+from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.errors import UsageError
 from ucp.formats.megatron.folder import COMMON, RANK_FOLDER
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -34,17 +30,6 @@ from ucp.formats.megatron.optimizer_groups import optimizers_of
 from ucp.formats.megatron.rank_layout import ModelChunk, file_ranks, model_chunks
 
 _STATE_KEYS: Final = frozenset({"state", "fp32_from_fp16_params"})
-
-
-def tree_with_atoms(file: str, archive: TorchFile, tree: Any, label: str) -> Any:
-    """Return a copy of `tree` with an atom of kind `extra` for every tensor; shared subtrees stay shared."""
-    numbers = count()
-    return map_leaves(
-        tree,
-        lambda leaf: isinstance(leaf, TensorRef),
-        lambda ref, _: _extra_atom(file, archive, f"{label}#{next(numbers)}", ref),
-        where=file,
-    )
 
 
 def without_states(tree: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -86,17 +71,9 @@ def _without_tensors(model: Mapping[Any, Any]) -> dict[Any, Any]:
     return kept
 
 
-def _extra_atom(file: str, archive: TorchFile, name: str, ref: TensorRef) -> Atom:
-    if not ref.numel:
-        return Atom(name, "extra", ref.shape, ref.dtype, ())
-    strides = None if ref.is_contiguous else ref.strides
-    fragment = Fragment(Region.all_of(ref.shape), file, archive.position(ref), ref.dtype, strides=strides)
-    return Atom(name, "extra", ref.shape, ref.dtype, (fragment,))
-
-
 _OBJECTS: Final = "objects"
 _RNG: Final = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_[\d.]+$")
-_EXTRA_STATE: Final = "._extra_state"
+EXTRA: Final = "._extra_state"
 _SHARD: Final = re.compile(r"^(.+\._extra_state)/shard_([\d.]+)_([\d.]+)$")
 _SCALER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\..*grad_scaler/shard_")
 
@@ -187,7 +164,7 @@ class MegatronExtras:
                     continue
                 first = chunks[pp, int(key.removeprefix("model") or 0)].first
                 for local, value in model.items():
-                    if isinstance(local, str) and local.endswith(_EXTRA_STATE):
+                    if isinstance(local, str) and local.endswith(EXTRA):
                         whole = shift_layer(canonical_name(to_core_name(local)), first)
                         if expert_of(whole) is not None:
                             whole = shift_expert(whole, ep * experts)
@@ -195,7 +172,6 @@ class MegatronExtras:
         return found
 
 
-EXTRA: Final = "._extra_state"
 OUTPUT_EXTRA: Final = "output_layer._extra_state"
 _LINEAR: Final = re.compile(r"^(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj)|output_layer)\.(?:weight|bias)$")
 

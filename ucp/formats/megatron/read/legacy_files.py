@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ucp.containers.inert import TensorRef
 from ucp.containers.torch_file import TorchFile
+from ucp.containers.tree import flatten_state_dict
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, STEP, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
@@ -135,17 +136,9 @@ def chunks_of(tree: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _flatten_names(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    names = dict(_flatten(tree, ""))
+    names = flatten_state_dict(tree)
     is_old = any(is_before_core(name) for name in names)
     return {canonical_name(to_core_name(name) if is_old else name): value for name, value in names.items()}
-
-
-def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def count_layers(chunk: Mapping[str, Any]) -> dict[str, int]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ucp.containers.tree import with_atoms
 from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Mesh, Note, Parameter, ParamGroup
-from ucp.errors import InconsistentError, StorageError
+from ucp.errors import InconsistentError
 from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, must_find
 from ucp.formats.megatron.job_arguments import JobArguments
-from ucp.formats.megatron.job_extras import tree_with_atoms, without_states
+from ucp.formats.megatron.job_extras import without_states
 from ucp.formats.megatron.mcore_modules import order_key
 from ucp.formats.registry import ReadOptions
 from ucp.storage.local import SourceFiles
-from ucp.storage.paths import list_files
+from ucp.storage.paths import list_files, read_errors
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
@@ -74,7 +75,7 @@ def _read_legacy(folder: MegatronFolder, options: ReadOptions, files: SourceFile
     trees: dict[str, Any] = {}
     for rank in reader.files.values():
         rest = without_states(rank.model.mapping())
-        trees[rank.model.name] = tree_with_atoms(rank.model.name, rank.model.archive, rest, rank.model.name)
+        trees[rank.model.name] = with_atoms(rest, rank.model.archive, rank.model.name, rank.model.name)
     first = next(iter(reader.files.values())).model.mapping()
     groups = reader.groups(parameters)
     return build_checkpoint(folder, reader.arguments, parameters, groups, trees, reader.notes, first.get("iteration"))
@@ -104,18 +105,19 @@ def build_checkpoint(
                 " (give it in a rule file: cut = vocab, true_size)",
             )
         )
-    zero = 1 if arguments.is_distributed_optimizer else 0
+    with read_errors(folder.root):
+        sizes = dict(sorted(list_files(folder.root)))
     return Checkpoint(
         format="megatron" if folder.layout == "torch" else "torch-dist",
         root=folder.root,
-        mesh=Mesh(arguments.tp, arguments.pp, arguments.dp, arguments.ep, zero),
+        mesh=Mesh(arguments.tp, arguments.pp, arguments.dp, arguments.ep, int(arguments.is_distributed_optimizer)),
         parameters=parameters,
         framework="Megatron-LM",
         step=iteration if type(iteration) is int else None,
         groups=groups,
         extras=Extras(trees),
         notes=list(dict.fromkeys(notes)),
-        sizes=_sizes(folder.root),
+        sizes=sizes,
         details=_details(folder, arguments),
     )
 
@@ -146,10 +148,3 @@ def _details(folder: MegatronFolder, arguments: JobArguments) -> dict[str, Any]:
         "position_embedding": str(fields.get("position_embedding_type", "learned_absolute")),
         "iteration": fields.get("iteration") if type(fields.get("iteration")) is int else None,
     }
-
-
-def _sizes(root: Path) -> dict[str, int]:
-    try:
-        return dict(sorted(list_files(root)))
-    except OSError as error:
-        raise StorageError(f"{error.filename or root}: cannot be read: {error.strerror}") from error

@@ -28,17 +28,18 @@ from ucp.containers.distcp import (
     read_dcp_folder,
 )
 from ucp.containers.torch_file import TorchFile
+from ucp.containers.tree import with_atoms
 from ucp.core.box import Box, Shape, strides_of
 from ucp.core.checkpoint import STEP, Atom
 from ucp.core.dtypes import BY_NAME, DType
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
-from ucp.formats.megatron.job_extras import tree_with_atoms
 from ucp.formats.megatron.mcore_modules import canonical_name, is_buffer, order_key
 from ucp.formats.megatron.optimizer_groups import groups_of, optimizers_of, parameter_flags, stored_group_flags
 from ucp.formats.megatron.read.sharded_tensors import BlockLocation, ShardedBlock, ShardedContents, ShardedTensor
 from ucp.formats.sharded.shard_fragments import StoredShard
 from ucp.storage.local import SourceFiles
+from ucp.storage.paths import read_errors
 
 
 class DistcpBlock:
@@ -256,18 +257,15 @@ def read_zarr(root: Path) -> ShardedContents:
     """Return every array and object of a `zarr` folder."""
     tensors: dict[str, ShardedTensor] = {}
     objects: dict[str, Any] = {}
-    try:
-        folders = sorted(child for child in root.iterdir() if child.is_dir())
-        for folder in folders:
+    with read_errors(root):
+        for folder in sorted(child for child in root.iterdir() if child.is_dir()):
             if (folder / _ARRAY).is_file():
                 tensors[folder.name] = _zarr_tensor(root, folder)
                 continue
             for file in sorted(folder.glob("shard_*.pt")):
                 key = f"{folder.name}/{file.stem}"
                 archive = TorchFile(file)
-                objects[key] = tree_with_atoms(f"{folder.name}/{file.name}", archive, archive.tree, key)
-    except OSError as error:
-        raise StorageError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
+                objects[key] = with_atoms(archive.tree, archive, f"{folder.name}/{file.name}", key)
     return ShardedContents(tensors, objects)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ucp.containers.inert import TensorRef
+from ucp.containers.tree import with_atoms
 from ucp.core.box import Box, Shape
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, LazyFragments, Note, Parameter, ParamGroup, Rank
 from ucp.core.dtypes import DType
@@ -21,7 +22,7 @@ from ucp.core.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
 from ucp.errors import InconsistentError, first_few
 from ucp.formats.megatron.folder import COMMON
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
-from ucp.formats.megatron.job_extras import tree_with_atoms, without_optimizer_states
+from ucp.formats.megatron.job_extras import without_optimizer_states
 from ucp.formats.megatron.mcore_modules import (
     EMBEDDING,
     OUTPUT,
@@ -104,7 +105,7 @@ class CommonFile:
         return inline_number(COMMON, step) if isinstance(step, (int, float)) else None
 
     def with_atoms(self, tree: Any) -> Any:
-        return tree_with_atoms(COMMON, self._file.archive, tree, COMMON)
+        return with_atoms(tree, self._file.archive, COMMON, COMMON)
 
 
 class ShardedReader:

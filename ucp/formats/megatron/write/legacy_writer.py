@@ -9,7 +9,7 @@ from ucp.containers.inert import InertOrderedDict
 from ucp.containers.torch_file_writer import torch_file
 from ucp.containers.tree import with_tensors
 from ucp.core.checkpoint import WEIGHT, Checkpoint, Note
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
+from ucp.core.target import Digests, OutputFile, Target
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, TRACKER
 from ucp.formats.megatron.job_extras import (
     OUTPUT_EXTRA,
@@ -33,6 +33,7 @@ from ucp.formats.megatron.write.target_optimizer import (
     plain_tree,
     stateless_chain,
 )
+from ucp.formats.output_files import literal_file
 from ucp.formats.registry import WriteOptions
 from ucp.storage.local import SourceFiles
 
@@ -146,8 +147,7 @@ def iteration_folder(source: Checkpoint) -> str:
 def tracker(folder: str) -> OutputFile:
     """Return the file that names the newest checkpoint."""
     text = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
-    data = text.encode()
-    return OutputFile(TRACKER, len(data), (LiteralBytes(0, data),))
+    return literal_file(TRACKER, text.encode())
 
 
 def padding_notes(model: TargetModel) -> list[Note]:

@@ -20,7 +20,7 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Note, Paramete
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.core.rules import slice_pieces
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
+from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -38,6 +38,7 @@ from ucp.formats.megatron.write.target_optimizer import (
     is_mixed,
     stateless_chain,
 )
+from ucp.formats.output_files import literal_file
 from ucp.formats.registry import WriteOptions
 from ucp.storage.local import SourceFiles
 
@@ -105,8 +106,8 @@ class TorchDistWriter:
             (
                 *self._files.outputs(f"{self._folder}/"),
                 common,
-                _literal_file(path, tree.dump(path)),
-                _literal_file(f"{self._folder}/{METADATA}", json.dumps(_METADATA).encode()),
+                literal_file(path, tree.dump(path)),
+                literal_file(f"{self._folder}/{METADATA}", json.dumps(_METADATA).encode()),
             )
         )
 
@@ -266,10 +267,6 @@ class TorchDistWriter:
                 sharding["distrib_optim_fully_reshardable_mem_efficient"] = False
             content = {**sharding, **content}
         return {**common, **rest, "content_metadata": content}
-
-
-def _literal_file(path: str, data: bytes) -> OutputFile:
-    return OutputFile(path, len(data), (LiteralBytes(0, data),))
 
 
 @dataclass(frozen=True, slots=True)
