@@ -54,7 +54,7 @@ def test_overlaps_and_runs_agree_and_cover_every_element_once(
     paddings = data.draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
     layout = flat_layout_of({f"p{i}": (n,) for i, n in enumerate(sizes)}, paddings, ranks)
     assert layout.per * ranks >= layout.content
-    spots = [TensorInFile(f"rank{r}", None, None, r, offset=1000) for r in range(ranks)]
+    spots = [TensorInFile(f"rank{r}", None, None, r, known_offset=1000) for r in range(ranks)]
     by_rank: dict[int, list[tuple[str, int, int]]] = {r: [] for r in range(ranks)}
     for entry in layout.entries:
         stored = FlatSlice(spots, FLOAT32, layout.per, entry.begin, entry.numel)
@@ -69,7 +69,7 @@ def test_overlaps_and_runs_agree_and_cover_every_element_once(
 
 @given(numel=st.integers(0, 40), ranks=st.integers(1, 9))
 def test_even_slices_cover_a_parameter_once(numel: int, ranks: int) -> None:
-    spots = [TensorInFile(f"rank{r}", None, None, r, offset=r * 1000) for r in range(ranks)]
+    spots = [TensorInFile(f"rank{r}", None, None, r, known_offset=r * 1000) for r in range(ranks)]
     stored = EvenSlices(spots, FLOAT32, -(-numel // ranks), 3, numel)
     runs = list(stored.runs())
     assert len(runs) == stored.count <= ranks

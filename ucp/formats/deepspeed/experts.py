@@ -41,8 +41,8 @@ class PartitionRanks:
 
 def expert_number(name: str) -> int | None:
     """The expert number in a parameter name, or None for a dense parameter."""
-    found = _EXPERT_NAME.fullmatch(name)
-    return int(found[2]) if found else None
+    split = split_expert_name(name)
+    return split[1] if split is not None else None
 
 
 def split_expert_name(name: str) -> tuple[str, int, str] | None:
@@ -193,22 +193,14 @@ def router_aliases(file: RankFile, module: Mapping[str, Any]) -> dict[str, str]:
     for entry in autoep_entries(file.mapping(), file.name):
         path = entry.get("module_path") if isinstance(entry, Mapping) else None
         head = f"{path}." if path else ""
-        for name, value in module.items():
+        for name, value in module.items() if isinstance(path, str) else ():
             child, _, rest = name.removeprefix(head).partition(".")
             router = module.get(owner := f"{head}router.{rest}")
-            is_other = child not in ("router", "experts", "shared_experts") and isinstance(path, str)
-            if (
-                is_other
-                and name.startswith(head)
-                and router is not None
-                and _tensor_shape(router) == _tensor_shape(value)
-            ):
+            is_other = name.startswith(head) and child not in ("router", "experts", "shared_experts")
+            shape, router_shape = (ref.shape if isinstance(ref, TensorRef) else None for ref in (value, router))
+            if is_other and router is not None and router_shape == shape:
                 found[name] = owner
     return found
-
-
-def _tensor_shape(value: object) -> Shape | None:
-    return value.shape if isinstance(value, TensorRef) else None
 
 
 def _read_placement(entry: Any, where: str) -> ExpertPlacement:
@@ -225,9 +217,13 @@ def _read_placement(entry: Any, where: str) -> ExpertPlacement:
             f"{where} has files of format {_describe_value(version)}, which is not supported", hint=_UPDATE_HINT
         )
     placement = entry.get("expert_placement")
-    if placement is None:
-        return ExpertPlacement(layer, prefix, _even_placement(total, degree, where))
-    return ExpertPlacement(layer, prefix, _explicit_placement(placement, total, degree, where))
+    if placement is not None:
+        return ExpertPlacement(layer, prefix, _explicit_placement(placement, total, degree, where))
+    # The first releases do not store a placement: equal blocks of consecutive experts.
+    if total % degree:
+        raise NotUnderstoodError(f"{where}: {total} experts do not divide over {degree} expert-parallel ranks")
+    each = total // degree
+    return ExpertPlacement(layer, prefix, tuple(tuple(range(e * each, (e + 1) * each)) for e in range(degree)))
 
 
 def _describe_value(value: object) -> str:
@@ -239,14 +235,6 @@ def _read_count(entry: Mapping[Any, Any], key: str, where: str, least: int = 1) 
     if type(value) is not int or not least <= value <= _MOST_EXPERTS:
         raise NotUnderstoodError(f"{where}: {key} is {_describe_value(value)}, expected a number of at least {least}")
     return value
-
-
-def _even_placement(total: int, degree: int, where: str) -> tuple[tuple[int, ...], ...]:
-    """Equal blocks of consecutive experts: the placement of the first releases, which do not store one."""
-    if total % degree:
-        raise NotUnderstoodError(f"{where}: {total} experts do not divide over {degree} expert-parallel ranks")
-    each = total // degree
-    return tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(degree))
 
 
 def _explicit_placement(placement: Any, total: int, degree: int, where: str) -> tuple[tuple[int, ...], ...]:

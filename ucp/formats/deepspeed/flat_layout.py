@@ -6,6 +6,7 @@ padded to a multiple of twice the number of ranks, and every rank has one equal 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -64,7 +65,7 @@ class FlatLayout:
 
     def overlapping(self, low: int, high: int) -> Iterator[int]:
         """Yield the positions of the entries that have elements in `[low, high)`, in order."""
-        at = _first_ending_after(self.entries, low)
+        at = bisect_right(self.entries, low, key=lambda entry: entry.begin + entry.numel)  # the first that ends after
         while at < len(self.entries) and self.entries[at].begin < high:
             if self.entries[at].numel and low < high:
                 yield at
@@ -85,15 +86,3 @@ def flat_layout_of(shapes: Mapping[str, Shape], paddings: Sequence[int] | None, 
 def with_oldest_alignment(layout: FlatLayout) -> FlatLayout:
     """The same buffer padded only to a multiple of the number of ranks, as the oldest releases did."""
     return FlatLayout(layout.entries, layout.content, layout.ranks, -(-layout.content // layout.ranks))
-
-
-def _first_ending_after(entries: Sequence[FlatEntry], at: int) -> int:
-    """Position of the first entry that ends after element `at` (binary search: entries are in order)."""
-    low, high = 0, len(entries)
-    while low < high:
-        middle = (low + high) // 2
-        if entries[middle].begin + entries[middle].numel <= at:
-            low = middle + 1
-        else:
-            high = middle
-    return low

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UsageError
+from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
 from ucp.formats.deepspeed.step_files import (
     LATEST_UNIVERSAL,
     MASTER_FILE,
@@ -15,7 +15,7 @@ from ucp.formats.deepspeed.step_files import (
     STATES_FOLDER,
     is_state_file,
 )
-from ucp.storage.paths import scan_folder
+from ucp.storage.paths import read_errors, scan_folder
 
 # Levels to search below the given path: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
 SEARCH_DEPTH: Final = 4
@@ -43,7 +43,7 @@ class StepFolder:
 
 def recognises(path: Path) -> bool:
     """Whether a DeepSpeed step folder is at `path` or a few levels below."""
-    try:
+    with read_errors(path):
         if path.is_file():
             return is_state_file(path.name)
         if not path.is_dir():
@@ -51,16 +51,12 @@ def recognises(path: Path) -> bool:
         named = _latest_tag(path)
         # A `latest` that names a missing folder is recognised too, so that `find` can report it.
         return is_step_folder(path) or bool(_search(path)) or (named is not None and not (path / named).exists())
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def find(path: Path, tag: str | None) -> StepFolder:
     """The checkpoint at or below `path`, with this `tag` if one is given. Several candidates are an error."""
-    try:
+    with read_errors(path):
         return _find(path, tag)
-    except OSError as error:
-        raise StorageError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
 
 
 def _find(path: Path, tag: str | None) -> StepFolder:
@@ -74,9 +70,21 @@ def _find(path: Path, tag: str | None) -> StepFolder:
                 f"{path} is a step folder itself and is not named {tag!r}",
                 hint="give its parent folder, or leave out --tag",
             )
-        return _with_wrapper_folder(path)
+        resolved = path.resolve()
+        if detect_wrapper(resolved.parent) is not None and _latest_tag(resolved.parent) == resolved.name:
+            return StepFolder(resolved.parent, resolved)  # a trainer keeps state in the folder above
+        return StepFolder(path, path)
     if tag is not None:
-        return _find_tag(path, tag)
+        if not _is_relative_tag(tag):
+            raise UsageError(f"--tag {tag!r} is not the name of a folder in {path}")
+        if is_existing_step_folder(path / tag):
+            return StepFolder(path, path / tag)
+        steps = _search(path)
+        same = [step for step in steps if step.name == tag or step.relative_to(path).as_posix() == tag]
+        if not same:
+            known = ", ".join(str(step.relative_to(path)) for step in steps) or "none"
+            raise UsageError(f"{path}: no checkpoint with the tag {tag!r}", hint=f"checkpoints here: {known}")
+        return _single_step(path, same)
     named = _latest_tag(path)
     if named is not None:
         if not is_existing_step_folder(path / named):
@@ -103,14 +111,6 @@ def is_step_folder(path: Path) -> bool:
     return found
 
 
-def _with_wrapper_folder(step: Path) -> StepFolder:
-    """A step folder that was given directly, with the folder above it if a trainer keeps state there."""
-    parent = step.resolve().parent
-    if detect_wrapper(parent) is not None and _latest_tag(parent) == step.resolve().name:
-        return StepFolder(parent, parent / step.resolve().name)
-    return StepFolder(step, step)
-
-
 def detect_wrapper(root: Path) -> str | None:
     """The trainer that created the folder above a step folder, by its files; None for DeepSpeed alone."""
     if (root / "trainer_state.json").is_file():
@@ -123,29 +123,19 @@ def detect_wrapper(root: Path) -> str | None:
 
 
 def _latest_tag(path: Path) -> str | None:
-    latest = path / "latest"
-    if not latest.is_file() or latest.stat().st_size > 4096:
-        return None
-    text = latest.read_bytes().decode("utf-8", "replace").strip().rstrip("/")  # DeepSpeed joins it to a path
+    text = _read_latest(path / "latest").rstrip("/")  # DeepSpeed joins it to a path
     return text if _is_relative_tag(text) else None
+
+
+def _read_latest(latest: Path) -> str:
+    if not latest.is_file() or latest.stat().st_size > 4096:
+        return ""
+    return latest.read_bytes().decode("utf-8", "replace").strip()
 
 
 def _is_relative_tag(tag: str) -> bool:
     """Whether a tag is a folder name or a relative path (`epoch3/step200`) that stays inside the given folder."""
     return "\0" not in tag and not any(part in ("", ".", "..") for part in tag.split("/"))
-
-
-def _find_tag(path: Path, tag: str) -> StepFolder:
-    if not _is_relative_tag(tag):
-        raise UsageError(f"--tag {tag!r} is not the name of a folder in {path}")
-    if is_existing_step_folder(path / tag):
-        return StepFolder(path, path / tag)
-    steps = _search(path)
-    same = [step for step in steps if step.name == tag or step.relative_to(path).as_posix() == tag]
-    if not same:
-        known = ", ".join(str(step.relative_to(path)) for step in steps) or "none"
-        raise UsageError(f"{path}: no checkpoint with the tag {tag!r}", hint=f"checkpoints here: {known}")
-    return _single_step(path, same)
 
 
 def is_existing_step_folder(path: Path) -> bool:
@@ -207,13 +197,11 @@ def _folders_in(path: Path) -> list[Path]:
 
 def recognises_universal(path: Path) -> bool:
     """Whether `path` is a universal folder, or a save folder that names one and has no native checkpoint."""
-    try:
+    with read_errors(path):
         if _is_universal(path):
             return True
         named = _latest_universal_tag(path)
         return named is not None and _is_universal(path / named) and not (path / "latest").is_file()
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _is_universal(path: Path) -> bool:
@@ -226,11 +214,8 @@ def _is_universal(path: Path) -> bool:
 
 
 def _latest_universal_tag(path: Path) -> str | None:
-    latest = path / LATEST_UNIVERSAL
-    if not latest.is_file() or latest.stat().st_size > 4096:
-        return None
-    text = latest.read_bytes().decode("utf-8", "replace").strip()
-    return text if text not in ("", ".", "..") and "/" not in text and "\0" not in text else None
+    text = _read_latest(path / LATEST_UNIVERSAL)
+    return text if "/" not in text and _is_relative_tag(text) else None
 
 
 def find_universal(path: Path, tag: str | None) -> Path:

@@ -1,4 +1,4 @@
-"""File names of DeepSpeed's checkpoints, parsed and made here only.
+"""File names of DeepSpeed's checkpoints and parameter names of its pipelines, parsed and made here only.
 
 `pp_rank` in a file name is the data-parallel rank; `mp` is the model-parallel rank, `pp * tp_size + tp`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from ucp.errors import InconsistentError
 
@@ -22,6 +22,8 @@ _LAYER: Final = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT: Final = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MAX_EXPERTS: Final = 10**5
+_LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
+_TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 
 SWAP_FOLDER: Final = "offloaded_tensors"
 
@@ -147,3 +149,26 @@ def missing_expert_files(experts: Mapping[tuple[int, int, int], str], mp: int, c
         for expert in range(min(count, _MAX_EXPERTS) if type(count) is int else 0)
         if (layer, expert, mp) not in experts
     ]
+
+
+class LayerParamName(NamedTuple):
+    """A parameter name of a pipelined model: layer number or tied key, and the name inside that layer."""
+
+    layer: int | None
+    tied: str | None
+    local: str
+
+
+def parse_layer_name(name: str) -> LayerParamName | None:
+    """Parse a parameter name of a pipelined model; None for a name without a layer."""
+    if found := _LAYER_NAME.fullmatch(name):
+        return LayerParamName(int(found[1]), None, found[2])
+    if found := _TIED_NAME.fullmatch(name):
+        return LayerParamName(None, found[1], found[2])
+    return None
+
+
+def layer_number(name: str) -> int | None:
+    """The number of the pipeline layer that a parameter belongs to; None if its name has none."""
+    found = parse_layer_name(name)
+    return found.layer if found is not None else None

@@ -55,11 +55,13 @@ def rules_from_info(info: Mapping[str, Any], where: str) -> RuleBook:
         raise NotUnderstoodError(f"{where}: universal_checkpoint_info is not a dict")
     book = CheckpointRules(where=where)
     for key, rule in _BEFORE_SUB_PARAMETERS:
-        book.add_list(info, key, rule)
+        for pattern in _patterns(info, key, where):
+            book.add_indexed(pattern, rule, f"checkpoint: {key}")
     for pattern, rule in _sub_parameters(info, where):
         book.add_indexed(pattern, rule, "checkpoint: parameter_with_sub_params")
     for key, rule in _AFTER_SUB_PARAMETERS:
-        book.add_list(info, key, rule)
+        for pattern in _patterns(info, key, where):
+            book.add_indexed(pattern, rule, f"checkpoint: {key}")
     for pattern in _patterns(info, "vocabulary_parameter_patterns", where):
         book.vocabulary.add(pattern, None, where)
     size = info.get("original_vocab_size")
@@ -67,7 +69,16 @@ def rules_from_info(info: Mapping[str, Any], where: str) -> RuleBook:
     unsupported = info.get("autotp_unsupported_parameter_patterns") or {}
     for pattern in unsupported:
         book.unsupported.add(pattern, str(unsupported[pattern]) if isinstance(unsupported, Mapping) else "", where)
-    _add_affine_map(book, info.get("affine_map"), where)
+    affine = info.get("affine_map") or {}
+    if not isinstance(affine, Mapping) or not isinstance(affine.get("params", {}), Mapping):
+        raise NotUnderstoodError(f"{where}: affine_map in universal_checkpoint_info is not a dict")
+    if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
+        raise NotUnderstoodError(
+            f"{where}: unsupported affine map version {affine.get('version')} (supported: {AFFINE_VERSION})",
+            hint="update ucp, or describe how the parameters are split with --rules",
+        )
+    for pattern, entry in affine.get("params", {}).items():
+        book.affine.add(pattern, (pattern, entry), where)
     return book
 
 
@@ -104,11 +115,6 @@ class CheckpointRules(RuleBook):
     affine: PatternTable[tuple[str, Any]] = field(default_factory=PatternTable)
     index: PatternTable[int] = field(default_factory=PatternTable)  # positions in `rules`
 
-    def add_list(self, info: Mapping[str, Any], key: str, rule: Rule) -> None:
-        """Add `rule` for every pattern in the list `key` of the info."""
-        for pattern in _patterns(info, key, self.where):
-            self.add_indexed(pattern, rule, f"checkpoint: {key}")
-
     def add_indexed(self, pattern: str, rule: Rule, origin: str) -> None:
         """Append a rule and index its pattern."""
         self.index.add(pattern, len(self.rules), self.where)
@@ -123,21 +129,14 @@ class CheckpointRules(RuleBook):
             )
         matching = sorted(self.index.find(name))
         self.used.update(matching)
-        named = self._affine(name)
-        if named is None:
-            named = self.rules[matching[0]] if matching else NamedRule(re.compile(""), Rule("split", 0), DEFAULT_ORIGIN)
-        return self._vocabulary(name, named) if self.vocabulary.find(name) else named
-
-    def _affine(self, name: str) -> NamedRule | None:
-        entries = self.affine.find(name)
-        if len(entries) > 1:
-            raise InconsistentError(
-                f"{self.where}: {len(entries)} affine maps claim parameter {name}", hint=_RULES_HINT
-            )
-        for pattern, entry in entries:
+        named = self.rules[matching[0]] if matching else NamedRule(re.compile(""), Rule("split", 0), DEFAULT_ORIGIN)
+        affine = self.affine.find(name)
+        if len(affine) > 1:
+            raise InconsistentError(f"{self.where}: {len(affine)} affine maps claim parameter {name}", hint=_RULES_HINT)
+        for pattern, entry in affine:
             rule = affine_rule(entry, f"{self.where}: parameter {name}")
-            return NamedRule(re.compile(pattern), rule, "checkpoint: affine_map")
-        return None
+            named = NamedRule(re.compile(pattern), rule, "checkpoint: affine_map")
+        return self._vocabulary(name, named) if self.vocabulary.find(name) else named
 
     def _vocabulary(self, name: str, named: NamedRule) -> NamedRule:
         """The same rule with the rows beyond the vocabulary marked as padding."""
@@ -193,20 +192,6 @@ def fused_rule(dim: int, sizes: Any, widths: Any) -> Rule:
     shares = tuple(tuple(int(width) for width in row) for row in widths)
     even = all(len(set(row)) == 1 for row in shares)
     return Rule("split", dim, parts=parts, widths=None if even else shares)
-
-
-def _add_affine_map(book: CheckpointRules, affine: Any, where: str) -> None:
-    if not affine:
-        return
-    if not isinstance(affine, Mapping) or not isinstance(affine.get("params", {}), Mapping):
-        raise NotUnderstoodError(f"{where}: affine_map in universal_checkpoint_info is not a dict")
-    if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
-        raise NotUnderstoodError(
-            f"{where}: unsupported affine map version {affine.get('version')} (supported: {AFFINE_VERSION})",
-            hint="update ucp, or describe how the parameters are split with --rules",
-        )
-    for pattern, entry in affine.get("params", {}).items():
-        book.affine.add(pattern, (pattern, entry), where)
 
 
 AFFINE_VERSION: Final = 1

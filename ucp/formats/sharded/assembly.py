@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -107,14 +107,10 @@ class Assembler:
         indices = {coord: table.slice_index(name, coord) for coord in row}
         count = 1 + max(indices.values())
         pieces = [slice_pieces(rule, padded, count, index, name) for index in range(count)]
-        slices = {
-            coord: RankSlice(
-                pieces[indices[coord]],
-                shard.shape,
-                Rank(coord.pp, coord.tp, 0, coord.ep if coord.ep >= 0 else ep),
-            )
-            for coord, shard in row.items()
-        }
+        slices: dict[RankCoord, RankSlice] = {}
+        for coord, shard in row.items():
+            rank = Rank(coord.pp, coord.tp, 0, coord.ep if coord.ep >= 0 else ep)
+            slices[coord] = RankSlice(pieces[indices[coord]], shard.shape, rank)
         parameter = Parameter(
             name,
             shape,
@@ -126,7 +122,8 @@ class Assembler:
             expert=expert,
         )
         states = _ParameterStates(name, rule, row, slices, indices, self._untied.get(name, frozenset()))
-        for kind in _sorted_kinds((*first, *row.values())):
+        kinds = dict.fromkeys(kind for shard in (*first, *row.values()) for kind in shard.kinds)
+        for kind in sorted(kinds, key=lambda kind: (kind != WEIGHT, kind != MASTER)):  # then as the optimizer has them
             atom = self._atom(states, kind, shape)
             if atom is not None:
                 parameter.atoms[kind] = atom
@@ -248,14 +245,6 @@ def _split_piece(piece: SlicePiece, seen: Sequence[Box]) -> Iterator[tuple[Slice
         yield from _split_piece(SlicePiece(inner, piece.offset + (start - low) * row, piece.scale), seen)
 
 
-def _sorted_kinds(shards: Iterable[Shard]) -> list[str]:
-    """Return all kinds: weight, master, then in the order of the optimizer."""
-    kinds: dict[str, None] = {}
-    for shard in shards:
-        kinds.update(dict.fromkeys(shard.kinds))
-    return sorted(kinds, key=lambda kind: (kind != WEIGHT, kind != MASTER))
-
-
 class _ScalarStates:
     """Reads each stored number once, and makes its fragments once: all parameters of a group share it."""
 
@@ -304,11 +293,9 @@ def merge_groups(
     merged: list[ParamGroup] = []
     for groups in ranks:
         for position, group in enumerate(groups):
-            at = (
-                position
-                if by_position
-                else next((i for i, known in enumerate(merged) if known.hyper == group.hyper), len(merged))
-            )
+            at = position
+            if not by_position:
+                at = next((i for i, known in enumerate(merged) if known.hyper == group.hyper), len(merged))
             if at >= len(merged):
                 merged.append(ParamGroup(dict(group.hyper), []))
             merged[at].names = list(dict.fromkeys((*merged[at].names, *group.names)))

@@ -12,10 +12,10 @@ The first rule whose `match` matches a name applies to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, cast
 
 from ucp import settings
 from ucp.containers.config_files import parse_toml, places, read_toml
@@ -35,14 +35,10 @@ _KEYS: Final[dict[str, frozenset[str]]] = {
 
 def load_rule_book(rules: str | Path | None, preset: str | None) -> RuleBook | None:
     """Return the user's rules: those of a file, then those of a preset; None without either."""
-    if rules is None and preset is None:
-        return None
-    book = RuleBook()
-    if rules is not None:
-        book.rules.extend(load_rules(Path(rules)).rules)
+    books = [load_rules(Path(rules))] if rules is not None else []
     if preset is not None:
-        book.rules.extend(load_preset(preset).rules)
-    return book
+        books.append(load_preset(preset))
+    return RuleBook([rule for book in books for rule in book.rules]) if books else None
 
 
 def load_rules(path: Path) -> RuleBook:
@@ -120,23 +116,18 @@ def parse_rule(entry: Mapping[str, Any], place: str) -> Rule:
         raise UsageError(f"{place}: parts, ratio and count are alternatives: give one of them")
     if "widths" in entry and "parts" not in entry:
         raise UsageError(f"{place}: widths needs parts")
-    assert cut in get_args(Cut)
+    count = _number(entry, "count", place, 1, 1024)
     rule = Rule(
         cast(Cut, cut),
         dim=_number(entry, "dim", place, -settings.MAX_DIMENSIONS, settings.MAX_DIMENSIONS - 1) or 0,
         parts=_sizes(entry, "parts", place),
-        ratio=_sizes(entry, "ratio", place) or _equal_shares(entry, place),
+        ratio=_sizes(entry, "ratio", place) or ((1,) * count if count else None),
         widths=_widths(entry, place),
         true_size=_number(entry, "true_size", place, 1, 2**62),
     )
     if rule.widths and rule.parts and [sum(row) for row in rule.widths] != list(rule.parts):
         raise UsageError(f"{place}: every row of widths must add up to its part of {list(rule.parts)}")
     return rule
-
-
-def _equal_shares(entry: Mapping[str, Any], place: str) -> tuple[int, ...] | None:
-    count = _number(entry, "count", place, 1, 1024)
-    return (1,) * count if count else None
 
 
 def _number(entry: Mapping[str, Any], key: str, place: str, low: int, high: int) -> int | None:
@@ -151,29 +142,21 @@ def _number(entry: Mapping[str, Any], key: str, place: str, low: int, high: int)
 def _sizes(entry: Mapping[str, Any], key: str, place: str) -> tuple[int, ...] | None:
     if key not in entry:
         return None
-
-    def wrong() -> UsageError:
-        return UsageError(f"{place}: {key} = {entry[key]!r}, but it must be a list of sizes")
-
-    return _row(entry[key], wrong, low=1)
+    return _row(entry[key], f"{place}: {key} = {entry[key]!r}, but it must be a list of sizes", low=1)
 
 
 def _widths(entry: Mapping[str, Any], place: str) -> tuple[tuple[int, ...], ...] | None:
     if "widths" not in entry:
         return None
-
-    def wrong() -> UsageError:
-        return UsageError(f"{place}: widths must be one list per part, with the size on each tensor-parallel rank")
-
+    message = f"{place}: widths must be one list per part, with the size on each tensor-parallel rank"
     rows = entry["widths"]
     if not isinstance(rows, list) or not rows:
-        raise wrong()
-    return tuple(_row(row, wrong, low=0) for row in rows)
+        raise UsageError(message)
+    return tuple(_row(row, message, low=0) for row in rows)
 
 
-def _row(value: Any, wrong: Callable[[], UsageError], low: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise wrong()
-    if not all(isinstance(size, int) and not isinstance(size, bool) and low <= size < 2**62 for size in value):
-        raise wrong()
+def _row(value: Any, message: str, low: int) -> tuple[int, ...]:
+    """Return a list of sizes of at least `low`; raise `message` for any other value."""
+    if not isinstance(value, list) or not value or not all(type(n) is int and low <= n < 2**62 for n in value):
+        raise UsageError(message)
     return tuple(value)

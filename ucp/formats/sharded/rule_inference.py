@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-from typing import Final
+from typing import Final, NamedTuple
 
 from ucp import settings
 from ucp.core.box import Shape
@@ -50,8 +50,7 @@ class SliceEquality(Enum):
     CONSTANT = "equal, and one value throughout"  # may be copies, or a split of a constant
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSlice:
+class LocalSlice(NamedTuple):
     """One tensor-parallel rank's slice of a parameter: its shape, and its bytes in slice order."""
 
     shape: Shape
@@ -87,13 +86,16 @@ class RuleInference:
 
         Reads slices until they differ, in blocks of bounded size. One error reports all undecided names.
         """
-        if not slices:
-            return {}
         found: dict[str, InferredRule] = {}
         later: dict[str, SliceEquality] = {}
         for name, of_ranks in slices.items():
-            _check_dimensions(name, of_ranks)
-            same = compare_slices(self._files, [(s.shape, s.fragments) for s in of_ranks])
+            counts = {len(s.shape) for s in of_ranks}
+            if len(counts) > 1:
+                raise InconsistentError(
+                    f"parameter {name}: slices have {sorted(counts)} dimensions on different tensor-parallel ranks",
+                    hint="look for a rank file of another run",
+                )
+            same = compare_slices(self._files, of_ranks)
             if same is SliceEquality.EQUAL:
                 found[name] = (REPLICATED, f"inferred: bit-equal on {len(of_ranks)} ranks")
             else:
@@ -141,7 +143,7 @@ class RuleInference:
             return self._constant(name, shapes, found)
         if not shapes[0]:
             return _UndecidedRule(name, shapes, "a scalar that differs between ranks", (Rule("average"), REPLICATED))
-        dims = _differing_dims(shapes)
+        dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
         if len(dims) > 1:
             raise InconsistentError(
                 f"parameter {name}: slices of tensor-parallel ranks differ along {len(dims)} dimensions: "
@@ -194,7 +196,7 @@ class RuleInference:
             candidates = tuple({rule.ratio: replace(rule, cut="split") for _, rule in known}.values())
             return _UndecidedRule(name, shapes, "presets disagree on its parts", candidates)
         for preset, rule in known[:1]:
-            if rule.ratio == (1, 1, 1) and not _is_three_hidden(total, hidden):
+            if rule.ratio == (1, 1, 1) and total not in {3 * size for size in hidden}:
                 return _UndecidedRule(
                     name, shapes, "fused q, k and v of unknown sizes", _qkv_candidates(dim, total, hidden)
                 )
@@ -216,19 +218,6 @@ class RuleInference:
             dim = known.rule.dim + len(shape) if known.rule.dim < 0 else known.rule.dim
             if known.rule.cut not in ("split", "vocab") or 0 <= dim < len(shape):
                 yield preset, replace(known.rule, dim=dim)
-
-
-def _check_dimensions(name: str, slices: Sequence[LocalSlice]) -> None:
-    counts = {len(s.shape) for s in slices}
-    if len(counts) > 1:
-        raise InconsistentError(
-            f"parameter {name}: slices have {sorted(counts)} dimensions on different tensor-parallel ranks",
-            hint="look for a rank file of another run",
-        )
-
-
-def _differing_dims(shapes: Sequence[Shape]) -> list[int]:
-    return [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
 
 
 def _dim_beside_hidden(shape: Shape, hidden: set[int]) -> int | None:
@@ -254,10 +243,6 @@ def _has_gate(name: str, slices: Mapping[str, Sequence[LocalSlice]]) -> bool | N
         if rows in (columns, 2 * columns):
             return rows == 2 * columns
     return None
-
-
-def _is_three_hidden(total: int, hidden: set[int]) -> bool:
-    return any(total == 3 * size for size in hidden)
 
 
 def _qkv_candidates(dim: int, total: int, hidden: set[int]) -> tuple[Rule, ...]:

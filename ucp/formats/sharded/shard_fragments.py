@@ -63,31 +63,27 @@ class TensorArchive(Protocol):
         """Return the bytes of a one-element tensor if they are already in memory."""
 
 
+@dataclass(slots=True, eq=False)
 class TensorInFile:
     """A tensor of a file. Its byte offset is looked up on first use, because that reads the zip entry."""
 
-    __slots__ = ("_archive", "_offset", "dp", "file", "ref")
-
-    def __init__(
-        self, file: str, archive: TensorArchive | None, ref: TensorRef | None, dp: int = 0, offset: int = -1
-    ) -> None:
-        self.file = file
-        self.dp = dp
-        self.ref = ref
-        self._archive = archive
-        self._offset = offset
+    file: str
+    archive: TensorArchive | None
+    ref: TensorRef | None
+    dp: int = 0
+    known_offset: int = -1
 
     @property
     def offset(self) -> int:
-        if self._offset < 0:
-            assert self._archive is not None
+        if self.known_offset < 0:
+            assert self.archive is not None
             assert self.ref is not None
-            self._offset = self._archive.position(self.ref)
-        return self._offset
+            self.known_offset = self.archive.position(self.ref)
+        return self.known_offset
 
     def number(self) -> bytes | None:
         """Return the bytes of a one-element tensor if they are already in memory."""
-        return None if self._archive is None or self.ref is None else self._archive.number(self.ref)
+        return None if self.archive is None or self.ref is None else self.archive.number(self.ref)
 
 
 @dataclass(frozen=True, slots=True)

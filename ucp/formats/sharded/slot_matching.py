@@ -7,7 +7,7 @@ of names to groups fits all shapes, it is the right one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -59,7 +59,13 @@ def match_slots(
     end = (tuple(map(len, groups)), 0)
     if states.get(end, (0, None))[0] != 1:
         return None
-    return _backtrack(end, history, candidates, len(groups))
+    names: list[list[str]] = [[] for _ in groups]
+    state = end
+    for (name, _), after in zip(reversed(candidates), reversed(history), strict=True):
+        state, group = after[state][1]
+        if group is not None:
+            names[group].append(name)
+    return [of_group[::-1] for of_group in names]
 
 
 def _choices(state: Any, groups: Sequence[Sequence[ShapePredicate]], shape: Shape) -> list[tuple[int | None, Any]]:
@@ -72,18 +78,3 @@ def _choices(state: Any, groups: Sequence[Sequence[ShapePredicate]], shape: Shap
     if left_out:
         found.append((None, (positions, left_out - 1)))
     return found
-
-
-def _backtrack(
-    end: Any,
-    history: Sequence[Mapping[Any, tuple[int, Any]]],
-    candidates: Sequence[tuple[str, Shape]],
-    groups: int,
-) -> list[list[str]]:
-    names_by_group: list[list[str]] = [[] for _ in range(groups)]
-    state = end
-    for (name, _), after in zip(reversed(candidates), reversed(history), strict=True):
-        state, group = after[state][1]
-        if group is not None:
-            names_by_group[group].append(name)
-    return [names[::-1] for names in names_by_group]

@@ -55,13 +55,15 @@ class TreeCarrier:
 
     def carry(self) -> Any:
         """The converted tree, or None if nothing remains."""
-        carried = map_leaves(
-            without_layout_tables(self._file.tree),
-            lambda value: isinstance(value, (TensorRef, StorageRef)) or _is_unreadable_tensor(value),
-            self._carry_leaf,
-            path=self._label,
-            where=self._file.name,
-        )
+
+        def is_leaf(value: Any) -> bool:
+            if isinstance(value, (TensorRef, StorageRef)):
+                return True
+            # A conjugate or negative view or a quantized tensor: its bytes are not its values.
+            return isinstance(value, Inert) and any(isinstance(arg, StorageRef) for arg in value.args)
+
+        tree = without_layout_tables(self._file.tree)
+        carried = map_leaves(tree, is_leaf, self._carry_leaf, path=self._label, where=self._file.name)
         return None if carried is DROP else carried
 
     def _carry_leaf(self, value: Any, path: str) -> Any:
@@ -79,11 +81,6 @@ class TreeCarrier:
             name = f"{path}#{number}"
         self._names.add(name)
         return name
-
-
-def _is_unreadable_tensor(value: Any) -> bool:
-    """Whether a value is a conjugate or negative view or a quantized tensor, whose bytes are not its values."""
-    return isinstance(value, Inert) and any(isinstance(arg, StorageRef) for arg in value.args)
 
 
 def without_layout_tables(tree: Any) -> Any:
@@ -125,7 +122,12 @@ def carry_neighbours(context: ReadContext, root: Path, trees: dict[str, Any], fi
                 f"{name}: a copy of the weights for inference; not carried, the master weights are exact",
             )
         elif _matches_any(name, _TREE_PATTERNS):
-            _carry_tree(context, name, trees, files)
+            try:
+                tree = TreeCarrier(context, context.files.open(name), name).carry()
+            except NotUnderstoodError:
+                files[name] = name  # a bare pickle or a file of an older torch, which is not interpreted
+            else:
+                trees.update({} if tree is None else {name: tree})
         elif _matches_any(name, _CARRIED_PATTERNS):
             files[name] = name
         else:
@@ -137,17 +139,6 @@ def carry_unknown_files(context: ReadContext, step: Path, names: Collection[str]
     for name in sorted(names):
         if not _matches_any(name, _IGNORED_PATTERNS):
             _carry_unknown_file(context, name, context.prefix + name, step / name, files)
-
-
-def _carry_tree(context: ReadContext, name: str, trees: dict[str, Any], files: dict[str, str]) -> None:
-    try:
-        file = context.files.open(name)
-    except NotUnderstoodError:
-        files[name] = name  # a bare pickle or a file of an older torch, which is not interpreted
-        return
-    tree = TreeCarrier(context, file, name).carry()
-    if tree is not None:
-        trees[name] = tree
 
 
 def _carry_unknown_file(context: ReadContext, name: str, where: str, path: Path, files: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT
 from ucp.core.dtypes import DType
 from ucp.errors import first_few
-from ucp.formats.deepspeed.read.rank_files import RankFile, lookup
+from ucp.formats.deepspeed.read.rank_files import RankFile, dict_or_empty, lookup
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.sharded.shard_fragments import StoredRun, StoredShard
 from ucp.formats.sharded.shard_table import RankCoord
@@ -30,10 +30,8 @@ _COMPARED_BLOCK: Final = 1 << 20
 def check_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
     """Report one of ZeRO-3's two keys for frozen parameters without the other; both may be None."""
     tree = file.mapping()
-    for key, other in (
-        ("frozen_param_shapes", "frozen_param_fragments"),
-        ("frozen_param_fragments", "frozen_param_shapes"),
-    ):
+    keys = ("frozen_param_shapes", "frozen_param_fragments")
+    for key, other in (keys, keys[::-1]):
         frozen = tree.get(key)
         if isinstance(frozen, dict) and frozen and not isinstance(tree.get(other), dict):
             context.problems.add(
@@ -117,25 +115,17 @@ def note_missing(context: ReadContext, models: Iterable[RankFile]) -> None:
             f" ({first_few(lost, 5)}); the output will not have them"
             + (". They may be further names of others: shared_params is missing" if may_be_shared else ""),
         )
-    unlisted = next((file for file in files if _lists_no_buffers(file)), None)
+    named = (file for file in files if dict_or_empty(file.mapping().get("module")))
+    unlisted = next((file for file in named if "buffer_names" not in file.mapping()), None)
     if unlisted is not None:
-        listed = unlisted.mapping().get("frozen_param_shapes")
-        unknown = [
-            name
-            for name, role in roles.items()
-            if role == "frozen" and not (isinstance(listed, dict) and name in listed)
-        ]
+        listed = dict_or_empty(unlisted.mapping().get("frozen_param_shapes"))
+        unknown = [name for name, role in roles.items() if role == "frozen" and name not in listed]
         if unknown:
             context.note(
                 "buffers-unlisted",
                 f"{unlisted.name} does not record which tensors are buffers (buffer_names is missing); {len(unknown)}"
                 f" that the optimizer does not own ({first_few(unknown, 5)}) count as frozen parameters",
             )
-
-
-def _lists_no_buffers(file: RankFile) -> bool:
-    tree = file.mapping()
-    return "buffer_names" not in tree and isinstance(tree.get("module"), dict) and bool(tree["module"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ optimizer's moments), one number, or neither. So it needs no list of optimizers.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.containers.inert import Inert, NumpyScalar, TensorRef
 from ucp.core.checkpoint import STEP, kind_of_state
 from ucp.core.dtypes import BOOL, FLOAT64, INT64, DType, scalar_value
-from ucp.errors import first_few
-from ucp.formats.deepspeed.read.rank_files import RankFile, contains_tensor, describe_value
+from ucp.errors import NotUnderstoodError, first_few
+from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensors, contains_tensor, describe_value, list_or_empty
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.sharded.shard_fragments import InlineNumber, StoredShard, TensorInFile, scalar_bytes
 
@@ -67,25 +67,28 @@ def _classify_state(
     kind = kind_of_state(key)
     first = members[0].state[key]
     located = [_locate_flat(member, key) for member in members]
-    if not all(located) and all(_has_whole_parameters(member, key) for member in members):
-        dtypes = {member.state[key].dtype for member in members}
-        if len(dtypes) == 1:
-            claimed = [member.file.locate(context.claim(member.state[key]), member.dp) for member in members]
-            found.whole[kind] = (dtypes.pop(), claimed)
-            return
-    if _is_element_wise(located) and not (is_scalar(first) and str(key) == "step"):
-        dtypes = {member.state[key].dtype for member in members if isinstance(member.state[key], TensorRef)}
+    dtypes = {member.state[key].dtype for member in members if isinstance(member.state[key], TensorRef)}
+    if (
+        not all(located)
+        and len(dtypes) == 1
+        and all(
+            isinstance(ref := member.state[key], TensorRef) and ref.shape == (member.whole,) and ref.is_contiguous
+            for member in members
+        )
+    ):
+        claimed = [member.file.locate(context.claim(member.state[key]), member.dp) for member in members]
+        found.whole[kind] = (dtypes.pop(), claimed)
+        return
+    # One value per element: on the first rank, which has no padding, or on most.
+    is_element_wise = located[0] is not None or 2 * sum(location is not None for location in located) > len(located)
+    if is_element_wise and not (is_scalar(first) and str(key) == "step"):
         for member, location in zip(members, located, strict=True):
             if location is None:
                 context.problems.add(
                     f"{group}: optimizer state '{key}' on dp rank {member.dp} ({member.file.name}) is"
                     f" {describe_value(member.state[key])}, expected {' or '.join(map(str, member.lengths))} elements"
                 )
-        if len(dtypes) > 1:
-            listed = ", ".join(sorted(map(str, dtypes)))
-            context.problems.add(
-                f"{group}: optimizer state '{key}' has different dtypes on different dp ranks: {listed}"
-            )
+        report_dtypes(context, f"{group}: optimizer state '{key}' has", dtypes)
         if all(location is not None for location in located) and len(dtypes) == 1:
             found.flat[kind] = (dtypes.pop(), [location for location in located if location is not None])
             for member in members:
@@ -99,16 +102,6 @@ def _classify_state(
         )
     elif contains_tensor(first):
         context.unplaced_states.setdefault(kind, f"{describe_value(first)} in {members[0].file.name}")
-
-
-def _has_whole_parameters(member: FlatGroupShare, key: Any) -> bool:
-    ref = member.state[key]
-    return isinstance(ref, TensorRef) and ref.shape == (member.whole,) and ref.is_contiguous
-
-
-def _is_element_wise(located: Sequence[TensorInFile | None]) -> bool:
-    """Whether a state has one value per element: it does on the first rank (which has no padding), or on most."""
-    return located[0] is not None or 2 * sum(location is not None for location in located) > len(located)
 
 
 def _locate_flat(member: FlatGroupShare, key: Any) -> TensorInFile | None:
@@ -149,6 +142,13 @@ def _classify_number(
             context.claim(member.state[key])
 
 
+def report_dtypes(context: ReadContext, what: str, dtypes: Collection[DType]) -> None:
+    """Report tensors that must have one dtype and have several."""
+    if len(dtypes) > 1:
+        listed = ", ".join(sorted(map(str, dtypes)))
+        context.problems.add(f"{what} different dtypes on different dp ranks: {listed}")
+
+
 def is_scalar(value: object) -> bool:
     """Whether an optimizer state is one number, stored as a tensor or as a plain number."""
     if isinstance(value, TensorRef):
@@ -173,11 +173,29 @@ def stored_scalar(file: RankFile, value: Any, dp: int) -> StoredShard | None:
 
 def group_hyper_parameters(context: ReadContext, file: RankFile, group: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of `param_groups` without its list of parameters; one-element tensors (a tensor `lr`) as numbers."""
-    return {str(key): _plain_value(context, file, value) for key, value in group.items() if key != "params"}
+    hyper: dict[str, Any] = {}
+    for key, value in group.items():
+        number = value.to_python() if isinstance(value, NumpyScalar) else None
+        if isinstance(value, TensorRef) and value.numel == 1:
+            number = scalar_value(scalar_bytes(file.whole(value), context.source), value.dtype)
+        hyper[str(key)] = value if number is None else number
+    hyper.pop("params", None)
+    return hyper
 
 
-def _plain_value(context: ReadContext, file: RankFile, value: Any) -> Any:
-    if isinstance(value, TensorRef) and value.numel == 1:
-        number = scalar_value(scalar_bytes(file.whole(value), context.source), value.dtype)
-        return value if number is None else number
-    return value.to_python() if isinstance(value, NumpyScalar) else value
+def flat_group_owners(groups: Sequence[Mapping[Any, Any]]) -> dict[int, int]:
+    """Flat group (sub-group under ZeRO-3) → the position of the parameter group that lists it in `params`."""
+    return {
+        member: position
+        for position, group in enumerate(groups)
+        for member in list_or_empty(group.get("params"))
+        if type(member) is int
+    }
+
+
+def open_masters(file: RankFile, key: str) -> tuple[Mapping[Any, Any], list[TensorRef]]:
+    """The `optimizer_state_dict` of a rank's file, and its flat master weights, which are under `key`."""
+    top = file.mapping("optimizer_state_dict")
+    if key not in top:
+        raise NotUnderstoodError(f"{file.name}: {key} is missing; found {', '.join(map(str, list(top)[:12]))}")
+    return top, as_tensors(top[key], f"{file.name}: {key}")

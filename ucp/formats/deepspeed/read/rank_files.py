@@ -215,18 +215,6 @@ def as_tensor(value: object, where: str) -> TensorRef:
     raise NotUnderstoodError(f"{where}: expected a tensor, found {describe_value(value)}")
 
 
-def flatten_state_dict(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """A module's state dict with dotted names; nested dicts (old Megatron) are flattened."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat.update(flatten_state_dict(value, f"{name}."))
-        else:
-            flat[name] = value
-    return flat
-
-
 def contains_tensor(value: object) -> bool:
     """Whether an inert value contains a tensor at any depth."""
     return any(isinstance(leaf, TensorRef) for leaf in walk(value))

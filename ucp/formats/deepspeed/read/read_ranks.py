@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ucp.containers.inert import Inert
 from ucp.core.box import Shape
@@ -51,12 +51,6 @@ class OpenRankFiles:
     models: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
     optims: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
 
-    def named_models(self) -> dict[str, RankFile]:
-        return {file.name: file for files in self.models.values() for file in files}
-
-    def named_optims(self) -> dict[str, RankFile]:
-        return {file.name: file for files in self.optims.values() for file in files}
-
 
 @dataclass(frozen=True, slots=True)
 class DetectedLayout:
@@ -80,19 +74,19 @@ def read_states(
             " supported",
             hint="save with an autotp_size of 1 and without a pipeline",
         )
-    if ranks.optims and not grid.sharded_model and _zero_stage(ranks) < 3:
-        return _read_zero12(context, files, grid, ranks)
+    optimizer = next(iter(ranks.optims.values()))[0].mapping("optimizer_state_dict") if ranks.optims else {}
+    if ranks.optims and not grid.sharded_model and zero_stage(optimizer) < 3:
+        return _read_zero12(context, files, grid, ranks, zero_stage(optimizer))
     if grid.sharded_model:
         return _read_zero3(context, step, files, grid, ranks)
     return _read_zero0(context, files, grid, ranks)
 
 
-def _zero_stage(ranks: OpenRankFiles) -> int:
-    """The ZeRO stage that an optimizer file records; 1 for BF16_Optimizer, which partitions like stage 1."""
-    first = next(iter(ranks.optims.values()))[0].mapping("optimizer_state_dict").get("zero_stage")
-    if isinstance(first, Inert) and first.args and type(first.args[0]) is int:
-        return first.args[0]
-    return first if type(first) is int else 1
+def zero_stage(optimizer: Mapping[Any, Any]) -> int:
+    """The ZeRO stage that an optimizer's state dict records; 1 for BF16_Optimizer, which partitions like stage 1."""
+    stage = optimizer.get("zero_stage")
+    value = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
+    return value if type(value) is int else 1
 
 
 def param_shapes(model: RankFile, optim: RankFile | None) -> list[dict[str, Shape]] | None:
@@ -106,8 +100,9 @@ def param_shapes(model: RankFile, optim: RankFile | None) -> list[dict[str, Shap
     return None
 
 
-def _merge_shapes(groups: Iterable[Mapping[str, Shape]]) -> dict[str, Shape]:
-    return {name: shape for group in groups for name, shape in group.items()}
+def merge_shapes(groups: Iterable[Mapping[str, Shape]] | None) -> dict[str, Shape]:
+    """The shapes of all groups by name."""
+    return {name: shape for group in groups or () for name, shape in group.items()}
 
 
 def _shared_parameters(ranks: OpenRankFiles) -> dict[str, str]:
@@ -119,7 +114,9 @@ def _shared_parameters(ranks: OpenRankFiles) -> dict[str, str]:
     }
 
 
-def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
+def _read_zero12(
+    context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles, stage: int
+) -> DetectedLayout:
     """Read ZeRO-1, ZeRO-2 or BF16_Optimizer."""
     shapes: dict[RankCoord, list[dict[str, Shape]] | None] = {}
     optims: dict[RankCoord, list[Zero12File]] = {}
@@ -135,13 +132,13 @@ def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: 
         _read_pipeline(context, files, grid, stages)
     shared = _shared_parameters(ranks)
     for coord, (model, *_) in ranks.models.items():
-        trained = _merge_shapes(shapes[coord] or ())
+        trained = merge_shapes(shapes[coord])
         read_module(context, coord, model, trained if shapes[coord] is not None else None, shared)
         read_frozen(context, coord, model)
         if shapes[coord] is not None and not files.layers and isinstance(model.mapping().get("module"), dict):
             check_module(context, coord, model, trained)
         _drop_second_copy(context, model)
-    _note_frozen(context, ranks, _zero_stage(ranks))
+    _note_frozen(context, ranks, stage)
     _read_experts(context, files, grid, ranks)
     context.problems.raise_any(_MIXED_SAVES_HINT)
     ep = 1
@@ -152,7 +149,7 @@ def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: 
             check_order(context, coord, ranks.models[coord][0])
     top = next(iter(optims.values()))[0].top
     return DetectedLayout(
-        stage=_zero_stage(ranks),
+        stage=stage,
         ep=ep,
         optimizer="ZeRO" if "zero_stage" in top else "BF16_Optimizer",
         elastic=isinstance(top.get("base_optimizer_state"), (list, tuple)),
@@ -162,12 +159,9 @@ def _read_zero12(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: 
 def _stage_names(shapes: list[dict[str, Shape]] | None, optims: list[Zero12File]) -> Mapping[str, Shape | None]:
     """The optimizer's parameters of one stage: from `param_shapes`, else from the slice mappings, without shapes."""
     if shapes is not None:
-        return {**_merge_shapes(shapes)}
-    names: dict[str, Shape | None] = {}
-    for optim in optims:
-        for mapping in dicts_in(optim.top.get("param_slice_mappings")):
-            names.update({str(name): None for name in mapping})
-    return names
+        return {**merge_shapes(shapes)}
+    mappings = (mapping for optim in optims for mapping in dicts_in(optim.top.get("param_slice_mappings")))
+    return dict.fromkeys(str(name) for mapping in mappings for name in mapping)
 
 
 def _read_zero3(
@@ -181,8 +175,10 @@ def _read_zero3(
         shapes = param_shapes(models[0], optims[0]) or []
         _check_same_shapes(context, coord, models)
         check_frozen(context, coord, models[0])
-        read_module(context, coord, models[0], _merge_shapes(shapes), shared)
-        _claim_other_modules(context, models[1:])
+        read_module(context, coord, models[0], merge_shapes(shapes), shared)
+        modules = [model.mapping().get("module") for model in models[1:]]  # copies of buffers, and empty parameters
+        for module in {id(module): module for module in modules}.values():
+            context.claim_all(module)
         check_placements(context, models, data_first)
         opened = open_zero3_files(optims, grid.tp, coord.tp)
         count = read_zero3(context, coord, shapes, opened, swap, data_first)
@@ -210,16 +206,6 @@ def _check_same_shapes(context: ReadContext, coord: RankCoord, models: list[Rank
                 )
 
 
-def _claim_other_modules(context: ReadContext, models: list[RankFile]) -> None:
-    """Claim the modules of further data-parallel ranks: copies of the first's buffers, and empty parameters."""
-    seen: set[int] = set()
-    for model in models:
-        module = model.mapping().get("module")
-        if isinstance(module, dict) and id(module) not in seen:
-            seen.add(id(module))
-            context.claim_all(module)
-
-
 def _read_zero0(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
     models = {coord: model for coord, (model, *_) in ranks.models.items()}
     if files.layers:
@@ -228,7 +214,7 @@ def _read_zero0(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: O
     shared = _shared_parameters(ranks)
     for coord, model in models.items():
         shapes = param_shapes(model, None)
-        read_module(context, coord, model, _merge_shapes(shapes) if shapes is not None else None, shared)
+        read_module(context, coord, model, merge_shapes(shapes) if shapes is not None else None, shared)
         read_frozen(context, coord, model)
     _read_experts(context, files, grid, ranks)
     context.problems.raise_any(_MIXED_SAVES_HINT)
@@ -253,17 +239,16 @@ def _read_pipeline(context: ReadContext, files: StepFiles, grid: RankGrid, stage
 
 def _read_experts(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> None:
     models = {coord: model for coord, (model, *_) in ranks.models.items()}
-    has_experts = {coord: _needs_expert_files(context, grid, model) for coord, model in models.items()}
-    shapes = [param_shapes(model, None) for model in models.values()]
-    trained = {name for groups in shapes for name in _merge_shapes(groups or ())}
-    read_experts(context, files, grid.tp, models, has_experts, None if None in shapes else trained)
-
-
-def _needs_expert_files(context: ReadContext, grid: RankGrid, model: RankFile) -> bool:
-    """Whether experts must be in files of their own. (`num_experts` alone proves nothing: clients use that key too.)"""
-    if context.shards.placements and not grid.sharded_model:  # ZeRO-3 keeps AutoEP's with all other parameters
-        return True
-    return any(expert_number(name) is not None for name in _merge_shapes(param_shapes(model, None) or ()))
+    shapes = {coord: param_shapes(model, None) for coord, model in models.items()}
+    trained = {name for groups in shapes.values() for name in merge_shapes(groups)}
+    # Whether experts must have files. (`num_experts` alone proves nothing: clients use that key too.) ZeRO-3 keeps
+    # AutoEP's experts with all other parameters.
+    is_autoep = bool(context.shards.placements) and not grid.sharded_model
+    has_experts = {
+        coord: is_autoep or any(expert_number(name) is not None for name in merge_shapes(groups))
+        for coord, groups in shapes.items()
+    }
+    read_experts(context, files, grid.tp, models, has_experts, None if None in shapes.values() else trained)
 
 
 def _note_frozen(context: ReadContext, ranks: OpenRankFiles, stage: int) -> None:

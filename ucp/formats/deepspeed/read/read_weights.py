@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Final
 
 from ucp.containers.inert import TensorRef
+from ucp.containers.tree import flatten_state_dict
 from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Role
 from ucp.formats.deepspeed.experts import ExpertPlacement, expert_number
@@ -23,18 +24,22 @@ from ucp.formats.deepspeed.read.rank_files import (
     as_strings,
     as_tensor,
     dict_or_empty,
-    flatten_state_dict,
     lookup,
 )
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.step_files import StepFiles, layer_file_name, missing_expert_files, names_tp_rank
+from ucp.formats.deepspeed.step_files import (
+    StepFiles,
+    layer_file_name,
+    layer_number,
+    missing_expert_files,
+    names_tp_rank,
+    parse_layer_name,
+)
 from ucp.formats.sharded.shard_fragments import EvenSlices
 from ucp.formats.sharded.shard_table import RankCoord
 
 _COMPLETE_HINT: Final = "restore the missing files, or give a checkpoint that is complete"
-_TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _TIED_IN_PATTERN: Final = re.compile(r"tied_modules\\?\.(\w+)")
-_LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
 
 
 def module_tensors(file: RankFile) -> dict[str, Any]:
@@ -74,7 +79,14 @@ def read_module(
     buffers = frozenset(buffer_names(file))
     frozen = frozen_shapes(file)
     lists_frozen = isinstance(file.mapping().get("frozen_param_shapes"), dict)
-    aliases = _reliable_aliases(module, {**frozen, **(trained or {})}, shared)
+    # DeepSpeed finds aliases by address, and all empty parameters have the same one. Under ZeRO-3, which compares ids
+    # instead, every tensor of the module is empty, but its real shape is known.
+    shapes = {**frozen, **(trained or {})}
+    aliases = {
+        alias: owner
+        for alias, owner in shared.items()
+        if alias in module and (_has_elements(module[alias]) or 0 not in shapes.get(owner, (0,)))
+    }
     owners = _alias_owners(module, buffers, trained or {}, aliases)
     is_partitioned = not any(_has_elements(module.get(name)) for name in trained or {})
     owners.update(unlisted_copies(context, file, module, trained or {}, {*buffers, *frozen, *owners}))
@@ -88,7 +100,8 @@ def read_module(
             if value.numel and not _is_same_view(value, module.get(owner)):
                 context.shards.put(owner, coord, value.shape, "trained", file.name).add(WEIGHT, file.whole(value))
             continue
-        role = _module_role(name, buffers, trained, frozen)
+        role: Role = "trained" if name not in frozen and (trained is None or name in trained) else "frozen"
+        role = "buffer" if name in buffers else role
         known = trained.get(name) if trained and role == "trained" else frozen.get(name)
         if known is not None and value.numel == 0 and value.shape != known:
             context.shards.roles.setdefault(name, role)  # ZeRO-3: the values are in other files
@@ -139,31 +152,6 @@ def read_frozen(context: ReadContext, coord: RankCoord, file: RankFile) -> None:
             # For AutoEP's experts the one model file has the share of ep rank 0; the expert files have all.
             owner = context.shards.at(name, coord)
             context.shards.put(name, owner, shape, "frozen", file.name).add(WEIGHT, file.whole(ref))
-
-
-def _module_role(
-    name: str, buffers: Collection[str], trained: Mapping[str, Shape] | None, frozen: Mapping[str, Shape]
-) -> Role:
-    if name in buffers:
-        return "buffer"
-    if name in frozen:
-        return "frozen"
-    return "trained" if trained is None or name in trained else "frozen"
-
-
-def _reliable_aliases(
-    module: Mapping[str, Any], shapes: Mapping[str, Shape], shared: Mapping[str, str]
-) -> dict[str, str]:
-    """The stored aliases without false ones: DeepSpeed compares addresses, and empty parameters all have the same.
-
-    Under ZeRO-3, which compares ids instead, every tensor of the module is empty; `shapes` has the real shapes.
-    """
-    nothing: Shape = (0,)
-    return {
-        alias: owner
-        for alias, owner in shared.items()
-        if alias in module and (_has_elements(module[alias]) or 0 not in shapes.get(owner, nothing))
-    }
 
 
 def _has_elements(value: object) -> bool:
@@ -290,7 +278,12 @@ class StageNames:
 def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames]) -> None:
     """Add the weights of all layer files to the shard table. `layers`: (layer, tp rank) → file; `stages`: by pp."""
     stage_of = _stage_of_each_layer(sorted({layer for layer, _ in layers}), stages)
-    tied = _tied_modules(stages)
+    trained = {name: shape for _, stage in sorted(stages.items()) for name, shape in stage.trained.items()}
+    buffers = {name for stage in stages.values() for name in stage.buffers}
+    tied: dict[str, dict[str, Shape | None]] = {}  # key of a tied module → its local names and shapes
+    for name, shape in trained.items():
+        if (found := parse_layer_name(name)) and found.tied is not None:
+            tied.setdefault(found.tied, {})[found.local] = shape
     keys_of: dict[int, str | None] = {}
     unassigned = list(tied)  # tied modules without a layer file so far, in the order of the model
     for (layer, tp), name in sorted(layers.items()):
@@ -299,12 +292,15 @@ def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], sta
         flat = flatten_state_dict(file.mapping())
         tensors = {key: value for key, value in flat.items() if isinstance(value, TensorRef)}
         if layer not in keys_of:
-            keys_of[layer] = _tied_key(layer, tensors, tied, unassigned, stages)
+            keys_of[layer] = _tied_key(layer, tensors, tied, unassigned, trained)
         prefix = f"tied_modules.{keys_of[layer]}" if keys_of[layer] is not None else str(layer)
         for local, ref in tensors.items():
             context.claim(ref)
             full = f"{prefix}.{local}"
-            shard = context.shards.put(full, coord, ref.shape, _layer_role(full, stages), file.name)
+            # If the files name no trained parameter at all (ZeRO off), the optimizer decides later.
+            role: Role = "trained" if full in trained or not trained else "frozen"
+            role = "buffer" if full in buffers and full not in trained else role
+            shard = context.shards.put(full, coord, ref.shape, role, file.name)
             shard.add(WEIGHT, file.whole(ref))
     context.pipeline = {
         "layers": sorted(keys_of),
@@ -317,31 +313,12 @@ def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], sta
         context.pipeline["again"] = again
 
 
-def _layer_role(name: str, stages: Mapping[int, StageNames]) -> Role:
-    if any(name in stage.trained for stage in stages.values()):
-        return "trained"
-    if any(name in stage.buffers for stage in stages.values()):
-        return "buffer"
-    # If the files name no trained parameter at all (ZeRO off), the optimizer decides later.
-    return "frozen" if any(stage.trained for stage in stages.values()) else "trained"
-
-
-def _tied_modules(stages: Mapping[int, StageNames]) -> dict[str, dict[str, Shape | None]]:
-    """Key of a tied module → its local names and shapes, from the names of the optimizer's parameters."""
-    found: dict[str, dict[str, Shape | None]] = {}
-    for _, stage in sorted(stages.items()):
-        for name, shape in stage.trained.items():
-            if tied := _TIED_NAME.fullmatch(name):
-                found.setdefault(tied[1], {})[tied[2]] = shape
-    return found
-
-
 def _tied_key(
     layer: int,
     tensors: Mapping[str, TensorRef],
     tied: Mapping[str, Mapping[str, Shape | None]],
     unassigned: list[str],
-    stages: Mapping[int, StageNames],
+    trained: Collection[str],
 ) -> str | None:
     """Which tied module a layer file contains, or None for a layer that is not tied.
 
@@ -349,7 +326,7 @@ def _tied_key(
     has every name of its module in the right shape; if several modules fit, it is the first one that no layer file has
     yet, because tied modules are built in the order of the layers.
     """
-    if any(f"{layer}.{local}" in stage.trained for stage in stages.values() for local in tensors):
+    if any(f"{layer}.{local}" in trained for local in tensors):
         return None
     fitting = [
         key
@@ -367,8 +344,8 @@ def _stage_of_each_layer(layers: list[int], stages: Mapping[int, StageNames]) ->
     known: dict[int, int] = {}
     for pp, stage in sorted(stages.items()):
         for name in (*stage.trained, *stage.buffers):
-            if found := _LAYER_NAME.fullmatch(name):
-                known.setdefault(int(found[1]), pp)
+            if (layer := layer_number(name)) is not None:
+                known.setdefault(layer, pp)
     result: dict[int, int] = {}
     current = 0
     for layer in layers:
@@ -387,8 +364,8 @@ def name_tied_modules(context: ReadContext, info: object) -> None:
     keys = sorted({found[1] for text in patterns if (found := _TIED_IN_PATTERN.search(text))})
     layers: dict[int, dict[str, str]] = {}  # layer → its parameters: local name → name
     for name in context.shards.roles:
-        if found := _LAYER_NAME.fullmatch(name):
-            layers.setdefault(int(found[1]), {})[found[2]] = name
+        if (parsed := parse_layer_name(name)) and parsed.layer is not None:
+            layers.setdefault(parsed.layer, {})[parsed.local] = name
     for layer, members in layers.items():
         rows = {local: context.shards.row(name) for local, name in members.items()}
         shared = {local: members[local] for local, row in rows.items() if len({coord.pp for coord in row}) > 1}
@@ -422,7 +399,7 @@ def missing_layer_files(layers: Mapping[tuple[int, int], str], stages: Mapping[i
     has_tp_rank = names_tp_rank(next(iter(layers.values())))
     needed = {layer for layer, _ in layers}
     for stage in stages.values():
-        needed |= {int(found[1]) for name in stage.trained if (found := _LAYER_NAME.fullmatch(name))}
+        needed |= {layer for name in stage.trained if (layer := layer_number(name)) is not None}
     return [
         layer_file_name(layer, t, has_tp_rank=has_tp_rank)
         for layer in sorted(needed)

@@ -120,7 +120,11 @@ def _read_expert_parallel(
         found = unwrap_optimizer(file, file.mapping().get("optimizer"))
         if found is not None:
             names = _parameters_on_rank(context, coord)
-            degrees = layer_degrees(names, _slots_by_degree(found), degree)
+            slots: Counter[int] = Counter()  # expert-parallel degree → parameters in groups that are named after it
+            for group in found.groups:
+                if own := group_expert_degree(group):
+                    slots[own] += len(group.get("params", ()))
+            degrees = layer_degrees(names, slots, degree)
             local = _parameters_on_ep_rank(context, names, ep, degrees)
             ep_coord = RankCoord(*coord[:2], ep)
             owned |= read_unsharded_optimizer(context, ep_coord, found, list(local), degrees=local)
@@ -137,15 +141,6 @@ def _expert_parallel_degree(context: ReadContext, files: StepFiles, models: Mapp
         found = unwrap_optimizer(file, file.mapping().get("optimizer"))
         degrees += [group_expert_degree(group) or 1 for group in found.groups] if found is not None else []
     return max(degrees, default=1)
-
-
-def _slots_by_degree(found: UnshardedOptimizer) -> Counter[int]:
-    """Expert-parallel degree → number of parameters in groups that are named after it."""
-    slots: Counter[int] = Counter()
-    for group in found.groups:
-        slots[group_expert_degree(group) or 0] += len(group.get("params", ()))
-    del slots[0]
-    return slots
 
 
 def _parameters_on_ep_rank(
@@ -225,17 +220,11 @@ def read_unsharded_optimizer(
         ParamGroup(group_hyper_parameters(context, found.file, group), group_names)
         for group, group_names in zip(found.groups, matched, strict=True)
     ]
-    _merge_groups(context.shards.groups.setdefault(RankCoord(coord.pp, coord.tp), []), groups)
-    return {name for group in matched for name in group}
-
-
-def _merge_groups(known: list[ParamGroup], groups: list[ParamGroup]) -> None:
-    """Merge the groups of a further expert-parallel rank: the same groups with other experts in them."""
-    if not known:
-        known.extend(groups)
-        return
-    for mine, other in zip(known, groups, strict=False):
+    known = context.shards.groups.setdefault(RankCoord(coord.pp, coord.tp), groups)
+    for mine, other in zip(known, groups, strict=False) if known is not groups else ():
+        # A further expert-parallel rank: the same groups with other experts in them.
         mine.names.extend(name for name in other.names if name not in set(mine.names))
+    return {name for group in matched for name in group}
 
 
 def _candidates(
@@ -253,11 +242,6 @@ def _candidates(
 
 def _params(group: Mapping[str, Any]) -> list[Any]:
     return list(list_or_empty(group.get("params")))
-
-
-def _stored_names(group: Mapping[str, Any]) -> list[str]:
-    """The parameter names in a group of an optimizer that was created from `named_parameters()`."""
-    return [str(name) for name in list_or_empty(group.get("param_names"))]
 
 
 def _make_alias(context: ReadContext, coord: RankCoord, alias: str, owner: str) -> None:
@@ -278,7 +262,9 @@ def _read_by_parameter(
     contiguous: bool,
 ) -> list[list[str]] | None:
     slots = _slots(context, found)
-    matched = match_by_name(slots, [_stored_names(group) for group in found.groups], [*candidates, *tied])
+    # An optimizer that was created from `named_parameters()` stores their names.
+    stored = [[str(name) for name in list_or_empty(group.get("param_names"))] for group in found.groups]
+    matched = match_by_name(slots, stored, [*candidates, *tied])
     if matched is not None:
         return _add_by_parameter(context, coord, found, matched, [*candidates, *tied])
     matched = match_by_value(context.source, slots, [*candidates, *tied])

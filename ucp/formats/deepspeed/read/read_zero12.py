@@ -14,7 +14,6 @@ from typing import Any
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, ParamGroup
-from ucp.core.dtypes import DType
 from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.experts import (
     PartitionRanks,
@@ -24,10 +23,15 @@ from ucp.formats.deepspeed.experts import (
     global_expert_name,
 )
 from ucp.formats.deepspeed.flat_layout import FlatLayout, flat_layout_of, with_oldest_alignment
-from ucp.formats.deepspeed.read.optimizer_values import FlatGroupShare, classify_states, group_hyper_parameters
+from ucp.formats.deepspeed.read.optimizer_values import (
+    FlatGroupShare,
+    classify_states,
+    group_hyper_parameters,
+    open_masters,
+    report_dtypes,
+)
 from ucp.formats.deepspeed.read.rank_files import (
     RankFile,
-    as_tensors,
     describe_value,
     dict_or_empty,
     dicts_in,
@@ -35,7 +39,7 @@ from ucp.formats.deepspeed.read.rank_files import (
     lookup,
 )
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.sharded.shard_fragments import FlatSlice, TensorInFile
+from ucp.formats.sharded.shard_fragments import FlatSlice
 from ucp.formats.sharded.shard_table import RankCoord
 
 ZERO12_MASTERS = "single_partition_of_fp32_groups"
@@ -49,7 +53,14 @@ class Zero12File:
     dp: int
     top: Mapping[Any, Any]  # its `optimizer_state_dict`
     masters: list[TensorRef]  # one per flat group
-    partition_counts: list[int]  # ranks that share each group
+
+    @property
+    def partition_counts(self) -> list[int]:
+        """The number of ranks that share each group; old files store one number for all groups."""
+        counts = self.top.get("partition_count")
+        if type(counts) is int:
+            return [counts] * len(self.masters)
+        return [n for n in list_or_empty(counts) if type(n) is int]
 
     @property
     def hyper(self) -> list[Mapping[str, Any]]:
@@ -73,25 +84,13 @@ def open_zero12_files(files: Sequence[RankFile]) -> list[Zero12File]:
     """The optimizer files of one model-parallel rank, by data-parallel rank."""
     opened: list[Zero12File] = []
     for dp, file in enumerate(files):
-        top = file.mapping("optimizer_state_dict")
-        if "local_sub_partitions_of_fp32_groups" in top:
+        if "local_sub_partitions_of_fp32_groups" in file.mapping("optimizer_state_dict"):
             raise NotUnderstoodError(
                 f"{file.name}: the layout of ZeRO-1 files before DeepSpeed 0.3.17 is not supported",
                 hint="load and save it once with DeepSpeed 0.3.17 or newer",
             )
-        if ZERO12_MASTERS not in top:
-            keys = ", ".join(map(str, list(top)[:12]))
-            raise NotUnderstoodError(f"{file.name}: {ZERO12_MASTERS} is missing; found {keys}")
-        masters = as_tensors(top[ZERO12_MASTERS], f"{file.name}: {ZERO12_MASTERS}")
-        opened.append(Zero12File(file, dp, top, masters, _partition_counts(top.get("partition_count"), len(masters))))
+        opened.append(Zero12File(file, dp, *open_masters(file, ZERO12_MASTERS)))
     return opened
-
-
-def _partition_counts(value: object, groups: int) -> list[int]:
-    """The number of ranks that share each group; old files store one number for all groups."""
-    if type(value) is int:
-        return [value] * groups
-    return [n for n in list_or_empty(value) if type(n) is int]
 
 
 def read_zero12(
@@ -169,7 +168,10 @@ def _read_group(
 ) -> list[str]:
     """Read one flat group from the files of the ranks that share it. Return the (global) names in flat order."""
     where = f"group {g} ({coord}" + (f" ep {ep})" if ep is not None else ")")
-    expected = flat_layout_of(shapes, _alignment(files[0], g, len(shapes)), len(files))
+    stored = list_or_empty(files[0].top.get("param_alignment_paddings"))  # recent releases
+    paddings = list_or_empty(stored[g]) if g < len(stored) else ()
+    is_valid = len(paddings) == len(shapes) and all(type(n) is int and n >= 0 for n in paddings)
+    expected = flat_layout_of(shapes, paddings if is_valid else None, len(files))
     layout = _fitting_layout(context, where, expected, files, g)
     if layout is None:
         return []
@@ -178,7 +180,9 @@ def _read_group(
         for index, file in enumerate(files)
     ]
     states = classify_states(context, where, members)
-    flat = {MASTER: _masters(context, where, files, g), **states.flat}
+    report_dtypes(context, f"{where}: the master weights have", {file.masters[g].dtype for file in files})
+    masters = [file.file.locate(context.claim(file.masters[g]), file.dp) for file in files]
+    flat = {MASTER: (files[0].masters[g].dtype, masters), **states.flat}
     experts = experts_per_layer(shapes)
     names: list[str] = []
     for entry in layout.entries:
@@ -200,14 +204,6 @@ def _read_group(
     return names
 
 
-def _alignment(file: Zero12File, g: int, count: int) -> Sequence[int] | None:
-    """The stored padding after each parameter of the group (recent releases), or None."""
-    paddings = list_or_empty(file.top.get("param_alignment_paddings"))
-    group = list_or_empty(paddings[g]) if g < len(paddings) else ()
-    is_valid = len(group) == count and all(type(n) is int and n >= 0 for n in group)
-    return group if is_valid else None
-
-
 def _fitting_layout(
     context: ReadContext, where: str, layout: FlatLayout, files: Sequence[Zero12File], g: int
 ) -> FlatLayout | None:
@@ -224,16 +220,6 @@ def _fitting_layout(
                 f" {len(layout.entries)} parameters partitioned over {layout.ranks} ranks"
             )
     return None
-
-
-def _masters(context: ReadContext, where: str, files: Sequence[Zero12File], g: int) -> tuple[DType, list[TensorInFile]]:
-    refs = [file.masters[g] for file in files]
-    dtypes = {ref.dtype for ref in refs}
-    if len(dtypes) > 1:
-        listed = ", ".join(sorted(map(str, dtypes)))
-        context.problems.add(f"{where}: the master weights have different dtypes on different dp ranks: {listed}")
-    located = [file.file.locate(context.claim(ref), file.dp) for file, ref in zip(files, refs, strict=True)]
-    return refs[0].dtype, located
 
 
 def _compare_mappings(context: ReadContext, layout: FlatLayout, index: int, file: Zero12File, g: int) -> None:

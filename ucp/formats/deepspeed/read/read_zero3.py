@@ -22,7 +22,6 @@ from ucp.containers.inert import TensorRef
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
-from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.experts import (
     ExpertPlacement,
     PartitionRanks,
@@ -32,18 +31,18 @@ from ucp.formats.deepspeed.experts import (
 )
 from ucp.formats.deepspeed.read.optimizer_values import (
     FlatGroupShare,
-    FlatGroupStates,
     classify_states,
+    flat_group_owners,
     group_hyper_parameters,
+    open_masters,
+    report_dtypes,
 )
 from ucp.formats.deepspeed.read.rank_files import (
     RankFile,
     as_tensor,
-    as_tensors,
     describe_value,
     dict_or_empty,
     dicts_in,
-    list_or_empty,
     lookup,
 )
 from ucp.formats.deepspeed.read.read_context import ReadContext
@@ -79,15 +78,7 @@ class Zero3File:
 
 def open_zero3_files(files: Sequence[RankFile], tp: int, tp_rank: int) -> list[Zero3File]:
     """The optimizer files of one model-parallel rank, by data-parallel rank."""
-    opened: list[Zero3File] = []
-    for dp, file in enumerate(files):
-        top = file.mapping("optimizer_state_dict")
-        if ZERO3_MASTERS not in top:
-            keys = ", ".join(map(str, list(top)[:12]))
-            raise NotUnderstoodError(f"{file.name}: {ZERO3_MASTERS} is missing; found {keys}")
-        masters = as_tensors(top[ZERO3_MASTERS], f"{file.name}: {ZERO3_MASTERS}")
-        opened.append(Zero3File(file, dp, dp * tp + tp_rank, top, masters))
-    return opened
+    return [Zero3File(file, dp, dp * tp + tp_rank, *open_masters(file, ZERO3_MASTERS)) for dp, file in enumerate(files)]
 
 
 def read_zero3(
@@ -153,43 +144,19 @@ def _read_sub_group(
     where = f"sub-group {index} ({coord})"
     per_rank = {name: -(-prod(shape) // len(files)) for name, shape in shapes.items()}
     length = sum(per_rank.values())
-    masters = _masters(context, where, index, sub_groups, length, files, swap)
-    states = _optimizer_states(context, where, index, sub_groups, length, files, swap)
-    at = 0
-    for name, shape in shapes.items():
-        owner = context.shards.at(name, coord)
-        shard = context.shards.put(name, owner, shape, "trained", files[0].file.name)
-        for kind, (dtype, located) in {**({MASTER: masters} if masters else {}), **states.flat}.items():
-            shard.add(kind, EvenSlices(located, dtype, per_rank[name], at, prod(shape)))
-        for kind, number in states.numbers.items():
-            shard.add(kind, number, ())
-        at += per_rank[name]
-
-
-def _masters(
-    context: ReadContext,
-    where: str,
-    index: int,
-    sub_groups: int,
-    length: int,
-    files: Sequence[Zero3File],
-    swap: SwapFiles,
-) -> tuple[DType, list[TensorInFile]] | None:
-    located: list[TensorInFile] = []
+    masters: list[TensorInFile] = []
     dtypes: set[DType] = set()
+    members: list[FlatGroupShare] = []
     for file in files:
-        ref = file.masters[index]
-        swapped = None
-        if ref.numel == 0 and length:
-            nbytes = length * FLOAT32.itemsize
-            swapped = swap.master(file.world_rank, index, sub_groups, ref, nbytes, file.dp)
+        ref, find_swapped = file.masters[index], swap.finder(file, index, sub_groups, length)
+        swapped = find_swapped(ref, "") if ref.numel == 0 and length else None
         if ref.numel == length and len(ref.shape) == 1 and ref.is_contiguous:
-            located.append(file.file.locate(context.claim(ref), file.dp))
+            masters.append(file.file.locate(context.claim(ref), file.dp))
             dtypes.add(ref.dtype)
         elif swapped is not None:
-            located.append(swapped)
-            dtypes.add(FLOAT32)
             context.claim(ref)
+            masters.append(swapped)
+            dtypes.add(FLOAT32)
         else:
             text = f"{where}: the master weights on dp rank {file.dp} ({file.file.name}) are {describe_value(ref)},"
             text += f" expected {length} elements"
@@ -197,40 +164,29 @@ def _masters(
                 folder = f"{SWAP_FOLDER}/rank{file.world_rank:02d}/"
                 text += f"; they were offloaded to NVMe, and {folder} has no matching swap file"
             context.problems.add(text)
-    if len(dtypes) > 1:
-        listed = ", ".join(sorted(map(str, dtypes)))
-        context.problems.add(f"{where}: the master weights have different dtypes on different dp ranks: {listed}")
-    return (dtypes.pop(), located) if len(located) == len(files) and dtypes else None
-
-
-def _optimizer_states(
-    context: ReadContext,
-    where: str,
-    index: int,
-    sub_groups: int,
-    length: int,
-    files: Sequence[Zero3File],
-    swap: SwapFiles,
-) -> FlatGroupStates:
-    def swapped_state(file: Zero3File) -> Callable[[TensorRef, str], TensorInFile | None]:
-        master_id = swap.id_of(file.world_rank, index, sub_groups, file.masters[index])
-        nbytes = length * FLOAT32.itemsize
-        return lambda ref, kind: swap.state(file.world_rank, kind, master_id, ref, nbytes, file.dp)
-
-    members = [
-        FlatGroupShare(file.file, file.dp, file.state(index), (length,), swapped_state(file) if swap else None)
-        for file in files
-    ]
-    return classify_states(context, where, members)
+        share = FlatGroupShare(file.file, file.dp, file.state(index), (length,), find_swapped if swap.files else None)
+        members.append(share)
+    report_dtypes(context, f"{where}: the master weights have", dtypes)
+    states = classify_states(context, where, members)
+    flat = {**states.flat}
+    if len(masters) == len(files) and dtypes:
+        flat = {MASTER: (dtypes.pop(), masters), **flat}
+    at = 0
+    for name, shape in shapes.items():
+        owner = context.shards.at(name, coord)
+        shard = context.shards.put(name, owner, shape, "trained", files[0].file.name)
+        for kind, (dtype, located) in flat.items():
+            shard.add(kind, EvenSlices(located, dtype, per_rank[name], at, prod(shape)))
+        for kind, number in states.numbers.items():
+            shard.add(kind, number, ())
+        at += per_rank[name]
 
 
 def _param_groups(context: ReadContext, shapes: Sequence[Mapping[str, Shape]], file: Zero3File) -> list[ParamGroup]:
     """Parameter groups; each lists its sub-groups in `params`."""
     groups = [ParamGroup(group_hyper_parameters(context, file.file, group), []) for group in file.param_groups]
     groups = groups or [ParamGroup({}, [])]
-    group_of: dict[int, int] = {}
-    for g, group in enumerate(file.param_groups):
-        group_of.update({member: g for member in list_or_empty(group.get("params")) if type(member) is int})
+    group_of = flat_group_owners(file.param_groups)
     if sorted(group_of) != list(range(len(shapes))):
         # Some releases leave the lists empty. With one group, or one per sub-group, the assignment is clear.
         group_of = {i: i if len(groups) == len(shapes) else 0 for i in range(len(shapes))}
@@ -255,38 +211,26 @@ def read_frozen_slices(context: ReadContext, coord: RankCoord, files: Sequence[R
     for name, shape in shapes.items():
         per_rank = -(-prod(shape) // count)
         for copy in range(0, len(files), count):
-            located = _locate_frozen(context, coord, name, shape, per_rank, files[copy : copy + count], copy)
-            if located:
+            located: list[TensorInFile] = []
+            dtype = FLOAT32
+            for dp, file in enumerate(files[copy : copy + count], copy):
+                fragments = file.mapping("frozen_param_fragments")
+                where = f"frozen parameter {name} (dp rank {dp}, {coord}) in {file.name}"
+                if name not in fragments:
+                    context.problems.add(f"{where} is missing")
+                    continue
+                ref = as_tensor(fragments[name], where)
+                if ref.numel != per_rank or not ref.is_contiguous:
+                    context.problems.add(
+                        f"{where} has {ref.numel} elements, expected {per_rank}: shape {list(shape)} partitioned over"
+                        f" {count} ranks"
+                    )
+                    continue
+                dtype = ref.dtype
+                located.append(file.locate(context.claim(ref), dp))
+            if len(located) == count:
                 shard = context.shards.put(name, coord, shape, "frozen", files[0].name)
-                dtype = located[0].ref.dtype if located[0].ref is not None else FLOAT32
                 shard.add(WEIGHT, EvenSlices(located, dtype, per_rank, 0, prod(shape)))
-
-
-def _locate_frozen(
-    context: ReadContext,
-    coord: RankCoord,
-    name: str,
-    shape: Shape,
-    per_rank: int,
-    files: Sequence[RankFile],
-    first: int,
-) -> list[TensorInFile]:
-    located: list[TensorInFile] = []
-    for dp, file in enumerate(files, first):
-        fragments = file.mapping("frozen_param_fragments")
-        where = f"frozen parameter {name} (dp rank {dp}, {coord}) in {file.name}"
-        if name not in fragments:
-            context.problems.add(f"{where} is missing")
-            continue
-        ref = as_tensor(fragments[name], where)
-        if ref.numel != per_rank or not ref.is_contiguous:
-            context.problems.add(
-                f"{where} has {ref.numel} elements, expected {per_rank}: shape {list(shape)} partitioned over"
-                f" {len(files)} ranks"
-            )
-            continue
-        located.append(file.locate(context.claim(ref), dp))
-    return located if len(located) == len(files) else []
 
 
 def check_placements(context: ReadContext, models: Sequence[RankFile], data_first: bool) -> None:
@@ -348,34 +292,28 @@ class SwapFiles:
                         name = f"{prefix}{SWAP_FOLDER}/{rank_folder.name}/{path.name}"
                         of_rank[swap[1]] = (name, path.stat().st_size)
 
-    def __bool__(self) -> bool:
-        return bool(self.files)
+    def finder(
+        self, file: Zero3File, sub_group: int, sub_groups: int, length: int
+    ) -> Callable[[TensorRef, str], TensorInFile | None]:
+        """A function of an empty tensor and its kind ("" for master weights) that locates its values, or returns None.
 
-    def master(
-        self, rank: int, sub_group: int, sub_groups: int, ref: TensorRef, nbytes: int, dp: int
-    ) -> TensorInFile | None:
-        """The location of a sub-group's swapped master weights, or None."""
-        return self._locate(rank, self.id_of(rank, sub_group, sub_groups, ref), nbytes, dp)
+        The id of a sub-group is the one on its empty tensor; else by order, if every sub-group was swapped out.
+        """
+        of_rank = self.files.get(file.world_rank, {})
+        sub_group_id = _ds_id(file.masters[sub_group])
+        if sub_group_id is None:
+            parsed = ((found, key) for key in of_rank if (found := _SUB_GROUP_ID.fullmatch(key)))
+            ids = sorted((int(found[1]), int(found[2]), key) for found, key in parsed)
+            sub_group_id = ids[sub_group][2] if len(ids) == sub_groups else None
 
-    def state(
-        self, rank: int, kind: str, master_id: str | None, ref: TensorRef, nbytes: int, dp: int
-    ) -> TensorInFile | None:
-        """The location of a swapped state of the sub-group with this id, or None."""
-        return self._locate(rank, _ds_id(ref) or (f"{kind}-{master_id}" if master_id else None), nbytes, dp)
+        def find(ref: TensorRef, kind: str) -> TensorInFile | None:
+            own = sub_group_id and (f"{kind}-{sub_group_id}" if kind else sub_group_id)
+            name, nbytes = of_rank.get(_ds_id(ref) or own or "", ("", -1))
+            if nbytes < length * FLOAT32.itemsize:
+                return None
+            return TensorInFile(name, None, None, file.dp, known_offset=0)
 
-    def id_of(self, rank: int, sub_group: int, sub_groups: int, ref: TensorRef) -> str | None:
-        """The id of a sub-group: the one on its empty tensor; else by order, if every sub-group was swapped out."""
-        if stored := _ds_id(ref):
-            return stored
-        keys = self.files.get(rank, {})
-        ids = sorted((tuple(map(int, found.groups())), key) for key in keys if (found := _SUB_GROUP_ID.fullmatch(key)))
-        return ids[sub_group][1] if len(ids) == sub_groups else None
-
-    def _locate(self, rank: int, key: str | None, nbytes: int, dp: int) -> TensorInFile | None:
-        found = self.files.get(rank, {}).get(key) if key is not None else None
-        if found is None or found[1] < nbytes:
-            return None
-        return TensorInFile(found[0], None, None, dp, offset=0)
+        return find
 
 
 def _ds_id(ref: TensorRef) -> str | None:

@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.tree import equal as equal_trees
 from ucp.core.checkpoint import Checkpoint, Extras, Mesh
-from ucp.errors import StorageError
 from ucp.formats.deepspeed import folder
 from ucp.formats.deepspeed.read.carry_extras import (
     TreeCarrier,
@@ -40,10 +39,12 @@ from ucp.formats.deepspeed.step_files import SWAP_FOLDER, StepFiles, classify_fi
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
-from ucp.storage.paths import scan_folder
+from ucp.storage.paths import read_errors, scan_folder
 
+_Value = TypeVar("_Value")
 _RESTORE_HINT: Final = "restore the files of one save; nothing was written"
 _RECENT_TREES: Final = 4  # to compare a file's tree with: enough for the first rank, the last one and each kind of file
+_INFO_VERSION: Final = ("universal_checkpoint_info", "universal_checkpoint_version")
 _ZERO_FLAGS: Final = (
     "round_robin_gradients",
     "elastic_checkpoint",
@@ -58,10 +59,8 @@ _ZERO_FLAGS: Final = (
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path`: names, shapes and locations of all states. No tensor is loaded."""
     place = folder.find(path, options.tag)
-    try:
+    with read_errors(place.step):
         sizes = _file_sizes(place)
-    except OSError as error:
-        raise StorageError(f"{error.filename or place.step}: cannot be read: {error.strerror}") from error
     names = [file.removeprefix(place.prefix) for file in sizes]
     files = classify_files([name for name in names if "/" not in name])
     with SourceFiles(place.root) as source, _gc_paused():
@@ -94,12 +93,17 @@ def _read(
     )
     ranks = _open_ranks(context, files, grid)
     check_saved_names(context, files)
-    check_same_save(ranks.named_models(), ranks.named_optims(), context.problems)
+    models, optims = (
+        {file.name: file for rank in role.values() for file in rank} for role in (ranks.models, ranks.optims)
+    )
+    check_same_save(models, optims, context.problems)
     context.problems.raise_any(_RESTORE_HINT)
     layout = read_states(context, place.step, files, grid, ranks)
     check_ranks(context, grid.tp)
     context.problems.raise_any(_RESTORE_HINT)
-    _sort_parameters(context)
+    shards = context.shards  # in the order of the model, experts in their layers
+    names = order_names(iter(shards.roles), {*shards.experts, *shards.placements})
+    shards.roles = {name: shards.roles[name] for name in names if name not in shards.aliases}
     first = ranks.models[RankCoord(0, 0)][0]
     info = first.mapping().get("universal_checkpoint_info")
     rules = resolve_all(context, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
@@ -108,6 +112,9 @@ def _read(
     mesh = Mesh(grid.tp, grid.pp, grid.dp_world, layout.ep, layout.stage)
     groups = merge_stage_groups(context, parameters)
     extras = _read_extras(context, place, files)
+    for name in (*extras.files.values(), *extras.trees):  # files next to the step folder
+        if name not in sizes and (place.root / name).is_file():
+            sizes[name] = (place.root / name).stat().st_size
     for name in files.foreign:
         context.note(
             FOREIGN_NOTE,
@@ -126,7 +133,7 @@ def _read(
         groups=groups,
         extras=extras,
         notes=list(dict.fromkeys(context.notes)),
-        sizes=_checkpoint_sizes(sizes, place, extras),
+        sizes=sizes,
         details=details_of(context, place, files, ranks, layout),
     )
 
@@ -144,16 +151,6 @@ def _file_sizes(place: folder.StepFolder) -> dict[str, int]:
             if path.is_file():
                 sizes[place.prefix + path.relative_to(place.step).as_posix()] = path.stat().st_size
     return dict(sorted(sizes.items()))
-
-
-def _checkpoint_sizes(sizes: dict[str, int], place: folder.StepFolder, extras: Extras) -> dict[str, int]:
-    """The sizes of all files of the checkpoint: the step folder, and the carried files next to it."""
-    found = dict(sizes)
-    for name in (*extras.files.values(), *extras.trees):
-        path = place.root / name
-        if name not in found and path.is_file():
-            found[name] = path.stat().st_size
-    return found
 
 
 def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenRankFiles:
@@ -174,14 +171,6 @@ def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenR
     if files.optim:
         ranks.optims = open_all([[files.optim[dp, mp] for mp in every] for dp in range(grid.dp)])
     return ranks
-
-
-def _sort_parameters(context: ReadContext) -> None:
-    """Put the parameters into the order of the model, experts into their layers."""
-    shards = context.shards
-    roles = shards.roles
-    experts = {*shards.experts, *shards.placements}
-    shards.roles = {name: roles[name] for name in order_names(iter(roles), experts) if name not in shards.aliases}
 
 
 def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFiles) -> Extras:
@@ -245,14 +234,16 @@ def _closing_notes(context: ReadContext) -> None:
 
 def framework_of(model: RankFile) -> str:
     """The framework and its version, such as `DeepSpeed 0.19.8`."""
-    version = model.mapping().get("ds_version")
-    return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
+    return f"DeepSpeed {_typed(model.mapping().get('ds_version'), str) or ''}".strip()
 
 
 def step_of(model: RankFile) -> int | None:
     """The number of optimizer steps."""
-    steps = model.mapping().get("global_steps")
-    return steps if type(steps) is int else None
+    return _typed(model.mapping().get("global_steps"), int)
+
+
+def _typed(value: object, *types: type[_Value]) -> _Value | None:
+    return cast(_Value, value) if type(value) in types else None
 
 
 def details_of(
@@ -267,13 +258,13 @@ def details_of(
         "client": _client_name(model),
         "dtype": _configured_dtype(config),
         "zero": _zero_details(config, layout),
-        "optimizer": _configured_optimizer(config),
+        "optimizer": _typed(lookup(config, "optimizer", "type"), str),
         "optimizer_wrapper": layout.optimizer or None,
         "groups": len(next(iter(context.shards.groups.values()), [])),
         "loss_scale": _loss_scale(ranks),
-        "universal_checkpoint_version": _info_version(model),
-        "skipped_steps": _int_or_none(model.get("skipped_steps")),
-        "global_samples": _int_or_none(model.get("global_samples")),
+        "universal_checkpoint_version": _typed(lookup(model, *_INFO_VERSION), int, float),
+        "skipped_steps": _typed(model.get("skipped_steps"), int),
+        "global_samples": _typed(model.get("global_samples"), int),
         "files": _file_counts(files),
         "pipeline": context.pipeline,
     }
@@ -291,7 +282,7 @@ def universal_details(context: ReadContext, file: RankFile) -> dict[str, Any]:
         "universal": True,
         "client": _client_name(model),
         "dtype": _configured_dtype(config) if isinstance(config, dict) else None,
-        "universal_checkpoint_version": _info_version(model),
+        "universal_checkpoint_version": _typed(lookup(model, *_INFO_VERSION), int, float),
         "pipeline": context.pipeline,
     }
     return {key: value for key, value in facts.items() if value not in (None, {})}
@@ -331,29 +322,14 @@ def _zero_details(config: Any, layout: DetectedLayout) -> dict[str, Any]:
     return facts
 
 
-def _configured_optimizer(config: Any) -> str | None:
-    kind = lookup(config, "optimizer", "type")
-    return kind if isinstance(kind, str) else None
-
-
 def _loss_scale(ranks: OpenRankFiles) -> float | None:
     for files in ranks.optims.values():
         scaler = files[0].mapping("optimizer_state_dict").get("loss_scaler")
         scale = scaler.get("cur_scale") if isinstance(scaler, Inert) else None
-        return float(scale) if isinstance(scale, (int, float)) else None
-    for files in ranks.models.values():
-        scale = lookup(files[0].mapping(), "optimizer", "cur_scale")
-        return float(scale) if isinstance(scale, (int, float)) else None
-    return None
-
-
-def _info_version(model: Any) -> float | None:
-    version = lookup(model, "universal_checkpoint_info", "universal_checkpoint_version")
-    return version if isinstance(version, (int, float)) else None
-
-
-def _int_or_none(value: object) -> int | None:
-    return value if type(value) is int else None
+        break
+    else:
+        scale = lookup(next(iter(ranks.models.values()))[0].mapping(), "optimizer", "cur_scale")
+    return float(scale) if isinstance(scale, (int, float)) else None
 
 
 def _file_counts(files: StepFiles) -> dict[str, int]:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -35,21 +35,20 @@ from ucp.core.checkpoint import (
 )
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
-from ucp.errors import NotUnderstoodError, StorageError, first_few
+from ucp.errors import NotUnderstoodError, first_few
 from ucp.formats.deepspeed.folder import find_universal
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
-from ucp.formats.deepspeed.read.optimizer_values import group_hyper_parameters, stored_scalar
+from ucp.formats.deepspeed.read.optimizer_values import flat_group_owners, group_hyper_parameters, stored_scalar
 from ucp.formats.deepspeed.read.rank_files import (
     RankFile,
     RankFiles,
     describe_value,
     dict_or_empty,
     dicts_in,
-    list_or_empty,
     lookup,
 )
 from ucp.formats.deepspeed.read.read_context import DeepSpeedShardTable, ReadContext
-from ucp.formats.deepspeed.read.read_ranks import param_shapes
+from ucp.formats.deepspeed.read.read_ranks import merge_shapes, param_shapes, zero_stage
 from ucp.formats.deepspeed.read.read_weights import (
     StageNames,
     buffer_names,
@@ -70,15 +69,16 @@ from ucp.formats.deepspeed.step_files import (
     STATES_FOLDER,
     StepFiles,
     classify_files,
+    layer_number,
     model_file_name,
     sharded_model_file_name,
 )
 from ucp.formats.deepspeed.universal_info import fused_rule, has_tp_rules
 from ucp.formats.registry import ReadOptions
-from ucp.formats.sharded.shard_fragments import StoredShard, scalar_fragments
+from ucp.formats.sharded.shard_fragments import scalar_fragments
 from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
-from ucp.storage.paths import list_files, scan_folder
+from ucp.storage.paths import list_files, read_errors, scan_folder
 
 _RECONVERT_HINT: Final = "convert the source checkpoint again, or look for a file of another save"
 
@@ -109,7 +109,7 @@ class _UniversalReader:
         shared = {alias: owner for members in models for alias, owner in shared_parameters(members[0]).items()}
         if names.layers:
             shapes = [group for members in models for group in (param_shapes(members[0], None) or [])]
-            trained = {name: shape for group in shapes for name, shape in group.items()}
+            trained = merge_shapes(shapes)
             read_layers(self.context, names.layers, {0: StageNames(trained, _buffer_names(models))})
         for index, members in enumerate(models):
             self._read_model(RankCoord(index // grid.tp, index % grid.tp), members, folders, shared, grid)
@@ -127,7 +127,7 @@ class _UniversalReader:
             self._read_optimizer(parameters, optimizer, models, grid)
         self.context.problems.raise_any(_RECONVERT_HINT)
         groups = merge_stage_groups(self.context, parameters)
-        stage = zero_stage(optimizer) if optimizer is not None else 1
+        stage = zero_stage(optimizer.mapping()) if optimizer is not None else 1
         return Checkpoint(
             "deepspeed-universal",
             self.root,
@@ -190,7 +190,7 @@ class _UniversalReader:
         grid: RankGrid,
     ) -> None:
         file = members[0]
-        trained = {name: shape for group in (param_shapes(file, None) or []) for name, shape in group.items()}
+        trained = merge_shapes(param_shapes(file, None))
         if not trained:  # ZeRO off: the parameters that the optimizer has states of
             module = module_tensors(file)
             refs = {name: module.get(name) for name, folder in folders.items() if folder.has_moments}
@@ -210,7 +210,9 @@ class _UniversalReader:
         if self.context.pipeline or any(module_tensors(members[0]) for members in models):
             return
         lost = sorted(_buffer_names(models))
-        shards.roles = dict(sorted(shards.roles.items(), key=lambda item: _layer_number(item[0])))
+        shards.roles = dict(
+            sorted(shards.roles.items(), key=lambda item: -1 if (layer := layer_number(item[0])) is None else layer)
+        )
         self.context.note(
             "universal-no-module",
             "a universal folder does not contain a pipeline's layer files: module weights are missing"
@@ -270,15 +272,20 @@ class _UniversalReader:
         models: Sequence[Sequence[RankFile]],
         grid: RankGrid,
     ) -> None:
+        states = dict_or_empty(lookup(optimizer.tree, "optimizer_state_dict", "state"))
         for index in range(0, len(models), grid.tp):
             shapes = param_shapes(models[index][0], None) or []
             self.context.shards.groups[RankCoord(index // grid.tp, 0)] = read_groups(self.context, optimizer, shapes)
-            for name, number in parameter_steps(optimizer, shapes):
-                if name in parameters and STEP not in parameters[name].atoms:
-                    fragments = scalar_fragments(Rank(), number)
-                    parameters[name].atoms[STEP] = Atom(name, STEP, (), number.dtype, fragments)
-        for ref in rank0_tensors(optimizer):
-            self.context.claim(ref)
+            # ZeRO-3 keeps the step here, by sub-group, and not in the folder of the parameter.
+            for sub_group, names in enumerate(shapes):
+                value = lookup(states.get(sub_group), STEP)
+                number = stored_scalar(optimizer, value, 0) if value is not None else None
+                for name in names:
+                    if number is not None and name in parameters and STEP not in parameters[name].atoms:
+                        fragments = scalar_fragments(Rank(), number)
+                        parameters[name].atoms[STEP] = Atom(name, STEP, (), number.dtype, fragments)
+        # Rank 0's shards under ZeRO-3 repeat part of the states in the folders of the parameters.
+        self.context.claim_all([optimizer.mapping().get(ZERO3_MASTERS), states])
 
     def _trees(self, models: Sequence[Sequence[RankFile]], optimizer: RankFile | None) -> dict[str, Any]:
         """The rest of model files and optimizer state: without the tensors that became atoms or repeat them."""
@@ -292,11 +299,6 @@ class _UniversalReader:
 
 def _buffer_names(models: Sequence[Sequence[RankFile]]) -> set[str]:
     return {name for members in models for name in buffer_names(members[0])}
-
-
-def _layer_number(name: str) -> int:
-    number, dot, _ = name.partition(".")
-    return int(number) if dot and number.isascii() and number.isdigit() else -1
 
 
 _MAX_FOLDER_DEPTH: Final = 8  # nested folders; deeper ones are not parameter names but cyclic links
@@ -318,10 +320,8 @@ class StateFolder:
 def state_folders(root: Path, states: str) -> dict[str, StateFolder]:
     """Every folder of states below `root/states`, by parameter name, sorted. Names with `/` are nested folders."""
     found: dict[str, StateFolder] = {}
-    try:
+    with read_errors(root / states):
         _find_state_folders(root, states, "", found)
-    except OSError as error:
-        raise StorageError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return found
 
 
@@ -368,57 +368,18 @@ def _state_atom(file: RankFile, ref: TensorRef, name: str, kind: str, shape: Sha
     return Atom(name, kind, shape, ref.dtype, fragments if ref.numel else ())
 
 
-def zero_stage(optimizer: RankFile) -> int:
-    """The ZeRO stage of the source; 1 for BF16_Optimizer, which does not record it."""
-    stage = optimizer.mapping().get("zero_stage")
-    value = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
-    return value if type(value) is int else 1
-
-
 def read_groups(context: ReadContext, optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> list[ParamGroup]:
     """Parameter groups of one pipeline stage; `shapes` has one dict per flat group (sub-group under ZeRO-3)."""
     found = optimizer.mapping().get("param_groups") or lookup(optimizer.tree, "optimizer_state_dict", "param_groups")
     stored = dicts_in(found)
     groups = [ParamGroup(group_hyper_parameters(context, optimizer, group), []) for group in stored]
-    for names, owner in zip(shapes, _group_of_each(stored, len(shapes)), strict=True):
+    owners = flat_group_owners(stored)
+    is_listed = sorted(owners) == list(range(len(shapes)))  # else groups correspond by position
+    for index, names in enumerate(shapes):
+        owner = owners[index] if is_listed else index
         if owner < len(groups):
             groups[owner].names.extend(names)
     return groups
-
-
-def parameter_steps(optimizer: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[tuple[str, StoredShard]]:
-    """Yield (parameter, step): under ZeRO-3 the step is stored here by sub-group, not in the parameter's folder."""
-    states = _inner_states(optimizer)
-    for index, names in enumerate(shapes):
-        value = states.get(index, {}).get(STEP)
-        number = stored_scalar(optimizer, value, 0) if value is not None else None
-        if number is not None:
-            for name in names:
-                yield name, number
-
-
-def rank0_tensors(optimizer: RankFile) -> Iterator[TensorRef]:
-    """Rank 0's shards under ZeRO-3: they repeat part of the whole states in the parameters' folders."""
-    masters = list_or_empty(optimizer.mapping().get(ZERO3_MASTERS))
-    rows = [state.values() for state in _inner_states(optimizer).values()]
-    for value in (*masters, *(value for row in rows for value in row)):
-        if isinstance(value, TensorRef):
-            yield value
-
-
-def _inner_states(optimizer: RankFile) -> dict[Any, Mapping[Any, Any]]:
-    states = dict_or_empty(lookup(optimizer.tree, "optimizer_state_dict", "state"))
-    return {key: state for key, state in states.items() if isinstance(state, dict)}
-
-
-def _group_of_each(groups: Sequence[Mapping[Any, Any]], flat: int) -> list[int]:
-    """The parameter group of each flat group: as listed in `params`, else by position."""
-    owner: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        for member in list_or_empty(group.get("params")):
-            if type(member) is int:
-                owner[member] = index
-    return [owner[i] for i in range(flat)] if sorted(owner) == list(range(flat)) else list(range(flat))
 
 
 def rules_from_states(context: ReadContext, user: RuleBook | None, folders: Mapping[str, StateFolder]) -> RuleBook:

@@ -14,7 +14,7 @@ from ucp.containers.pickle_writer import NewTensor
 from ucp.containers.torch_file_writer import ZeroContent
 from ucp.core.checkpoint import Parameter
 from ucp.errors import UsageError
-from ucp.formats.deepspeed.step_files import expert_file_name, layer_file_name
+from ucp.formats.deepspeed.step_files import expert_file_name, layer_file_name, parse_layer_name
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
 from ucp.formats.deepspeed.write.optimizer_files import (
     Segment,
@@ -25,7 +25,7 @@ from ucp.formats.deepspeed.write.optimizer_files import (
     slice_of_rank,
 )
 from ucp.formats.deepspeed.write.source_extras import adjusted_config
-from ucp.formats.deepspeed.write.target_layout import TargetLayout, parse_layer_name
+from ucp.formats.deepspeed.write.target_layout import TargetLayout
 from ucp.formats.output_files import missing_weight_error
 from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN
 

@@ -5,16 +5,16 @@ The second half assigns layers to pipeline stages as DeepSpeed's PipelineModule 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Mesh, Parameter
 from ucp.core.dtypes import FLOAT32
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, split_expert_name
+from ucp.formats.deepspeed.step_files import parse_layer_name
 from ucp.formats.deepspeed.write.source_extras import SourceExtras
 from ucp.formats.registry import WriteOptions
 from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN
@@ -260,28 +260,6 @@ def _check_mesh(source: Checkpoint, mesh: Mesh, has_experts: bool) -> None:
         )
     if not source.parameters:
         raise UsageError("the source has no parameters")
-
-
-_LAYER_NAME: Final = re.compile(r"(\d+)\.(.+)")
-_TIED_NAME: Final = re.compile(r"tied_modules\.([^.]+)\.(.+)")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParamName:
-    """A parameter name of a pipelined model: layer number or tied key, and the name inside that layer."""
-
-    layer: int | None
-    tied: str | None
-    local: str
-
-
-def parse_layer_name(name: str) -> LayerParamName | None:
-    """Parse a parameter name of a pipelined model; None for a name without a layer."""
-    if found := _LAYER_NAME.fullmatch(name):
-        return LayerParamName(int(found[1]), None, found[2])
-    if found := _TIED_NAME.fullmatch(name):
-        return LayerParamName(None, found[1], found[2])
-    return None
 
 
 @dataclass(frozen=True, slots=True)

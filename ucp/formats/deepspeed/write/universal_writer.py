@@ -11,7 +11,7 @@ from ucp.containers.torch_file_writer import torch_file
 from ucp.containers.tree import with_tensors
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Mesh, Note, Parameter, state_of_kind
 from ucp.core.dtypes import FLOAT32
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
+from ucp.core.target import Target
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.step_files import (
     LATEST_UNIVERSAL,
@@ -32,11 +32,12 @@ from ucp.formats.deepspeed.write.optimizer_files import (
     zero_stage_object,
 )
 from ucp.formats.deepspeed.write.target_layout import TargetLayout
-from ucp.formats.registry import WriteOptions
+from ucp.formats.output_files import literal_file
+from ucp.formats.registry import FormatWriter, WriteOptions
 from ucp.storage.local import SourceFiles
 
 
-class UniversalWriter:
+class UniversalWriter(FormatWriter):
     """Lays out `DST/latest_universal` and `DST/<tag>_universal/`.
 
     Every state file has a dict with the whole tensor and the keys by which the loader slices it. The model file has two
@@ -94,13 +95,7 @@ class UniversalWriter:
         with SourceFiles(self.source.root) as files:
             scalars = ScalarStates(files)
             made = [torch_file(f"{self.folder}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
-        latest = self.folder.encode()
-        return Target((*made, OutputFile(LATEST_UNIVERSAL, len(latest), (LiteralBytes(0, latest),))))
-
-    def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """None: the format has no manifest."""
-        del target, digests
-        return None
+        return Target((*made, literal_file(LATEST_UNIVERSAL, self.folder.encode())))
 
     def _trees(self, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         for parameter in self.source.parameters.values():

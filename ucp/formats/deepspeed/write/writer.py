@@ -12,7 +12,7 @@ from ucp.containers.torch_file_writer import PickledTree, torch_file
 from ucp.containers.tree import with_tensors
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.core.dtypes import BFLOAT16
-from ucp.core.target import Digests, LiteralBytes, OutputFile, Target
+from ucp.core.target import OutputFile, Target
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.experts import experts_per_layer
 from ucp.formats.deepspeed.step_files import (
@@ -34,12 +34,12 @@ from ucp.formats.deepspeed.write.optimizer_files import (
     zero12_optimizer_tree,
 )
 from ucp.formats.deepspeed.write.target_layout import TargetLayout
-from ucp.formats.output_files import copied_file
-from ucp.formats.registry import WriteOptions
+from ucp.formats.output_files import copied_file, literal_file
+from ucp.formats.registry import FormatWriter, WriteOptions
 from ucp.storage.local import SourceFiles
 
 
-class DeepSpeedWriter:
+class DeepSpeedWriter(FormatWriter):
     """Lays out a checkpoint for the mesh that the options ask for.
 
     1. `target_mesh` determines the mesh; `TargetLayout` checks it and assigns parameters to stages, ranks and groups.
@@ -111,14 +111,7 @@ class DeepSpeedWriter:
             listed = ", ".join(sorted(self.layout.lost_padding))
             text = f"padding rows of the vocabulary are zero: the source no longer has them ({listed})"
             self.notes.append(Note("vocabulary-padding", text))
-        latest = self.tag.encode()
-        made.append(OutputFile("latest", len(latest), (LiteralBytes(0, latest),)))
-        return Target((*made, *self._neighbours()))
-
-    def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """None: the format has no manifest."""
-        del target, digests
-        return None
+        return Target((*made, literal_file("latest", self.tag.encode()), *self._neighbours()))
 
     def _trees(self, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         for pp in range(self.mesh.pp):
@@ -195,8 +188,7 @@ class DeepSpeedWriter:
         """The carried files next to the step folder: scheduler and RNG states, configurations, tokenizers."""
         for name, tree in self.source.extras.trees.items():
             if name.endswith(".json"):
-                data = json.dumps(tree, indent=2).encode() + b"\n"
-                yield OutputFile(name, len(data), (LiteralBytes(0, data),))
+                yield literal_file(name, json.dumps(tree, indent=2).encode() + b"\n")
             elif "/" not in name and not is_state_file(PurePosixPath(name).name):
                 yield torch_file(name, with_tensors(tree))
         for name in self.source.extras.files:
