@@ -83,3 +83,37 @@ def test_moments_scale_inversely_to_weights() -> None:
     assert state_scale("exp_avg", 2.0) == 0.5
     assert state_scale("exp_avg_sq", 2.0) == 0.25
     assert state_scale("exp_avg_sq_row", 2.0) == 0.25
+
+
+# name → options, and options with which the same weight, stored times 2, makes the same steps times 2
+STORED_TIMES_TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Adam": ({"lr": 0.1, "eps": 2**-20, "amsgrad": True}, {"lr": 0.2, "eps": 2**-21, "amsgrad": True}),
+    "Adamax": ({"lr": 0.1, "eps": 2**-20}, {"lr": 0.2, "eps": 2**-21}),
+    "Adagrad": ({"lr": 0.1, "eps": 2**-20}, {"lr": 0.2, "eps": 2**-21}),
+    "RMSprop": ({"lr": 0.1, "eps": 2**-20, "centered": True}, {"lr": 0.2, "eps": 2**-21, "centered": True}),
+    "SGD": ({"lr": 0.1, "momentum": 0.5}, {"lr": 0.4, "momentum": 0.5}),
+    "ASGD": ({"lr": 0.1, "lambd": 0.0, "t0": 1.0}, {"lr": 0.4, "lambd": 0.0, "t0": 1.0}),
+    "Rprop": ({"lr": 0.1, "step_sizes": (0.01, 50)}, {"lr": 0.2, "step_sizes": (0.02, 100)}),
+}
+
+
+@pytest.mark.parametrize("name", STORED_TIMES_TWO)
+def test_states_of_a_weight_that_is_stored_times_two(name: str) -> None:
+    """Both trainings compute the same function, so all their states must differ by exactly the known factors."""
+
+    def train(factor: float, options: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        parameter = torch.nn.Parameter(torch.tensor([-2.0, 3.0, 0.5]) * factor)
+        optimizer = getattr(torch.optim, name)([parameter], foreach=False, **options)
+        for step in range(4):
+            weight = parameter / factor
+            optimizer.zero_grad()
+            (weight * weight + weight * (step - 1)).sum().backward()
+            optimizer.step()
+        return parameter.detach(), {k: v for k, v in optimizer.state[parameter].items() if k not in COUNTERS}
+
+    plain, doubled = (train(f, options) for f, options in zip((1.0, 2.0), STORED_TIMES_TWO[name], strict=True))
+    assert torch.equal(doubled[0], plain[0] * state_scale("weight", 2.0))
+    assert plain[1]
+    for kind, value in plain[1].items():
+        assert torch.equal(doubled[1][kind], value * state_scale(kind, 2.0)), kind
+        assert bool((value != 0).any()), kind

@@ -21,7 +21,7 @@ class OptimizerState:
     """A state of some optimizer, by its name in the optimizer's `state` dictionary."""
 
     non_negative: bool = False  # a sum of squares, or a maximum of squares or magnitudes
-    is_square: bool = False  # proportional to the square of the gradient
+    gradient_power: int = 1  # proportional to this power of the gradient; -1: in units of the weight
     zero_padding: bool = True  # starts at zero, and stays there without a gradient
     is_counter: bool = False  # one number per parameter, also if the parameter itself is one number
 
@@ -31,13 +31,15 @@ STATES: Final[dict[str, OptimizerState]] = {
     "mu_product": OptimizerState(is_counter=True),  # NAdam
     "mu": OptimizerState(is_counter=True),  # ASGD
     "eta": OptimizerState(is_counter=True),  # ASGD
-    "exp_avg_sq": OptimizerState(non_negative=True, is_square=True),
-    "max_exp_avg_sq": OptimizerState(non_negative=True, is_square=True),
-    "square_avg": OptimizerState(non_negative=True, is_square=True),
+    "exp_avg_sq": OptimizerState(non_negative=True, gradient_power=2),
+    "max_exp_avg_sq": OptimizerState(non_negative=True, gradient_power=2),
+    "square_avg": OptimizerState(non_negative=True, gradient_power=2),
     "v": OptimizerState(non_negative=True),
     "exp_inf": OptimizerState(non_negative=True, zero_padding=False),  # Adamax adds eps
-    "sum": OptimizerState(non_negative=True, zero_padding=False),  # Adagrad: starts at `initial_accumulator_value`
-    "step_size": OptimizerState(zero_padding=False),  # Rprop: starts at the learning rate
+    # Adagrad's sum of squares starts at `initial_accumulator_value`.
+    "sum": OptimizerState(non_negative=True, gradient_power=2, zero_padding=False),
+    "step_size": OptimizerState(gradient_power=-1, zero_padding=False),  # Rprop: starts at the learning rate
+    "ax": OptimizerState(gradient_power=-1),  # ASGD: an average of the weight
 }
 
 COUNTERS: Final = frozenset(name for name, state in STATES.items() if state.is_counter)
@@ -46,12 +48,12 @@ NONZERO_PADDING: Final = frozenset(name for name, state in STATES.items() if not
 
 
 def state_scale(kind: str, scale: float) -> float:
-    """The factor of a state whose weight is stored times `scale`: gradients, and so moments, scale inversely."""
-    if scale == 1.0 or kind in (WEIGHT, MASTER):
-        return scale
+    """The factor of a state whose weight is stored times `scale`; gradients scale inversely."""
     known = STATES.get(kind)
-    is_square = known.is_square if known is not None else "sq" in kind
-    return 1.0 / (scale * scale) if is_square else 1.0 / scale
+    power = known.gradient_power if known is not None else 2 if "sq" in kind else 1
+    if kind in (WEIGHT, MASTER) or power < 0:
+        return scale
+    return 1.0 / (scale * scale) if power == 2 else 1.0 / scale
 
 
 @dataclass(frozen=True, slots=True)
