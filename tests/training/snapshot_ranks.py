@@ -51,18 +51,18 @@ def run(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, st
     for step in range(1, steps + 1):
         settings.SNAPSHOT_CHUNK_BYTES = chance.choice([512, 4096, 1 << 20])
         if step < steps - 1:
-            snapshots.scheduler.throttle.rate = chance.choice([None, 1e5, 1e6])
+            snapshots._throttle.rate = chance.choice([None, 1e5, 1e6])
         if step == steps - 1:
             snapshots.wait()
-            settings.SNAPSHOT_CHUNK_BYTES, snapshots.scheduler.throttle = 16, Gate()
+            settings.SNAPSHOT_CHUNK_BYTES, snapshots._throttle = 16, Gate()
         if kind == "engine":
             train(model, made, place, 1)
         else:
             torch_ranks.train(model, optimizer, made, kind, step - 1, 1)
         if step == steps:
-            late = snapshots.scheduler.run.parts[-1][1].trainer_bytes
+            late = snapshots._run.parts[-1][1].trainer_bytes
             assert len(guarded) == len(set(guarded))  # an update waits for its own tensors, and once
-            snapshots.scheduler.throttle.opened.set()
+            snapshots._throttle.opened.set()
         elif common.random() < 0.7 or step == steps - 1:
             snapshots.take()
             where = out / f"reference{step}"
@@ -72,8 +72,8 @@ def run(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, st
                 torch_ranks.write_state(model, optimizer, where, rank)
             taken.append(step)
         if step == steps - 1:
-            assert snapshots.scheduler.throttle.reached.wait(300)
-            watch(snapshots.scheduler.run.parts[-1][1], guarded)
+            assert snapshots._throttle.reached.wait(300)
+            watch(snapshots._run.parts[-1][1], guarded)
         time.sleep(chance.choice([0, 0, 0.003]))
     snapshots.close()
     waited = snapshots.stats()["stall_seconds"]
@@ -113,7 +113,7 @@ def spread(out: Path, rank: int, *, spec: dict[str, Any], kind: str, rounds: int
     def train_once() -> None:
         nonlocal step
         settings.SNAPSHOT_CHUNK_BYTES = chance.choice([512, 4096, 1 << 20])
-        snapshots.scheduler.throttle.rate = chance.choice([None, 1e5, 1e6])
+        snapshots._throttle.rate = chance.choice([None, 1e5, 1e6])
         step += 1
         if kind == "engine":
             train(model, made, place, 1)
@@ -121,17 +121,17 @@ def spread(out: Path, rank: int, *, spec: dict[str, Any], kind: str, rounds: int
             torch_ranks.train(model, optimizer, made, kind, step - 1, 1)
 
     for _ in range(rounds):
-        snapshots.scheduler.spread = common.choice([2, 3, 4])
+        snapshots._spread = common.choice([2, 3, 4])
         train_once()
         firsts.append(step)
         snapshots.take()
-        for _ in range(common.choice([1, snapshots.scheduler.spread - 1])):  # the rest is taken by `wait`
+        for _ in range(common.choice([1, snapshots._spread - 1])):  # the rest is taken by `wait`
             train_once()
         if kind == "engine":
             write_state(model, out / f"reference{step}", rank)
         else:
             torch_ranks.write_state(model, optimizer, out / f"reference{step}", rank)
-        if snapshots.scheduler.thread is not None:
+        if snapshots._thread is not None:
             train_once()
         snapshots.wait()
     snapshots.close()

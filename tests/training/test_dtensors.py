@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.engine.shards import index_of
 from ucp.core.box import Shape, coverage
 from ucp.errors import UsageError
-from ucp.training.torch_adapter import box_of
+from ucp.training.adapters import box_of
 
 
 class Shard:

@@ -20,7 +20,7 @@ from ucp.core.dtypes import INT64
 from ucp.core.region import Region
 from ucp.engine.staging import digest_range
 from ucp.errors import InconsistentError
-from ucp.training.write_assignment import WriteAssignment, WriteCandidate, digest_written_range, write_elements
+from ucp.training.save import WriteAssignment, WriteCandidate, digest_written_range, write_elements
 
 torch = pytest.importorskip("torch")
 

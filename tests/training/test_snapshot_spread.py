@@ -36,13 +36,14 @@ def test_parts_of_different_steps_become_one_state(
     history: dict[int, Any] = {}
     spread_over = []
     with (
-        ucp.record(tmp_path / "log", net, optimizer, keep_bases=None),
+        ucp.record(tmp_path / "log", net, optimizer, keep_bases=None) as recorder,
         ucp.snapshot(tmp_path / target, net, optimizer, keep=None, busy="wait", durable=False) as snapshots,
     ):
-        snapshots.scheduler.spread = 2  # so that the ranks tell what they copy
+        snapshots._spread = 2  # so that the ranks tell what they copy
 
         def look(first: int) -> None:
             last, where = snapshots.finished[-1]
+            recorder.flush()
             base = ucp.open(where, log=tmp_path / "log", step=last).index
             assert base.step == last
             assert base.steps == {}
@@ -57,18 +58,18 @@ def test_parts_of_different_steps_become_one_state(
 
         step = 0
         for _ in range(5):
-            snapshots.scheduler.spread = chance.choice([2, 3, 4, 5])
+            snapshots._spread = chance.choice([2, 3, 4, 5])
             monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 1000, 1 << 20]))
-            snapshots.scheduler.throttle.rate = chance.choice([None, 2e5, 1e6])
+            snapshots._throttle.rate = chance.choice([None, 2e5, 1e6])
             train(net, optimizer, step := step + 1)
             history[step] = held(net, optimizer)
             first = step
             snapshots.take()
-            for _ in range(snapshots.scheduler.spread - 1 if chance.random() < 0.7 else 1):
+            for _ in range(snapshots._spread - 1 if chance.random() < 0.7 else 1):
                 train(net, optimizer, step := step + 1)
                 history[step] = held(net, optimizer)
             last = step
-            if snapshots.scheduler.thread is not None:  # all parts are taken: steps go on while it is written
+            if snapshots._thread is not None:  # all parts are taken: steps go on while it is written
                 train(net, optimizer, step := step + 1)
                 history[step] = held(net, optimizer)
             snapshots.wait()
@@ -111,16 +112,16 @@ def test_the_cost_model_spreads_what_has_no_room(tmp_path: Path, monkeypatch: py
         train(net, optimizer, 2)
         snapshots.wait()
         assert snapshots.stats()["last"]["parts"] == [1]  # nothing was measured yet
-        measured = snapshots.scheduler.timings
+        measured = snapshots._timings
         total = sum(tensor["bytes"] for tensor in snapshots.stats()["last"]["tensors"])
         measured.link, measured.deadlines = total / 1.0, dict.fromkeys(measured.deadlines, 0.4)
-        assert snapshots.scheduler.iterations() == 3
+        assert snapshots._iterations() == 3
         measured.blocked = [(0.1, 0.4)]  # half of it is left for gradients
-        assert snapshots.scheduler.iterations() >= 10
+        assert snapshots._iterations() >= 10
         measured.blocked = []
         snapshots.take()
         for step in (3, 4):
-            assert snapshots.scheduler.thread is None
+            assert snapshots._thread is None
             train(net, optimizer, step)
         snapshots.wait()
         assert snapshots.stats()["last"]["parts"] == [2, 3, 4]

@@ -19,7 +19,7 @@ from ucp.engine.staging import busy_error
 from ucp.engine.work_shard import UNSHARDED
 from ucp.errors import UsageError
 from ucp.formats.store.store_layout import StoreSchema
-from ucp.training.snapshots import snapshot_scheduler
+from ucp.training.snapshots import snapshot as snapshot_module
 from ucp.training.snapshots.background_copy import BackgroundCopier, TensorCopy, Throttle
 from ucp.training.snapshots.copy_schedule import CopyRates, TensorDeadline, make_schedule
 from ucp.training.snapshots.snapshot_writer import make_layout
@@ -55,7 +55,7 @@ def test_snapshots_of_random_schedules_are_saves(
     with ucp.snapshot(path, net, optimizer, keep=None, busy="wait", durable=False) as snapshots:
         for step in range(1, steps + 1):
             monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", chance.choice([64, 256, 1000, 1 << 20]))
-            snapshots.scheduler.throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
+            snapshots._throttle.rate = chance.choice([None, 2e5, 1e6, 5e6])
             train(net, optimizer, step, chance.choice([0, 0, 0.001, 0.004]))
             if chance.random() < 0.8:
                 snapshots.take()
@@ -135,13 +135,13 @@ def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, every=1) as snapshots:
         train(net, optimizer, 1)
-        assert snapshots.scheduler.thread is not None
-        original = snapshots.scheduler.thread.join
+        assert snapshots._thread is not None
+        original = snapshots._thread.join
         gate = threading.Event()
         slow = threading.Thread(target=gate.wait)
         slow.start()
         original()
-        snapshots.scheduler.thread = slow  # as if it were still at it
+        snapshots._thread = slow  # as if it were still at it
         for step in range(2, 5):
             train(net, optimizer, step)
         assert (snapshots.taken, snapshots.skipped) == (1, 3)
@@ -172,13 +172,13 @@ def test_copies_rest_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: 
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, avoid_backward=True) as snapshots:
         train(net, optimizer, 1)
-        assert len(snapshots.scheduler.timings.blocked) == 1  # from the end of the forward pass to that of the step
-        gate = snapshots.scheduler.throttle = Gate()
+        assert len(snapshots._timings.blocked) == 1  # from the end of the forward pass to that of the step
+        gate = snapshots._throttle = Gate()
         snapshots.take()
         wanted = held(net, optimizer)
         assert gate.reached.wait(120)  # one chunk was copied
         loss = net(torch.randn(8, 12))
-        copier = snapshots.scheduler.run.parts[-1][1]
+        copier = snapshots._run.parts[-1][1]
         before = [item.at for item in copier.items]
         gate.opened.set()
         for _ in range(3):
@@ -199,12 +199,12 @@ def test_training_waits_for_a_late_copy(tmp_path: Path, monkeypatch: pytest.Monk
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     with ucp.snapshot(tmp_path / "run", net, optimizer) as snapshots:
         train(net, optimizer, 1)
-        gate = snapshots.scheduler.throttle = Gate()
+        gate = snapshots._throttle = Gate()
         snapshots.take()
         wanted = held(net, optimizer)
         assert gate.reached.wait(120)
         train(net, optimizer, 2)
-        copier = snapshots.scheduler.run.parts[-1][1]
+        copier = snapshots._run.parts[-1][1]
         frozen = 50 * 4  # is never updated, so nobody waits for it
         late = sum(item.nbytes for item in copier.items) - frozen - 64
         assert copier.trainer_bytes == late
@@ -235,9 +235,7 @@ def test_an_update_waits_for_its_own_tensors_alone() -> None:
 def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until tensors are others: then pieces are looked for again; other names or shapes are laid out anew."""
     made: list[Any] = []
-    monkeypatch.setattr(
-        snapshot_scheduler, "make_layout", lambda *args, **kw: made.append(1) or make_layout(*args, **kw)
-    )
+    monkeypatch.setattr(snapshot_module, "make_layout", lambda *args, **kw: made.append(1) or make_layout(*args, **kw))
     net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     with ucp.snapshot(tmp_path / "run", net, optimizer, keep=None) as snapshots:
@@ -251,16 +249,16 @@ def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.Monkey
         train(net, optimizer, 1)
         assert taken() == 1
         train(net, optimizer, 2)
-        view = snapshots.scheduler.view
+        view = snapshots._view
         assert taken() == 1
-        assert snapshots.scheduler.view is view
+        assert snapshots._view is view
         optimizer.load_state_dict(optimizer.state_dict())  # the same states in other memory
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         net.rest.weight.data = net.rest.weight.data.clone()
         train(net, optimizer, 3)
         assert taken() == 1
-        assert snapshots.scheduler.view is not view
+        assert snapshots._view is not view
         net.extra = nn.Parameter(torch.zeros(3), requires_grad=False)
         assert taken() == 2
         net.first.weight.data = net.first.weight.data.t().contiguous().t()  # not row-major: collected every time

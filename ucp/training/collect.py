@@ -77,7 +77,8 @@ class StateCollector:
             own = dtype_of(stepped.key)
             # If module and optimizer have the same dtype, the module's copy is redundant and is not saved.
             kind = MASTER if any(copies.get(name, own) != own for name in stepped.names) else WEIGHT
-            self._add_values(stepped, kind)
+            for param_slice in stepped.slices:
+                self._add(param_slice, kind, stepped.key)
             self._add_states(stepped)
             if kind == WEIGHT:
                 for name in stepped.names:
@@ -92,9 +93,27 @@ class StateCollector:
         job = self.job
         trained = {name: stepped.group for stepped in job.stepped for name in stepped.names}
         buffers = {live.slice.name for live in job.buffers}
-        for name in job.shapes:
+        for name, local in job.shapes.items():
             role: Role = "trained" if name in trained else ("buffer" if name in buffers else "frozen")
-            self._add_parameter(name, role, trained.get(name))
+            rule, origin = self.rules.find(name, role)
+            rule = resolve(rule, [local] * job.mesh.tp, name)
+            padded = whole_shape(rule, [local] * job.mesh.tp, name)
+            shape = logical_shape(rule, padded)
+            pieces = slice_pieces(rule, padded, job.mesh.tp, job.rank.tp, name)
+            self._regions[name] = Region.of(piece.box for piece in pieces)
+            logical = job.logical_name(name)
+            self.state.parameters[logical] = ParameterInfo(
+                logical,
+                shape,
+                role,
+                rule,
+                origin,
+                padded if padded != shape else None,
+                trained.get(name),
+                job.aliases.get(name, ()),
+                job.rank.pp,
+                name in job.checkpoint_names,
+            )
         return trained
 
     def slice_region(self, name: str) -> Region:
@@ -107,96 +126,65 @@ class StateCollector:
             self._regions[param_slice.name], param_slice.region, self.job.shapes[param_slice.name], param_slice.name
         )
 
-    def _add_parameter(self, name: str, role: Role, group: int | None) -> None:
-        job, local = self.job, self.job.shapes[name]
-        rule, origin = self.rules.find(name, role)
-        rule = resolve(rule, [local] * job.mesh.tp, name)
-        padded = whole_shape(rule, [local] * job.mesh.tp, name)
-        shape = logical_shape(rule, padded)
-        pieces = slice_pieces(rule, padded, job.mesh.tp, job.rank.tp, name)
-        self._regions[name] = Region.of(piece.box for piece in pieces)
-        logical = job.logical_name(name)
-        self.state.parameters[logical] = ParameterInfo(
-            logical,
-            shape,
-            role,
-            rule,
-            origin,
-            padded if padded != shape else None,
-            group,
-            job.aliases.get(name, ()),
-            job.rank.pp,
-            name in job.checkpoint_names,
-        )
-
-    def _add_values(self, stepped: SteppedTensor, kind: str) -> None:
-        for param_slice in stepped.slices:
-            self._add(param_slice, kind, stepped.key)
-
     def _add_states(self, stepped: SteppedTensor) -> None:
-        import torch
-
         for name, value in self.job.optimizer.state.get(stepped.key, {}).items():
             kind = kind_of_state(name)
             if value is None:  # a state that the optimizer has not created yet
                 continue
-            if not isinstance(value, torch.Tensor) or _is_number(value, kind, stepped):
-                self._add_number(stepped, kind, value)
-            elif value.shape == stepped.key.shape:
+            if is_elementwise(kind, value, stepped.key):
                 for param_slice in stepped.slices:
                     self._add(param_slice, kind, value)
+            elif (number := number_tensor(kind, value, stepped.names[0])) is not None:
+                for owner in stepped.names:
+                    self._add_whole(owner, kind, (), number)
             else:
                 self._add_factored(stepped, kind, value)
 
-    def _add_number(self, stepped: SteppedTensor, kind: str, value: Any) -> None:
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            number = local_tensor(value).reshape(1)
-        elif isinstance(value, bool):
-            number = torch.tensor([value])
-        elif isinstance(value, int):
-            number = torch.tensor([value], dtype=torch.int64)
-        elif isinstance(value, float):
-            number = torch.tensor([value], dtype=torch.float64)
-        else:
-            raise UsageError(
-                f"optimizer state '{kind}' of {stepped.names[0]} is a {type(value).__name__}, not a tensor or number"
-            )
-        for name in stepped.names:
-            logical = self.job.logical_name(name)
-            self.state.fragments.append(LiveFragment(logical, kind, (), dtype_of(number), Region.all_of(()), number))
-
-    def _add_factored(self, stepped: SteppedTensor, kind: str, value: Any) -> None:
+    def _add_factored(self, stepped: SteppedTensor, kind: str, value: torch.Tensor) -> None:
         """Add a state with another shape than the parameter's (factored moments); the parameter must be unsharded."""
         name = stepped.names[0]
-        whole = len(stepped.names) == 1 and [param_slice.region for param_slice in stepped.slices] == [
-            Region.all_of(self.job.shapes[name])
-        ]
-        if not whole or self.job.mesh.tp > 1 or not value.is_contiguous():
+        regions = [param_slice.region for param_slice in stepped.slices]
+        is_whole = len(stepped.names) == 1 and regions == [Region.all_of(self.job.shapes[name])]
+        if not is_whole or self.job.mesh.tp > 1 or not value.is_contiguous():
             raise UsageError(
                 f"optimizer state '{kind}' of {name} has shape {list(value.shape)}, which cannot be split like the"
                 f" parameter's {list(self.job.shapes[name])}"
             )
-        shape = tuple(value.shape)
-        flat = local_tensor(value).view(-1)
-        logical = self.job.logical_name(name)
-        self.state.fragments.append(LiveFragment(logical, kind, shape, dtype_of(value), Region.all_of(shape), flat))
+        self._add_whole(name, kind, tuple(value.shape), local_tensor(value))
+
+    def _add_whole(self, name: str, kind: str, shape: Shape, tensor: torch.Tensor) -> None:
+        fragment = LiveFragment(
+            self.job.logical_name(name), kind, shape, dtype_of(tensor), Region.all_of(shape), tensor.view(-1)
+        )
+        self.state.fragments.append(fragment)
 
     def _add(self, param_slice: ParamSlice, kind: str, tensor: Any) -> None:
-        name = param_slice.name
         flat = flat_view(tensor)
         if flat is None:
             flat = local_tensor(tensor).contiguous().view(-1)  # channels last: copy in row-major order
         region = self.region_of(param_slice)
-        logical = self.job.logical_name(name)
+        logical = self.job.logical_name(param_slice.name)
         shape = self.state.parameters[logical].shape
         part = flat.narrow(0, param_slice.start, region.numel)
         self.state.fragments.append(LiveFragment(logical, kind, shape, dtype_of(part), region, part))
 
 
-def _is_number(value: torch.Tensor, kind: str, stepped: SteppedTensor) -> bool:
-    return value.numel() == 1 and (kind == STEP or (value.dim() == 0 and stepped.key.dim() > 0))
+def is_elementwise(kind: str, value: Any, key: torch.Tensor) -> bool:
+    """Whether a state has one value per element of its tensor. A count of steps has not, even of a single element."""
+    return hasattr(value, "numel") and value.shape == key.shape and not (kind == STEP and value.numel() == 1)
+
+
+def number_tensor(kind: str, value: Any, owner: str) -> torch.Tensor | None:
+    """A state that is one number, as a tensor without dimensions; None if it has another shape (factored moments)."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        local = local_tensor(value)
+        return local.reshape(()) if local.numel() == 1 and (kind == STEP or local.dim() == 0) else None
+    for cls, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float64)):
+        if isinstance(value, cls):
+            return torch.tensor(value, dtype=dtype)
+    raise UsageError(f"optimizer state '{kind}' of {owner} is a {type(value).__name__}, not a tensor or number")
 
 
 def numbers_of(fragments: Iterable[LiveFragment]) -> dict[tuple[str, str], Any]:
@@ -229,7 +217,11 @@ class TensorParallelRules:
         """
         if self.job.mesh.tp == 1:
             return
-        mine = {name: digest for name, digest in self._digests() if self._is_default(name)}
+        mine = {}
+        for name, digest in self._digests():
+            named = self._named(name, "trained")
+            if named is not None and named.origin == DEFAULT_ORIGIN:
+                mine[name] = digest
         rank = self.job.rank
         peers = [digests for where, digests in all_gather(((rank.pp, rank.dp), mine)) if where == (rank.pp, rank.dp)]
         self._equal = {name: all(digests.get(name) == digest for digests in peers) for name, digest in mine.items()}
@@ -263,10 +255,6 @@ class TensorParallelRules:
         if given is not None or role == "buffer" or self.info is None:
             return given
         return self.info.find(self.job.logical_name(name))
-
-    def _is_default(self, name: str) -> bool:
-        named = self._named(name, "trained")
-        return named is not None and named.origin == DEFAULT_ORIGIN
 
     def _digests(self) -> Iterator[tuple[str, str]]:
         """(name, digest) of this rank's values of every parameter: of the module, or else of the optimizer's tensor."""

@@ -24,7 +24,7 @@ def rank_and_size() -> tuple[int, int]:
 
 def all_gather(value: Any, group: Any = None) -> list[Any]:
     """Every rank's value, in order of rank, on every rank. Collective."""
-    _, size = rank_and_size()
+    size = rank_and_size()[1]
     if size == 1:
         return [value]
     import torch.distributed as dist
@@ -53,8 +53,12 @@ def raise_on_all(error: BaseException | None, group: Any = None) -> None:
 
     A rank with an error raises its own; the others raise `OtherRankError` with the same message and exit code.
     """
-    summaries = all_gather(None if error is None else _error_summary(error), group)
-    failed = [(rank, summary) for rank, summary in enumerate(summaries) if summary is not None]
+    summary: tuple[str, str | None, int] | None = None
+    if isinstance(error, UcpError):
+        summary = error.what, error.hint, error.exit_code
+    elif error is not None:
+        summary = f"{type(error).__name__}: {error}", None, 1
+    failed = [(rank, each) for rank, each in enumerate(all_gather(summary, group)) if each is not None]
     if not failed:
         return
     if error is not None:
@@ -64,12 +68,6 @@ def raise_on_all(error: BaseException | None, group: Any = None) -> None:
     other = OtherRankError(f"rank {rank}: {text}{more}", hint=hint)
     other.exit_code = code
     raise other
-
-
-def _error_summary(error: BaseException) -> tuple[str, str | None, int]:
-    if isinstance(error, UcpError):
-        return error.what, error.hint, error.exit_code
-    return f"{type(error).__name__}: {error}", None, 1
 
 
 def gather_to_first(value: Any, group: Any = None) -> list[Any] | None:
@@ -86,8 +84,7 @@ def gather_to_first(value: Any, group: Any = None) -> list[Any] | None:
 
 def scatter_from_first(values: list[Any] | None) -> Any:
     """This rank's entry of a list that rank 0 passes. Collective."""
-    _, size = rank_and_size()
-    if size == 1:
+    if rank_and_size()[1] == 1:
         assert values is not None
         return values[0]
     import torch.distributed as dist
@@ -97,22 +94,26 @@ def scatter_from_first(values: list[Any] | None) -> Any:
     return mine[0]
 
 
+def new_background_group() -> Any:
+    """A new process group of all ranks for collectives in a background thread. Collective.
+
+    If two threads used one group, the collective of one could be matched with that of the other on another rank.
+    """
+    if rank_and_size()[1] == 1:
+        return None
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo")
+
+
 _background: list[tuple[Any, Any]] = []  # (default group, the group for background threads)
 
 
 def background_group() -> Any:
-    """A process group of all ranks for collectives in a background thread. Collective on the first call.
-
-    If two threads used one group, the collective of one could be matched with that of the other on another rank.
-    """
+    """The process group that the background threads of all saves use, one after the other. Collective at first."""
     import torch.distributed as dist
 
-    if rank_and_size()[1] == 1:
-        return None
-    default = dist.group.WORLD
-    for known, group in _background:
-        if known is default:
-            return group
-    made = dist.new_group(backend="gloo")
-    _background[:] = [(default, made)]
-    return made
+    default = dist.group.WORLD if rank_and_size()[1] > 1 else None
+    if not _background or _background[0][0] is not default:
+        _background[:] = [(default, new_background_group())]
+    return _background[0][1]

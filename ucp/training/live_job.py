@@ -6,12 +6,12 @@ reads that description and does not look at the framework's own objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucp.core.box import Shape
-from ucp.core.checkpoint import Mesh, Rank
+from ucp.core.checkpoint import STEP, Mesh, Rank
 from ucp.core.dtypes import BY_NAME, DType
 from ucp.core.region import Region
 from ucp.errors import UsageError
@@ -111,18 +111,52 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return local.view(-1) if local.is_contiguous() else None
 
 
+def updates_counted(state: Mapping[str, Any]) -> int | None:
+    """The number of updates in the optimizer's state of a tensor; None without one, or with one per element."""
+    step: Any = state.get(STEP)
+    if hasattr(step, "numel"):
+        return int(step.item()) if step.numel() == 1 else None
+    return None if step is None else int(step)
+
+
+HookFunction = Callable[..., None] | None
+
+
 class Hooks:
     """Hooks and wrapped methods installed in a job, so that they can be removed again."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace a method of this one object by `around(method)`."""
-        had = name in vars(owner)
-        before = getattr(owner, name)
-        setattr(owner, name, around(before))
-        self._undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
+    def wrap(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., Any] | None = None,
+        after: Callable[..., Any] | None = None,
+    ) -> None:
+        """Call `before` and `after` with the arguments of every call of a method of this one object."""
+        is_own = name in vars(owner)
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if after is not None:
+                after(*args, **kwargs)
+            return result
+
+        setattr(owner, name, wrapped)
+        self._undo.append(lambda: setattr(owner, name, original) if is_own else delattr(owner, name))
+
+    def after_step(self, job: LiveJob, work: Callable[[], None]) -> None:
+        """Call `work` after every update, with DeepSpeed after the engine has updated its counters."""
+        if job.engine is None:
+            self.add(job.optimizer.register_step_post_hook(lambda *_: work()))
+        else:
+            self.wrap(job.engine, "_take_model_step", after=lambda *_, **__: work())
 
     def add(self, handle: Any) -> None:
         """Keep a torch `RemovableHandle`."""

@@ -14,7 +14,6 @@ import numpy as np
 from ucp import settings
 from ucp.core.box import flat_index, slabs
 from ucp.core.checkpoint import Checkpoint, state_of_kind
-from ucp.core.dtypes import DType
 from ucp.core.region import Region
 from ucp.core.rules import RuleBook
 from ucp.errors import InconsistentError, UcpError, UsageError
@@ -26,9 +25,8 @@ from ucp.replay.at_step import open_at
 from ucp.storage.local import SourceFiles
 from ucp.training.adapters import describe_job
 from ucp.training.collectives import all_gather, fail_together, rank_and_size
-from ucp.training.live_job import LiveJob, ParamSlice, dtype_of, flat_view, local_tensor
+from ucp.training.live_job import LiveJob, ParamSlice, SteppedTensor, dtype_of, flat_view, local_tensor
 from ucp.training.load_plan import AtomRead, LoadPlan, LoadPlanner, SteppedTensorPlan, match_groups
-from ucp.training.optimizer_states import number_for
 from ucp.training.tensor_parallel import TensorParallelSlicer
 from ucp.training.training_state import TrainingState, apply_training_state, find_training_state
 
@@ -73,25 +71,15 @@ def load_into(
     whatever is missing in the checkpoint is left unchanged and reported. With the `log` of a run, the job gets the
     state after `step` (a number or `latest`), replayed from the checkpoint; with `exact`, only if that is exact.
     """
-    rank, size = rank_and_size()
-    loader: _RankLoader | None = None
-    error: BaseException | None = None
-    try:
+    with fail_together():
         book = load_rule_book(rules, preset)
         job = describe_job(model, optimizer)
         source = open_at(path, ReadOptions(tag, book), log, step, exact=exact)
         loader = _RankLoader(job, source, book, strict)
-        loader.check(rank, size)
-    except Exception as caught:  # noqa: BLE001 - raised below, when the other ranks know
-        error = caught
-    used = all_gather((error is None, set(loader.plan.used) if error is None and loader is not None else set()))
+        loader.check()
+    used = all_gather(loader.plan.used)
     with fail_together():
-        if error is not None:
-            raise error
-        assert loader is not None
-        if all(ok for ok, _ in used):
-            loader.check_unexpected(set().union(*(names for _, names in used)))
-    assert loader is not None
+        loader.check_unexpected(set().union(*used))
     return loader.run()
 
 
@@ -101,19 +89,25 @@ class _RankLoader:
     def __init__(self, job: LiveJob, source: Checkpoint, book: RuleBook | None, strict: bool) -> None:
         self.strict = strict
         self.job = job
-        _check_between_steps(self.job)
         self.source = source
-        self.files = CountingFiles(self.source.root, computed=self.source.computed)
-        self.slicer = TensorParallelSlicer(self.job.mesh.tp, self.job.rank.tp, book)
+        self.files = CountingFiles(source.root, computed=source.computed)
+        self.slicer = TensorParallelSlicer(job.mesh.tp, job.rank.tp, book)
         self.plan = LoadPlan()
         self.state = TrainingState()
 
-    def check(self, rank: int, size: int) -> None:
+    def check(self) -> None:
         """Match everything; raise an error that lists all problems."""
+        engine = self.job.engine
+        if engine is not None and engine.micro_steps % engine.gradient_accumulation_steps():
+            raise UsageError(  # the accumulated gradients belong to the old state
+                f"the engine is in the middle of gradient accumulation (micro-step {engine.micro_steps},"
+                f" {engine.gradient_accumulation_steps()} per optimizer step)",
+                hint="load between two optimizer steps",
+            )
         matcher = LoadPlanner(self.job, self.source, self.slicer, self.files)
         self.plan = matcher.match()
         match_groups(self.job, matcher, self.source, self.plan)
-        self.state = find_training_state(self.source, self.job, rank, size)
+        self.state = find_training_state(self.source, self.job, *rank_and_size())
         if self.job.optimizer is None and any(p.group is not None for p in self.source.parameters.values()):
             self.plan.not_restored.append("optimizer states: the job has no optimizer")
         self._raise(self.plan.problems)
@@ -158,34 +152,20 @@ class _RankLoader:
             finally:
                 self.files.close()
         self.job.refresh()
-        # States that the reader could not assign to a parameter (a dictionary in a state) are not restored either.
-        unplaced = [note.text for note in self.source.notes if note.id == "state-unplaced"]
-        not_restored = [*self.plan.not_restored, *unplaced]
-        not_restored += apply_training_state(self.state, self.source, self.job)
+        notes = [f"{count} tensors were cast from {old} to {new}" for (old, new), count in self.plan.casts.items()]
+        notes += [f"{name}: padding rows of the vocabulary are zero" for name in sorted(self.plan.padded)]
+        not_restored = list(self.plan.not_restored)
+        for note in self.source.notes:
+            # States that the reader could not assign to a parameter (a dictionary in a state) are not restored either.
+            (not_restored if note.id == "state-unplaced" else notes).append(note.text)
         return LoadReport(
             step=self.source.step,
             bytes_read=self.files.nbytes,
             bytes_held=filler.filled_bytes,
             parameters=len(self.plan.loaded),
             client_state=self.state.client_state,
-            not_restored=not_restored,
-            notes=self._notes(),
-        )
-
-    def _notes(self) -> list[str]:
-        notes = [f"{count} tensors were cast from {old} to {new}" for (old, new), count in self.plan.casts.items()]
-        notes.extend(f"{name}: padding rows of the vocabulary are zero" for name in sorted(self.plan.padded))
-        return [*notes, *(note.text for note in self.source.notes if note.id != "state-unplaced")]
-
-
-def _check_between_steps(job: LiveJob) -> None:
-    """Refuse to load in the middle of gradient accumulation: its gradients would belong to the old state."""
-    engine = job.engine
-    if engine is not None and engine.micro_steps % engine.gradient_accumulation_steps():
-        raise UsageError(
-            f"the engine is in the middle of gradient accumulation (micro-step {engine.micro_steps},"
-            f" {engine.gradient_accumulation_steps()} per optimizer step)",
-            hint="load between two optimizer steps",
+            not_restored=not_restored + apply_training_state(self.state, self.source, self.job),
+            notes=notes,
         )
 
 
@@ -220,14 +200,14 @@ class TensorFiller:
             for tensor, read in plan.untrained:
                 self._fill_tensor(tensor, [read])
             for group, hyper in zip(self.job.groups, plan.hyper, strict=False):
-                if hyper is not None:
-                    apply_hyper_parameters(group, hyper)
+                for key, value in (hyper or {}).items():
+                    if key != "params":
+                        group[key] = _new_value(group.get(key), value)
 
     def _fill_stepped(self, plan: SteppedTensorPlan) -> None:
         import torch
 
         key, optimizer = plan.stepped.key, self.job.optimizer
-        group = self.job.groups[plan.stepped.group]
         slices = plan.stepped.slices
         if plan.reset:
             optimizer.state.pop(key, None)
@@ -253,7 +233,7 @@ class TensorFiller:
             elif name in state:
                 state[name] = type(state[name])(value)
             else:
-                state[name] = number_for(optimizer, group, key, value, was_int=dtype.family == "int")
+                state[name] = self._number_for(plan.stepped, value, was_int=dtype.family == "int")
             self.filled_bytes += dtype.itemsize
         for kind, atom in plan.factored.items():
             name = state_of_kind(kind)
@@ -262,6 +242,17 @@ class TensorFiller:
             if known is None:
                 state[name] = torch.zeros(atom.shape, dtype=getattr(torch, dtype.name), device=local_tensor(key).device)
             self._fill_tensor(state[name], [AtomRead(replace(atom, dtype=dtype), Region.all_of(atom.shape), 0)])
+
+    def _number_for(self, stepped: SteppedTensor, value: float, *, was_int: bool) -> Any:
+        """A number such as `step` in the form that this optimizer uses: an int, or a tensor as in torch's own."""
+        import torch
+
+        module = type(self.job.optimizer).__module__
+        if module.startswith("deepspeed.") or (was_int and not module.startswith("torch.")):
+            return int(value)
+        group = self.job.groups[stepped.group]
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.tensor(float(value), device=stepped.key.device if on_device else "cpu")
 
     def _fill_side_by_side(
         self, filled: Sequence[tuple[torch.Tensor, Sequence[AtomRead]]], slices: Sequence[ParamSlice]
@@ -279,7 +270,11 @@ class TensorFiller:
         """Fill a tensor. Elements outside all `slices` are padding and become zero."""
         flat, local = flat_view(tensor), local_tensor(tensor)
         if slices is not None and flat is not None:
-            _zero_padding(flat, slices)
+            at = 0
+            for param_slice in sorted(slices, key=lambda param_slice: param_slice.start):
+                flat[at : param_slice.start].zero_()
+                at = param_slice.start + param_slice.region.numel
+            flat[at:].zero_()
         for read in reads:
             self.filled_bytes += read.nbytes
             reader = AtomReader(self.files, read.atom, flat=False)
@@ -300,18 +295,14 @@ def _chunks(reads: Sequence[AtomRead]) -> list[AtomRead]:
     return sorted(found, key=lambda read: read.start)
 
 
-def _zero_padding(flat: torch.Tensor, slices: Sequence[ParamSlice]) -> None:
-    at = 0
-    for param_slice in sorted(slices, key=lambda param_slice: param_slice.start):
-        flat[at : param_slice.start].zero_()
-        at = param_slice.start + param_slice.region.numel
-    flat[at:].zero_()
-
-
 def _fill_flat(reader: AtomReader, region: Region, target: torch.Tensor) -> None:
+    import torch
+
     dtype = reader.atom.dtype
+    if not target.numel():
+        return
     if target.device.type == "cpu":
-        reader.read_region(region, raw_view(target, dtype))
+        reader.read_region(region, target.view(torch.uint8).numpy().view(raw_dtype(dtype)))
         return
     step = max(1, settings.BOUNCE_BYTES // dtype.itemsize)
     for start in range(0, region.numel, step):
@@ -334,23 +325,6 @@ def _block(reader: AtomReader, region: Region) -> torch.Tensor:
     raw = np.empty(region.numel, raw_dtype(reader.atom.dtype))
     reader.read_region(region, raw)
     return torch.from_numpy(raw.view(np.uint8)).view(getattr(torch, reader.atom.dtype.name))
-
-
-def raw_view(tensor: torch.Tensor, dtype: DType) -> np.ndarray[Any, Any]:
-    """The memory of a flat CPU tensor as a numpy array of raw elements."""
-    import torch
-
-    if tensor.numel() == 0:
-        return np.empty(0, raw_dtype(dtype))
-    raw: np.ndarray[Any, Any] = tensor.view(torch.uint8).numpy().view(raw_dtype(dtype))
-    return raw
-
-
-def apply_hyper_parameters(group: dict[str, Any], hyper: dict[str, Any]) -> None:
-    """Set the hyper-parameters of a live param group in place; never its `params`."""
-    for key, value in hyper.items():
-        if key != "params":
-            group[key] = _new_value(group.get(key), value)
 
 
 def _new_value(live: Any, value: Any) -> Any:

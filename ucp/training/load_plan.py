@@ -14,13 +14,13 @@ import numpy as np
 
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Parameter, kind_of_state, state_of_kind
 from ucp.core.dtypes import DType
+from ucp.core.optimizers import optimizer_of_class
 from ucp.core.region import Region
 from ucp.errors import UcpError, first_few
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import can_cast, raw_dtype, widen
 from ucp.storage.local import SourceFiles
-from ucp.training.live_job import LiveJob, LiveTensor, ParamSlice, SteppedTensor, dtype_of
-from ucp.training.optimizer_states import expected_kinds
+from ucp.training.live_job import LiveJob, ParamSlice, SteppedTensor, dtype_of
 from ucp.training.tensor_parallel import TensorParallelSlicer, atom_region
 
 if TYPE_CHECKING:
@@ -88,9 +88,15 @@ class LoadPlanner:
     def match(self) -> LoadPlan:
         """All reads of this rank, in the order in which they will be made."""
         for stepped in self.job.stepped:
-            self._match_stepped(stepped)
+            plan = SteppedTensorPlan(stepped)
+            self.plan.stepped.append(plan)
+            for param_slice in stepped.slices:
+                self._match_value(plan.values, param_slice, dtype_of(stepped.key))
+            self._match_states(plan)
         for live in (*self.job.frozen, *self.job.buffers):
-            self._match_untrained(live)
+            reads: list[AtomRead] = []
+            self._match_value(reads, live.slice, dtype_of(live.tensor))
+            self.plan.untrained.extend((live.tensor, read) for read in reads)
         return self.plan
 
     def find(self, name: str) -> Parameter | None:
@@ -101,28 +107,29 @@ class LoadPlanner:
         self.plan.used.update(parameter.name for parameter in found)  # a format may store a tied tensor twice
         return max(found, key=lambda parameter: len(parameter.atoms), default=None)
 
-    # ------------------------------------------------------------------------------------------------------------------
+    def _match_value(self, reads: list[AtomRead], param_slice: ParamSlice, dtype: DType) -> None:
+        """Match weight or master: the one with the tensor's dtype, or else the most precise."""
+        parameter = self._parameter(param_slice.name)
+        if parameter is None:
+            return
+        stored = [parameter.atoms[kind] for kind in (MASTER, WEIGHT) if kind in parameter.atoms]
+        if not stored:
+            self.plan.problems.append(f"parameter {parameter.name} has neither weight nor master in the checkpoint")
+            return
+        atom = next((atom for atom in stored if atom.dtype == dtype), stored[0])
+        self._add(reads, parameter, atom, param_slice, dtype)
 
-    def _match_stepped(self, stepped: SteppedTensor) -> None:
-        plan = SteppedTensorPlan(stepped)
-        self.plan.stepped.append(plan)
-        dtype = dtype_of(stepped.key)
-        for param_slice in stepped.slices:
-            parameter = self._parameter(param_slice.name)
-            if parameter is not None:
-                atom = self._value(parameter, dtype)
-                if atom is not None:
-                    self._add(plan.values, parameter, atom, param_slice, dtype)
-        self._match_states(plan, dtype)
-
-    def _match_states(self, plan: SteppedTensorPlan, dtype: DType) -> None:
+    def _match_states(self, plan: SteppedTensorPlan) -> None:
         """Match the optimizer's states, which must be the same for all parameters of the tensor."""
         stepped = plan.stepped
         members = [p for p in (self.find(name) for name in stepped.names) if p is not None]
         if not members:
             return  # already reported
         live = self.job.optimizer.state.get(stepped.key, {})
-        expected = expected_kinds(self.job.optimizer, self.job.groups[stepped.group]) or _state_kinds(live)
+        known = optimizer_of_class(cls.__name__ for cls in type(self.job.optimizer).__mro__)
+        group = self.job.groups[stepped.group]
+        needed = known.state_names(group) if known is not None and known.is_state_required else ()
+        expected = set(needed) or _state_kinds(live)
         kinds: dict[str, None] = {}
         for parameter in members:
             kinds.update(dict.fromkeys(_states(parameter)))
@@ -143,11 +150,11 @@ class LoadPlanner:
                     f" {first_few(missing)}, which the job updates in the same flat tensor"
                 )
                 continue
-            self._match_state(plan, kind, members, dtype)
+            self._match_state(plan, kind, members)
 
-    def _match_state(self, plan: SteppedTensorPlan, kind: str, members: Sequence[Parameter], dtype: DType) -> None:
+    def _match_state(self, plan: SteppedTensorPlan, kind: str, members: Sequence[Parameter]) -> None:
         stepped = plan.stepped
-        if all(is_number(parameter, kind) for parameter in members):
+        if all(_is_number(parameter, kind) for parameter in members):
             self._match_number(plan, kind, members)
             return
         live = self.job.optimizer.state.get(stepped.key, {}).get(state_of_kind(kind))
@@ -155,9 +162,11 @@ class LoadPlanner:
         if hasattr(live, "dtype"):
             wanted = dtype_of(live)
         else:  # quantized states (8 bit) are not floats: keep their dtype
-            wanted = dtype if stored.family == "float" else stored
+            wanted = dtype_of(stepped.key) if stored.family == "float" else stored
         if any(parameter.atoms[kind].shape != parameter.shape for parameter in members):
-            if len(members) == 1 and len(stepped.slices) == 1 and self._is_whole(stepped.slices[0]):
+            wholes = [Region.all_of(self.job.shapes[param_slice.name]) for param_slice in stepped.slices]
+            is_whole = self.slicer.tp == 1 and [param_slice.region for param_slice in stepped.slices] == wholes
+            if len(members) == len(wholes) == 1 and is_whole:
                 plan.factored[kind] = members[0].atoms[kind]
             else:
                 self.plan.problems.append(
@@ -171,9 +180,6 @@ class LoadPlanner:
             parameter = self.find(param_slice.name)
             if parameter is not None:
                 self._add(reads, parameter, parameter.atoms[kind], param_slice, wanted)
-
-    def _is_whole(self, param_slice: ParamSlice) -> bool:
-        return self.slicer.tp == 1 and param_slice.region == Region.all_of(self.job.shapes[param_slice.name])
 
     def _match_number(self, plan: SteppedTensorPlan, kind: str, members: Sequence[Parameter]) -> None:
         first = self._number(members[0].atoms[kind])
@@ -197,19 +203,6 @@ class LoadPlanner:
             known = self._numbers[key] = (widen(raw, atom.dtype)[0].item(), fragment.dtype)
         return known
 
-    def _match_untrained(self, live: LiveTensor) -> None:
-        parameter = self._parameter(live.slice.name)
-        if parameter is None:
-            return
-        dtype = dtype_of(live.tensor)
-        atom = self._value(parameter, dtype)
-        if atom is not None:
-            reads: list[AtomRead] = []
-            self._add(reads, parameter, atom, live.slice, dtype)
-            self.plan.untrained.extend((live.tensor, read) for read in reads)
-
-    # ------------------------------------------------------------------------------------------------------------------
-
     def _parameter(self, name: str) -> Parameter | None:
         """The checkpoint's parameter, if this rank's region of it is known; otherwise None, and reported once."""
         parameter = self.find(name)
@@ -225,14 +218,6 @@ class LoadPlanner:
                 except UcpError as error:
                     self.plan.problems.append(str(error))
         return parameter if self._regions[name] is not None else None
-
-    def _value(self, parameter: Parameter, dtype: DType) -> Atom | None:
-        """The atom for a weight or master tensor: the one with the tensor's dtype, or else the most precise."""
-        stored = [parameter.atoms[kind] for kind in (MASTER, WEIGHT) if kind in parameter.atoms]
-        if not stored:
-            self.plan.problems.append(f"parameter {parameter.name} has neither weight nor master in the checkpoint")
-            return None
-        return next((atom for atom in stored if atom.dtype == dtype), stored[0])
 
     def _add(
         self, reads: list[AtomRead], parameter: Parameter, atom: Atom, param_slice: ParamSlice, dtype: DType
@@ -274,7 +259,7 @@ def _states(parameter: Parameter) -> list[str]:
     return [kind for kind in parameter.atoms if kind not in (WEIGHT, MASTER)]
 
 
-def is_number(parameter: Parameter, kind: str) -> bool:
+def _is_number(parameter: Parameter, kind: str) -> bool:
     """Whether a state is a single number instead of one value per element."""
     atom = parameter.atoms[kind]
     return atom.numel == 1 and (kind == STEP or (atom.shape == () and parameter.shape != ()))

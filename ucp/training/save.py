@@ -1,24 +1,35 @@
-"""`ucp.save`: write a folder of atoms straight from a running job, every rank writing the elements it holds."""
+"""`ucp.save`: write a folder of atoms straight from a running job, every rank writing the elements it holds.
+
+Rank 0 assigns the writes from the summaries of all ranks; regions that several ranks hold are divided among them.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import xxhash
+
+from ucp import settings
+from ucp.core.box import Box, Shape, flat_index, intersect, whole
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.region import Region
 from ucp.core.target import OutputFile, Target
-from ucp.engine.staging import StagingFolder, staging_folder
+from ucp.engine.staging import StagingFolder, digest_range, staging_folder
 from ucp.engine.worker import WrittenRange
-from ucp.errors import StorageError
+from ucp.errors import InconsistentError, StorageError
 from ucp.formats.atoms.writer import AtomsWriter
 from ucp.formats.registry import WriteOptions
 from ucp.formats.sharded.rule_files import load_rule_book
+from ucp.read.verbatim import pieces_are_intervals
 from ucp.storage.local import write_all
 from ucp.storage.paths import local_path
 from ucp.training.adapters import describe_job
@@ -26,15 +37,9 @@ from ucp.training.collect import LiveFragment, StateCollector, TensorParallelRul
 from ucp.training.collectives import background_group, fail_together, gather_to_first, scatter_from_first
 from ucp.training.live_job import dtype_of
 from ucp.training.saved_index import RankSummary, build_index, collect_training_state, summarize_rank
-from ucp.training.write_assignment import (
-    DigestRange,
-    RankWrite,
-    WriteAssignment,
-    WriteCandidate,
-    digest_literal,
-    digest_written_range,
-    write_elements,
-)
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SaveHandle:
@@ -42,32 +47,23 @@ class SaveHandle:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._work: Future[None] | None = None
 
     @property
     def done(self) -> bool:
         """Whether this rank has finished. (The folder appears when all ranks have.)"""
-        return self._thread is None or not self._thread.is_alive()
+        return self._work is None or self._work.done()
 
     def wait(self) -> Path:
         """Wait until the folder is published; a failure is raised on every rank."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
+        if self._work is not None:
+            self._work.result()
         return self.path
 
     def _start(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - raised by `wait`
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="ucp-save")
-        self._thread.start()
+        executor = ThreadPoolExecutor(1, "ucp-save")
+        self._work = executor.submit(work)
+        executor.shutdown(wait=False)
 
 
 _running: list[SaveHandle] = []  # at most one: the collectives of two saves would mix
@@ -158,7 +154,7 @@ class RankSaver:
             candidates[name, "extra"] = [candidate]
         assignment = WriteAssignment.for_ranks(len(ranks))
         for number, file in enumerate(self.target.files):
-            add_file(assignment, number, file, candidates)
+            assignment.add_file(number, file, candidates)
         staging = StagingFolder(self.path, self.target, uuid.uuid4().hex)
         staging.begin(resume=False, restart=True)
         self.staging = staging
@@ -192,7 +188,12 @@ class RankSaver:
     def _write(self) -> None:
         written: list[WrittenRange] = []
         with fail_together(self.group):  # the digests below read what all ranks have written
-            written.extend(self._write_literals())
+            for number, file in enumerate(() if self.target is None else self.target.files):
+                for literal in file.literals:  # headers and JSON, which only rank 0 has
+                    with _opened(self.folder / file.path) as fd:
+                        write_all(fd, literal.offset, literal.data)
+                    digest = xxhash.xxh3_128_hexdigest(literal.data)
+                    written.append(WrittenRange(number, literal.offset, len(literal.data), digest))
             for write in self.writes:
                 fragment = self.fragments[write.fragment]
                 path = self.folder / self.files[write.file]
@@ -202,35 +203,48 @@ class RankSaver:
         by_rank = gather_to_first(written, self.group)
         with fail_together(self.group):
             if by_rank is not None:
-                self._publish([each for ranges in by_rank for each in ranges])
+                assert self.staging is not None
+                assert self.writer is not None
+                assert self.target is not None
+                writer, target = self.writer, self.target
+                for ranges in by_rank:
+                    for each in ranges:
+                        self.staging.record([each])
+                self.staging.commit(lambda digests: writer.last(target, digests), durable=self.durable)
 
-    def _write_literals(self) -> list[WrittenRange]:
-        """Write headers and JSON, which only rank 0 has."""
-        if self.target is None:
-            return []
-        written = []
-        for number, file in enumerate(self.target.files):
-            for literal in file.literals:
-                path = self.folder / file.path
-                try:
-                    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                    try:
-                        write_all(fd, literal.offset, literal.data)
-                    finally:
-                        os.close(fd)
-                except OSError as error:
-                    raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-                written.append(WrittenRange(number, literal.offset, len(literal.data), digest_literal(literal.data)))
-        return written
 
-    def _publish(self, written: list[WrittenRange]) -> None:
-        assert self.staging is not None
-        assert self.writer is not None
-        assert self.target is not None
-        writer, target = self.writer, self.target
-        for each in written:
-            self.staging.record([each])
-        self.staging.commit(lambda digests: writer.last(target, digests), durable=self.durable)
+# Which rank writes what -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCandidate:
+    """A fragment that could be written by its rank: number `fragment` in that rank's own list."""
+
+    rank: int
+    fragment: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class RankWrite:
+    """Write elements `[start, stop)` of one of the rank's fragments to the atom at byte `offset` of a file."""
+
+    fragment: int
+    start: int
+    stop: int
+    file: int
+    offset: int
+    shape: Shape
+    digested: bool  # the elements are contiguous in the file, so their digest is computed while writing
+
+
+@dataclass(frozen=True, slots=True)
+class DigestRange:
+    """A byte range with rows of several ranks; its digest is computed from the file when all ranks have written."""
+
+    file: int
+    offset: int
+    nbytes: int
 
 
 Candidates = dict[tuple[str, str], list[WriteCandidate]]  # (name, kind) of an atom → fragments that cover it
@@ -248,9 +262,143 @@ def write_candidates(ranks: Sequence[RankSummary]) -> Candidates:
     return candidates
 
 
-def add_file(assignment: WriteAssignment, number: int, file: OutputFile, candidates: Candidates) -> None:
-    """Assign the writes of all atoms of one file, `number` in the target."""
-    for item in file.items:
-        atom = item.atom
-        known = candidates.get((atom.name, atom.kind), [])
-        assignment.add(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, known)
+@dataclass(slots=True)
+class WriteAssignment:
+    """The writes and digest ranges of every rank, by rank."""
+
+    writes: list[list[RankWrite]]
+    digest_ranges: list[list[DigestRange]]
+    _next: int = 0
+
+    @staticmethod
+    def for_ranks(count: int) -> WriteAssignment:
+        return WriteAssignment([[] for _ in range(count)], [[] for _ in range(count)])
+
+    def by_rank(self, files: list[str]) -> list[tuple[list[RankWrite], list[DigestRange], list[str]]]:
+        """(writes, digest ranges, names of all files) of every rank."""
+        return [(writes, ranges, files) for writes, ranges in zip(self.writes, self.digest_ranges, strict=True)]
+
+    def add(
+        self, name: str, shape: Shape, itemsize: int, file: int, offset: int, candidates: Sequence[WriteCandidate]
+    ) -> None:
+        """Assign the writes of one atom: owners of equal regions divide them, so that every byte is written once."""
+        owners: dict[Region, list[WriteCandidate]] = {}
+        for candidate in candidates:
+            owners.setdefault(candidate.region, []).append(candidate)
+        pieces = (piece for region in owners for piece in region.pieces())
+        inside = (intersect(piece.box, whole(shape)) for piece in pieces)  # the rest is padding and is not written
+        covered = sum(box.numel for box in inside if box is not None)
+        if covered != prod(shape):
+            raise InconsistentError(
+                f"parameter {name}: the ranks hold {covered} of {prod(shape)} elements",
+                hint="call save on all ranks of the job",
+            )
+        flat = all(pieces_are_intervals(region.pieces(), shape) for region in owners)
+        for region, equal in owners.items():
+            for candidate, start, stop in self._divide(region, equal, itemsize):
+                write = RankWrite(candidate.fragment, start, stop, file, offset, shape, flat)
+                self.writes[candidate.rank].append(write)
+        if not flat:
+            nbytes = prod(shape) * itemsize
+            for at in range(0, nbytes, settings.COPY_TASK_BYTES):
+                self._next = (self._next + 1) % len(self.digest_ranges)
+                length = min(settings.COPY_TASK_BYTES, nbytes - at)
+                self.digest_ranges[self._next].append(DigestRange(file, offset + at, length))
+
+    def add_file(self, number: int, file: OutputFile, candidates: Candidates) -> None:
+        """Assign the writes of all atoms of one file, `number` in the target."""
+        for item in file.items:
+            atom = item.atom
+            known = candidates.get((atom.name, atom.kind), [])
+            self.add(str(atom), atom.shape, atom.dtype.itemsize, number, item.offset, known)
+
+    def _divide(
+        self, region: Region, equal: Sequence[WriteCandidate], itemsize: int
+    ) -> Iterator[tuple[WriteCandidate, int, int]]:
+        """Equal intervals for all owners, or everything for one of them, in turn, if the region is small."""
+        if region.numel * itemsize < settings.SLAB_BYTES:
+            self._next += 1
+            yield equal[self._next % len(equal)], 0, region.numel
+            return
+        for i, candidate in enumerate(equal):
+            start, stop = (region.numel * edge // len(equal) for edge in (i, i + 1))
+            if start < stop:
+                yield candidate, start, stop
+
+
+def write_elements(path: Path, write: RankWrite, region: Region, tensor: torch.Tensor) -> list[WrittenRange]:
+    """Write elements of `tensor` (flat, in the order of `region`); returns the ranges digested while writing."""
+    written: list[WrittenRange] = []
+    itemsize = tensor.element_size()
+    part = region.cut(write.start, write.stop)
+    data = tensor.narrow(0, write.start, part.numel)
+    with _opened(path) as fd:
+        for first, start, length in _runs(part, write.shape):
+            at = write.offset + first * itemsize
+            digest = _write(fd, at, data.narrow(0, start, length), digested=write.digested)
+            if write.digested:
+                written.append(WrittenRange(write.file, at, length * itemsize, digest))
+    return written
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """An existing file, open for writing; errors name it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _runs(region: Region, shape: Shape) -> Iterator[tuple[int, int, int]]:
+    """(position in the atom, position in the region, length) of every run that is contiguous in both."""
+    last: tuple[int, int, int] | None = None
+    for piece in region.pieces():
+        real = intersect(piece.box, whole(shape))
+        if real is None:
+            continue
+        for box in _contiguous(real, shape):
+            inner = tuple(a - b for a, b in zip(box.start, piece.box.start, strict=True))
+            at, start = flat_index(box.start, shape), piece.offset + flat_index(inner, piece.box.shape)
+            if last is not None and (last[0] + last[2], last[1] + last[2]) == (at, start):
+                last = (last[0], last[1], last[2] + box.numel)
+                continue
+            if last is not None:
+                yield last
+            last = (at, start, box.numel)
+    if last is not None:
+        yield last
+
+
+def _contiguous(box: Box, shape: Shape) -> Iterator[Box]:
+    """Split `box` along leading dimensions into blocks that are contiguous in a tensor of `shape`."""
+    lead = next((dim for dim in reversed(range(box.ndim)) if box.shape[dim] != shape[dim]), 0)
+    for index in product(*map(range, box.start[:lead], box.stop[:lead])):
+        yield Box((*index, *box.start[lead:]), (*(1 for _ in index), *box.shape[lead:]))
+
+
+def _write(fd: int, offset: int, flat: torch.Tensor, *, digested: bool) -> str:
+    """Write a flat tensor at a byte offset through a bounded buffer; returns its digest if `digested`."""
+    import torch
+
+    digest = xxhash.xxh3_128()
+    step = max(1, (settings.SLAB_BYTES if flat.device.type == "cpu" else settings.BOUNCE_BYTES) // flat.element_size())
+    for start in range(0, flat.numel(), step):
+        block: Any = flat.narrow(0, start, min(step, flat.numel() - start)).cpu().view(torch.uint8).numpy().data
+        if digested:
+            digest.update(block)
+        write_all(fd, offset, block)
+        offset += len(block)
+    return digest.hexdigest()
+
+
+def digest_written_range(path: Path, wanted: DigestRange) -> WrittenRange:
+    """Compute the digest of a range that several ranks have written."""
+    digest = digest_range(path, wanted.offset, wanted.nbytes, xxhash.xxh3_128())
+    if digest is None:
+        raise StorageError(f"{path}: ends before byte {wanted.offset + wanted.nbytes}")
+    return WrittenRange(wanted.file, wanted.offset, wanted.nbytes, digest)

@@ -20,8 +20,7 @@ from ucp.errors import InconsistentError, UsageError
 from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.step_files import model_file_name, optimizer_file_name
 from ucp.training.collect import ParameterInfo, RankState
-from ucp.training.live_job import LiveJob, dtype_of
-from ucp.training.optimizer_states import updates_counted
+from ucp.training.live_job import LiveJob, dtype_of, updates_counted
 from ucp.training.training_state import (
     COUNTERS,
     RNG_TREE,

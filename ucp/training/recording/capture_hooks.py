@@ -6,7 +6,6 @@ they unscale and clip (REDUCED): then they still have few significant bits, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -53,20 +52,16 @@ def grad_dtypes(job: LiveJob, stage: GradientStage) -> list[str]:
 def hook_unscaling(outer: Any, capture: GradientCapture, hooks: Hooks, overlap: OverlapCapture) -> None:
     """ZeRO and the fp16 optimizers: capture `grad` of their fp32 tensors before they unscale and clip."""
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def unscale_and_clip_grads(*args: Any, **kwargs: Any) -> Any:
-            def take() -> None:
-                if capture.scale is None:
-                    capture.scale = _unscaling_factor(outer, *args, **kwargs)
-                ready = [(i, key.grad) for i, key in enumerate(capture.keys) if key.grad is not None]
-                capture.copy_all(overlap.keep_matching_raw(ready))
+    def before(*args: Any, **kwargs: Any) -> None:
+        def take() -> None:
+            if capture.scale is None:
+                capture.scale = _unscaling_factor(outer, *args, **kwargs)
+            ready = [(i, key.grad) for i, key in enumerate(capture.keys) if key.grad is not None]
+            capture.copy_all(overlap.keep_matching_raw(ready))
 
-            run_guarded(capture, take)
-            return original(*args, **kwargs)
+        run_guarded(capture, take)
 
-        return unscale_and_clip_grads
-
-    hooks.wrap(outer, "unscale_and_clip_grads", around)
+    hooks.wrap(outer, "unscale_and_clip_grads", before=before)
 
 
 def _unscaling_factor(outer: Any, *args: Any, **kwargs: Any) -> np.float32:
@@ -102,19 +97,12 @@ def _unscaling_factor(outer: Any, *args: Any, **kwargs: Any) -> np.float32:
 def hook_bf16_optimizer(outer: Any, capture: GradientCapture, hooks: Hooks) -> None:
     """BF16_Optimizer: capture its gradient accumulators when `step` is called."""
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            def take() -> None:
-                pairs = zip(outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True)
-                known = capture.number
-                capture.copy_all([(known[id(key)], grad) for key, grad in pairs if id(key) in known])
+    def take() -> None:
+        pairs = zip(outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True)
+        known = capture.number
+        capture.copy_all([(known[id(key)], grad) for key, grad in pairs if id(key) in known])
 
-            run_guarded(capture, take)
-            return original(*args, **kwargs)
-
-        return step
-
-    hooks.wrap(outer, "step", around)
+    hooks.wrap(outer, "step", before=lambda *_, **__: run_guarded(capture, take))
 
 
 def bf16_scale(outer: Any) -> np.float32:

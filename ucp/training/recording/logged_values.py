@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ucp.core.checkpoint import STEP, kind_of_state
+from ucp.core.checkpoint import kind_of_state
 from ucp.errors import UsageError
 from ucp.log.codecs import DTYPE_CODES, Bits, bits_type
 from ucp.log.payloads import StateDigest
 from ucp.log.segment_writer import StateValue
 from ucp.log.stream_schema import BUFFER, FIRST_KINDS, PARAM, LogBlock, StreamSchema, logged_kind, shaped_kind
 from ucp.log.writer import StreamWriter
-from ucp.training.collect import digest_of
+from ucp.training.collect import digest_of, is_elementwise, number_tensor
 from ucp.training.live_job import LiveJob, dtype_of, flat_view, local_tensor
-from ucp.training.optimizer_states import is_counter
 from ucp.training.recording.epoch_start import EpochStart, write_kinds
 from ucp.training.recording.optimizer_kernel import plain_hyper_parameters
 from ucp.training.shadow.sink import ShadowSinks
@@ -122,44 +121,30 @@ class StateCapture:
 
     def _states(self, number: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(name in the log, local values, whether its shape differs from the tensor's) of one tensor's states."""
-        import torch
-
         key = self._keys[number]
         yield PARAM, local_tensor(key), False
         for name, value in self._optimizer.state.get(key, {}).items():
+            kind = kind_of_state(name)
             if value is None:
                 continue
-            kind = kind_of_state(name)
-            if isinstance(value, torch.Tensor) and value.shape == key.shape and not is_counter(name, value):
+            if is_elementwise(kind, value, key):
                 yield logged_kind(kind), local_tensor(value), False
             else:
-                plain = self._shaped(number, kind, value)
-                yield shaped_kind(kind, tuple(plain.shape)), plain, True
+                shaped = self._shaped(number, kind, value)
+                yield shaped_kind(kind, tuple(shaped.shape)), shaped, True
 
     def _shaped(self, number: int, kind: str, value: Any) -> torch.Tensor:
         """A state with another shape than its tensor: a number, or a factored moment of one whole parameter."""
-        import torch
-
-        if isinstance(value, bool):
-            return torch.tensor(value)
-        if isinstance(value, int):
-            return torch.tensor(value, dtype=torch.int64)
-        if isinstance(value, float):
-            return torch.tensor(value, dtype=torch.float64)
         tensor = self._schema.tensors[number]
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(
-                f"optimizer state '{kind}' of {tensor.names[0]} is a {type(value).__name__}, not a tensor or number"
-            )
-        local = local_tensor(value)
-        if local.numel() == 1 and (kind == STEP or local.dim() == 0):
-            return local.reshape(())
+        found = number_tensor(kind, value, tensor.names[0])
+        if found is not None:
+            return found
         if len(tensor.names) > 1 or sum(block.count for block in self._blocks[number]) != tensor.numel:
             raise UsageError(
                 f"optimizer state '{kind}' of {tensor.names[0]} has shape {list(value.shape)}, which cannot be split"
                 " like the parameter"
             )
-        return local
+        return local_tensor(value)
 
     def _copy(
         self, slot: int, block: LogBlock, state: int, values: torch.Tensor, *, chained: bool = True
@@ -238,7 +223,7 @@ def state_digests(optimizer: Any, schema: StreamSchema, keys: Sequence[Any]) -> 
         states = {
             logged_kind(kind_of_state(name)): value
             for name, value in optimizer.state.get(key, {}).items()
-            if isinstance(value, torch.Tensor) and value.shape == key.shape and not is_counter(name, value)
+            if is_elementwise(kind_of_state(name), value, key)
         }
         for kind, tensor in {PARAM: key, **states}.items():
             flat = flat_view(tensor)

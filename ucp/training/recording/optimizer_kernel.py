@@ -9,7 +9,7 @@ from typing import Any, Final
 from ucp.core.optimizers import UNLOGGED_FIELDS, optimizer_of_class
 from ucp.log.epoch_manifest import KernelFingerprint
 from ucp.log.payloads import GroupScalars, LrKind
-from ucp.training.optimizer_states import updates_counted
+from ucp.training.live_job import updates_counted
 
 _VECTOR_BYTES: Final = {"AVX512": 64, "AVX512_VNNI": 64, "AVX512_BF16": 64, "AMX": 64, "AVX2": 32}
 

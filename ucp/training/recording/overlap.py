@@ -11,7 +11,7 @@ settings differ in when a gradient is final, and users may change gradients in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -314,12 +314,12 @@ def hook_zero(job: LiveJob, overlap: OverlapCapture, capture: GradientCapture, h
     kind = type(outer).__name__
     parts = _ZeroPartitions(job, overlap, capture)
     if kind == "DeepSpeedZeroOptimizer_Stage3" and hasattr(outer, _PARTITIONS):
-        hooks.wrap(outer, "partition_grads", parts.after_partitioning)
+        hooks.wrap(outer, "partition_grads", after=parts.after_partitioning)
         return
     # Stage 2 adds up micro-batches only after backward.
     is_early = kind == "DeepSpeedZeroOptimizer" and not outer.cpu_offload
     if is_early and (not outer.partition_gradients or int(job.engine.gradient_accumulation_steps()) == 1):
-        hooks.wrap(outer, "copy_grads_in_partition", parts.after_copying)
+        hooks.wrap(outer, "copy_grads_in_partition", after=parts.after_copying)
 
 
 class _ZeroPartitions:
@@ -337,41 +337,28 @@ class _ZeroPartitions:
                 if number is not None and part.name in names:
                     self._slices.setdefault(names[part.name], []).append((number, part))
 
-    def after_copying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def after_copying(self, param: Any, *_: Any, **__: Any) -> None:
         """ZeRO-1 and 2: capture the averaged gradient of a whole parameter."""
 
-        def copy_grads_in_partition(param: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(param, *args, **kwargs)
+        def take() -> None:
+            gradient = self._outer.get_gradient_for_reduction(param)
+            if gradient is not None:
+                self._take(param, gradient.detach().reshape(-1), whole=True)
 
-            def take() -> None:
-                gradient = self._outer.get_gradient_for_reduction(param)
-                if gradient is not None:
-                    self._take(param, gradient.detach().reshape(-1), whole=True)
+        if self._outer.is_gradient_accumulation_boundary():
+            run_guarded(self._capture, take)
 
-            if self._outer.is_gradient_accumulation_boundary():
-                run_guarded(self._capture, take)
-            return result
-
-        return copy_grads_in_partition
-
-    def after_partitioning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def after_partitioning(self, params: Sequence[Any], *_: Any, **__: Any) -> None:
         """ZeRO-3: capture this rank's partition of the averaged gradients."""
 
-        def partition_grads(params: Any, *args: Any, **kwargs: Any) -> Any:
-            params = list(params)
-            result = original(params, *args, **kwargs)
+        def take() -> None:
+            partitions = getattr(self._outer, _PARTITIONS)
+            for param in params:
+                if param.ds_id in partitions:
+                    self._take(param, partitions[param.ds_id].detach().reshape(-1), whole=False)
 
-            def take() -> None:
-                partitions = getattr(self._outer, _PARTITIONS)
-                for param in params:
-                    if param.ds_id in partitions:
-                        self._take(param, partitions[param.ds_id].detach().reshape(-1), whole=False)
-
-            if self._outer.is_gradient_accumulation_boundary():
-                run_guarded(self._capture, take)
-            return result
-
-        return partition_grads
+        if self._outer.is_gradient_accumulation_boundary():
+            run_guarded(self._capture, take)
 
     def _take(self, param: Any, flat: torch.Tensor, *, whole: bool) -> None:
         for number, part in self._slices.get(id(param), ()):

@@ -103,28 +103,11 @@ class Recorder:
             self._overlap = hook_gradients(self._job, self._capture, self._stage, self._hooks, model=model, early=early)
         else:
             self._overlap = hook_scalars(self._job, self._capture, self._hooks)
-        self._hook_step_end()
+        self._hooks.after_step(self._job, self._end_step)
         self._start = self._passed = self.step  # `_passed` also counts steps that are not recorded
         self._epoch_guard = EpochGuard(self.path, self.epoch)
         self._timings = RecorderTimings(first_base_seconds=start.base_seconds)
         self._open = True
-
-    def _hook_step_end(self) -> None:
-        """Call `_end_step` after the update, with DeepSpeed after the engine has updated its counters."""
-        engine = self._job.engine
-        if engine is None:
-            self._hooks.add(self._job.optimizer.register_step_post_hook(lambda *_: self._end_step()))
-            return
-
-        def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def take_model_step(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                self._end_step()
-                return result
-
-            return take_model_step
-
-        self._hooks.wrap(engine, "_take_model_step", around)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Every step
@@ -224,7 +207,7 @@ class Recorder:
         if self._on_error == "raise":
             raise error
         if rank_and_size()[1] > 1 and not self._all_informed:  # the others will reach a collective with this rank
-            self._hook_step_end()
+            self._hooks.after_step(self._job, self._end_step)
             self._inform_other_ranks()
 
     # ------------------------------------------------------------------------------------------------------------------

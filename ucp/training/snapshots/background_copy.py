@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -159,11 +159,6 @@ class UpdateOwners:
 
 def _storage(tensor: Any) -> int:
     return int(local_tensor(tensor).untyped_storage().data_ptr())
-
-
-def by_deadline(items: list[TensorCopy], deadline: Callable[[TensorCopy], float]) -> list[TensorCopy]:
-    """Earliest deadline first."""
-    return sorted(items, key=deadline)
 
 
 class SnapshotTimings:

@@ -9,25 +9,47 @@ several parts: its parameters are then of different steps, and a gradient log br
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ucp import settings
 from ucp.errors import UcpError, UsageError
 from ucp.storage.paths import local_path
-from ucp.training.adapters import describe_job
-from ucp.training.collectives import fail_together, rank_and_size
+from ucp.training.collect import LiveFragment
+from ucp.training.collectives import all_gather, fail_together, new_background_group, raise_on_all, rank_and_size
 from ucp.training.live_job import Hooks
-from ucp.training.saved_index import steps_taken
-from ucp.training.snapshots.background_copy import Throttle
-from ucp.training.snapshots.snapshot_layout import ClientState, JobInspector
-from ucp.training.snapshots.snapshot_scheduler import SnapshotScheduler
-from ucp.training.snapshots.snapshot_writer import SnapshotFolder
+from ucp.training.saved_index import steps_counted, steps_taken
+from ucp.training.snapshots.background_copy import (
+    BackgroundCopier,
+    ExpectedTimings,
+    SnapshotTimings,
+    TensorCopy,
+    Throttle,
+    UpdateOwners,
+    schedule_json,
+)
+from ucp.training.snapshots.copy_schedule import assign_parts, smoothed
+from ucp.training.snapshots.snapshot_layout import (
+    ClientState,
+    JobInspector,
+    JobView,
+    SnapshotLayout,
+    current_groups,
+    same_layout,
+)
+from ucp.training.snapshots.snapshot_writer import SnapshotFolder, SnapshotSaver, make_layout, prepare_write
+
+if TYPE_CHECKING:
+    import torch
 
 Busy = Literal["skip", "wait"]
+Spread = int | Literal["auto"]
 
 
 def snapshot(
@@ -36,7 +58,7 @@ def snapshot(
     optimizer: Any = None,
     *,
     every: int | None = None,
-    spread: int | Literal["auto"] = 1,
+    spread: Spread = 1,
     keep: int | None = 2,
     busy: Busy = "skip",
     durable: bool = True,
@@ -60,150 +82,323 @@ def snapshot(
     second. With `avoid_backward` they pause from the end of a forward pass to the start of the next one, when ranks
     exchange gradients. `client_state` may be a function, which is called for every snapshot.
     """
-    folder = local_path(path, "snapshots go")
-    made = Snapshots(model, optimizer, folder, keep, busy, durable, Throttle(rate), client_state, rules, preset)
-    made._begin(every, spread, avoid_backward)
-    return made
+    folder = SnapshotFolder(local_path(path, "snapshots go"), keep)
+    inspector = JobInspector(model, optimizer, client_state, rules, preset)
+    snapshots = Snapshots(folder, inspector, every, spread, busy, durable, Throttle(rate))
+    if avoid_backward:
+        snapshots._avoid_backward(model)
+    return snapshots
+
+
+class SnapshotRun:
+    """One snapshot, copied in `count` parts, each after another step, then written.
+
+    A part is a set of parameters, with all their states on all ranks, so that a parameter is always of one step.
+    """
+
+    def __init__(self, saver: SnapshotSaver, layout: SnapshotLayout, count: int) -> None:
+        self.saver = saver
+        self.layout = layout
+        self.count = count
+        self.parts: list[tuple[int, BackgroundCopier, ExpectedTimings]] = []  # taken so far
+        self.prepared = 0.0  # seconds that the trainer spent preparing it
+        self.failure: BaseException | None = None
+        self._copies: dict[int, LiveFragment] = {}
+        self._threads: list[threading.Thread] = []
+        self._part_of: dict[str, int] = {}  # parameter → part; buffers are not listed and belong to the last part
+        if count > 1:
+            if count not in layout.parts:
+                layout.parts[count] = assign_parts(layout.loads, count)
+            self._part_of = layout.parts[count]
+
+    def numbers(self, view: JobView, *, rest: bool) -> list[int]:
+        """The fragments to copy now: the next part, or with `rest` all remaining ones."""
+        if self.count == 1:
+            return self.layout.wanted
+        last, now = self.count - 1, len(self.parts)
+        parts = ((number, self._part_of.get(view.fragments[number].name, last)) for number in self.layout.wanted)
+        return [number for number, part in parts if part == now or (rest and part > now)]
+
+    def start_copies(
+        self, view: JobView, numbers: Iterable[int], buffers: dict[tuple[int, Any, int], torch.Tensor]
+    ) -> tuple[list[TensorCopy], int]:
+        """Copy at once what cannot be copied later; return a `TensorCopy` for the rest, and the bytes copied at once.
+
+        `buffers` are reused from snapshot to snapshot.
+        """
+        import torch
+
+        items: list[TensorCopy] = []
+        copied_now = 0
+        finder: list[UpdateOwners] = []
+        for number in numbers:
+            fragment = view.fragments[number]
+            live = fragment.tensor
+            can_wait, keys = view.owner_of(number, finder)
+            nbytes = live.numel() * live.element_size()
+            on_cpu = live.device.type == "cpu"
+            if can_wait and nbytes >= settings.SNAPSHOT_SMALL_BYTES and on_cpu:
+                key = (number, live.dtype, live.numel())
+                if key not in buffers:
+                    buffers[key] = torch.empty_like(live)
+                copied = buffers[key]
+                items.append(TensorCopy(fragment, live, copied, keys))
+            else:
+                copied = live.clone() if on_cpu else live.cpu()
+                copied_now += nbytes
+            self._copies[number] = replace(fragment, tensor=copied)
+        return items, copied_now
+
+    def add(self, step: int, copier: BackgroundCopier, expected: ExpectedTimings, *, in_background: bool) -> None:
+        """Add a part that is copied after `step`; start its copier unless `write` will run it."""
+        self.parts.append((step, copier, expected))
+        if in_background:
+            thread = threading.Thread(target=copier.run_in_thread, name="ucp-snapshot-part")
+            self._threads.append(thread)
+            thread.start()
+
+    def write(self, view: JobView, state: tuple[Any, dict[str, Any]], counted: int | None) -> None:
+        """Finish copying, then write. Runs in a background thread. Collective, in the saver's group.
+
+        `counted` is the number of steps that the optimizer has counted.
+        """
+        self.parts[-1][1].run_in_thread()
+        for thread in self._threads:
+            thread.join()
+        failures = [copier.error for _, copier, _ in self.parts if copier.error is not None]
+        raise_on_all(self.failure or (failures[0] if failures else None), self.saver.group)
+        taken = [step for step, _, _ in self.parts]
+        if any(other != taken for other in all_gather(taken, self.saver.group)):
+            raise UsageError(
+                f"{self.saver.path}: ranks took the parts of this snapshot after different steps",
+                hint="call wait(), take() and close() on all ranks after the same step",
+            )
+        last = taken[-1]
+        part_of = {name: min(part, len(taken) - 1) for name, part in self._part_of.items()}
+        steps = {name: taken[part] for name, part in part_of.items() if taken[part] != last}
+        fragments = [self._copies.get(number, fragment) for number, fragment in enumerate(view.fragments)]
+        prepare_write(self.saver, self.layout, view.job, fragments, state, last if steps else counted, steps)
+        self.saver.write()
 
 
 class Snapshots:
-    """The snapshots of one job. Call `close`, or use it as a context manager."""
+    """The snapshots of one job, at most one at a time. Call `close`, or use it as a context manager."""
 
     def __init__(
         self,
-        model: Any,
-        optimizer: Any,
-        path: Path,
-        keep: int | None,
+        folder: SnapshotFolder,
+        inspector: JobInspector,
+        every: int | None,
+        spread: Spread,
         busy: Busy,
         durable: bool,
         throttle: Throttle,
-        client_state: ClientState,
-        rules: str | Path | None,
-        preset: str | None,
     ) -> None:
-        self.path = path
-        self._model, self._optimizer = model, optimizer
-        self._folder = SnapshotFolder(path, keep)
-        self.scheduler = SnapshotScheduler(
-            JobInspector(model, optimizer, client_state, rules, preset), self._folder, durable, throttle
-        )
-        self._busy = busy
+        """Check the arguments and install the hooks. Collective."""
+        self.path = folder.path
+        self.taken = 0  # snapshots that were started
+        self.skipped = 0  # because the previous one was still being written
+        self.finished: list[tuple[int, Path]] = []  # (step, path) of the snapshots on disk, oldest first
+        self._folder, self._inspector = folder, inspector
+        self._every, self._spread, self._busy, self._durable, self._throttle = every, spread, busy, durable, throttle
+        self._view: JobView | None = None
+        self._layout: SnapshotLayout | None = None
+        self._run: SnapshotRun | None = None  # the snapshot in progress
+        self._thread: threading.Thread | None = None  # writes it
+        self._error: BaseException | None = None
+        self._may_copy = threading.Event()
+        self._may_copy.set()
+        self._buffers: dict[Any, torch.Tensor] = {}
+        self._timings = SnapshotTimings()
+        self._last: dict[str, Any] = {}  # schedule of the last snapshot
+        self._since = 0  # steps since the last snapshot
         self._hooks = Hooks()
-        self._open = False
-        self._since = 0
-
-    def _begin(self, every: int | None, spread: int | Literal["auto"], avoid_backward: bool) -> None:
         with fail_together():
             if every is not None and every < 1:
                 raise UsageError(f"every={every}: must be at least 1 step")
             if spread != "auto" and spread < 1:
                 raise UsageError(f"spread={spread}: must be at least 1 iteration")
-            if self._folder.keep is not None and self._folder.keep < 1:
+            if folder.keep is not None and folder.keep < 1:
                 raise UsageError("keep must be at least 1, or None")
-            self._job = describe_job(self._model, self._optimizer)
+            self._job = inspector.describe()
             if self._job.optimizer is None:
                 raise UsageError("snapshots need an optimizer", hint="pass the optimizer, or use ucp.save")
-            self.scheduler.step = steps_taken(self._job)
+            self.step = steps_taken(self._job)  # steps that the job has taken
             if rank_and_size()[0] == 0:
                 try:
-                    self._folder.make()
+                    folder.make()
                 except OSError as error:
                     raise UsageError(f"{self.path}: cannot be created: {error.strerror}") from error
-        self.scheduler.group = _snapshot_group()
-        self.scheduler.every, self.scheduler.spread = every, spread
+        self._group = new_background_group()
         self._hooks.add(self._job.optimizer.register_step_pre_hook(self._before_update))
-        engine = self._job.engine
-        if engine is None:
-            self._hooks.add(self._job.optimizer.register_step_post_hook(lambda *_: self._end_step()))
-        else:
-            self._hooks.wrap(engine, "_take_model_step", self._around_step)
-        if avoid_backward:
-            module = self._model.module if engine is not None else self._model
-            self._hooks.add(module.register_forward_pre_hook(lambda *_: self._pause_copies(False)))
-            self._hooks.add(module.register_forward_hook(lambda *_: self._pause_copies(True)))
-        self.scheduler.timings.end_step()
+        self._hooks.after_step(self._job, self._end_step)
+        self._timings.end_step()
         self._open = True
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # In the trainer's thread
+    def _avoid_backward(self, model: Any) -> None:
+        """Pause the background copies while gradients are exchanged."""
+        module = model.module if self._job.engine is not None else model
 
-    def _around_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def take_model_step(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._end_step()
-            return result
+        def pause(is_paused: bool) -> None:
+            self._timings.pause(is_paused)
+            (self._may_copy.clear if is_paused else self._may_copy.set)()
 
-        return take_model_step
+        self._hooks.add(module.register_forward_pre_hook(lambda *_: pause(False)))
+        self._hooks.add(module.register_forward_hook(lambda *_: pause(True)))
 
-    def _pause_copies(self, pause: bool) -> None:
-        """Pause the background copies while gradients are exchanged, or resume them."""
-        self.scheduler.timings.pause(pause)
-        if pause:
-            self.scheduler.may_run.clear()
-        else:
-            self.scheduler.may_run.set()
+    # In the trainer's thread ------------------------------------------------------------------------------------------
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         """Copy whatever is not copied yet of the tensors that the optimizer is about to update."""
         start = time.thread_time()
         keys = frozenset(id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        scheduler = self.scheduler
-        scheduler.timings.before_update(keys)
-        if scheduler.run is not None:
-            scheduler.run.guard(keys)
-        scheduler.timings.hook_cpu_seconds += time.thread_time() - start
+        self._timings.before_update(keys)
+        if self._run is not None:
+            for part in self._run.parts:
+                part[1].guard(keys)
+        self._timings.hook_cpu_seconds += time.thread_time() - start
 
     def _end_step(self) -> None:
         if not self._open:
             return
         start = time.thread_time()
-        scheduler = self.scheduler
-        scheduler.may_run.set()
-        scheduler.timings.end_step()
-        scheduler.step = int(self._job.engine.global_steps) if self._job.engine is not None else scheduler.step + 1
+        self._may_copy.set()
+        self._timings.end_step()
+        self.step = int(self._job.engine.global_steps) if self._job.engine is not None else self.step + 1
         self._since += 1
-        due = scheduler.every is not None and self._since >= scheduler.every
-        if scheduler.run is not None and scheduler.thread is None:
-            scheduler.begin_part(time.perf_counter(), rest=False)
-        if due:
+        if self._run is not None and self._thread is None:
+            self._begin_part(time.perf_counter(), rest=False)
+        if self._every is not None and self._since >= self._every:
             self._since = 0
-            scheduler.take(wait=self._busy == "wait")
-        scheduler.timings.hook_cpu_seconds += time.thread_time() - start
+            self._take(wait=self._busy == "wait")
+        self._timings.hook_cpu_seconds += time.thread_time() - start
 
     def take(self) -> None:
         """Take a snapshot of the current state, between two steps. Waits for the previous one. Collective."""
-        self.scheduler.take(wait=True)
+        self._take(wait=True)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # For the user
+    def _take(self, *, wait: bool) -> None:
+        """Start a snapshot of the current state; if one is in progress, skip it or `wait` for it. Collective."""
+        start = time.perf_counter()
+        if wait:
+            self.wait()
+        writing = self._run is not None and (self._thread is None or self._thread.is_alive())
+        error: BaseException | None = None
+        before, view, fits = self._view, None, False
+        if not writing and before is not None:
+            try:
+                view = self._inspector.update(before)
+                fits = self._layout is not None and same_layout(view, before)
+            except Exception as caught:  # noqa: BLE001 - raised below, when the other ranks know
+                error = caught
+        name = self._folder.free_name(self.step)
+        states = all_gather((writing, name, self._error is None, error is None, fits, self._iterations()))
+        if not all(fine for _, _, fine, *_ in states):
+            self.wait()  # raises on all ranks: a write fails on all of them together
+        if any(writing for writing, *_ in states):
+            self.skipped += 1
+            return
+        self.wait()
+        if not all(seen for _, _, _, seen, _, _ in states):
+            raise_on_all(error)
+        saver = self._folder.saver(states[0][1], self._group, self._durable)
+        self._view = view
+        if not all(fits for *_, fits, _ in states):
+            self._view = self._inspector.inspect()
+            state = self._inspector.training_state(self._view)
+            self._layout = make_layout(saver, self._view, state, spreads=self._spread != 1)
+        assert self._layout is not None
+        self._run = SnapshotRun(saver, self._layout, max(count for *_, count in states))
+        self._begin_part(start, rest=False)
+        self.taken += 1
+
+    def _iterations(self) -> int:
+        """The number of iterations over which this rank would spread the next snapshot."""
+        if self._spread != "auto":
+            count = self._spread
+        elif self._layout is None or self._view is None:
+            return 1
+        else:
+            fragments = [self._view.fragments[number] for number in self._layout.wanted]
+            count = self._timings.iterations(sum(f.tensor.numel() * f.dtype.itemsize for f in fragments))
+        return count if self._every is None else min(count, self._every)
+
+    def _begin_part(self, start: float, *, rest: bool) -> None:
+        """Start to copy the next part, or with `rest` all remaining ones; with the last part, start to write."""
+        run, view = self._run, self._view
+        assert run is not None
+        assert view is not None
+        if run.parts:
+            try:
+                now = self._inspector.update(view)
+                if not same_layout(now, view):
+                    raise UsageError(
+                        f"{run.saver.path}: the tensors of the job have changed since the first part of this snapshot",
+                        hint="only optimizer steps may happen between the parts; take a new snapshot",
+                    )
+                view = self._view = now
+            except Exception as caught:  # noqa: BLE001 - raised by `write` on all ranks
+                run.failure = run.failure or caught
+        last = rest or len(run.parts) == run.count - 1
+        copying = time.perf_counter()
+        items, copied_now = run.start_copies(view, run.numbers(view, rest=rest), self._buffers)
+        if copied_now > 1 << 20:
+            self._timings.local = smoothed(self._timings.local, copied_now / (time.perf_counter() - copying))
+        items.sort(key=self._timings.deadline)
+        copier = BackgroundCopier(items, self._throttle, self._may_copy)
+        run.add(self.step, copier, ExpectedTimings(self._timings, items), in_background=not last)
+        if last:
+            self._write_in_background(run, view)
+        spent = time.perf_counter() - start
+        run.prepared += spent
+        self._timings.prepare_seconds += spent
+        self._timings.released = time.perf_counter()
+
+    def _write_in_background(self, run: SnapshotRun, view: JobView) -> None:
+        state: tuple[Any, dict[str, Any]] = ([], {})
+        try:
+            state = (current_groups(view), copy.deepcopy(self._inspector.training_state(view)))
+        except Exception as caught:  # noqa: BLE001 - raised by `write` on all ranks
+            run.failure = run.failure or caught
+        step = self.step
+        counted = step if view.job.engine is not None else steps_counted(view.job)
+        # The thread must not look at the optimizer, which training changes meanwhile.
+        frozen = replace(view, job=replace(view.job, optimizer=None), fragments=list(view.fragments))
+
+        def work() -> None:
+            try:
+                start = time.perf_counter()
+                run.write(frozen, state, counted)
+                written = time.perf_counter() - start
+                self._timings.add_copies([copier for _, copier, _ in run.parts])
+                self.finished.append((step, run.saver.path))
+                self._last = schedule_json(step, run.parts, prepared=run.prepared, written=written)
+                if rank_and_size()[0] == 0:
+                    self._folder.write_schedule(self._last)
+                    self._folder.drop_old(step)
+            except BaseException as error:  # noqa: BLE001 - raised by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="ucp-snapshot")
+        self._thread.start()
+
+    # For the user -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Wait until the snapshot in progress is on disk; raise its error if it failed.
 
         If it is spread over several steps, the remaining parts are copied now, so every rank must call this.
         """
-        self.scheduler.wait()
-
-    @property
-    def step(self) -> int:
-        """The number of steps that the job has taken."""
-        return self.scheduler.step
-
-    @property
-    def taken(self) -> int:
-        """The number of snapshots that were started."""
-        return self.scheduler.taken
-
-    @property
-    def skipped(self) -> int:
-        """The number of snapshots that were skipped because the previous one was still being written."""
-        return self.scheduler.skipped
-
-    @property
-    def finished(self) -> list[tuple[int, Path]]:
-        """(step, path) of the snapshots on disk, oldest first."""
-        return self.scheduler.finished
+        if self._run is not None:
+            if self._thread is None:
+                self._begin_part(time.perf_counter(), rest=True)
+            assert self._thread is not None
+            self._may_copy.set()
+            self._thread.join()
+            self._thread, self._run = None, None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     @property
     def latest(self) -> Path | None:
@@ -215,7 +410,7 @@ class Snapshots:
 
         `hook_cpu_seconds` is the CPU time of the trainer's thread in all hooks, including both.
         """
-        timings = self.scheduler.timings
+        timings = self._timings
         return {
             "taken": self.taken,
             "skipped": self.skipped,
@@ -223,7 +418,7 @@ class Snapshots:
             "stall_seconds": timings.stall_seconds,
             "hook_cpu_seconds": timings.hook_cpu_seconds,
             "late_bytes": timings.late_bytes,
-            "last": self.scheduler.last,
+            "last": self._last,
         }
 
     def close(self) -> None:
@@ -235,24 +430,13 @@ class Snapshots:
     def __enter__(self) -> Snapshots:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
             self.close()
             return
         self._open = False
         self._hooks.remove()
         # Other ranks may have died, so no collectives. A spread snapshot whose parts are not all copied is lost.
-        if rank_and_size()[1] == 1 and self.scheduler.thread is not None:
+        if rank_and_size()[1] == 1 and self._thread is not None:
             with contextlib.suppress(UcpError):
                 self.wait()
-
-
-def _snapshot_group() -> Any:
-    """A process group for the thread that writes snapshots. Collective."""
-    if rank_and_size()[1] == 1:
-        return None
-    import torch.distributed as dist
-
-    return dist.new_group(backend="gloo")

@@ -17,9 +17,9 @@ from ucp.training.adapters import describe_job
 from ucp.training.collect import LiveFragment, StateCollector, TensorParallelRules
 from ucp.training.collectives import fail_together
 from ucp.training.live_job import LiveJob
+from ucp.training.save import DigestRange, RankWrite
 from ucp.training.saved_index import RankSummary, collect_training_state, group_hyper_parameters, summarize_rank
 from ucp.training.snapshots.background_copy import UpdateOwners
-from ucp.training.write_assignment import DigestRange, RankWrite
 
 if TYPE_CHECKING:
     import torch
@@ -181,14 +181,17 @@ class JobInspector:
         self._model, self._optimizer = model, optimizer
         self._client_state, self._rules, self._preset = client_state, rules, preset
 
+    def describe(self) -> LiveJob:
+        return describe_job(self._model, self._optimizer)
+
     def update(self, before: JobView) -> JobView:
         """The current view of the job; reuses `before` as long as no tensor has moved."""
-        return view_job(describe_job(self._model, self._optimizer), before.tp_rules, before)
+        return view_job(self.describe(), before.tp_rules, before)
 
     def inspect(self) -> JobView:
         """The first view of the job, with tensor-parallel rules that all ranks agree on. Collective."""
         with fail_together():
-            job = describe_job(self._model, self._optimizer)
+            job = self.describe()
             book = load_rule_book(self._rules, self._preset)
             tp_rules = TensorParallelRules(job, book, self._current_client_state())
         tp_rules.agree_on_defaults()

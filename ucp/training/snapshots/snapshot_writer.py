@@ -26,11 +26,10 @@ from ucp.storage.local import sync
 from ucp.training.collect import LiveFragment
 from ucp.training.collectives import all_gather, fail_together, gather_to_first, rank_and_size, scatter_from_first
 from ucp.training.live_job import LiveJob
-from ucp.training.save import RankSaver, add_file, write_candidates
+from ucp.training.save import RankSaver, WriteAssignment, write_candidates, write_elements
 from ucp.training.saved_index import RankSummary, build_index
 from ucp.training.snapshots.snapshot_layout import JobView, SnapshotBlueprint, SnapshotLayout, bytes_by_parameter
 from ucp.training.store import Store
-from ucp.training.write_assignment import WriteAssignment, write_elements
 
 
 class SnapshotSaver(RankSaver):
@@ -49,7 +48,7 @@ class SnapshotSaver(RankSaver):
         candidates = write_candidates(ranks)
         assignment = WriteAssignment.for_ranks(len(ranks))
         for number, file in enumerate(files):
-            add_file(assignment, number, file, candidates)
+            assignment.add_file(number, file, candidates)
         return files, assignment.by_rank([file.path for file in files])
 
     def prepare_files(self, source: Checkpoint, tensors: dict[str, Any], static: Any) -> None:
@@ -59,7 +58,7 @@ class SnapshotSaver(RankSaver):
         candidates = {(name, "extra"): [each] for name, each in self.add_extra_tensors(tensors).items()}
         assignment = WriteAssignment.for_ranks(1)
         for number in range(len(static), len(self.target.files)):
-            add_file(assignment, number, self.target.files[number], candidates)
+            assignment.add_file(number, self.target.files[number], candidates)
         self.writes += assignment.writes[0]
         self.digest_ranges += assignment.digest_ranges[0]
         self.files = [file.path for file in self.target.files]
