@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.paths import PROJECT
-from tests.transcripts import check, python_blocks, run, run_python
+from tests.transcripts import check, python_blocks, run, run_python, set_up
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """A folder with the checkpoint that the README talks about."""
-    fixture = PROJECT / "fixtures" / "z1_bf16_tp2_dp2"
-    shutil.copytree(fixture, tmp_path / "checkpoints", ignore=shutil.ignore_patterns("reference"))
+    """A folder with the checkpoint that the README names."""
+    set_up(README, tmp_path)
     return tmp_path
 
 

@@ -1,9 +1,11 @@
-"""Documents whose transcripts and Python are run: what they show is what the program says.
+"""Run the transcripts and the Python of documents, and compare the output with what the documents show.
 
-A page names the checkpoints that its examples talk about in a comment, `<!-- fixtures: checkpoints=z1_bf16_tp2_dp2 -->`
-(or `corpus:` for real ones outside the project), and a file that they use in front of the block that shows it,
-`<!-- file: rules.toml -->`. Every command of its console blocks is then run, in order, in a folder with these. A line
-`…` in what is shown cuts the rest of the output off.
+A page names the checkpoints of its examples in a comment, `<!-- fixtures: checkpoints=z1_bf16_tp2_dp2 -->` (`corpus:`
+for real ones outside the project), and a file that they use before the block with its content, `<!-- file: rules.toml
+-->`. Every command of its console blocks is then run, in order, in a folder with these. A line `…` stands for the rest
+of the output.
+
+`python -m tests.transcripts README.md docs/*.md` writes the present output into the pages.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.paths import PROJECT
 from ucp.cli import main
 
-# What only a shell understands; a command without any is run in this process, which is ten times as fast.
+# Characters that need a shell; a command without any is run in this process, which is ten times as fast.
 _NEEDS_SHELL = re.compile(r"[|<>$;&*?`~]|^(?!ucp )")
 _RESULT = re.compile(r"# → (.*)$")
 
@@ -40,7 +43,7 @@ def set_up(text: str, folder: Path) -> None:
 
 
 def needs_corpus(text: str) -> bool:
-    """Does the page talk about checkpoints outside the project?"""
+    """Whether the page uses checkpoints outside the project."""
     return "<!-- corpus: " in text
 
 
@@ -51,18 +54,42 @@ def steps(text: str) -> list[tuple[str, str]]:
 
 
 def check(text: str, folder: Path, *, as_processes: bool = False) -> int:
-    """Run every command of the console blocks in `folder`, and compare. Gives the number of commands."""
+    """Run every command of the console blocks in `folder` and compare the output. Returns the number of commands."""
     found = steps(text)
     for command, shown in found:
-        said = without_figures(run(command, folder, as_process=as_processes))
-        expected, cut, _ = without_figures(shown).partition("\n…")
-        expected = "" if expected == "…" else expected
-        assert said.startswith(expected) if cut else said == expected, f"$ {command}\n{said}"
+        printed = run(command, folder, as_process=as_processes)
+        assert matches(shown, printed), f"$ {command}\n{printed}"
     return len(found)
 
 
+def matches(shown: str, printed: str) -> bool:
+    """Whether a page shows what a command printed, but for times and sizes."""
+    expected, cut, _ = without_figures(shown).partition("\n…")
+    expected = "" if expected == "…" else expected
+    actual = without_figures(printed)
+    return actual.startswith(expected) if cut else actual == expected
+
+
+def record(path: Path) -> bool:
+    """Write the present output of a page's commands into it. Returns whether something has changed."""
+    text = path.read_text(encoding="utf-8")
+    fresh = text
+    with TemporaryDirectory() as name:
+        set_up(text, Path(name))
+        for command, shown in steps(text):
+            printed = run(command, Path(name), as_process=True)
+            if not matches(shown, printed):
+                lines = shown.splitlines()
+                kept = printed.rstrip("\n").splitlines()
+                if "…" in lines:
+                    kept = [*kept[: max(1, lines.index("…"))], "…"]
+                fresh = fresh.replace(f"$ {command}\n{shown}", "\n".join([f"$ {command}", *kept, ""]), 1)
+    path.write_text(fresh, encoding="utf-8")
+    return fresh != text
+
+
 def run(command: str, folder: Path, *, as_process: bool = True) -> str:
-    """What a command prints, stdout first."""
+    """The output of a command, stdout first."""
     if not as_process and not _NEEDS_SHELL.search(command):
         return _run_here(shlex.split(command)[1:], folder)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -121,9 +148,15 @@ def _shown(value, expected):
 
 
 def run_python(code: str, folder: Path) -> str:
-    """What Python says of `code`, run in a process of its own; empty where it is right."""
+    """The output of `code`, run in a process of its own, if it fails; otherwise an empty string."""
     (folder / "example.py").write_text(checked(code), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "error", "example.py"], cwd=folder, capture_output=True, text=True, check=False
     )
     return done.stdout + done.stderr if done.returncode else ""
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        if record(Path(argument)):
+            sys.stdout.write(f"{argument}: changed\n")
