@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -125,35 +126,16 @@ def slabs(shape: Shape, limit: int) -> Iterator[Box]:
     if 0 in shape:
         return
     limit = max(limit, 1)
-    dim = _cut_dimension(shape, limit)
-    if dim is None:
-        yield Box((0,) * len(shape), shape)
+    if prod(shape) <= limit:
+        yield whole(shape)
         return
+    dim = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit)
     inner = shape[dim + 1 :]
     rows = max(1, limit // prod(inner))
     zeros = (0,) * len(inner)
-    for lead in _indices(shape[:dim]):
+    for lead in product(*map(range, shape[:dim])):
         for row in range(0, shape[dim], rows):
             yield Box((*lead, row, *zeros), ((1,) * dim) + (min(rows, shape[dim] - row), *inner))
-
-
-def _cut_dimension(shape: Shape, limit: int) -> int | None:
-    """The first dimension whose rows fit into `limit` elements; None if the whole tensor does."""
-    if prod(shape) <= limit:
-        return None
-    for dim in range(len(shape)):
-        if prod(shape[dim + 1 :]) <= limit:
-            return dim
-    raise AssertionError("a row of no dimensions has one element")
-
-
-def _indices(shape: Shape) -> Iterator[Shape]:
-    if not shape:
-        yield ()
-        return
-    for i in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (i, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,28 +158,25 @@ def coverage(shape: Shape, boxes: Sequence[Box]) -> Iterator[Gap | Overlap]:
 
     Parts of boxes outside the shape are padding and are ignored.
     """
-    if 0 in shape:
-        return
-    if not shape:
-        owners = tuple(range(len(boxes)))
-        if not owners:
-            yield Gap(Box((), ()))
-        elif len(owners) > 1:
-            yield Overlap(Box((), ()), owners)
-        return
-    yield from _sweep(shape, 0, boxes, range(len(boxes)), ())
+    if 0 not in shape:
+        yield from _sweep(shape, boxes, range(len(boxes)), ())
 
 
 def _sweep(
-    shape: Shape, dim: int, boxes: Sequence[Box], alive: Sequence[int], prefix: tuple[tuple[int, int], ...]
+    shape: Shape, boxes: Sequence[Box], alive: Sequence[int], prefix: tuple[tuple[int, int], ...]
 ) -> Iterator[Gap | Overlap]:
-    """Sweep along dimension `dim`, then recurse into the next.
+    """Sweep along the first dimension after `prefix`, then recurse into the next.
 
     `alive` are the boxes that contain the block fixed so far; `prefix` has its (start, length) in each outer dimension.
     """
+    dim = len(prefix)
+    if not alive:
+        rest = shape[dim:]
+        yield Gap(Box((*(a for a, _ in prefix), *(0 for _ in rest)), (*(n for _, n in prefix), *rest)))
+        return
     if dim == len(shape):
         if len(alive) > 1:
-            yield Overlap(_box(prefix, shape), tuple(alive))
+            yield Overlap(Box(tuple(a for a, _ in prefix), tuple(n for _, n in prefix)), tuple(alive))
         return
     events: list[tuple[int, bool, int]] = []
     for i in alive:
@@ -218,14 +197,5 @@ def _sweep(
                 del active[i]
             at += 1
         end = events[at][0] if at < len(events) else shape[dim]
-        here = (*prefix, (position, end - position))
-        if not active:
-            yield Gap(_box(here, shape))
-        else:
-            yield from _sweep(shape, dim + 1, boxes, sorted(active), here)
+        yield from _sweep(shape, boxes, sorted(active), (*prefix, (position, end - position)))
         position = end
-
-
-def _box(prefix: tuple[tuple[int, int], ...], shape: Shape) -> Box:
-    rest = shape[len(prefix) :]
-    return Box((*(a for a, _ in prefix), *(0 for _ in rest)), (*(n for _, n in prefix), *rest))

@@ -62,8 +62,6 @@ STEP = "step"  # scalar
 
 COMPUTED: Final = "computed:/"  # prefix of the names of computed files; no relative path starts with it
 
-_RESERVED_STATES = {f"state_{kind}": kind for kind in (WEIGHT, MASTER)}
-
 
 def kind_of_state(name: object) -> str:
     """The kind of an optimizer state: its name, prefixed with `state_` if that name is "weight" or "master"."""
@@ -73,7 +71,7 @@ def kind_of_state(name: object) -> str:
 
 def state_of_kind(kind: str) -> str:
     """The optimizer's name for a state of this kind; the inverse of `kind_of_state`."""
-    return _RESERVED_STATES.get(kind, kind)
+    return kind.removeprefix("state_") if kind in (f"state_{WEIGHT}", f"state_{MASTER}") else kind
 
 
 class Fragment(NamedTuple):

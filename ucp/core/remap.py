@@ -40,7 +40,8 @@ def remapped_atom(name: str, tiles: Sequence[BlockMap], shape: Shape, sources: M
 
     The tiles cover the shape exactly once. Padding of a source is kept if the parameter is taken as a whole.
     """
-    used = [sources[source] for source in dict.fromkeys(tile.name for tile in tiles)]
+    names = list(dict.fromkeys(tile.name for tile in tiles))
+    used = [sources[source] for source in names]
     first = used[0]
     for other in used[1:]:
         if other.dtype != first.dtype or other.combine != first.combine:
@@ -59,14 +60,25 @@ def remapped_atom(name: str, tiles: Sequence[BlockMap], shape: Shape, sources: M
         covers += [[atom.replicas[i] for atom in used] for i in range(depth.pop())]
     else:
         covers += [[copy if atom is owner else () for atom in used] for owner in used for copy in owner.replicas]
-    names = list(dict.fromkeys(tile.name for tile in tiles))
     remapped = [LazyFragments(partial(_remap, tiles, dict(zip(names, cover, strict=True)))) for cover in covers]
     return replace(first, name=name, shape=shape, fragments=remapped[0], replicas=tuple(remapped[1:]))
 
 
-def _remap(tiles: Sequence[BlockMap], cover: Mapping[str, Sequence[Fragment]]) -> tuple[Fragment, ...]:
-    """The fragments of the new atom; `cover` maps the name of a source parameter to its fragments."""
-    return _join_adjacent(piece for tile in tiles for piece in _remap_tile(cover[tile.name], tile))
+def _remap(tiles: Sequence[BlockMap], cover: Mapping[str, Sequence[Fragment]]) -> list[Fragment]:
+    """The fragments of the new atom, those that are adjacent in a file joined.
+
+    `cover` maps the name of a source parameter to its fragments.
+    """
+    fragments = [fragment for tile in tiles for fragment in _remap_tile(cover[tile.name], tile)]
+    joined: list[Fragment] = []
+    for fragment in sorted(fragments, key=lambda f: (f.file, f.offset)):
+        last = joined[-1] if joined else None
+        if last is not None and _are_adjacent(last, fragment):
+            boxes = _append_box(last.region.boxes, fragment.region.boxes[0])
+            joined[-1] = last._replace(region=Region.of(boxes))
+        else:
+            joined.append(fragment)
+    return joined
 
 
 def _remap_tile(fragments: Iterable[Fragment], tile: BlockMap) -> Iterator[Fragment]:
@@ -108,28 +120,10 @@ def _move(common: Box, strides: Shape, tile: BlockMap) -> tuple[Box, Shape]:
     return Box(tuple(start), tuple(shape)), tuple(steps)
 
 
-def _join_adjacent(fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
-    """The same fragments, those that are adjacent in a file joined."""
-    joined: list[Fragment] = []
-    for fragment in sorted(fragments, key=lambda f: (f.file, f.offset)):
-        last = joined[-1] if joined else None
-        if last is not None and _are_adjacent(last, fragment):
-            boxes = _append_box(last.region.boxes, fragment.region.boxes[0])
-            joined[-1] = last._replace(region=Region.of(boxes))
-        else:
-            joined.append(fragment)
-    return tuple(joined)
-
-
 def _are_adjacent(a: Fragment, b: Fragment) -> bool:
-    return (
-        a.inline is None
-        and b.inline is None
-        and a.strides is None
-        and b.strides is None
-        and (a.file, a.dtype, a.rank, a.scale) == (b.file, b.dtype, b.rank, b.scale)
-        and a.offset + a.nbytes == b.offset
-    )
+    is_plain = a.inline is None and b.inline is None and a.strides is None and b.strides is None
+    same = (a.file, a.dtype, a.rank, a.scale) == (b.file, b.dtype, b.rank, b.scale)
+    return is_plain and same and a.offset + a.nbytes == b.offset
 
 
 def _append_box(boxes: tuple[Box, ...], box: Box) -> tuple[Box, ...]:

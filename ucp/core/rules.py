@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from math import prod
-from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args
 
 from ucp.core.box import Box, Shape, whole
 from ucp.errors import InconsistentError, IntegrityError, UnsafeError, UsageError
 
+T = TypeVar("T")
 Cut = Literal["replicated", "split", "vocab", "average", "pieces"]
+
+_CORRECT_RULE: Final = "correct the rule with --rules or --preset, or look for a rank file of another run"
 
 
 class SlicePiece(NamedTuple):
@@ -79,7 +83,9 @@ def resolve(rule: Rule, local: Sequence[Shape], name: str) -> Rule:
         whole_shape(rule, local, name)
         return rule
     if rule.dim < 0:
-        rule = replace(rule, dim=_positive(rule, local[0], name))
+        if len(local[0]) + rule.dim < 0:
+            raise _no_such_dimension(rule, local[0], name)
+        rule = replace(rule, dim=len(local[0]) + rule.dim)
     total = whole_shape(rule, local, name)[rule.dim]
     parts = sizes_of_parts(rule, total, name)
     held = tuple(shape[rule.dim] for shape in local)
@@ -103,12 +109,6 @@ def sizes_of_parts(rule: Rule, total: int, name: str) -> tuple[int, ...]:
             hint="correct the ratio in the rule, or give the sizes as parts",
         )
     return tuple(share * unit for share in rule.ratio)
-
-
-def _positive(rule: Rule, shape: Shape, name: str) -> int:
-    if len(shape) + rule.dim < 0:
-        raise _no_such_dimension(rule, shape, name)
-    return len(shape) + rule.dim
 
 
 def _no_such_dimension(rule: Rule, shape: Shape, name: str) -> UsageError:
@@ -140,7 +140,7 @@ def _check_widths(
         raise InconsistentError(
             f"parameter {name}: rule '{rule}' distributes parts {list(parts)} over the ranks as"
             f" {[list(shares) for shares in widths]}, but the slices along dimension {rule.dim} are {list(held)}",
-            hint="correct the rule with --rules or --preset, or look for a rank file of another run",
+            hint=_CORRECT_RULE,
         )
 
 
@@ -172,7 +172,7 @@ def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
             raise InconsistentError(
                 f"parameter {name}: rule '{rule}' needs the same shape on every tensor-parallel rank,"
                 f" found {_shape_list(local)}",
-                hint="correct the rule with --rules or --preset, or look for a rank file of another run",
+                hint=_CORRECT_RULE,
             )
         return first
     dim = rule.dim
@@ -182,7 +182,7 @@ def whole_shape(rule: Rule, local: Sequence[Shape], name: str) -> Shape:
         raise InconsistentError(
             f"parameter {name}: rule '{rule}' needs slices that differ along dimension {dim} only,"
             f" found {_shape_list(local)}",
-            hint="correct the rule with --rules or --preset, or look for a rank file of another run",
+            hint=_CORRECT_RULE,
         )
     total = sum(shape[dim] for shape in local)
     if rule.parts is not None and sum(rule.parts) != total:
@@ -208,16 +208,7 @@ def slice_pieces(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> tu
         return rule.slices[rank]
     if rule.cut in ("replicated", "average"):
         return (SlicePiece(whole(padded), 0),)
-    pieces: list[SlicePiece] = []
-    offset = 0
-    for box in _split_boxes(rule, padded, tp, rank, name):
-        pieces.append(SlicePiece(box, offset))
-        offset += box.numel
-    return tuple(pieces)
-
-
-def _split_boxes(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> Iterator[Box]:
-    dim = rule.dim
+    dim, tail = rule.dim, padded[rule.dim + 1 :]
     parts = sizes_of_parts(rule, padded[dim], name)
     ranges: list[tuple[int, int]] = []  # (start, width) of this rank's share of each part, along dim
     at = 0
@@ -227,14 +218,17 @@ def _split_boxes(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> It
         ranges.append((at + sum(widths[:rank]), widths[rank]))
         at += part
     if len(ranges) == 1:
-        (start, width), tail = ranges[0], padded[dim + 1 :]
-        yield Box((0,) * dim + (start,) + (0,) * len(tail), (*padded[:dim], width, *tail))
-        return
+        start, width = ranges[0]
+        return (SlicePiece(Box((0,) * dim + (start,) + (0,) * len(tail), (*padded[:dim], width, *tail)), 0),)
     # Several parts along an inner dimension interleave row by row: one box per row and part.
-    tail = padded[dim + 1 :]
-    for lead in product(*(range(n) for n in padded[:dim])):
+    pieces: list[SlicePiece] = []
+    offset = 0
+    for lead in product(*map(range, padded[:dim])):
         for start, width in ranges:
-            yield Box((*lead, start, *(0,) * len(tail)), (*(1,) * dim, width, *tail))
+            box = Box((*lead, start, *(0,) * len(tail)), (*(1,) * dim, width, *tail))
+            pieces.append(SlicePiece(box, offset))
+            offset += box.numel
+    return tuple(pieces)
 
 
 def even_widths(size: int, tp: int, name: str, what: str) -> tuple[int, ...]:
@@ -296,16 +290,10 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
     out: dict[str, Any] = {"cut": rule.cut}
     if rule.cut in ("split", "vocab") or rule.dim:
         out["dim"] = rule.dim
-    if rule.parts is not None:
-        out["parts"] = list(rule.parts)
-    if rule.ratio is not None:
-        out["ratio"] = list(rule.ratio)
-    if rule.widths is not None:
-        out["widths"] = [list(shares) for shares in rule.widths]
-    if rule.true_size is not None:
-        out["true_size"] = rule.true_size
-    if rule.logical_shape is not None:
-        out["logical_shape"] = list(rule.logical_shape)
+    for name in ("parts", "ratio", "widths", "true_size", "logical_shape"):
+        value = getattr(rule, name)
+        if value is not None:
+            out[name] = value if isinstance(value, int) else [n if isinstance(n, int) else list(n) for n in value]
     if rule.slices is not None:
         out["slices"] = [[_piece_to_json(piece) for piece in pieces] for pieces in rule.slices]
     return out
@@ -315,19 +303,17 @@ def rule_from_json(data: Any) -> Rule:
     """The rule that `rule_to_json` wrote; raises IntegrityError for anything else."""
     if not isinstance(data, Mapping) or data.get("cut") not in get_args(Cut) or data.keys() - _FIELDS:
         raise _bad(data)
-    slices = data.get("slices")
-    return Rule(
-        cut=cast(Cut, data["cut"]),
-        dim=_require_int(data.get("dim", 0)),
-        parts=_sizes(data.get("parts")),
-        ratio=_sizes(data.get("ratio")),
-        widths=_rows(data.get("widths")),
-        true_size=None if data.get("true_size") is None else _require_int(data["true_size"]),
-        logical_shape=_sizes(data.get("logical_shape")),
-        slices=None
-        if slices is None
-        else tuple(tuple(map(_piece_from_json, _require_list(pieces))) for pieces in _require_list(slices)),
-    )
+    parsers: dict[str, Callable[[Any], Any]] = {
+        "dim": _int,
+        "parts": _sizes,
+        "ratio": _sizes,
+        "widths": partial(_tuple, _sizes),
+        "true_size": _int,
+        "logical_shape": _sizes,
+        "slices": partial(_tuple, partial(_tuple, _piece_from_json)),
+    }
+    fields = {name: parse(data[name]) for name, parse in parsers.items() if data.get(name) is not None}
+    return Rule(cut=cast(Cut, data["cut"]), **fields)
 
 
 def _piece_to_json(piece: SlicePiece) -> dict[str, Any]:
@@ -341,30 +327,22 @@ def _piece_from_json(data: Any) -> SlicePiece:
     if not isinstance(data, Mapping) or data.keys() - {"start", "shape", "offset", "scale"}:
         raise _bad(data)
     start, shape, scale = _sizes(data.get("start")), _sizes(data.get("shape")), data.get("scale", 1.0)
-    if start is None or shape is None or len(start) != len(shape) or not isinstance(scale, int | float):
+    if len(start) != len(shape) or not isinstance(scale, int | float):
         raise _bad(data)
-    return SlicePiece(Box(start, shape), _require_int(data.get("offset")), float(scale))
+    return SlicePiece(Box(start, shape), _int(data.get("offset")), float(scale))
 
 
-def _sizes(value: Any) -> tuple[int, ...] | None:
-    return None if value is None else tuple(_require_int(size) for size in _require_list(value))
+def _sizes(value: Any) -> tuple[int, ...]:
+    return _tuple(_int, value)
 
 
-def _rows(value: Any) -> tuple[tuple[int, ...], ...] | None:
-    return (
-        None
-        if value is None
-        else tuple(tuple(_require_int(size) for size in _require_list(row)) for row in _require_list(value))
-    )
-
-
-def _require_list(value: Any) -> list[Any]:
+def _tuple(parse: Callable[[Any], T], value: Any) -> tuple[T, ...]:
     if not isinstance(value, list):
         raise _bad(value)
-    return value
+    return tuple(map(parse, value))
 
 
-def _require_int(value: Any) -> int:
+def _int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _bad(value)
     return value

@@ -26,16 +26,20 @@ class Selection:
 
 def select(checkpoint: Checkpoint, wanted: Selection) -> Checkpoint:
     """The index of the `wanted` part of `checkpoint`. A pattern that matches nothing is an error."""
-    _check_patterns(checkpoint, (*wanted.include, *wanted.exclude))
+    for pattern in (*wanted.include, *wanted.exclude):
+        if not any(fnmatchcase(name, pattern) for name in checkpoint.parameters):
+            raise UsageError(
+                f"pattern {pattern!r} matches none of the {len(checkpoint.parameters)} parameters",
+                hint="`ucp inspect SRC` lists the names; quote the pattern so that the shell leaves it alone",
+            )
     kept: dict[str, Parameter] = {}
+    named = checkpoint.details.get("dtype")  # of the module's weights: ZeRO-3 stores masters only
+    model_dtype = parse_dtype(named) if isinstance(named, str) else None
     for name, parameter in checkpoint.parameters.items():
-        if wanted.include and not _matches(name, wanted.include):
-            continue
-        if _matches(name, wanted.exclude):
-            continue
-        atoms = _atoms(parameter, wanted, _model_dtype(checkpoint))
-        if atoms:
-            kept[name] = replace(parameter, atoms=atoms)
+        if (not wanted.include or _matches(name, wanted.include)) and not _matches(name, wanted.exclude):
+            atoms = _atoms(parameter, wanted, model_dtype)
+            if atoms:
+                kept[name] = replace(parameter, atoms=atoms)
     groups = [ParamGroup(group.hyper, [name for name in group.names if name in kept]) for group in checkpoint.groups]
     return replace(checkpoint, parameters=kept, groups=groups)
 
@@ -64,20 +68,5 @@ def _cast_weight(parameter: Parameter, dtype: DType | None) -> Atom | None:
     return replace(best, kind=WEIGHT, dtype=dtype or best.dtype)
 
 
-def _model_dtype(checkpoint: Checkpoint) -> DType | None:
-    """The dtype of the module's weights, if the checkpoint records it (ZeRO-3 stores masters only)."""
-    named = checkpoint.details.get("dtype")
-    return parse_dtype(named) if isinstance(named, str) else None
-
-
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _check_patterns(checkpoint: Checkpoint, patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in checkpoint.parameters):
-            raise UsageError(
-                f"pattern {pattern!r} matches none of the {len(checkpoint.parameters)} parameters",
-                hint="`ucp inspect SRC` lists the names; quote the pattern so that the shell leaves it alone",
-            )
