@@ -6,7 +6,8 @@ exception is a bug and shows its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class UcpError(Exception):
@@ -61,6 +62,15 @@ class UnsafeError(UcpError):
 
 
 INTERRUPTED_EXIT_CODE = 130
+
+
+@contextmanager
+def storage_errors(what: str, *, hint: str | None = None) -> Iterator[None]:
+    """Turn an `OSError` of the `with` block into a `StorageError`; `what` starts its message."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror}", hint=hint) from error
 
 
 def first_few(names: Sequence[str], limit: int = 3, separator: str = ", ") -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ucp import settings
-from ucp.errors import IntegrityError
+from ucp.errors import IntegrityError, StorageError
 from ucp.storage import local
-from ucp.storage.local import LocalReader, SourceFiles, allocate, write_all
+from ucp.storage.local import LocalReader, SourceFiles, make_file, write_all
 
 
 def test_a_file_in_use_is_not_closed_for_another(tmp_path: Path) -> None:
@@ -50,8 +50,7 @@ def test_short_reads_fill_all_targets(most: int, tmp_path: Path, monkeypatch: py
 
 def test_a_large_file_gets_its_blocks_at_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with path.open("wb") as file:
-        allocate(file.fileno(), settings.PREALLOCATE_FILE_BYTES)
+    make_file(path, settings.PREALLOCATE_FILE_BYTES)
     assert path.stat().st_size == settings.PREALLOCATE_FILE_BYTES
     assert 512 * path.stat().st_blocks >= settings.PREALLOCATE_FILE_BYTES
 
@@ -63,8 +62,7 @@ def test_a_file_system_without_reservation_is_supported(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(local, "_libc", lambda: type("Libc", (), {"fallocate64": staticmethod(refuse)}))
     path = tmp_path / "file"
-    with path.open("wb") as file:
-        allocate(file.fileno(), settings.PREALLOCATE_FILE_BYTES)
+    make_file(path, settings.PREALLOCATE_FILE_BYTES)
     assert path.stat().st_size == settings.PREALLOCATE_FILE_BYTES
 
 
@@ -74,8 +72,8 @@ def test_missing_space_is_reported_before_anything_is_written(tmp_path: Path, mo
         return -1
 
     monkeypatch.setattr(local, "_libc", lambda: type("Libc", (), {"fallocate64": staticmethod(full)}))
-    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="No space left"):
-        allocate(file.fileno(), settings.PREALLOCATE_FILE_BYTES)
+    with pytest.raises(StorageError, match="No space left"):
+        make_file(tmp_path / "file", settings.PREALLOCATE_FILE_BYTES)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7, 8, 13])

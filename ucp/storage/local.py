@@ -11,11 +11,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from io import RawIOBase
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
 from ucp import settings
@@ -72,9 +72,7 @@ class SourceFiles:
     def __enter__(self) -> SourceFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -122,21 +120,11 @@ class LocalStorage:
                 file = Path(base) / name
                 yield file.relative_to(folder).as_posix(), file.stat().st_size
 
-    def stat(self, path: Path) -> os.stat_result:
-        return path.stat()
-
     def open(self, path: Path) -> LocalFile:
         return LocalFile(path)
 
     def read_ranges(self, root: Path, max_open: int | None = None) -> LocalReader:
         return LocalReader(root, max_open)
-
-    def put(self, path: Path, data: bytes) -> None:
-        path.write_bytes(data)
-
-    def delete(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
     def is_unfinished(self, folder: Path) -> bool:
         del folder
@@ -182,11 +170,9 @@ class LocalFile:
         except OSError as error:
             raise StorageError(f"{self.path}: cannot read bytes at {offset}: {error.strerror}") from error
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Not needed: local reads have no round trip."""
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...  # local reads have no round trip
 
-    def prefetch_ends(self) -> None:
-        """Not needed."""
+    def prefetch_ends(self) -> None: ...
 
 
 class LocalReader:
@@ -256,34 +242,27 @@ class LocalReader:
     def _acquire(self, file: str) -> _SourceDescriptor:
         with self._lock:
             handle = self._open.get(file)
-            if handle is None:
-                handle = self._open[file] = _SourceDescriptor(_open_for_reading(self.root / file))
-                handle.users += 1
-                self._evict()  # does not close this one, which has a user now
-            else:
+            if handle is not None:
                 self._open.move_to_end(file)
                 handle.users += 1
+                return handle
+            handle = self._open[file] = _SourceDescriptor(_open_for_reading(self.root / file), users=1)
+            excess = len(self._open) - (settings.MAX_OPEN_FILES if self._max_open is None else self._max_open)
+            if excess > 0:
+                idle = (name for name, other in self._open.items() if other.users == 0)
+                for name in list(islice(idle, excess)):
+                    os.close(self._open.pop(name).fd)
             return handle
 
     def _release(self, handle: _SourceDescriptor) -> None:
         with self._lock:
             handle.users -= 1
 
-    def _evict(self) -> None:
-        excess = len(self._open) - (settings.MAX_OPEN_FILES if self._max_open is None else self._max_open)
-        if excess <= 0:
-            return
-        idle = (file for file, handle in self._open.items() if handle.users == 0)
-        for file in list(islice(idle, excess)):
-            os.close(self._open.pop(file).fd)
 
-
+@dataclass(slots=True)
 class _SourceDescriptor:
-    __slots__ = ("fd", "users")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.users = 0
+    fd: int
+    users: int
 
 
 def _skip_bytes(targets: Sequence[memoryview], count: int) -> Iterator[memoryview]:
@@ -327,16 +306,6 @@ def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:
         done += os.pwrite(fd, view[done : done + limit], offset + done)
 
 
-def allocate(fd: int, size: int) -> None:
-    """Set the size of a file and reserve its blocks if the file system can: writing is then a quarter cheaper.
-
-    Not `os.posix_fallocate`, which writes into every block if the file system cannot.
-    """
-    os.ftruncate(fd, size)
-    if size >= settings.PREALLOCATE_FILE_BYTES:
-        _reserve(fd, size)
-
-
 def make_file(path: Path, size: int, mode: int = 0o644) -> None:
     """Create a file of this size, and its folders, to be filled in place; an existing file keeps its bytes."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
@@ -346,7 +315,9 @@ def make_file(path: Path, size: int, mode: int = 0o644) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, flags, mode)
     try:
-        allocate(fd, size)
+        os.ftruncate(fd, size)
+        if size >= settings.PREALLOCATE_FILE_BYTES:
+            _reserve(fd, size)
     except OSError as error:
         raise StorageError(f"{path}: cannot allocate {size:,} bytes: {error.strerror}") from error
     finally:
@@ -375,7 +346,19 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def sync_tree(folder: Path) -> None:
+    """Wait until all files below a folder, and their names, are on disk."""
+    for base, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(base) / name)
+        sync(Path(base))
+
+
 def _reserve(fd: int, size: int) -> None:
+    """Reserve the blocks of a file if the file system can: writing is then a quarter cheaper.
+
+    Not `os.posix_fallocate`, which writes into every block if the file system cannot.
+    """
     try:
         fallocate = _libc().fallocate64
     except (OSError, AttributeError):  # not Linux

@@ -58,8 +58,8 @@ class ObjectInfo:
         return ObjectInfo(False, int(entry.get("size") or 0), crc32(str(version).strip('"').encode()))
 
 
-class ObjectListings:
-    """Cached listings of a store. Keys are URLs. Thread-safe.
+class ObjectStore:
+    """A bucket, or its counterpart in other schemes: cached listings, and bytes. Keys are URLs. Thread-safe.
 
     Readers ask for many names, and each question would be a round trip: folders are listed whole, and cached until
     `reload`. What is in an unfinished folder is hidden.
@@ -74,11 +74,39 @@ class ObjectListings:
         # Of folders whose files are being indexed: the listing, its names in order, and the position of each name.
         self._positions: dict[str, tuple[dict[str, ObjectInfo], list[str], dict[str, int]]] = {}
         self._opened: set[str] = set()  # keys that users gave: folders below them are worth listing
+        self.index = RangeCache(
+            self.fetch, self.submit, settings.REMOTE_INDEX_BLOCK_BYTES, settings.REMOTE_INDEX_CACHE_BYTES
+        )
 
     @cached_property
     def fs(self) -> Any:
         """The file system of fsspec."""
-        return _file_system(self.url)
+        install = "install the client of the store: pip install 'universal-checkpoint[remote]'"
+        try:
+            from fsspec.core import url_to_fs
+
+            return url_to_fs(self.url)[0]
+        except ImportError as error:
+            raise UsageError(f"{self.url}: {error}", hint=install) from error
+        except ValueError as error:
+            if "not known" in str(error):
+                scheme = self.url.partition(":/")[0]
+                raise UsageError(
+                    f"{self.url}: fsspec has no protocol {scheme}://",
+                    hint=f"for a local folder of that name use ./{scheme}:/…; otherwise {install}",
+                ) from error
+            raise StorageError(
+                f"{self.url}: {error}", hint="see docs/large-checkpoints.md for how stores are configured"
+            ) from error
+
+    def _current(self, method: str, key: str, what: str = "", *, pages: int = 1, **options: Any) -> Any:
+        """What a method of the file system returns for a key now: fsspec caches as well. `what` starts the error."""
+
+        def request() -> Any:
+            self.fs.invalidate_cache()
+            return getattr(self.fs, method)(key, **options, **self._timeout(pages))
+
+        return with_retries(request, what or key)
 
     def reload(self, key: str) -> None:
         """A user has given `key` (again): discard everything cached at it and below."""
@@ -88,6 +116,7 @@ class ObjectListings:
                 for name in [name for name in cached if name == key or name.startswith(key + "/")]:
                     del cached[name]
             self._listings.pop(_parent(key), None)
+        self.index.discard(key)
 
     def invalidate(self, key: str) -> None:
         """An object was written or removed: discard what is cached of it and of the folders above."""
@@ -98,6 +127,7 @@ class ObjectListings:
                     cached.pop(at, None)
                     at = _parent(at)
                 cached.pop(at, None)
+        self.index.discard(key)
 
     def info(self, key: str) -> ObjectInfo | None:
         """What is at a key; None for nothing."""
@@ -112,13 +142,8 @@ class ObjectListings:
                 return self._infos[key]
         if is_below_opened:
             return (self._list(parent) or {}).get(_name(key))
-
-        def request() -> Any:
-            self.fs.invalidate_cache()
-            return self.fs.info(key, **self._timeout())
-
         try:
-            info = ObjectInfo.from_entry(with_retries(request, key))
+            info = ObjectInfo.from_entry(self._current("info", key))
         except FileNotFoundError:
             info = None
         with self._lock:
@@ -160,22 +185,22 @@ class ObjectListings:
             for name, info in objects.items()
             if not _is_own(name) and not (unfinished and name.startswith(unfinished))
         }
-        if visible:
-            with self._lock:
-                self._cache_tree(folder, visible)
+        listings: dict[str, dict[str, ObjectInfo]] = {folder: {}} if visible else {}
+        for path in sorted(visible):
+            at, names = folder, path.split("/")
+            for name in names[:-1]:
+                listings.setdefault(at, {})[name] = ObjectInfo(True)
+                at = f"{at}/{name}"
+            listings.setdefault(at, {})[names[-1]] = visible[path]
+        with self._lock:
+            self._listings.update(listings)
         return sorted(visible)
 
     def list_all(self, folder: str) -> dict[str, ObjectInfo]:
         """Every object below a folder, by relative path, as it is now: with ucp's notes and unfinished folders."""
         prefix = self._path(folder) + "/"
-
-        def request() -> dict[str, Any]:
-            self.fs.invalidate_cache()
-            entries: dict[str, Any] = self.fs.find(folder, detail=True, **self._timeout(pages=10))
-            return entries
-
         try:
-            entries = with_retries(request, folder)
+            entries: dict[str, Any] = self._current("find", folder, pages=10, detail=True)
         except FileNotFoundError:
             return {}
         named = ((_relative(name, prefix), entry) for name, entry in entries.items())
@@ -187,17 +212,6 @@ class ObjectListings:
         with self._lock:
             return folder in self._unfinished
 
-    def _cache_tree(self, folder: str, objects: dict[str, ObjectInfo]) -> None:
-        """Cache the listing of every folder that contains one of the objects."""
-        listings: dict[str, dict[str, ObjectInfo]] = {folder: {}}
-        for path in sorted(objects):
-            at, names = folder, path.split("/")
-            for name in names[:-1]:
-                listings.setdefault(at, {})[name] = ObjectInfo(True)
-                at = f"{at}/{name}"
-            listings.setdefault(at, {})[names[-1]] = objects[path]
-        self._listings.update(listings)
-
     def _listing(self, folder: str) -> dict[str, ObjectInfo] | None:
         with self._lock:
             if folder in self._listings:
@@ -205,14 +219,10 @@ class ObjectListings:
         return self._list(folder)
 
     def _list(self, folder: str) -> dict[str, ObjectInfo] | None:
-        def request() -> Any:
-            self.fs.invalidate_cache()
-            return self.fs.ls(folder, detail=True, **self._timeout(pages=10))
-
         listing: dict[str, ObjectInfo] | None = None
         prefix = self._path(folder) + "/"
         try:
-            entries = with_retries(request, folder)
+            entries = self._current("ls", folder, pages=10, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             entries = []
         for entry in entries:
@@ -246,15 +256,7 @@ class ObjectListings:
         """The timeout of a request, for file systems that support one. A listing may take several requests."""
         return {"timeout": pages * settings.REMOTE_TIMEOUT_SECONDS} if self._is_async else {}
 
-
-class ObjectStore(ObjectListings):
-    """A bucket, or its counterpart in other schemes: listings and bytes. Keys are URLs. Thread-safe."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.index = RangeCache(
-            self.fetch, self.submit, settings.REMOTE_INDEX_BLOCK_BYTES, settings.REMOTE_INDEX_CACHE_BYTES
-        )
+    # Bytes ----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -263,14 +265,6 @@ class ObjectStore(ObjectListings):
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run something in one of the threads that wait for the store."""
         return self._pool.submit(work)
-
-    def reload(self, key: str) -> None:
-        super().reload(key)
-        self.index.discard(key)
-
-    def invalidate(self, key: str) -> None:
-        super().invalidate(key)
-        self.index.discard(key)
 
     def fetch(self, key: str, start: int, stop: int) -> bytes:
         """Bytes `[start, stop)` of an object, all of them."""
@@ -289,16 +283,11 @@ class ObjectStore(ObjectListings):
 
     def get(self, key: str) -> bytes | None:
         """A small object, whole and as it is now; None if it does not exist."""
-
-        def request() -> bytes:
-            self.fs.invalidate_cache()
-            data: bytes = self.fs.cat_file(key, **self._timeout())
-            return data
-
         try:
-            return with_retries(request, f"{key}: cannot be read")
+            data: bytes = self._current("cat_file", key, f"{key}: cannot be read")
         except FileNotFoundError:
             return None
+        return data
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object, whole."""
@@ -348,26 +337,6 @@ class _ShortTransferError(OSError):
     """Fewer bytes were transferred than requested."""
 
 
-def _file_system(url: str) -> Any:
-    scheme = url.partition(":/")[0]
-    install = "install the client of the store: pip install 'universal-checkpoint[remote]'"
-    try:
-        from fsspec.core import url_to_fs
-
-        return url_to_fs(url)[0]
-    except ImportError as error:
-        raise UsageError(f"{url}: {error}", hint=install) from error
-    except ValueError as error:
-        if "not known" in str(error):
-            raise UsageError(
-                f"{url}: fsspec has no protocol {scheme}://",
-                hint=f"for a local folder of that name use ./{scheme}:/…; otherwise {install}",
-            ) from error
-        raise StorageError(
-            f"{url}: {error}", hint="see docs/large-checkpoints.md for how stores are configured"
-        ) from error
-
-
 def _relative(name: str, prefix: str) -> str | None:
     """A listed name without the folder's `prefix`; empty for the folder itself, None for something else."""
     if name.rstrip("/") + "/" == prefix:
@@ -389,17 +358,16 @@ def _name(key: str) -> str:
 
 # Retries ------------------------------------------------------------------------------------------------------------
 
-# Errors that another attempt does not change, by class and, for libraries that are not imported, by the class's name.
-_FINAL: Final = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
-_FINAL_NAMES: Final = {
-    "NoCredentialsError": "credentials",
-    "PartialCredentialsError": "credentials",
-    "CredentialRetrievalError": "credentials",
-    "TokenRetrievalError": "credentials",
-    "DefaultCredentialsError": "credentials",
-    "GatedRepoError": "credentials",
-    "ParamValidationError": "request",
-    "TypeError": "request",
+# Errors that another attempt does not change, by name, because the libraries that define them may not be installed.
+_CREDENTIALS: Final = frozenset(
+    {
+        *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
+        *("TokenRetrievalError", "DefaultCredentialsError", "GatedRepoError"),
+    }
+)
+_FINAL: Final = _CREDENTIALS | {
+    *("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "NotImplementedError"),
+    *("ParamValidationError", "TypeError"),
 }
 
 
@@ -416,8 +384,11 @@ def with_retries(request: Callable[[], T], what: str) -> T:
         except (UcpError, FileNotFoundError):
             raise
         except Exception as error:
-            if _is_final(error):
-                raise StorageError(f"{what}: {_error_text(error)}", hint=_error_hint(error)) from error
+            names = {kind.__name__ for kind in type(error).__mro__}
+            if names & _FINAL:
+                hint = "are the store's credentials set where ucp runs? See docs/large-checkpoints.md"
+                found = f"{what}: {_error_text(error)}"
+                raise StorageError(found, hint=hint if names & _CREDENTIALS else None) from error
             if attempt == attempts:
                 raise StorageError(
                     f"{what}: {_error_text(error)} ({attempts} attempts)",
@@ -427,16 +398,6 @@ def with_retries(request: Callable[[], T], what: str) -> T:
         longest = min(settings.REMOTE_MAX_RETRY_SECONDS, settings.REMOTE_RETRY_SECONDS * 2 ** (attempt - 1))
         time.sleep(longest * random.uniform(0.5, 1.0))
     raise AssertionError("unreachable")
-
-
-def _is_final(error: Exception) -> bool:
-    return isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
-
-
-def _error_hint(error: Exception) -> str | None:
-    if isinstance(error, PermissionError) or _FINAL_NAMES.get(type(error).__name__) == "credentials":
-        return "are the store's credentials set where ucp runs? See docs/large-checkpoints.md"
-    return None
 
 
 def _error_text(error: Exception) -> str:

@@ -152,26 +152,22 @@ class RemotePath(PosixPath):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return info
 
-    def exists(self, *, follow_symlinks: bool = True) -> bool:
-        del follow_symlinks
+    def exists(self, **_: Any) -> bool:
         return self._info() is not None
 
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        del follow_symlinks
+    def is_file(self, **_: Any) -> bool:
         info = self._info()
         return info is not None and not info.is_folder
 
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        del follow_symlinks
+    def is_dir(self, **_: Any) -> bool:
         info = self._info()
         return info is not None and info.is_folder
 
     def is_symlink(self) -> bool:
         return False
 
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+    def stat(self, **_: Any) -> os.stat_result:
         """The size, and as time of modification a number that differs if the object was changed."""
-        del follow_symlinks
         info = self._existing_info()
         mode = stat.S_IFDIR if info.is_folder else stat.S_IFREG
         status: Any = os.stat_result

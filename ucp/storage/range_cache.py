@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,15 @@ Submit = Callable[[Callable[[], None]], Any]
 """`submit(work)` runs something soon, in another thread."""
 
 
+@dataclass(slots=True, eq=False)
 class _CachedRange:
     """Adjacent blocks that one request fetches: bytes `[start, stop)` of an object."""
 
-    __slots__ = ("data", "key", "start", "stop", "used")
-
-    def __init__(self, key: str, start: int, stop: int) -> None:
-        self.key = key
-        self.start = start
-        self.stop = stop
-        self.used = 0  # bytes that were read
-        self.data: Future[bytes] = Future()
+    key: str
+    start: int
+    stop: int
+    used: int = 0  # bytes that were read
+    data: Future[bytes] = field(default_factory=Future)
 
 
 class RangeCache:

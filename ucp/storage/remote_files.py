@@ -30,9 +30,6 @@ class RemoteStorage:
             if path.is_file():
                 yield path.relative_to(folder).as_posix(), path.stat().st_size
 
-    def stat(self, path: Path) -> os.stat_result:
-        return path.stat()
-
     def open(self, path: Path) -> RemoteIndexFile:
         try:
             return _remote(path).indexed()
@@ -42,14 +39,6 @@ class RemoteStorage:
     def read_ranges(self, root: Path, max_open: int | None = None) -> RemoteReader:
         del max_open
         return RemoteReader(_remote(root))
-
-    def put(self, path: Path, data: bytes) -> None:
-        remote = _remote(path)
-        remote.store.put(remote.key, data)
-
-    def delete(self, paths: Iterable[Path]) -> None:
-        for path in map(_remote, paths):
-            path.store.remove([path.key])
 
     def is_unfinished(self, folder: Path) -> bool:
         remote = _remote(folder)
@@ -99,13 +88,10 @@ class RemoteIndexFile:
 
     def prefetch_ends(self) -> None:
         """Start to fetch the first and the last bytes, also of the next files in the folder."""
-        self._prefetch_ends(self._key, self.size)
-        for key, size in self._store.next_files(self._key, settings.REMOTE_FILES_AHEAD):
-            self._prefetch_ends(key, size)
-
-    def _prefetch_ends(self, key: str, size: int) -> None:
         length = settings.REMOTE_PROBE_BYTES
-        self._store.index.prefetch(key, size, [(0, length), (max(0, size - length), length)])
+        following = self._store.next_files(self._key, settings.REMOTE_FILES_AHEAD)
+        for key, size in ((self._key, self.size), *following):
+            self._store.index.prefetch(key, size, [(0, length), (max(0, size - length), length)])
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Start to fetch byte ranges `(offset, length)` that will be read soon, all at once."""
@@ -162,7 +148,11 @@ class RemoteReader:
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         known = self._objects.get(file)
         if known is None:
-            known = self._objects[file] = self._locate(file)
+            path = self.root / file
+            try:
+                known = self._objects[file] = path.key, path.stat().st_size
+            except OSError as error:
+                raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
         key, size = known
         if offset + len(target) > size:
             raise IntegrityError(
@@ -181,10 +171,3 @@ class RemoteReader:
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def _locate(self, file: str) -> tuple[str, int]:
-        path = self.root / file
-        try:
-            return path.key, path.stat().st_size
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error

@@ -79,20 +79,11 @@ class Storage(Protocol):
     def list(self, folder: Path) -> Iterator[tuple[str, int]]:
         """Every file below a folder, as its relative path and its size in bytes."""
 
-    def stat(self, path: Path) -> os.stat_result:
-        """Size, type, and a time of modification that differs if the file was changed."""
-
     def open(self, path: Path) -> PositionalFile:
         """Open one file for a few small reads."""
 
     def read_ranges(self, root: Path, max_open: int | None = None) -> RangeReader:
         """Read ranges of many files; at most `max_open` stay open, if the storage opens files at all."""
-
-    def put(self, path: Path, data: bytes) -> None:
-        """Write a small file, whole."""
-
-    def delete(self, paths: Iterable[Path]) -> None:
-        """Remove files; missing ones are ignored."""
 
     def is_unfinished(self, folder: Path) -> bool:
         """Whether ucp has started to write this folder and has not finished: its contents are hidden."""
