@@ -1,10 +1,8 @@
 """Running a conversion: from a target to published output.
 
-Coordination of the processes of one launch that write shards of one target.
-
-They see each other only through the destination: journals show how far each shard is and whether its process lives, and
-a process that fails leaves a note that stops the others with its message. The first process waits for all others and
-then publishes the target. Clocks are never compared: a heartbeat counts if it differs from the one before.
+The processes of one launch, which write shards of one target, see each other only through the destination: journals
+show how far each shard is and whether its process lives, and a process that fails leaves a note that stops the others
+with its message. Clocks are never compared: a heartbeat counts if it differs from the one before.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ class RunOptions:
     restart: bool = False
     durable: bool = False
     shard: WorkShard = UNSHARDED
+    in_launch: bool = False  # processes of one launch write the shards; the first waits for the others and publishes
 
 
 def run(
@@ -48,21 +47,10 @@ def run(
     progress: Progress,
 ) -> None:
     """Write `target`, or one shard of it, to `path`. `manifest` makes the last file from the digests of all others."""
-    _write(
-        open_destination(path, target, fingerprint(target, source), options.shard), source, options, manifest, progress
-    )
-
-
-def run_in_launch(
-    target: Target,
-    source: Checkpoint,
-    path: Path,
-    options: RunOptions,
-    manifest: ManifestBuilder,
-    progress: Progress,
-) -> None:
-    """Write this process's shard of a launch; the first process waits for the others and publishes the target."""
     destination = open_destination(path, target, fingerprint(target, source), options.shard)
+    if not options.in_launch:
+        _write(destination, source, options, manifest, progress)
+        return
     coordinator = Coordinator(destination, progress)
     try:
         _write(destination, source, options, manifest, coordinator)

@@ -11,10 +11,8 @@ from typing import Final, Generic, TypeVar
 from ucp import settings
 from ucp.core.box import Box, Shape, flat_index, intersect, slabs
 from ucp.core.checkpoint import Atom
-from ucp.core.dtypes import DType
-from ucp.core.region import RegionPiece
 from ucp.core.strided_runs import StridedRun, strided_runs
-from ucp.core.target import LiteralBytes, OutputFile, Target, WriteItem, ZeroRange
+from ucp.core.target import LiteralBytes, OutputFile, Target, WriteItem
 from ucp.read.verbatim import StoredRuns, can_flatten, runs_are_long, stored_runs
 
 # Part of a conversion's fingerprint: journals of a version that cuts tasks differently are not resumed.
@@ -71,19 +69,14 @@ def task_queues(target: Target, count: int, only: Container[int] | None = None) 
     for number, file in numbered:
         for item in file.items:
             items.setdefault(id(item.atom), []).append((number, item))
-    files = _split_by_weight([(file.size, (number, file)) for number, file in numbered], count)
-    groups = _group_computed(items.values())
-    atoms = _split_by_weight([(sum(i.nbytes for some in group for _, i in some), group) for group in groups], count)
-    return [_queue(*share) for share in zip(files, atoms, strict=True)]
-
-
-def _group_computed(items: Iterable[Sequence[_NumberedItem]]) -> list[list[Sequence[_NumberedItem]]]:
-    """Atoms that are written side by side: states of one parameter, if computing one of them computes all."""
+    # States of one parameter are written side by side if computing one of them computes all.
     groups: dict[object, list[Sequence[_NumberedItem]]] = {}
-    for some in items:
+    for some in items.values():
         atom = some[0][1].atom
         groups.setdefault(atom.name if atom.computed else id(atom), []).append(some)
-    return list(groups.values())
+    weighted = [(sum(item.nbytes for some in group for _, item in some), group) for group in groups.values()]
+    files = _split_by_weight([(file.size, (number, file)) for number, file in numbered], count)
+    return [_queue(*share) for share in zip(files, _split_by_weight(weighted, count), strict=True)]
 
 
 def _split_by_weight(weighted: Sequence[tuple[int, Value]], count: int) -> list[list[Value]]:
@@ -100,9 +93,14 @@ def _split_by_weight(weighted: Sequence[tuple[int, Value]], count: int) -> list[
 def _queue(
     files: Sequence[tuple[int, OutputFile]], groups: Sequence[Sequence[Sequence[_NumberedItem]]]
 ) -> Iterator[CopyTask]:
+    step = settings.COPY_TASK_BYTES
     for number, file in files:
         yield from literal_tasks(number, file.literals)
-        yield from _known_byte_tasks(_zero_ranges(number, file.zeros))
+        yield from _known_byte_tasks(
+            OutputRange(number, zero.offset + start, min(step, zero.nbytes - start), None)
+            for zero in file.zeros
+            for start in range(0, zero.nbytes, step)
+        )
     for group in groups:
         tasks = [_tasks_of_atom(items[0][1].atom, items) for items in group]
         yield from tasks[0] if len(tasks) == 1 else merge(*tasks, key=_first_element)
@@ -149,12 +147,6 @@ def literal_tasks(number: int, literals: Iterable[LiteralBytes]) -> Iterator[Cop
     return _known_byte_tasks(ranges)
 
 
-def _zero_ranges(number: int, zeros: Iterable[ZeroRange]) -> Iterator[OutputRange]:
-    for zero in zeros:
-        for start in range(0, zero.nbytes, settings.COPY_TASK_BYTES):
-            yield OutputRange(number, zero.offset + start, min(settings.COPY_TASK_BYTES, zero.nbytes - start), None)
-
-
 def _known_byte_tasks(ranges: Iterable[OutputRange]) -> Iterator[CopyTask]:
     batch: list[OutputRange] = []
     nbytes = 0
@@ -175,16 +167,13 @@ def _tasks_of_atom(atom: Atom, items: Sequence[_NumberedItem]) -> Iterator[CopyT
     runs = [some for _, item in items if (some := strided_runs(item.region, atom.shape)) is not None]
     if len(runs) == len(items):
         stored = stored_runs(atom)
-        if _is_flat(atom, runs, stored):
+        if stored is not None:
+            is_flat = all(runs_are_long(some, atom.dtype) for some in runs)
+        else:
+            is_flat = can_flatten(atom) and all(run.times == 1 for some in runs for run in some)
+        if is_flat:
             return _flat_tasks(atom, items, runs, stored)
     return _shaped_tasks(atom, items)
-
-
-def _is_flat(atom: Atom, runs: Sequence[Sequence[StridedRun]], stored: StoredRuns | None) -> bool:
-    """Whether the atom can be treated as flat: its bytes are copied unchanged, or all items are intervals."""
-    if stored is not None:
-        return all(runs_are_long(some, atom.dtype) for some in runs)
-    return can_flatten(atom) and all(run.times == 1 for some in runs for run in some)
 
 
 def _flat_tasks(
@@ -217,30 +206,21 @@ def _flat_tasks(
 
 
 def _shaped_tasks(atom: Atom, items: Sequence[_NumberedItem]) -> Iterator[CopyTask]:
-    pieces = [(piece, number, item) for number, item in items for piece in item.region.pieces()]
-    shape = _padded_shape(atom.shape, (piece.box for piece, _, _ in pieces))
+    itemsize = atom.dtype.itemsize
+    pieces = [(piece, number, item.offset) for number, item in items for piece in item.region.pieces()]
+    # The smallest shape that contains the atom and everything that write items want of it.
+    shape = tuple(map(max, zip(atom.shape, *(piece.box.stop for piece, _, _ in pieces), strict=True)))
     sweep = OverlapSweep((entry[0].box, entry) for entry in pieces)
     for block in slabs(shape, _elements_per_task(atom)):
-        candidates = (entry for _, entry in sweep.overlapping(block))
-        found = (_output_range(number, item.offset, piece, block, atom.dtype) for piece, number, item in candidates)
-        ranges = tuple(one for one in found if one is not None)
+        ranges: list[OutputRange] = []
+        for (start, extent), (piece, number, base) in sweep.overlapping(block):
+            common = intersect(piece.box, block)
+            if common is not None:
+                inside = flat_index(tuple(a - b for a, b in zip(common.start, start, strict=True)), extent)
+                offset = base + (piece.offset + inside) * itemsize
+                ranges.append(OutputRange(number, offset, common.numel * itemsize, common))
         if ranges:
-            yield CopyTask(atom, False, block, ranges)
-
-
-def _padded_shape(shape: Shape, boxes: Iterable[Box]) -> Shape:
-    """The smallest shape that contains the atom and everything that write items want of it."""
-    for box in boxes:
-        shape = tuple(max(n, stop) for n, stop in zip(shape, box.stop, strict=True))
-    return shape
-
-
-def _output_range(number: int, base: int, piece: RegionPiece, block: Box, dtype: DType) -> OutputRange | None:
-    common = intersect(piece.box, block)
-    if common is None:
-        return None
-    inside = flat_index(tuple(a - b for a, b in zip(common.start, piece.box.start, strict=True)), piece.box.shape)
-    return OutputRange(number, base + (piece.offset + inside) * dtype.itemsize, common.numel * dtype.itemsize, common)
+            yield CopyTask(atom, False, block, tuple(ranges))
 
 
 class OverlapSweep(Generic[Value]):

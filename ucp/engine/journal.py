@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,9 +54,10 @@ class Journal:
         self._fd: int | None = None
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # another process has just published or removed the folder
-            raise busy from None
-        if not (_lock(self._fd) and _is_same_file(self._fd, path)):  # its previous owner may have just removed it
+            is_owner = _lock(self._fd) and os.path.samestat(os.fstat(self._fd), os.stat(path))
+        except FileNotFoundError:  # another process has just published or removed the folder, or removed the journal
+            is_owner = False
+        if not is_owner:
             self.close()
             raise busy
         self.has_entries = bool(_complete_lines(path.read_bytes()))
@@ -77,7 +79,8 @@ class Journal:
 
     def record(self, written: Sequence[WrittenRange]) -> None:
         """Record a finished task."""
-        self._append({"written": [_entry(w) for w in written]})
+        entries = [[w.file, w.offset, w.nbytes, w.digest, *(() if w.crc is None else (w.crc,))] for w in written]
+        self._append({"written": entries})
 
     def finish(self) -> None:
         """Record that this process has done all its work."""
@@ -114,21 +117,21 @@ class Journal:
         self._written_at = time.monotonic()
 
 
+@dataclass(frozen=True, slots=True)
 class JournalRecord:
     """The contents of a journal: the finished tasks, and whether its process did all its work."""
 
-    def __init__(self, tasks: list[list[WrittenRange]], done: bool) -> None:
-        self.tasks = tasks
-        self.done = done
+    tasks: list[list[WrittenRange]]
+    done: bool
 
-    @classmethod
-    def parse(cls, data: bytes, fingerprint: str, path: Path) -> JournalRecord:
+    @staticmethod
+    def parse(data: bytes, fingerprint: str, path: Path) -> JournalRecord:
         """Parse the lines up to the first incomplete one; the journal of another conversion is refused."""
         records = list(_records(data.splitlines()))
         if not records or records[0].get("fingerprint") != fingerprint:
             raise other_conversion_error(path.parent)
         tasks = [[WrittenRange(*entry) for entry in record["written"]] for record in records[1:] if "written" in record]
-        return cls(tasks, bool(records[-1].get("done")))
+        return JournalRecord(tasks, bool(records[-1].get("done")))
 
     @staticmethod
     def belongs(data: bytes, fingerprint: str) -> bool:
@@ -169,24 +172,11 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _is_same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
 def _complete_lines(data: bytes) -> bytes:
     """The lines of a journal up to the first that is incomplete."""
     lines = data.split(b"\n")[:-1]
     count = sum(1 for _ in _records(lines))
     return b"".join(line + b"\n" for line in lines[:count])
-
-
-def _entry(written: WrittenRange) -> list[int | str]:
-    """A journal entry; `WrittenRange(*entry)` reads it."""
-    entry: list[int | str] = [written.file, written.offset, written.nbytes, written.digest]
-    return entry if written.crc is None else [*entry, written.crc]
 
 
 def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

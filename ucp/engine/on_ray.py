@@ -53,7 +53,8 @@ def run_on_ray(
     if connects:
         _connect(ray, address)
     try:
-        shards, jobs = choose_shards(_cpus(ray), shards, jobs, len(plan.target.files))
+        cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        shards, jobs = choose_shards(cpus, shards, jobs, len(plan.target.files))
         how = {"jobs": jobs, "memory": memory, "durable": durable}
         work = ray.put((plan.reference(), planner, how, VERSION))
         task = ray.remote(write_shard)
@@ -61,7 +62,7 @@ def run_on_ray(
         for shard in (WorkShard(number, shards) for number in range(shards)):
             placed = task.options(num_cpus=jobs, scheduling_strategy="SPREAD", name=f"ucp {shard}")
             refs[placed.remote(work, shard.number, shard.count)] = shard
-        _TaskMonitor(ray, refs, destination, progress or Progress()).wait()
+        _wait_for_tasks(ray, refs, destination, progress or Progress())
     finally:
         if connects:
             ray.shutdown()
@@ -107,69 +108,52 @@ def _run_when_unlocked(plan: Plan, shard: WorkShard, how: Mapping[str, Any]) -> 
             time.sleep(0.1)
 
 
-class _TaskMonitor:
-    """The driver's view of its tasks."""
-
-    def __init__(self, ray: Any, refs: Mapping[Any, WorkShard], destination: Destination, progress: Progress) -> None:
-        self._ray = ray
-        self._refs = refs
-        self._destination = destination
-        self._progress = progress
-        self._reported = dict.fromkeys(refs.values(), 0)  # bytes that were passed on
-
-    def wait(self) -> None:
-        """Return when every task has succeeded; if one fails, end all others and raise its error."""
-        self._progress.start(self._destination.target.nbytes)
-        left = list(self._refs)
-        try:
-            while left:
-                done, left = self._ray.wait(left, num_returns=1, timeout=settings.LIVENESS_SECONDS)
-                for ref in done:
-                    self._check_result(ref)
-                self._report_progress()
-        except BaseException:
-            self._cancel(left)
-            raise
-        finally:
-            self._progress.finish()
-
-    def _check_result(self, ref: Any) -> None:
-        shard, errors = self._refs[ref], self._ray.exceptions
-        try:
-            self._ray.get(ref)
-        except errors.RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, UcpError):
-                cause.what = f"{shard}: {cause.what}"
-                raise cause from None
-            if isinstance(cause, ImportError) or "failed to import" in str(error):
-                raise UsageError(
-                    f"{shard}: a node of the cluster cannot import ucp",
-                    hint=f"install universal-checkpoint {VERSION} on every node",
-                ) from error
-            raise  # a bug, with the traceback of the other process
-        except errors.RayError as error:
-            raise StorageError(
-                f"{shard}: Ray gave up on it: {str(error).strip().splitlines()[0]}",
-                hint=resume_hint(self._destination.location, with_resume=False),
-            ) from error
-
-    def _report_progress(self) -> None:
-        """Pass on what the journals list."""
-        for shard, reported in self._reported.items():
-            try:
-                nbytes = max(reported, self._destination.shard_progress(shard).nbytes)
-            except (OSError, UsageError):  # its journal is about to be replaced
-                continue
-            self._progress.advance(nbytes - reported)
-            self._reported[shard] = nbytes
-
-    def _cancel(self, left: Sequence[Any]) -> None:
-        """Interrupt tasks and wait until their processes have released their locks; kill those that do not."""
+def _wait_for_tasks(ray: Any, refs: Mapping[Any, WorkShard], destination: Destination, progress: Progress) -> None:
+    """Return when every task has succeeded; if one fails, end all others and raise its error."""
+    reported = dict.fromkeys(refs.values(), 0)  # bytes that were passed on to `progress`
+    progress.start(destination.target.nbytes)
+    left = list(refs)
+    try:
+        while left:
+            done, left = ray.wait(left, num_returns=1, timeout=settings.LIVENESS_SECONDS)
+            for ref in done:
+                _check_result(ray, ref, refs[ref], destination)
+            for shard, before in reported.items():
+                try:
+                    reported[shard] = max(before, destination.shard_progress(shard).nbytes)
+                except (OSError, UsageError):  # its journal is about to be replaced
+                    continue
+                progress.advance(reported[shard] - before)
+    except BaseException:
+        # Interrupt the others and wait until their processes have released their locks; kill those that do not.
         for force in (False, True):
             for ref in left:
-                self._ray.cancel(ref, force=force)
-            _, left = self._ray.wait(list(left), num_returns=len(left), timeout=10) if left else ([], [])
+                ray.cancel(ref, force=force)
+            _, left = ray.wait(left, num_returns=len(left), timeout=10) if left else ([], [])
+        raise
+    finally:
+        progress.finish()
+
+
+def _check_result(ray: Any, ref: Any, shard: WorkShard, destination: Destination) -> None:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UcpError):
+            cause.what = f"{shard}: {cause.what}"
+            raise cause from None
+        if isinstance(cause, ImportError) or "failed to import" in str(error):
+            raise UsageError(
+                f"{shard}: a node of the cluster cannot import ucp",
+                hint=f"install universal-checkpoint {VERSION} on every node",
+            ) from error
+        raise  # a bug, with the traceback of the other process
+    except ray.exceptions.RayError as error:
+        raise StorageError(
+            f"{shard}: Ray gave up on it: {str(error).strip().splitlines()[0]}",
+            hint=resume_hint(destination.location, with_resume=False),
+        ) from error
 
 
 def choose_shards(cpus: Sequence[int], shards: int | None, jobs: int | None, most: int) -> tuple[int, int]:
@@ -219,7 +203,3 @@ def _connect(ray: Any, address: str) -> None:
             f"cannot connect to a Ray cluster at {address!r}: {lines[0]}",
             hint="start one (`ray start --head`), or give its address with --ray-address",
         ) from error
-
-
-def _cpus(ray: Any) -> list[int]:
-    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]

@@ -151,9 +151,8 @@ class Plan:
         from ucp.engine.worker import WorkerBudget
 
         budget = WorkerBudget(jobs or default_jobs(), memory, processes)
-        options = convert.RunOptions(budget, resume, restart, durable, shard or UNSHARDED)
-        run = convert.run_in_launch if in_launch else convert.run
-        run(self.target, self.source, self.path, options, self.manifest, progress or Progress())
+        options = convert.RunOptions(budget, resume, restart, durable, shard or UNSHARDED, in_launch)
+        convert.run(self.target, self.source, self.path, options, self.manifest, progress or Progress())
 
     def finish(self, *, durable: bool = False) -> None:
         """Publish the target when all its shards are written."""

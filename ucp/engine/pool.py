@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from select import POLLIN, poll
-from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from ucp import errors, settings
@@ -159,10 +158,14 @@ def run_pool(
     forked if the work allows it; then every process iterates over its own copy of a queue, which must yield the same
     items in all of them. The first failure stops all workers and is raised.
     """
-    if processes and jobs > 1 and can_fork() and work.prepare_fork() and can_fork():
-        _run_processes(work, queues, done, meter, jobs)
-    else:
+    if not (processes and jobs > 1 and can_fork() and work.prepare_fork() and can_fork()):
         _ThreadRun(work, [iter(queue) for queue in queues], done, meter, max(1, jobs)).run()
+        return
+    dispatcher = _Dispatcher(work, done, len(queues), jobs)
+    with WorkerProcesses(meter.advance) as started:
+        for _ in range(jobs):
+            started.start(lambda channel: _serve_items(work, queues, jobs, channel))
+        started.serve(dispatcher.on_message)
 
 
 def _queue_order(worker: int, workers: int, queues: int) -> Iterator[int]:
@@ -232,20 +235,6 @@ class _ThreadRun(Generic[Item, Result]):
 # Processes ----------------------------------------------------------------------------------------------------------
 
 
-def _run_processes(
-    work: Work[Item, Result],
-    queues: Sequence[Iterable[Item]],
-    done: Callable[[Result], None],
-    meter: Meter,
-    jobs: int,
-) -> None:
-    dispatcher = _Dispatcher(work, done, len(queues), jobs)
-    with WorkerProcesses(meter.advance) as started:
-        for _ in range(jobs):
-            started.start(lambda channel: _serve_items(work, queues, jobs, channel))
-        started.serve(dispatcher.on_message)
-
-
 @dataclass(slots=True)
 class _Dispatcher(Generic[Item, Result]):
     """The parent's side: hands out ranges of the queues and takes in results.
@@ -299,30 +288,27 @@ def _serve_items(work: Work[Item, Result], queues: Sequence[Iterable[Item]], job
         items = cursors[queue].take(first, count)
         results = [work.encode(worker.run(item)) for item in items]
         exhausted = queue if len(items) < count else None
-        message = {"next": _next_count(work, items), "exhausted": exhausted, "results": results}
+        load = sum(map(work.load, items))
+        # If the next items are like these, that many of them are about one load.
+        wanted = max(1, min(_MAX_ITEMS, int(len(items) / load) if load else _MAX_ITEMS))
+        message = {"next": wanted, "exhausted": exhausted, "results": results}
     collected = work.collect()
     if collected is not None:
         channel.send({"collected": collected})
 
 
-def _next_count(work: Work[Item, Any], items: Sequence[Item]) -> int:
-    """How many items to ask for next, if they are like the last ones: together they should be about one load."""
-    load = sum(map(work.load, items))
-    return max(1, min(_MAX_ITEMS, int(len(items) / load) if load else _MAX_ITEMS))
-
-
+@dataclass(slots=True)
 class _QueueCursor(Generic[Item]):
     """The items of a queue by number, taken in rising order."""
 
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._items = items
-        self._position = 0
+    items: Iterator[Item]
+    position: int = 0
 
     def take(self, first: int, count: int) -> list[Item]:
         """Items `[first, first + count)`; fewer only if the queue ends."""
-        skip = first - self._position
-        self._position = first + count
-        return list(islice(self._items, skip, skip + count))
+        skip = first - self.position
+        self.position = first + count
+        return list(islice(self.items, skip, skip + count))
 
 
 class _BatchedProgress:
@@ -420,9 +406,7 @@ class WorkerProcesses:
     def __enter__(self) -> WorkerProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
             os.kill(process.pid, signal.SIGKILL)
         for fd in list(self._processes):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,8 +28,8 @@ from ucp.engine.pool import Meter
 from ucp.engine.work_shard import UNSHARDED, WorkShard
 from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
 from ucp.errors import StorageError, UsageError
-from ucp.storage.local import SourceFiles, free_bytes, make_file, remove_tree, sync, write_all
-from ucp.storage.paths import OWN_PREFIX
+from ucp.storage.local import SourceFiles, free_bytes, make_file, remove_tree, sync, sync_tree, write_all
+from ucp.storage.paths import OWN_PREFIX, list_files
 
 
 def staging_folder(path: Path) -> Path:
@@ -112,7 +112,15 @@ class StagingFolder:
             else:
                 journal.begin(self.fingerprint)
             own = [self.target.files[number] for number in sorted(self.files)]
-            _check_space(self.path.parent, sum(file.size for file in own) - self.finished_bytes)
+            needed = sum(file.size for file in own) - self.finished_bytes
+            free, reserve = free_bytes(self.path.parent), settings.SPACE_RESERVE_BYTES
+            if needed + reserve > free:
+                raise StorageError(
+                    f"{self.path.parent}: not enough space ({needed:,} bytes needed, plus {reserve:,} in reserve;"
+                    f" {free:,} are free)",
+                    hint="free some space, or choose a target on another file system (ucp convert --link copies"
+                    " nothing)",
+                )
             for file in own:
                 make_file(self.folder / file.path, file.size)
         except BaseException as error:
@@ -198,15 +206,12 @@ class StagingFolder:
                     self._finished[((written.file, written.offset, written.nbytes),)] = [written]
         if problems:
             raise incomplete_shards_error(self.path, problems)
-        for file, ranges in zip(self.target.files, self._digests(), strict=True):
+        for file, ranges in zip(self.target.files, digests_of(self.target, self.written()), strict=True):
             if sum(nbytes for _, nbytes, _ in ranges) != file.size or not (self.folder / file.path).is_file():
                 raise StorageError(
                     f"{self.folder / file.path}: not all of it was written",
                     hint="do all machines see the same folder? Remove it and run the shards again",
                 )
-
-    def _digests(self) -> Digests:
-        return digests_of(self.target, self.written())
 
     def commit(self, manifest: ManifestBuilder, *, durable: bool) -> None:
         """Write the manifest into the staging folder, then rename that folder to the target's name.
@@ -214,14 +219,18 @@ class StagingFolder:
         Journals are removed after the rename: on file systems that free blocks synchronously, removing a folder with
         them would wait until everything written before has reached the disk.
         """
-        last = manifest(self._digests())
+        last = manifest(digests_of(self.target, self.written()))
+        known = {file.path for file in self.target.files}
         try:
             if last is not None:
+                known.add(last.path)
                 _write_file(self.folder / last.path, b"".join(literal.data for literal in last.literals))
-            files = (*self.target.files, *(() if last is None else (last,)))
-            _remove_strays(self.folder, {file.path for file in files})
+            # A run that was killed while it discarded other output may have left files.
+            for name, _ in list_files(self.folder):
+                if name not in known and not name.startswith(OWN_PREFIX):
+                    (self.folder / name).unlink()
             if durable:
-                _sync_tree(self.folder)
+                sync_tree(self.folder)
             os.rename(self.folder, self.path)
             self._remove_own_files(durable)
         except OSError as error:
@@ -375,25 +384,6 @@ def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 |
     return digest.hexdigest()
 
 
-def _check_space(folder: Path, needed: int) -> None:
-    free, reserve = free_bytes(folder), settings.SPACE_RESERVE_BYTES
-    if needed + reserve > free:
-        raise StorageError(
-            f"{folder}: not enough space ({needed:,} bytes needed, plus {reserve:,} in reserve; {free:,} are free)",
-            hint="free some space, or choose a target on another file system (ucp convert --link copies nothing)",
-        )
-
-
-def _remove_strays(folder: Path, known: Container[str]) -> None:
-    """Remove files that are not part of the output: a run that was killed while it discarded them left them."""
-    for base, _, names in os.walk(folder):
-        for name in names:
-            path = Path(base) / name
-            relative = path.relative_to(folder).as_posix()
-            if relative not in known and not relative.startswith(OWN_PREFIX):
-                path.unlink()
-
-
 def _write_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -401,10 +391,3 @@ def _write_file(path: Path, data: bytes) -> None:
         write_all(fd, 0, data)
     finally:
         os.close(fd)
-
-
-def _sync_tree(folder: Path) -> None:
-    for base, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(base) / name)
-        sync(Path(base))

@@ -8,7 +8,8 @@ Nothing can be renamed in an object store, so objects are written to their final
 them as unfinished. Each shard has a folder of journal entries, which are objects as well: the first names the
 conversion and the process that writes it, each of the others lists uploaded files with their digests. When everything
 is uploaded the completion marker is written, and then the journals are removed. Readers ignore a folder that has a
-journal and no marker; a folder that has neither was not written by ucp.
+journal and no marker; a folder that has neither was not written by ucp. Only the process that last wrote the first
+entry of a shard's journal may write more.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ class StoreDestination:
         self.location = str(path)
         self.poll_seconds = settings.REMOTE_LIVENESS_SECONDS
         self.files = shard.files(target)
-        self._journal = UploadJournal(path, shard)
+        self._own_folder = path / _journal_folder(shard)
         self._uploaded: dict[int, UploadedFile] = {}
-        self._is_owner = False
+        self._owner = ""  # identifies this process in the first entry of its journal; empty before `begin`
+        self._entries = 0  # of its journal
         self._heartbeats = 0
 
     # The transaction ------------------------------------------------------------------------------------------------
@@ -98,8 +100,31 @@ class StoreDestination:
             self._remove(objects)
         elif self.shard in shards:
             self._load(objects, self.shard)
-        self._journal.begin(self.fingerprint)
-        self._is_owner = True
+        # Entries of an earlier owner stay valid.
+        self._entries = max(1, len(_journal_entries(self._objects(), self.shard)))
+        self._owner = uuid4().hex
+        self._put_note(
+            _FIRST_ENTRY, {"ucp": "upload", "version": 1, "fingerprint": self.fingerprint, "owner": self._owner}
+        )
+        self._check_owner()
+
+    def _check_owner(self) -> None:
+        """Refuse to continue if another process has started with the same shard since."""
+        first = _read_entry(self._own_folder / _FIRST_ENTRY)
+        if first is None or first.get("owner") != self._owner:
+            raise OutputBusyError(
+                f"{self.path}: another process is writing it, or has removed it", hint="stop one of the two"
+            )
+
+    def _record(self, uploaded: Iterable[UploadedFile], *, done: bool = False) -> None:
+        """Record files that are in the store; with `done`, that the shard is complete."""
+        self._check_owner()
+        files = [
+            [one.file, one.size, one.stamp, [[w.file, w.offset, w.nbytes, w.digest, w.crc] for w in one.written]]
+            for one in uploaded
+        ]
+        self._put_note(f"{self._entries:06}.json", {"files": files, "done": done})
+        self._entries += 1
 
     @property
     def finished_bytes(self) -> int:
@@ -175,13 +200,13 @@ class StoreDestination:
         uploaded = [future.result() for future in futures if future.exception() is None]
         if uploaded:
             self._uploaded.update((one.file, one) for one in uploaded)
-            self._journal.record(uploaded)
+            self._record(uploaded)
         if failures:
             raise failures[0]
 
     def end_shard(self, *, durable: bool) -> None:
         del durable
-        self._journal.record((), done=True)
+        self._record((), done=True)
 
     def collect_shards(self) -> None:
         objects = self._objects()
@@ -206,8 +231,8 @@ class StoreDestination:
     def commit(self, manifest: ManifestBuilder, *, durable: bool) -> None:
         """Upload the manifest, remove objects that do not belong to the output, and write the completion marker."""
         del durable
-        if self._is_owner:
-            self._journal.check_owner()
+        if self._owner:
+            self._check_owner()
         store = self.path.store
         sizes = {file.path: file.size for file in self.target.files}
         last = manifest(digests_of(self.target, (w for one in self._uploaded.values() for w in one.written)))
@@ -298,48 +323,12 @@ class StoreDestination:
         return {f"{folder}/{name}": info for name, info in objects.items()}
 
     def _put_note(self, name: str, note: object) -> None:
-        """Write a note of this shard next to its journal entries, or remove it."""
-        key = (self.path / _journal_folder(self.shard) / name).key
+        """Write a journal entry or a note of this shard, or remove it."""
+        key = (self._own_folder / name).key
         if note is None:
             self.path.store.remove([key])
         else:
             self.path.store.put(key, _json(note))
-
-
-class UploadJournal:
-    """The journal entries of one shard. Only the process that last wrote the first entry may write more."""
-
-    def __init__(self, path: RemotePath, shard: WorkShard) -> None:
-        self._shard = shard
-        self._path = path
-        self._folder = path / _journal_folder(shard)
-        self._count = 0
-        self._owner = ""
-
-    def begin(self, fingerprint: str) -> None:
-        """Make this process the owner of the shard. Entries of an earlier owner stay valid."""
-        self._owner = uuid4().hex
-        store = self._path.store
-        entries = _journal_entries(store.list_all(self._path.key), self._shard)
-        first = {"ucp": "upload", "version": 1, "fingerprint": fingerprint, "owner": self._owner}
-        store.put((self._folder / _FIRST_ENTRY).key, _json(first))
-        self._count = max(1, len(entries))
-        self.check_owner()
-
-    def check_owner(self) -> None:
-        """Refuse to continue if another process has started with the same shard since."""
-        first = _read_entry(self._folder / _FIRST_ENTRY)
-        if first is None or first.get("owner") != self._owner:
-            raise OutputBusyError(
-                f"{self._path}: another process is writing it, or has removed it", hint="stop one of the two"
-            )
-
-    def record(self, uploaded: Iterable[UploadedFile], *, done: bool = False) -> None:
-        """Record files that are in the store; with `done`, that the shard is complete."""
-        self.check_owner()
-        entry = {"files": [_file_entry(one) for one in uploaded], "done": done}
-        self._path.store.put((self._folder / f"{self._count:06}.json").key, _json(entry))
-        self._count += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,10 +389,6 @@ def _journal_entries(objects: Iterable[str], shard: WorkShard) -> list[str]:
     """Names of a shard's journal entries, in order, without the notes of a launch next to them."""
     names = [name for name in objects if name.startswith(_journal_folder(shard) + "/")]
     return sorted(name for name in names if name.rpartition("/")[2].removesuffix(".json").isdigit())
-
-
-def _file_entry(one: UploadedFile) -> list[Any]:
-    return [one.file, one.size, one.stamp, [[w.file, w.offset, w.nbytes, w.digest, w.crc] for w in one.written]]
 
 
 def _json(value: Any) -> bytes:

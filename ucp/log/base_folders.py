@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Final
 from ucp.errors import IntegrityError, StorageError
 from ucp.log.epoch_manifest import write_json
 from ucp.log.reader import Epoch, Log
-from ucp.storage.local import sync
+from ucp.storage.local import sync, sync_tree
 
 FORMAT: Final = 1
 BASE: Final = "base.json"
@@ -48,22 +47,15 @@ def base_folder(run: Path, number: int) -> Path:
 
 def write_base(base: BaseCheckpoint) -> None:
     """Mark a base as complete by writing `base.json`, after making everything else in its folder durable."""
-    for folder, _, files in os.walk(base.folder):
-        for name in files:
-            _sync_file(Path(folder) / name)
-        sync(Path(folder))
+    try:
+        sync_tree(base.folder)
+    except OSError as error:
+        raise StorageError(f"{base.folder}: cannot be synced: {error.strerror}") from error
     fields = asdict(base)
     content = {"format": FORMAT, **{key: fields[key] for key in ("number", "step", "epoch", "checkpoint", "steps")}}
     base.folder.mkdir(parents=True, exist_ok=True)
     write_json(base.folder / BASE, content)
     sync(base.folder.parent)
-
-
-def _sync_file(path: Path) -> None:
-    try:
-        sync(path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be synced: {error.strerror}") from error
 
 
 def list_bases(run: Path) -> list[BaseCheckpoint]:

@@ -8,17 +8,16 @@ failure: the steps that were not durable are trained again, a base is loaded, an
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from ucp.errors import UsageError
 from ucp.log.base_folders import list_bases
 from ucp.log.reader import Log
+from ucp.storage.paths import list_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ def measure_costs(log: Log, mtbf: float) -> RecordingCosts:
     numel = sum(schema.numel for schema in epoch.manifest.streams)
     size = sum(each.scan.steps[steps[-1]].nbytes for each in epoch.streams.values())
     saved = list_bases(log.run_folder)
-    restart = _folder_bytes(saved[-1].path) / READ_BYTES / ranks if saved else 0.0
+    restart = sum(size for _, size in list_files(saved[-1].path)) / READ_BYTES / ranks if saved else 0.0
     return RecordingCosts(
         step=max(step_time - record, 1e-9),
         mtbf=mtbf,
@@ -217,7 +216,3 @@ def measure_costs(log: Log, mtbf: float) -> RecordingCosts:
         restart=restart,
         step_bytes=size,
     )
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum((Path(at) / name).stat().st_size for at, _, names in os.walk(folder) for name in names)
