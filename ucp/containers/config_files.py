@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp import settings
-from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.errors import IntegrityError, UsageError, storage_errors
 
 
 def read_json(path: Path, max_bytes: int, hint: str | None = None) -> Any:
     """The parsed content of a JSON file of at most `max_bytes`. `hint` tells the user what to do if it is damaged."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    with storage_errors(f"{path}: cannot be read"), path.open("rb") as file:
+        data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise IntegrityError(f"{path}: larger than {max_bytes} bytes, the limit for such a file", hint=hint)
     try:
@@ -37,11 +34,8 @@ MAX_BYTES: Final = 1 * settings.MIB
 
 def read_toml(path: Path, what: str) -> bytes:
     """The bytes of a TOML file, at most one more than `MAX_BYTES`. `what` describes the file in messages."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot read the {what}: {error.strerror}") from error
+    with storage_errors(f"{path}: cannot read the {what}"), path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
 
 
 def parse_toml(data: bytes, where: str, what: str) -> tuple[str, dict[str, Any]]:

@@ -18,8 +18,6 @@ _Crc32 = Callable[[bytes | bytearray | memoryview, int], int]
 
 _POLYNOMIAL: Final = 0xEDB88320
 _ONES: Final = 0xFFFFFFFF
-
-
 _LARGE: Final = 64 * 1024  # bytes
 
 

@@ -19,11 +19,11 @@ from ucp.containers.inert import Inert, TensorRef, class_path
 from ucp.containers.pickle_reader import read_pickle
 from ucp.containers.torch_file import TorchFile
 from ucp.containers.tree import with_atoms
-from ucp.core.box import Box, Gap, Shape, coverage
+from ucp.core.box import Box, Gap, Shape, coverage, whole
 from ucp.core.checkpoint import Atom, Fragment, LazyFragments, Rank
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError, storage_errors
 from ucp.storage.local import SourceFiles
 
 METADATA: Final = ".metadata"
@@ -144,12 +144,10 @@ def read_dcp_folder(root: Path, name: str = "") -> DcpFolder:
 
 
 def _read(file: Path) -> Inert:
-    try:
+    with storage_errors(f"{file}: cannot be read"):
         if file.stat().st_size > settings.MAX_PICKLE_BYTES:
             raise UnsafeError(f"{file}: has {file.stat().st_size} bytes, the limit is {settings.MAX_PICKLE_BYTES}")
         data = file.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be read: {error.strerror}") from error
     tree = read_pickle(data, str(file))
     if not isinstance(tree, Inert) or not isinstance(tree.get("state_dict_metadata"), dict):
         raise NotUnderstoodError(f"{file}: is not the metadata of a torch.distributed.checkpoint folder")
@@ -271,20 +269,16 @@ class _MetadataMerger:
                 entry.copies.setdefault(box, []).append(item)
 
     def _shape(self, key: str, lengths: Any) -> Shape:
-        if (
-            not isinstance(lengths, tuple)
-            or len(lengths) > settings.MAX_DIMENSIONS
-            or not all(_is_count(length) for length in lengths)
-        ):
-            raise self._damaged(f"{key} has the sizes {lengths!r}")
-        return tuple(lengths)
+        if isinstance(lengths, tuple) and len(lengths) <= settings.MAX_DIMENSIONS and all(map(_is_count, lengths)):
+            return tuple(lengths)
+        raise self._damaged(f"{key} has the sizes {lengths!r}")
 
     def _dtype(self, key: str, properties: Any) -> DType:
         state = properties.state if isinstance(properties, Inert) else None
-        if isinstance(state, dict):
-            dtype = state.get("dtype")
+        if isinstance(state, tuple):
+            dtype = state[0] if state else None
         else:
-            dtype = state[0] if isinstance(state, tuple) and state else None
+            dtype = state.get("dtype") if isinstance(state, dict) else None
         if not isinstance(dtype, DType):
             raise NotUnderstoodError(f"{self._file}: {key} has the element type {dtype!r}, which is not supported")
         return dtype
@@ -300,7 +294,7 @@ def _is_count(value: Any) -> bool:
 def _check_cover(entry: DcpTensor, folder: Path) -> None:
     """Check that the chunks tile the tensor."""
     boxes = list(entry.chunks)
-    if boxes == [Box((0,) * len(entry.shape), entry.shape)]:
+    if boxes == [whole(entry.shape)]:
         return
     for defect in coverage(entry.shape, boxes):
         if isinstance(defect, Gap):

@@ -110,7 +110,8 @@ class ArchiveFiles:
             elif nbytes:
                 zeros.append(ZeroRange(at, nbytes))
             at += nbytes
-        return self._choose(number).add(replace(blank, items=tuple(items), zeros=tuple(zeros)))
+        file = min(self._files, key=lambda file: file.size) if number is None else self._files[number]
+        return file.add(replace(blank, items=tuple(items), zeros=tuple(zeros)))
 
     def value(self, value: Any, number: int = 0) -> ArchiveRange:
         """Lay out an object; atoms inside it become tensors."""
@@ -119,9 +120,6 @@ class ArchiveFiles:
     def outputs(self, folder: str) -> list[OutputFile]:
         """The files that are not empty."""
         return [file.output(folder) for file in self._files if file.size]
-
-    def _choose(self, number: int | None) -> _DataFile:
-        return min(self._files, key=lambda file: file.size) if number is None else self._files[number]
 
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"

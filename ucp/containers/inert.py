@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ucp import settings
@@ -213,24 +214,11 @@ class TensorRef:
     subclass: str | None = None  # path of the tensor class, if it is neither Tensor nor Parameter
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorRef, (
-            self.storage,
-            self.offset,
-            self.shape,
-            self.strides,
-            self.dtype,
-            self.requires_grad,
-            self.parameter,
-            self.attributes,
-            self.subclass,
-        )
+        return TensorRef, tuple(getattr(self, name) for name in self.__slots__)
 
     @property
     def numel(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -291,10 +279,7 @@ class NumpyArray:
         """A read-only array over the bytes; plain element types only."""
         import numpy as np
 
-        dtype = _plain_dtype(self.descr)
-        count = 1
-        for length in self.shape:
-            count *= length
+        dtype, count = _plain_dtype(self.descr), prod(self.shape)
         if not isinstance(self.data, bytes | bytearray) or count * dtype.itemsize != len(self.data):
             raise NotUnderstoodError(
                 f"a numpy array of {self.descr} {self.shape} does not have the number of bytes of its shape"

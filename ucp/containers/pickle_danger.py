@@ -13,29 +13,9 @@ from typing import Final
 # Packages without any data types.
 _PACKAGES: Final = frozenset(
     {
-        *(
-            "os",
-            "posix",
-            "nt",
-            "sys",
-            "subprocess",
-            "_posixsubprocess",
-            "pty",
-            "shutil",
-            "commands",
-            "popen2",
-            "_winapi",
-        ),
-        *(
-            "importlib",
-            "_frozen_importlib",
-            "_frozen_importlib_external",
-            "imp",
-            "_imp",
-            "runpy",
-            "pkgutil",
-            "zipimport",
-        ),
+        *("os", "posix", "nt", "sys", "subprocess", "_posixsubprocess", "pty", "shutil", "commands", "popen2"),
+        *("_winapi", "importlib", "_frozen_importlib", "_frozen_importlib_external", "imp", "_imp", "runpy"),
+        *("pkgutil", "zipimport"),
         *("pickle", "_pickle", "cPickle", "marshal", "shelve", "joblib", "ctypes", "_ctypes", "cffi", "mmap", "gc"),
         *("socket", "_socket", "socketserver", "ssl", "http", "urllib", "urllib2", "urllib3", "requests", "httpx"),
         *("ftplib", "smtplib", "telnetlib", "poplib", "imaplib", "nntplib", "xmlrpc", "webbrowser", "paramiko"),
@@ -111,7 +91,8 @@ DEFERRED_CALLS: Final = frozenset(
     }
 )
 
-_PYTHON_2: Final = {
+# The Python 3 names of Python 2 modules, and the public names of C modules.
+MODERN_MODULES: Final = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",
     "_functools": "functools",
@@ -119,14 +100,9 @@ _PYTHON_2: Final = {
 }
 
 
-def modern_module(module: str) -> str:
-    """The Python 3 name of a Python 2 module, and the public name of a C module (`_functools`)."""
-    return _PYTHON_2.get(module, module)
-
-
 def is_dangerous(module: str, qualname: str) -> bool:
     """Whether calling `qualname` of `module` would run code or access files, processes or the network."""
-    module = modern_module(module)
+    module = MODERN_MODULES.get(module, module)
     parts = qualname.split(".")
     if (module, qualname) in _DATA:
         return False
@@ -135,11 +111,8 @@ def is_dangerous(module: str, qualname: str) -> bool:
     if any(module == whole or module.startswith(whole + ".") for whole in _WHOLE_MODULES):
         return True
     # Reached through a module that imports it (`torch.serialization` + `os.system`) or through `f.__globals__`.
-    return any(part in _PACKAGES for part in parts[:-1]) or any(_is_dunder(part) for part in parts[len(parts) == 1 :])
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+    inner = parts if len(parts) > 1 else []
+    return any(part in _PACKAGES for part in parts[:-1]) or any(n.startswith("__") and n.endswith("__") for n in inner)
 
 
 def suspicious(names: Iterable[tuple[str, str]]) -> list[str]:

@@ -266,8 +266,9 @@ class _StackSimulator:
             elif effect == _MEMO_PUT:
                 self._put(int.from_bytes(data[start:at], "little"))
             elif effect == _OTHER:
-                if opcode == 0x2E:  # STOP
-                    self._stop()
+                if opcode == _STOP:
+                    if not stack or marks:
+                        self._damaged("it stops with an empty stack or an open mark")
                     return
                 self._other(opcode, start, at)
             else:
@@ -349,10 +350,6 @@ class _StackSimulator:
             stack.append(stack[-1])
             self._charge(stack[-1])
         # PROTO and FRAME do not affect the stack.
-
-    def _stop(self) -> None:
-        if not self.stack or self.marks:
-            self._damaged("it stops with an empty stack or an open mark")
 
     def _damaged(self, what: str) -> NoReturn:
         raise IntegrityError(f"{self.where}: its pickle is damaged at byte {self.at}: {what}", hint=_HINT_DAMAGED)

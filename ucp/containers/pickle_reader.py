@@ -95,7 +95,10 @@ class _InertUnpickler(pickle.Unpickler):
         if known is None:
             if len(self._known) >= _MAX_GLOBALS:
                 raise ValueError(f"it names more than {_MAX_GLOBALS} different globals")
-            real = _new_name(module, name) if self._writes_old_names else path
+            real = path
+            if self._writes_old_names:  # protocols below 3, which torch uses, write Python 2 names (`int` as `long`)
+                renamed: tuple[str, str] | None = _compat_pickle.NAME_MAPPING.get(path)
+                real = renamed or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
             self.met.add(real)
             known = self._known[path] = stand_in(*real)
         return known
@@ -103,9 +106,3 @@ class _InertUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any, /) -> Any:
         storage = storage_of(pid)
         return _PersistentId(pid) if storage is None else storage
-
-
-def _new_name(module: str, name: str) -> tuple[str, str]:
-    """The Python 3 name of a global; protocols below 3, which torch uses, write Python 2 names (`int` as `long`)."""
-    renamed: tuple[str, str] | None = _compat_pickle.NAME_MAPPING.get((module, name))
-    return renamed or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from ucp import settings
@@ -28,7 +29,7 @@ from ucp.containers.inert import (
     class_path,
     new_class,
 )
-from ucp.containers.pickle_danger import CALLERS, DEFERRED_CALLS, is_dangerous, modern_module
+from ucp.containers.pickle_danger import CALLERS, DEFERRED_CALLS, MODERN_MODULES, is_dangerous
 from ucp.core.dtypes import BY_NAME, DType
 
 _MAX_CACHED: Final = 4096  # stand-ins kept for the next file; beyond that, each file creates its own
@@ -106,7 +107,7 @@ def stand_in(module: str, qualname: str) -> Any:
         return known
     if len(module) + len(qualname) > _MAX_NAME_LENGTH:
         raise ValueError(f"it names a global of {len(module) + len(qualname)} characters")
-    modern = modern_module(module)
+    modern = MODERN_MODULES.get(module, module)
     created = _stand_ins.get((modern, qualname)) or new_class(modern, qualname, _base(modern, qualname))
     if len(_stand_ins) < _MAX_CACHED:
         _stand_ins[module, qualname] = created
@@ -150,18 +151,10 @@ def _default_dict(cls: type[Inert], *args: Any) -> Any:
     return keep(cls, args) if len(args) > 1 else InertDefaultDict(*args)
 
 
-@form("builtins:set")
+@form("builtins:set", "builtins:frozenset")
 def _set(cls: type[Inert], *args: Any) -> Any:
-    return _plain_set(set, cls, args)
-
-
-@form("builtins:frozenset")
-def _frozenset(cls: type[Inert], *args: Any) -> Any:
-    return _plain_set(frozenset, cls, args)
-
-
-def _plain_set(kind: Callable[..., Any], cls: type[Inert], args: tuple[Any, ...]) -> Any:
     """A set of scalars; a set of anything else keeps its elements as a list, unhashed."""
+    kind = set if cls.qualname == "set" else frozenset
     if not args:
         return kind()
     if len(args) > 1 or type(args[0]) is not list:
@@ -172,21 +165,13 @@ def _plain_set(kind: Callable[..., Any], cls: type[Inert], args: tuple[Any, ...]
     return kind(args[0])
 
 
-@form("builtins:bytes")
+@form("builtins:bytes", "builtins:bytearray")
 def _bytes(cls: type[Inert], *args: Any) -> Any:
-    if not args:
-        return b""
-    data = _latin1(args) if len(args) == 2 else args[0]
-    return data if type(data) is bytes and len(args) <= 2 else keep(cls, args)
-
-
-@form("builtins:bytearray")
-def _bytearray(cls: type[Inert], *args: Any) -> Any:
-    if not args:
-        return bytearray()
-    data = _latin1(args) if len(args) == 2 else args[0]
+    data = _latin1(args) if len(args) == 2 else args[0] if args else b""
     if type(data) is not bytes or len(args) > 2:
         return keep(cls, args)
+    if cls.qualname == "bytes":
+        return data
     copy_budget.charge(len(data))
     return bytearray(data)
 
@@ -307,7 +292,7 @@ def _core(cls: type[Inert]) -> str:
     return cls.module.rpartition(".")[0]
 
 
-_STORAGES: Final = {
+STORAGES: Final = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -336,23 +321,14 @@ _DTYPE_ALIASES: Final = {
 _PARAMETER_PATHS: Final = frozenset({"torch.nn.parameter.Parameter", "torch.nn.Parameter"})
 _WORD: Final = 1 << 63
 
-STORAGE_DTYPES: Final[dict[Any, DType | None]] = {}
-"""Stand-in of a storage class → element type; None for untyped storages."""
+_STORAGE_DTYPES: Final[dict[Any, DType | None]] = {}  # stand-in of a storage class → element type; None if untyped
 
-
-def _register_names() -> None:
-    for module in ("torch", "torch.cuda", "torch.storage"):
-        for name in (*_STORAGES, *_UNTYPED_STORAGES):
-            kind = new_class(module, name)
-            register(module, name, kind)
-            STORAGE_DTYPES[kind] = BY_NAME[_STORAGES[name]] if name in _STORAGES else None
-    for name, dtype in BY_NAME.items():
-        register("torch", name, dtype)
-    for alias, name in _DTYPE_ALIASES.items():
-        register("torch", alias, BY_NAME[name])
-
-
-_register_names()
+for _module in ("torch", "torch.cuda", "torch.storage"):
+    for _name in (*STORAGES, *_UNTYPED_STORAGES):
+        register(_module, _name, new_class(_module, _name))
+        _STORAGE_DTYPES[_stand_ins[_module, _name]] = BY_NAME[STORAGES[_name]] if _name in STORAGES else None
+for _name, _element_type in (*BY_NAME.items(), *((alias, BY_NAME[name]) for alias, name in _DTYPE_ALIASES.items())):
+    register("torch", _name, _element_type)
 
 
 def storage_of(pid: Any) -> StorageRef | None:
@@ -360,39 +336,26 @@ def storage_of(pid: Any) -> StorageRef | None:
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         return None
     _, kind, key, device, numel = pid
-    if not isinstance(kind, Sealed) or kind not in STORAGE_DTYPES or type(key) is not str or type(device) is not str:
+    if not isinstance(kind, Sealed) or kind not in _STORAGE_DTYPES or type(key) is not str or type(device) is not str:
         return None
     if type(numel) is not int or not 0 <= numel < _WORD:
         return None
-    return StorageRef(key, STORAGE_DTYPES[kind], numel, device)
+    return StorageRef(key, _STORAGE_DTYPES[kind], numel, device)
 
 
-@form("torch._utils:_rebuild_tensor")
+_TENSOR_FIELDS: Final = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
+
+
+@form(*(f"torch._utils:{name}" for name in _TENSOR_FIELDS))
 def _rebuild_tensor(cls: type[Inert], *args: Any) -> Any:
-    """(storage, offset, shape, strides)"""
-    if len(args) != 4 or type(args[0]) is not StorageRef:
+    """(storage, offset, shape, strides[, requires_grad, hooks[, dtype]][, metadata])"""
+    count = _TENSOR_FIELDS[cls.qualname]  # without the metadata, which only newer forms may have
+    if not count <= len(args) <= count + (count > 4) or type(args[0]) is not StorageRef:
         return keep(cls, args)
-    return _tensor(cls, args, args[0].dtype, False, None)
-
-
-@form("torch._utils:_rebuild_tensor_v2")
-def _rebuild_tensor_v2(cls: type[Inert], *args: Any) -> Any:
-    """(storage, offset, shape, strides, requires_grad, hooks[, metadata])"""
-    if not 6 <= len(args) <= 7 or type(args[0]) is not StorageRef:
-        return keep(cls, args)
-    return _tensor(cls, args, args[0].dtype, args[4], args[6] if len(args) == 7 else None)
-
-
-@form("torch._utils:_rebuild_tensor_v3")
-def _rebuild_tensor_v3(cls: type[Inert], *args: Any) -> Any:
-    """(storage, offset, shape, strides, requires_grad, hooks, dtype[, metadata])"""
-    if not 7 <= len(args) <= 8 or type(args[0]) is not StorageRef:
-        return keep(cls, args)
-    return _tensor(cls, args, args[6], args[4], args[7] if len(args) == 8 else None)
-
-
-def _tensor(cls: type[Inert], args: tuple[Any, ...], dtype: Any, requires_grad: Any, metadata: Any) -> Any:
     storage, offset, shape, strides = args[:4]
+    requires_grad = count > 4 and args[4] is True
+    dtype = args[6] if count == 7 else storage.dtype
+    metadata = args[count] if len(args) > count else None
     if type(dtype) is not DType or metadata:
         return keep(cls, args)  # sub-byte types, conjugate and negative views: the bytes are not the values
     if not isinstance(shape, tuple) or not isinstance(strides, tuple):
@@ -402,23 +365,17 @@ def _tensor(cls: type[Inert], args: tuple[Any, ...], dtype: Any, requires_grad: 
     for number in (offset, *shape, *strides):
         if type(number) is not int or not 0 <= number < _WORD:
             raise ValueError(f"a tensor has offset {offset!r}, shape {shape!r} and strides {strides!r}")
-    return TensorRef(storage, offset, tuple(shape), tuple(strides), dtype, requires_grad is True)
+    return TensorRef(storage, offset, tuple(shape), tuple(strides), dtype, requires_grad)
 
 
-@form("torch._utils:_rebuild_parameter")
+@form("torch._utils:_rebuild_parameter", "torch._utils:_rebuild_parameter_with_state")
 def _rebuild_parameter(cls: type[Inert], *args: Any) -> Any:
-    """(tensor, requires_grad, hooks)"""
-    if len(args) != 3 or type(args[0]) is not TensorRef:
+    """(tensor, requires_grad, hooks[, attributes])"""
+    count = 4 if cls.qualname == "_rebuild_parameter_with_state" else 3
+    if len(args) != count or type(args[0]) is not TensorRef:
         return keep(cls, args)
-    return _derived(args[0], requires_grad=args[1] is True, parameter=True, attributes=args[0].attributes)
-
-
-@form("torch._utils:_rebuild_parameter_with_state")
-def _rebuild_parameter_with_state(cls: type[Inert], *args: Any) -> Any:
-    """(tensor, requires_grad, hooks, attributes)"""
-    if len(args) != 4 or type(args[0]) is not TensorRef:
-        return keep(cls, args)
-    return _derived(args[0], requires_grad=args[1] is True, parameter=True, attributes=args[3])
+    attributes = args[3] if count == 4 else args[0].attributes
+    return replace(args[0], requires_grad=args[1] is True, parameter=True, attributes=attributes)
 
 
 @form("torch._tensor:_rebuild_from_type_v2", "torch._tensor:_rebuild_from_type", "torch.tensor:_rebuild_from_type")
@@ -432,26 +389,12 @@ def _rebuild_from_type(cls: type[Inert], *args: Any) -> Any:
         return keep(cls, args)
     path = class_path(args[1])
     is_parameter = path in _PARAMETER_PATHS
-    return _derived(
-        data,
-        requires_grad=data.requires_grad,
-        parameter=data.parameter or is_parameter,
-        attributes=args[3],
-        subclass=None if is_parameter or path == "torch.Tensor" else path,
-    )
-
-
-def _derived(
-    data: TensorRef, *, requires_grad: bool, parameter: bool, attributes: Any, subclass: str | None = None
-) -> TensorRef:
-    subclass = subclass or data.subclass
-    where = (data.storage, data.offset, data.shape, data.strides, data.dtype)
-    return TensorRef(*where, requires_grad, parameter, attributes, subclass)
+    subclass = data.subclass if is_parameter or path == "torch.Tensor" else path
+    return replace(data, parameter=data.parameter or is_parameter, attributes=args[3], subclass=subclass)
 
 
 _REBUILDERS: Final = [
-    stand_in("torch._utils", f"_rebuild_{what}")
-    for what in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
+    stand_in("torch._utils", name) for name in (*_TENSOR_FIELDS, "_rebuild_parameter", "_rebuild_parameter_with_state")
 ]
 
 

@@ -27,6 +27,7 @@ from ucp.containers.inert import (
     is_class,
     new_class,
 )
+from ucp.containers.pickle_stand_ins import STORAGES
 from ucp.core.box import strides_of
 from ucp.core.dtypes import BY_NAME, DType
 from ucp.errors import NotUnderstoodError, UnsafeError
@@ -376,23 +377,7 @@ def write_pickle(tree: Any, where: str, storage_ref: Callable[[Any], StorageRef]
 
 
 # Element types with their own storage class; newer types are stored in untyped storages.
-_STORAGE_CLASSES: Final = {
-    BY_NAME[name]: new_class("torch", f"{cls}Storage")
-    for name, cls in (
-        ("float64", "Double"),
-        ("float32", "Float"),
-        ("float16", "Half"),
-        ("bfloat16", "BFloat16"),
-        ("int64", "Long"),
-        ("int32", "Int"),
-        ("int16", "Short"),
-        ("int8", "Char"),
-        ("uint8", "Byte"),
-        ("bool", "Bool"),
-        ("complex64", "ComplexFloat"),
-        ("complex128", "ComplexDouble"),
-    )
-}
+_STORAGE_CLASSES: Final = {BY_NAME[dtype]: new_class("torch", name) for name, dtype in STORAGES.items()}
 _UNTYPED_STORAGE: Final = new_class("torch.storage", "UntypedStorage")
 _ARRAY: Final = new_class("numpy", "ndarray")
 

@@ -11,12 +11,13 @@ import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ucp import settings
 from ucp.core.dtypes import BY_TAG, DType
-from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError, UsageError
+from ucp.errors import IntegrityError, NotUnderstoodError, UnsafeError, UsageError, storage_errors
 from ucp.storage.local import positional_reader
 
 _LENGTH = struct.Struct("<Q")
@@ -59,7 +60,9 @@ def read_safetensors(path: Path) -> SafetensorsFile:
     raw, size = _read_header(path)
     data_start = _LENGTH.size + len(raw)
     header = _parse_json(raw, path)
-    metadata = _check_metadata(header.pop("__metadata__", {}), path)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
+        raise IntegrityError(f"{path}: the metadata in its header is not a map of strings", hint=_HINT)
     entries = sorted(
         (_entry(name, claim, data_start, path) for name, claim in header.items()), key=lambda e: (e.start, e.stop)
     )
@@ -81,7 +84,7 @@ def build_header(
             raise UsageError(
                 f"{name}: appears twice or is a reserved name, and cannot be written to a safetensors file"
             )
-        stop = at + _numel(shape) * dtype.itemsize
+        stop = at + prod(shape) * dtype.itemsize
         claims[name] = {"dtype": dtype.tag, "shape": list(shape), "data_offsets": [at, stop]}
         starts.append((name, at))
         at = stop
@@ -95,24 +98,21 @@ def build_header(
 
 def _read_header(path: Path) -> tuple[bytes, int]:
     """The JSON text of the header, and the size of the file in bytes."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            read = positional_reader(file)
-            size = file.seek(0, os.SEEK_END)
-            first = read(0, _LENGTH.size)
-            if len(first) < _LENGTH.size:
-                raise IntegrityError(f"{path}: has {size} bytes, too few for a safetensors file", hint=_HINT)
-            (length,) = _LENGTH.unpack(first)
-            if length > settings.MAX_SAFETENSORS_HEADER_BYTES:
-                raise UnsafeError(
-                    f"{path}: claims a header of {length} bytes, the limit is {settings.MAX_SAFETENSORS_HEADER_BYTES}",
-                    hint="this is not a safetensors file, or it is damaged",
-                )
-            if _LENGTH.size + length > size:
-                raise IntegrityError(f"{path}: claims a header of {length} bytes, but has {size} bytes", hint=_HINT)
-            raw = read(_LENGTH.size, length)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    with storage_errors(f"{path}: cannot be read"), path.open("rb", buffering=0) as file:
+        read = positional_reader(file)
+        size = file.seek(0, os.SEEK_END)
+        first = read(0, _LENGTH.size)
+        if len(first) < _LENGTH.size:
+            raise IntegrityError(f"{path}: has {size} bytes, too few for a safetensors file", hint=_HINT)
+        (length,) = _LENGTH.unpack(first)
+        if length > settings.MAX_SAFETENSORS_HEADER_BYTES:
+            raise UnsafeError(
+                f"{path}: claims a header of {length} bytes, the limit is {settings.MAX_SAFETENSORS_HEADER_BYTES}",
+                hint="this is not a safetensors file, or it is damaged",
+            )
+        if _LENGTH.size + length > size:
+            raise IntegrityError(f"{path}: claims a header of {length} bytes, but has {size} bytes", hint=_HINT)
+        raw = read(_LENGTH.size, length)
     if len(raw) != length:
         raise IntegrityError(f"{path}: ends inside its header", hint=_HINT)
     return raw, size
@@ -142,12 +142,6 @@ def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     return header
 
 
-def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
-    if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
-        raise IntegrityError(f"{path}: the metadata in its header is not a map of strings", hint=_HINT)
-    return metadata
-
-
 def _entry(name: str, claim: Any, data_start: int, path: Path) -> SafetensorsEntry:
     if not isinstance(claim, dict) or claim.keys() != {"dtype", "shape", "data_offsets"}:
         raise IntegrityError(f"{path}: the header entry of {name!r} is malformed", hint=_HINT)
@@ -160,7 +154,7 @@ def _entry(name: str, claim: Any, data_start: int, path: Path) -> SafetensorsEnt
     if not _are_lengths(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise IntegrityError(f"{path}: {name!r} claims the bytes {offsets!r}", hint=_HINT)
     start, stop = offsets
-    needed = _numel(shape) * dtype.itemsize
+    needed = prod(shape) * dtype.itemsize
     if needed != stop - start:
         raise IntegrityError(
             f"{path}: {name!r} of {dtype} {tuple(shape)} needs {needed} bytes, but claims {stop - start}", hint=_HINT
@@ -170,13 +164,6 @@ def _entry(name: str, claim: Any, data_start: int, path: Path) -> SafetensorsEnt
 
 def _are_lengths(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
-
-
-def _numel(shape: Iterable[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _check_cover(entries: list[SafetensorsEntry], data_start: int, size: int, path: Path) -> None:

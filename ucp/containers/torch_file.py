@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ucp import settings
 from ucp.containers.crc32 import crc32
@@ -26,11 +26,6 @@ from ucp.containers.zip_directory import (
 )
 from ucp.errors import IntegrityError, NotUnderstoodError, UnsafeError
 from ucp.storage.storage import PositionalFile, storage_of
-
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["TorchFile", "ZipEntry"]
 
 _RESAVE: Final = (
     "re-save it with torch 1.6 or newer, on a machine where you trust the file: "
@@ -207,7 +202,7 @@ def _spans(entries: Iterable[ZipEntry]) -> Iterator[tuple[int, int, list[ZipEntr
     """Ranges `[start, stop)` of the file that contain the local headers of some entries and all of tiny entries."""
     start = stop = 0
     held: list[ZipEntry] = []
-    for entry in sorted(entries, key=_header_offset):
+    for entry in sorted(entries, key=lambda entry: entry.header_offset):
         end = entry.header_offset + LOCAL_HEADER_BYTES + len(entry.raw_name)
         if entry.size <= _TINY:
             end = max(end, min(entry.end, end + _TINY_SPAN))
@@ -220,10 +215,6 @@ def _spans(entries: Iterable[ZipEntry]) -> Iterator[tuple[int, int, list[ZipEntr
         stop = end
     if held:
         yield start, stop, held
-
-
-def _header_offset(entry: ZipEntry) -> int:
-    return entry.header_offset
 
 
 def _open(path: Path) -> PositionalFile:

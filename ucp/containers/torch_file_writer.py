@@ -17,22 +17,12 @@ from typing import Any, Final
 from ucp.containers.crc32 import crc32
 from ucp.containers.inert import StorageRef
 from ucp.containers.pickle_writer import NewTensor, write_pickle
+from ucp.containers.zip_directory import END, END64, LOCATOR
 from ucp.core.box import Shape
 from ucp.core.checkpoint import Atom
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
 from ucp.core.target import LiteralBytes, OutputFile, Trailer, WriteItem, ZeroRange
-
-__all__ = [
-    "NewStorage",
-    "NewTensor",
-    "PickledTree",
-    "RegionContent",
-    "TorchSkeleton",
-    "ZeroContent",
-    "new_tensor",
-    "torch_file",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +112,6 @@ _UTF8: Final = 0x800
 _SIZES_FOLLOW: Final = 0x8
 _LOCAL: Final = struct.Struct("<4s2xH18xHH")  # signature, flags, lengths of name and extra; nothing else is known
 _CENTRAL: Final = struct.Struct("<4s4xH6xLLLHH10xL")  # signature, flags, CRC-32, both sizes, the lengths, offset
-_END64: Final = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR: Final = struct.Struct("<4sLQL")
-_END: Final = struct.Struct("<4s4H2LH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +188,7 @@ class TorchSkeleton:
         self._add("version", 2, b"3\n")
         self._last = self._add(".data/serialization_id", 40, None)
         directory = sum(len(entry.central(0)) for entry in self._entries)
-        self.size = self._last.stop + directory + _END64.size + _LOCATOR.size + _END.size
+        self.size = self._last.stop + directory + END64.size + LOCATOR.size + END.size
         self.payloads = {str(n): (e.payload, e.size) for n, e in enumerate(self._stored) if e.size}
 
     def _add(self, name: str, size: int, data: bytes | None) -> _Entry:
@@ -271,7 +258,7 @@ class TorchSkeleton:
         directory = b"".join(entry.central(crc) for entry, crc in zip(self._entries, sums, strict=True))
         start, count = self._last.stop, len(self._entries)
         end = start + len(directory)
-        wide = _END64.pack(b"PK\x06\x06", _END64.size - 12, 0x31E, 45, 0, 0, count, count, len(directory), start)
-        locator = _LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
+        wide = END64.pack(b"PK\x06\x06", END64.size - 12, 0x31E, 45, 0, 0, count, count, len(directory), start)
+        locator = LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
         few, size, offset = min(count, 0xFFFF), min(len(directory), 0xFFFFFFFF), min(start, 0xFFFFFFFF)
-        return directory + wide + locator + _END.pack(b"PK\x05\x06", 0, 0, few, few, size, offset, 0)
+        return directory + wide + locator + END.pack(b"PK\x05\x06", 0, 0, few, few, size, offset, 0)

@@ -27,18 +27,18 @@ _END64_SIGNATURE: Final = b"PK\x06\x06"
 _LOCATOR_SIGNATURE: Final = b"PK\x06\x07"
 
 # signature, disk, directory's disk, entries here, entries, directory size, directory offset, comment length
-_END: Final = struct.Struct("<4s4H2LH")
+END: Final = struct.Struct("<4s4H2LH")
 # signature, disk, offset of the zip64 end record, disks
-_LOCATOR: Final = struct.Struct("<4sLQL")
+LOCATOR: Final = struct.Struct("<4sLQL")
 # signature, size of record, versions, disk, directory's disk, entries here, entries, directory size, directory offset
-_END64: Final = struct.Struct("<4sQ2H2L4Q")
+END64: Final = struct.Struct("<4sQ2H2L4Q")
 # signature, flags, method, crc, packed size, size, lengths of name, extra and comment, disk, header offset
 _ENTRY: Final = struct.Struct("<4s4xHH4xLLLHHHH6xL")
 # signature, flags, method, packed size, size, lengths of name and extra
 _LOCAL: Final = struct.Struct("<4s2xHH8xLLHH")
 LOCAL_HEADER_BYTES: Final = _LOCAL.size  # before the name
 
-_LONGEST_TAIL: Final = 0xFFFF + _END.size + _LOCATOR.size + _END64.size
+_LONGEST_TAIL: Final = 0xFFFF + END.size + LOCATOR.size + END64.size
 _FIRST_LOOK: Final = 16 * 1024
 _IN_ZIP64_16: Final = 0xFFFF
 _IN_ZIP64_32: Final = 0xFFFFFFFF
@@ -88,7 +88,7 @@ def read_directory(read: Read, start: int, stop: int, where: str) -> dict[str, Z
     """All entries of the archive that fills bytes [start, stop) of a file, in the directory's order."""
     look = min(_FIRST_LOOK, stop - start)
     tail = _Tail(read(stop - look, look), stop - look)
-    at = look - _END.size
+    at = look - END.size
     if at < 0 or tail.data[at : at + 4] != _END_SIGNATURE or tail.data[-2:] != b"\0\0":
         look = min(_LONGEST_TAIL, stop - start)
         tail = _Tail(read(stop - look, look), stop - look)
@@ -107,7 +107,7 @@ def _search_end(tail: bytes) -> int:
     """Position in `tail` of an end record whose comment ends exactly at the end of the file; -1 if there is none."""
     at = tail.rfind(_END_SIGNATURE)
     while at >= 0:
-        if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[-1] == len(tail):
+        if at + END.size <= len(tail) and at + END.size + END.unpack_from(tail, at)[-1] == len(tail):
             return at
         at = tail.rfind(_END_SIGNATURE, 0, at)
     return -1
@@ -121,15 +121,15 @@ def _slice(read: Read, tail: _Tail, position: int, size: int) -> bytes:
 
 def _read_end(read: Read, tail: _Tail, at: int, start: int, where: str) -> _End:
     """The end record at byte `at` of the tail, or the zip64 record that a locator before it points at."""
-    claims = _END.unpack_from(tail.data, at)[1:7]
+    claims = END.unpack_from(tail.data, at)[1:7]
     position = tail.start + at
-    locator_at = at - _LOCATOR.size
+    locator_at = at - LOCATOR.size
     if locator_at >= 0 and tail.data[locator_at : locator_at + 4] == _LOCATOR_SIGNATURE:
         # torch always writes the zip64 record, even if nothing needs it.
-        position = start + _LOCATOR.unpack_from(tail.data, locator_at)[2]
-        if position + _END64.size > tail.start + locator_at:
+        position = start + LOCATOR.unpack_from(tail.data, locator_at)[2]
+        if position + END64.size > tail.start + locator_at:
             raise IntegrityError(f"{where}: its zip64 directory locator points outside the file", hint=COPY_AGAIN)
-        claims = _widen(_slice(read, tail, position, _END64.size), claims, where)
+        claims = _widen(_slice(read, tail, position, END64.size), claims, where)
     disk, directory_disk, here, entries, size, offset = claims
     if disk or directory_disk or here != entries:
         raise IntegrityError(f"{where}: its zip archive claims to span several volumes", hint=COPY_AGAIN)
@@ -143,7 +143,7 @@ def _read_end(read: Read, tail: _Tail, at: int, start: int, where: str) -> _End:
 
 def _widen(record: bytes, narrow: tuple[int, ...], where: str) -> tuple[int, ...]:
     """The values of the zip64 end record; those of the 32-bit record must agree if they fit into it."""
-    signature, _, _, _, *wide = _END64.unpack(record)
+    signature, _, _, _, *wide = END64.unpack(record)
     saturated = (_IN_ZIP64_16,) * 4 + (_IN_ZIP64_32,) * 2
     if signature != _END64_SIGNATURE or any(
         claim not in (true, full) for claim, true, full in zip(narrow, wide, saturated, strict=True)
