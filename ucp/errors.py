@@ -65,12 +65,12 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 @contextmanager
-def storage_errors(what: str, *, hint: str | None = None) -> Iterator[None]:
-    """Turn an `OSError` of the `with` block into a `StorageError`; `what` starts its message."""
+def storage_errors(path: object, problem: str = "cannot be read", *, hint: str | None = None) -> Iterator[None]:
+    """Raise an OSError of the `with` block as a StorageError that names its file, or `path` if it has none."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{what}: {error.strerror}", hint=hint) from error
+        raise StorageError(f"{error.filename or path}: {problem}: {error.strerror}", hint=hint) from error
 
 
 def first_few(names: Sequence[str], limit: int = 3, separator: str = ", ") -> str:

@@ -144,7 +144,7 @@ def read_dcp_folder(root: Path, name: str = "") -> DcpFolder:
 
 
 def _read(file: Path) -> Inert:
-    with storage_errors(f"{file}: cannot be read"):
+    with storage_errors(file):
         if file.stat().st_size > settings.MAX_PICKLE_BYTES:
             raise UnsafeError(f"{file}: has {file.stat().st_size} bytes, the limit is {settings.MAX_PICKLE_BYTES}")
         data = file.read_bytes()

@@ -98,7 +98,7 @@ def build_header(
 
 def _read_header(path: Path) -> tuple[bytes, int]:
     """The JSON text of the header, and the size of the file in bytes."""
-    with storage_errors(f"{path}: cannot be read"), path.open("rb", buffering=0) as file:
+    with storage_errors(path), path.open("rb", buffering=0) as file:
         read = positional_reader(file)
         size = file.seek(0, os.SEEK_END)
         first = read(0, _LENGTH.size)

@@ -22,8 +22,8 @@ from ucp.core.checkpoint import Atom, Checkpoint, Mesh, Note
 from ucp.core.dtypes import DType
 from ucp.core.findings import Finding
 from ucp.core.rules import RuleBook
-from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError
-from ucp.storage.paths import is_shadow, read_errors
+from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError, storage_errors
+from ucp.storage.paths import is_shadow
 from ucp.storage.storage import storage_of
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def _third_party() -> tuple[Format, ...]:
 
 def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path` with the first format that recognises it."""
-    with read_errors(path):
+    with storage_errors(path):
         entry = _format_at(path)
     found = cast(Checkpoint, load_hook(entry.read)(path, options))
     if found.steps and not options.spread:

@@ -14,12 +14,12 @@ import posixpath
 import re
 import stat
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from ucp.errors import StorageError, UnsafeError, UsageError
+from ucp.errors import UnsafeError, UsageError
 
 if TYPE_CHECKING:
     from ucp.storage.object_store import ObjectInfo, ObjectStore
@@ -75,15 +75,6 @@ def local_path(name: str | os.PathLike[str], what: str) -> Path:
             hint="give a local folder, and upload it when it is complete",
         )
     return Path(name)
-
-
-@contextmanager
-def read_errors(path: Path) -> Iterator[None]:
-    """Raise an OSError of the `with` block as a StorageError that names its file, or `path` if it has none."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
 
 
 def scan_folder(folder: Path) -> AbstractContextManager[Iterable[FolderEntry]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
+from ucp.errors import InconsistentError, NotUnderstoodError, UsageError, storage_errors
 from ucp.formats.deepspeed.step_files import (
     LATEST_UNIVERSAL,
     MASTER_FILE,
@@ -15,7 +15,7 @@ from ucp.formats.deepspeed.step_files import (
     STATES_FOLDER,
     is_state_file,
 )
-from ucp.storage.paths import read_errors, scan_folder
+from ucp.storage.paths import scan_folder
 
 # Levels to search below the given path: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
 SEARCH_DEPTH: Final = 4
@@ -43,7 +43,7 @@ class StepFolder:
 
 def recognises(path: Path) -> bool:
     """Whether a DeepSpeed step folder is at `path` or a few levels below."""
-    with read_errors(path):
+    with storage_errors(path):
         if path.is_file():
             return is_state_file(path.name)
         if not path.is_dir():
@@ -55,7 +55,7 @@ def recognises(path: Path) -> bool:
 
 def find(path: Path, tag: str | None) -> StepFolder:
     """The checkpoint at or below `path`, with this `tag` if one is given. Several candidates are an error."""
-    with read_errors(path):
+    with storage_errors(path):
         return _find(path, tag)
 
 
@@ -197,7 +197,7 @@ def _folders_in(path: Path) -> list[Path]:
 
 def recognises_universal(path: Path) -> bool:
     """Whether `path` is a universal folder, or a save folder that names one and has no native checkpoint."""
-    with read_errors(path):
+    with storage_errors(path):
         if _is_universal(path):
             return True
         named = _latest_universal_tag(path)

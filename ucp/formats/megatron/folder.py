@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
-from ucp.storage.paths import read_errors
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError, storage_errors
 
 MegatronLayout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
 
@@ -90,7 +89,7 @@ def must_find(path: Path, tag: str | None) -> MegatronFolder:
 
 def tracked_folder(path: Path) -> str | None:
     """Return the folder named by the tracker file: `iter_0000002` or `release`; None if it has other contents."""
-    with read_errors(path / TRACKER), (path / TRACKER).open("rb") as file:
+    with storage_errors(path / TRACKER), (path / TRACKER).open("rb") as file:
         word = file.read(_LARGEST_TRACKER).decode("ascii", "replace").strip()
     if word == "release":
         return word
@@ -116,7 +115,7 @@ def _is_plain_dcp(path: Path) -> bool:
     """Whether a folder of torch's distributed checkpoint has an optimizer of Megatron, which numbers its parameters."""
     if not _ITERATION.fullmatch(path.name) or not (path / INDEX).is_file():
         return False
-    with read_errors(path / INDEX):
+    with storage_errors(path / INDEX):
         return _GROUPS in (path / INDEX).read_bytes()
 
 
@@ -138,7 +137,7 @@ def _backend(file: Path) -> object:
 def model_files(path: Path) -> dict[tuple[int, ...], str]:
     """Return the rank folders with a model file: numbers in the name → name, sorted."""
     found: dict[tuple[int, ...], str] = {}
-    with read_errors(path):
+    with storage_errors(path):
         for child in path.iterdir():
             match = RANK_FOLDER.fullmatch(child.name)
             if match and (child / MODEL_FILE).is_file():

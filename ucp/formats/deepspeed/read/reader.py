@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.tree import equal as equal_trees
 from ucp.core.checkpoint import Checkpoint, Extras, Mesh
+from ucp.errors import storage_errors
 from ucp.formats.deepspeed import folder
 from ucp.formats.deepspeed.read.carry_extras import (
     TreeCarrier,
@@ -39,7 +40,7 @@ from ucp.formats.deepspeed.step_files import SWAP_FOLDER, StepFiles, classify_fi
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
-from ucp.storage.paths import read_errors, scan_folder
+from ucp.storage.paths import scan_folder
 
 _Value = TypeVar("_Value")
 _RESTORE_HINT: Final = "restore the files of one save; nothing was written"
@@ -59,7 +60,7 @@ _ZERO_FLAGS: Final = (
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint at `path`: names, shapes and locations of all states. No tensor is loaded."""
     place = folder.find(path, options.tag)
-    with read_errors(place.step):
+    with storage_errors(place.step):
         sizes = _file_sizes(place)
     names = [file.removeprefix(place.prefix) for file in sizes]
     files = classify_files([name for name in names if "/" not in name])

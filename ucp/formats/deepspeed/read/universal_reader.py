@@ -35,7 +35,7 @@ from ucp.core.checkpoint import (
 )
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
-from ucp.errors import NotUnderstoodError, first_few
+from ucp.errors import NotUnderstoodError, first_few, storage_errors
 from ucp.formats.deepspeed.folder import find_universal
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
 from ucp.formats.deepspeed.read.optimizer_values import flat_group_owners, group_hyper_parameters, stored_scalar
@@ -78,7 +78,7 @@ from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_fragments import scalar_fragments
 from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
-from ucp.storage.paths import list_files, read_errors, scan_folder
+from ucp.storage.paths import list_files, scan_folder
 
 _RECONVERT_HINT: Final = "convert the source checkpoint again, or look for a file of another save"
 
@@ -320,7 +320,7 @@ class StateFolder:
 def state_folders(root: Path, states: str) -> dict[str, StateFolder]:
     """Every folder of states below `root/states`, by parameter name, sorted. Names with `/` are nested folders."""
     found: dict[str, StateFolder] = {}
-    with read_errors(root / states):
+    with storage_errors(root / states):
         _find_state_folders(root, states, "", found)
     return found
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from ucp.containers.tree import with_atoms
 from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Mesh, Note, Parameter, ParamGroup
-from ucp.errors import InconsistentError
+from ucp.errors import InconsistentError, storage_errors
 from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, must_find
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.job_extras import without_states
 from ucp.formats.megatron.mcore_modules import order_key
 from ucp.formats.registry import ReadOptions
 from ucp.storage.local import SourceFiles
-from ucp.storage.paths import list_files, read_errors
+from ucp.storage.paths import list_files
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
@@ -105,7 +105,7 @@ def build_checkpoint(
                 " (give it in a rule file: cut = vocab, true_size)",
             )
         )
-    with read_errors(folder.root):
+    with storage_errors(folder.root):
         sizes = dict(sorted(list_files(folder.root)))
     return Checkpoint(
         format="megatron" if folder.layout == "torch" else "torch-dist",

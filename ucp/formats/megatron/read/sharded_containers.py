@@ -32,14 +32,13 @@ from ucp.containers.tree import with_atoms
 from ucp.core.box import Box, Shape, strides_of
 from ucp.core.checkpoint import STEP, Atom
 from ucp.core.dtypes import BY_NAME, DType
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, storage_errors
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
 from ucp.formats.megatron.mcore_modules import canonical_name, is_buffer, order_key
 from ucp.formats.megatron.optimizer_groups import groups_of, optimizers_of, parameter_flags, stored_group_flags
 from ucp.formats.megatron.read.sharded_tensors import BlockLocation, ShardedBlock, ShardedContents, ShardedTensor
 from ucp.formats.sharded.shard_fragments import StoredShard
 from ucp.storage.local import SourceFiles
-from ucp.storage.paths import read_errors
 
 
 class DistcpBlock:
@@ -257,7 +256,7 @@ def read_zarr(root: Path) -> ShardedContents:
     """Return every array and object of a `zarr` folder."""
     tensors: dict[str, ShardedTensor] = {}
     objects: dict[str, Any] = {}
-    with read_errors(root):
+    with storage_errors(root):
         for folder in sorted(child for child in root.iterdir() if child.is_dir()):
             if (folder / _ARRAY).is_file():
                 tensors[folder.name] = _zarr_tensor(root, folder)
