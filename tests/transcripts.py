@@ -17,14 +17,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.paths import PROJECT
-from ucp.cli import main
 
 # Characters that need a shell; a command without any is run in this process, which is ten times as fast.
 _NEEDS_SHELL = re.compile(r"[|<>$;&*?`~]|^(?!ucp )")
@@ -88,18 +87,25 @@ def record(path: Path) -> bool:
     return fresh != text
 
 
-def run(command: str, folder: Path, *, as_process: bool = True) -> str:
-    """The output of a command, stdout first."""
+def run(
+    command: str,
+    folder: Path,
+    *,
+    as_process: bool = True,
+    programs: Path = Path(sys.executable).parent,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """The output of a command, stdout first, with the `ucp` of the folder `programs`."""
     if not as_process and not _NEEDS_SHELL.search(command):
         return _run_here(shlex.split(command)[1:], folder)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        command, shell=True, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path}
-    )
+    variables = {**environment, "PATH": f"{programs}{os.pathsep}{environment['PATH']}"}
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=False, env=variables)
     return done.stdout + done.stderr
 
 
 def _run_here(arguments: list[str], folder: Path) -> str:
+    from ucp.cli import main
+
     out, talk = StringIO(), StringIO()
     with _inside(folder), redirect_stdout(out), redirect_stderr(talk):
         main.run(arguments)
