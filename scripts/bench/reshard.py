@@ -43,11 +43,10 @@ print(json.dumps([time.process_time() - begin, len(source.parameters), count]))
 """
 WITHOUT_TORCH = """
 import sys
-from ucp.cli.main import main
-try:
-    main()
-finally:
-    print("torch" in sys.modules)
+from ucp.cli.main import run
+code = run(sys.argv[1:])
+print("torch" in sys.modules)
+sys.exit(code)
 """
 
 
