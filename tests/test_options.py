@@ -14,6 +14,7 @@ import torch
 
 import ucp
 from tests.paths import PROJECT
+from ucp.api import read_options
 from ucp.cli.main import cli
 from ucp.errors import UsageError
 from ucp.options import ConvertOptions, declared, parse_size
@@ -114,3 +115,9 @@ def test_everything_public_is_reachable_after_import_ucp() -> None:
         "assert 'shards' not in dir(ucp) and not hasattr(ucp, 'shards')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_repair_together_with_rules() -> None:
+    reading = read_options(preset="llama", repair=True)
+    assert reading.repair
+    assert not reading.spread

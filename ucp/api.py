@@ -21,7 +21,7 @@ from ucp.core.checkpoint import Checkpoint, Extras, Parameter
 from ucp.core.dtypes import DType, parse_dtype
 from ucp.core.selection import Selection, select
 from ucp.errors import UsageError
-from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer
+from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer, trusted_ranks
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.options import (
     ConvertOptions,
@@ -29,6 +29,7 @@ from ucp.options import (
     OpenOptions,
     PageOptions,
     PlanOptions,
+    ReadingOptions,
     RunningOptions,
     SharedRunOptions,
     StrPath,
@@ -61,7 +62,7 @@ def open_checkpoint(path: StrPath, **options: Unpack[OpenOptions]) -> OpenCheckp
     model. With the `log` of a run, the result is the state after `step` (a number or `latest`).
     """
     given = with_defaults(OpenOptions, options)
-    reading = read_options(given.tag, given.rules, given.preset)
+    reading = _reading(given)
     indexed = index_state(path, reading, given.log, given.step, given.exact)
     return OpenCheckpoint(renamed(indexed, given.names, given.model_config))
 
@@ -111,7 +112,7 @@ def verify(src: StrPath, level: str = "default", **options: Unpack[VerifyOptions
 
     given = with_defaults(VerifyOptions, options)
     policy = make_policy(given.fail_on, given.allow, given.baseline)
-    reading = read_options(given.tag, given.rules, given.preset)
+    reading = _reading(given)
     jobs = given.jobs or default_jobs()
     if given.log is None and given.step is None and not given.exact:
         return run_checks(src, level, options=reading, jobs=jobs, policy=policy)
@@ -147,7 +148,7 @@ def diff(a: StrPath, b: StrPath, *, progress: Progress | None = None, **options:
         (a, given.tag_a, given.log_a, given.step_a),
         (b, given.tag_b, given.log_b, given.step_b),
     ):
-        reading = read_options(tag, given.rules, given.preset)
+        reading = _reading(given, tag=tag)
         indexed = index_state(path, reading, log, step, given.exact and log is not None)
         sides.append(renamed(indexed, given.names, given.model_config))
     return compare(sides[0], sides[1], comparing, jobs=given.jobs or default_jobs(), progress=progress)
@@ -167,7 +168,7 @@ def report(
     from ucp.reports.html_page import ReportOptions, write_report
 
     given = with_defaults(PageOptions, options)
-    reading = read_options(given.tag, given.rules, given.preset)
+    reading = _reading(given)
     writing = ReportOptions(Level[given.level.upper()], given.statistics, given.sample, reading)
     return write_report(src, page, writing, version=__version__, jobs=given.jobs or default_jobs(), progress=progress)
 
@@ -194,7 +195,7 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
     if only == "weights" and form.states == "weights":
         only = None  # the writer makes the weights from the master copies
     selection = Selection(only, given.include, given.exclude, dtype if form.selects_dtype else None)
-    reading = read_options(given.tag, given.rules, given.preset, given.repair)
+    reading = _reading(given, repair=given.repair)
     indexed = index_state(src, reading, given.log, given.step, given.exact)
     example = None if given.like is None else index_checkpoint(parse_path(given.like), ReadOptions())
     selected = select(indexed, selection)
@@ -265,16 +266,29 @@ def _dtype(dtype: str | DType | torch.dtype | None) -> DType | None:
 
 
 def read_options(
-    tag: str | None = None, rules: str | Path | None = None, preset: str | None = None, repair: bool = False
+    tag: str | None = None,
+    rules: StrPath | None = None,
+    preset: str | None = None,
+    trust_recorded_ranks: bool = False,
+    trust_file_names: bool = False,
+    repair: bool = False,
 ) -> ReadOptions:
     """How to read a source. Rules of a file win over those of a preset, and both over the checkpoint's own."""
     if tag is not None:
         tag = tag.rstrip("/") or tag  # shell completion appends it
-    if rules is None and preset is None:
-        return ReadOptions(tag, repair=repair)
-    from ucp.formats.sharded.rule_files import load_rule_book
+    book = None
+    if rules is not None or preset is not None:
+        from ucp.formats.sharded.rule_files import load_rule_book
 
-    return ReadOptions(tag, load_rule_book(rules, preset), repair)
+        book = load_rule_book(rules, preset)
+    trusted = trusted_ranks(trust_recorded_ranks, trust_file_names)
+    return ReadOptions(tag, book, repair=repair, trusted_ranks=trusted)
+
+
+def _reading(given: Any, **changed: Any) -> ReadOptions:
+    """How to read a source, from the options of a function."""
+    shared = {name: getattr(given, name, None) for name in declared(ReadingOptions)}
+    return read_options(**{**shared, **changed})
 
 
 def index_state(

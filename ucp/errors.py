@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """One of the problems that an error lists, with the check of `ucp verify` that reports it."""
+
+    text: str
+    check: str = "readable"
+    file: str | None = None
+    rank: object = None  # a `ucp.core.checkpoint.Rank`
 
 
 class UcpError(Exception):
@@ -15,11 +25,12 @@ class UcpError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, *, hint: str | None = None) -> None:
-        """`what` is wrong, with file, rank and parameter; `hint` is what to do next."""
+    def __init__(self, what: str, *, hint: str | None = None, problems: Sequence[Problem] = ()) -> None:
+        """`what` is wrong, with file, rank and parameter; `hint` is what to do next. `problems` are those it lists."""
         super().__init__(what)
         self.what = what
         self.hint = hint
+        self.problems = problems or [Problem(what)]
 
     def __str__(self) -> str:
         return f"{self.what}\n  → {self.hint}" if self.hint else self.what

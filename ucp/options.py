@@ -77,7 +77,18 @@ class Option:
 # --- Options that several commands share ---
 
 
-class ReadingOptions(TypedDict, total=False):
+class RankFileOptions(TypedDict, total=False):
+    """What to trust if the name of a rank file and the rank that wrote it contradict each other: else an error."""
+
+    trust_recorded_ranks: Annotated[
+        bool, Option("Read every rank file as the rank that wrote it, whatever its name.", "flag", False)
+    ]
+    trust_file_names: Annotated[
+        bool, Option("Read every rank file as the rank in its name, whichever rank wrote it.", "flag", False)
+    ]
+
+
+class ReadingOptions(RankFileOptions, total=False):
     """How to read a source."""
 
     tag: Annotated[str | None, Option("Step folder inside the save folder.", show="the one that `latest` names")]
@@ -279,7 +290,7 @@ class VerifyOptions(ReadingOptions, LogOptions, _JobsOption, total=False):
     baseline: Annotated[StrPath | None, Option("Findings of this earlier report (JSON) do not count.", "file")]
 
 
-class DiffOptions(SelectionOptions, NamingOptions, _JobsOption, total=False):
+class DiffOptions(SelectionOptions, NamingOptions, RankFileOptions, _JobsOption, total=False):
     """Options of `ucp.diff`."""
 
     tag_a: Annotated[str | None, Option("Step folder inside the save folder A.", show="the one that `latest` names")]

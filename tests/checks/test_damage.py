@@ -185,7 +185,9 @@ def test_swapped_ranks_are_found(copy, name: str) -> None:
     (folder / "aside").rename(second)
     report = verify(folder)
     assert report.exit_code == 1
-    assert errors(report, "master-matches-weight") or errors(report, "readable"), alarms(report)
+    found = errors(report, "grid")
+    assert [finding.rank.dp for finding in found] == [0, 1], alarms(report)
+    assert all(other.name in finding.message for other, finding in zip((second, first), found, strict=True))
 
 
 def test_a_changed_replica_is_found(copy) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +12,11 @@ from safetensors.torch import save_file
 
 from ucp.api import convert
 from ucp.checks.runner import verify
-from ucp.containers.pickle_reader import read_pickle
 from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Mesh, Parameter, Rank
 from ucp.core.dtypes import FLOAT32
 from ucp.core.region import Region
 from ucp.formats.deepspeed.checks import missing_sidecars
-from ucp.formats.megatron.checks import exchanged_ranks, missing_objects
+from ucp.formats.megatron.checks import missing_objects
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.storage.paths import list_files
 
@@ -92,28 +89,6 @@ def test_random_states_of_accelerate() -> None:
     (finding,) = missing_sidecars(Checkpoint("deepspeed", Path("out"), Mesh(dp=3), {}, sizes=sizes))
     assert (finding.file, finding.severity) == ("random_states_1.pkl", "warning")
     assert "the random states of rank 1" in finding.message
-
-
-@pytest.mark.parametrize(
-    "ranks, exchanged",
-    [
-        ({"00_000": 0, "01_000": 1, "00_001": 2, "01_001": 3}, ""),
-        ({"00_000": 0, "01_000": 4, "00_001": 1, "01_001": 5}, ""),  # another order of the job's ranks
-        ({"00_000": 1, "01_000": 0, "00_001": 2, "01_001": 3}, "00_000 01_000"),
-        ({"00_000": 2, "01_000": 1, "00_001": 0, "01_001": 3}, "00_000 00_001"),  # and not their neighbours
-        ({"00": 0, "01": 2, "02": 1, "03": 3}, "01 02"),
-        ({"00": 0, "01": 0, "02": 0}, ""),  # made by one process
-        ({"00": 0, "01": None}, ""),
-    ],
-)
-def test_rank_folders_of_megatron_that_were_exchanged(ranks: dict[str, int | None], exchanged: str) -> None:
-    trees = {
-        f"mp_rank_{name}/model_optim_rng.pt": {"args": read_pickle(pickle.dumps(Namespace(rank=rank)), name)}
-        for name, rank in ranks.items()
-    }
-    checkpoint = Checkpoint("megatron", Path("iter"), Mesh(tp=4), {}, extras=Extras(trees))
-    found = list(exchanged_ranks(checkpoint))
-    assert [finding.file for finding in found] == [f"mp_rank_{name}/model_optim_rng.pt" for name in exchanged.split()]
 
 
 def test_objects_of_old_megatron_folders() -> None:

@@ -14,7 +14,7 @@ from ucp import settings
 from ucp.checks.catalogue import CHECKS, Check, checks_of
 from ucp.checks.tasks import CheckContext, CheckTask, run_tasks
 from ucp.checks.verify_report import Policy, Report
-from ucp.core.checkpoint import Checkpoint
+from ucp.core.checkpoint import Checkpoint, Rank
 from ucp.core.findings import Finding, Level
 from ucp.engine.pool import Meter, Progress
 from ucp.errors import UcpError, UsageError
@@ -150,10 +150,13 @@ def _folder_of(path: Path) -> Path:
 def _unreadable_findings(error: UcpError, known: Sequence[Finding]) -> Iterator[Finding]:
     """One finding per problem that the reader lists, except for files that are already reported as missing."""
     missing = [PurePosixPath(finding.file).name for finding in known if finding.check == "grid" and finding.file]
-    head, *lines = error.what.split("\n    ")
-    for what in lines or [head]:
-        if not any(name in what for name in missing):
-            yield Finding("readable", "error", what, hint=error.hint, exit_code=error.exit_code)
+    for problem in error.problems:
+        if not any(name in problem.text for name in missing):
+            message = error.what if len(error.problems) == 1 and problem.file is None else problem.text
+            rank = cast("Rank | None", problem.rank)
+            yield Finding(
+                problem.check, "error", message, problem.file, rank, hint=error.hint, exit_code=error.exit_code
+            )
 
 
 def _run_items(

@@ -61,6 +61,8 @@ def command(
     tag: str | None,
     rules: Path | None,
     preset: str | None,
+    trust_recorded_ranks: bool,
+    trust_file_names: bool,
     jobs: int,
 ) -> None:
     """Hold the state of the newest complete step of a job in memory, bit for bit as the job has it.
@@ -96,7 +98,7 @@ def command(
     from ucp.training.shadow.shadow import Shadow
 
     torch.set_num_threads(1)
-    options = read_options(tag, rules, preset)
+    options = read_options(tag, rules, preset, trust_recorded_ranks, trust_file_names)
     addresses = [parse_address(text, token) for text in listen]
     servers: list[ShadowServer] = []
     with SignalQueue(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) as signals:

@@ -51,6 +51,8 @@ def command(
     tag: str | None,
     rules: Path | None,
     preset: str | None,
+    trust_recorded_ranks: bool,
+    trust_file_names: bool,
     quick: bool,
     deep: bool,
     form: str | None,
@@ -94,7 +96,7 @@ def command(
     policy = make_policy(fail_on, allow, baseline)
     for path in output:
         check_parent_folder(path, "the report")
-    options = read_options(tag, rules, preset)
+    options = read_options(tag, rules, preset, trust_recorded_ranks, trust_file_names)
     progress = None
     if not quick and stderr_is_terminal():  # else the bar, and the modules it needs, are useless
         from ucp.cli.progress import ProgressBar

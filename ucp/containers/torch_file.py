@@ -112,6 +112,11 @@ class TorchFile:
             )
         return start + ref.offset * ref.dtype.itemsize
 
+    def crc(self, ref: TensorRef) -> int:
+        """The recorded CRC-32 of a tensor's storage; 0 if torch computed none."""
+        entry = self.entries.get(f"{self._prefix}/data/{ref.storage.key}")
+        return 0 if entry is None else entry.crc
+
     def number(self, ref: TensorRef) -> bytes | None:
         """The bytes of a one-element tensor, if they were read together with the headers."""
         at = self.position(ref)

@@ -47,6 +47,14 @@ class ReadOptions:
     rules: RuleBook | None = None  # the user's own rules (--rules, then --preset); they win over the checkpoint's
     spread: bool = False  # accept a snapshot whose parameters are of different steps: a log will complete it
     repair: bool = False  # undo the damage of known framework bugs if the bytes survive
+    trusted_ranks: Literal["recorded", "file-names"] | None = None  # if the two contradict each other; None: an error
+
+
+def trusted_ranks(recorded: bool, file_names: bool) -> Literal["recorded", "file-names"] | None:
+    """Which of the two to trust if they contradict each other, from the options of the user."""
+    if recorded and file_names:
+        raise UsageError("--trust-recorded-ranks and --trust-file-names exclude each other")
+    return "recorded" if recorded else "file-names" if file_names else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from ucp.core.checkpoint import Checkpoint, state_of_kind
 from ucp.core.region import Region
 from ucp.core.rules import RuleBook
 from ucp.errors import InconsistentError, UcpError, UsageError
-from ucp.formats.registry import ReadOptions
+from ucp.formats.registry import ReadOptions, trusted_ranks
 from ucp.formats.sharded.rule_files import load_rule_book
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
@@ -58,6 +58,8 @@ def load_into(
     tag: str | None = None,
     rules: str | Path | None = None,
     preset: str | None = None,
+    trust_recorded_ranks: bool = False,
+    trust_file_names: bool = False,
     strict: bool = True,
     log: str | os.PathLike[str] | None = None,
     step: int | str | None = None,
@@ -74,7 +76,8 @@ def load_into(
     with fail_together():
         book = load_rule_book(rules, preset)
         job = describe_job(model, optimizer)
-        source = open_at(path, ReadOptions(tag, book), log, step, exact=exact)
+        reading = ReadOptions(tag, book, trusted_ranks=trusted_ranks(trust_recorded_ranks, trust_file_names))
+        source = open_at(path, reading, log, step, exact=exact)
         loader = _RankLoader(job, source, book, strict)
         loader.check()
     used = all_gather(loader.plan.used)

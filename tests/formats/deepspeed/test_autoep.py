@@ -83,6 +83,8 @@ def test_exchanged_files_of_experts(real: Callable[[int], Path], tmp_path: Path,
     found = rf".*layers\.{other[0]}\..*\.{other[1]}:"
     wrong = rf"layer_0_expert_0_.* is named for expert 0 of .*layers\.0.*, but contains {found}"
     with pytest.raises(InconsistentError, match=wrong):
+        read(folder, trusted_ranks="file-names")
+    with pytest.raises(InconsistentError, match=f"{one.name}: was saved as {two.name}"):
         read(folder)
 
 

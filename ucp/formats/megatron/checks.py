@@ -1,35 +1,30 @@
-"""Checks of Megatron checkpoints: rank folders that were exchanged or left over, files that are missing."""
+"""Checks of Megatron checkpoints: rank folders that were left over, files that are missing."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, permutations, product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from ucp.containers.distcp import read_dcp_folder
-from ucp.containers.inert import Inert
-from ucp.core.checkpoint import Atom, Checkpoint, Rank
+from ucp.core.checkpoint import Atom, Checkpoint
 from ucp.core.findings import Finding
-from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, RANK_FOLDER, find
+from ucp.formats.megatron.folder import OPTIMIZER_FILE, OPTIMIZER_MISSING, find
 from ucp.formats.registry import FormatChecks, files_of, missing_sidecar, stray_file
 
 _RANK_FOLDER_NAME: Final = re.compile(r"mp_rank_\d{2,}(?:_\d{3,})*")
 _OBJECT: Final = re.compile(r"(.*/shard_)(\d[\d.]*)_(\d{1,9}(?:\.\d{1,9})*)\.pt", re.ASCII)
 _MAX_OBJECTS: Final = 1_000_000
 
-FolderNumbers = tuple[int, ...]
-"""The numbers in a rank folder's name: tensor-parallel, then pipeline and expert-parallel rank."""
-
 
 class MegatronChecks(FormatChecks):
     """`grid` of the legacy layout."""
 
     def quick(self, checkpoint: Checkpoint, atoms: Sequence[Atom]) -> Iterator[Finding]:
-        """Exchanged rank folders, missing optimizer files, and rank folders beyond the ranks of the job."""
-        yield from exchanged_ranks(checkpoint)
+        """Missing optimizer files, and rank folders beyond the ranks of the job."""
         if any(note.id == OPTIMIZER_MISSING for note in checkpoint.notes):
             yield Finding(
                 "grid",
@@ -89,57 +84,3 @@ def missing_objects(checkpoint: Checkpoint) -> Iterator[Finding]:
                 file = f"{prefix}{name}_{shape}.pt"
                 content = "an object that is not a parameter"
                 yield missing_sidecar(checkpoint, file, content, "Megatron's state in it is lost")
-
-
-def exchanged_ranks(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Rank files that another rank wrote: their global ranks do not increase along the numbers of the folder names.
-
-    Which number varies fastest depends on the job, so the order that the fewest files contradict is assumed.
-    """
-    writers = _writers(checkpoint)
-    if all(writers[one] < writers[other] for line in _lines(writers) for one, other in pairwise(line)):
-        return
-    orders = permutations(range(_number_count(writers)))
-    for numbers, rank in min((_misplaced(writers, order) for order in orders), key=len):
-        file = f"mp_rank_{numbers[0]:02d}{''.join(f'_{number:03d}' for number in numbers[1:])}/{MODEL_FILE}"
-        yield Finding(
-            "grid",
-            "error",
-            f"{file}: was written by rank {writers[numbers]}, where a file of rank {rank} belongs",
-            file,
-            Rank(tp=numbers[0]),
-            hint="rename the folders of these ranks back, or restore the files of one save",
-        )
-
-
-def _writers(checkpoint: Checkpoint) -> dict[FolderNumbers, int]:
-    """The global rank that wrote each folder; empty if tools without ranks wrote the files."""
-    found: dict[FolderNumbers, int] = {}
-    for file, tree in checkpoint.extras.trees.items():
-        folder, slash, name = file.partition("/")
-        match = RANK_FOLDER.fullmatch(folder) if slash and name == MODEL_FILE else None
-        arguments = tree.get("args") if isinstance(tree, dict) else None
-        rank = arguments.get("rank") if isinstance(arguments, Inert) else None
-        if match is not None and type(rank) is int:
-            found[tuple(int(number) for number in match.groups() if number is not None)] = rank
-    return found if len(set(found.values())) == len(found) else {}
-
-
-def _lines(writers: Mapping[FolderNumbers, int]) -> Iterator[list[FolderNumbers]]:
-    """Folders that differ in one number only, in increasing order of it."""
-    for position in range(_number_count(writers)):
-        lines: dict[FolderNumbers, list[FolderNumbers]] = {}
-        for numbers in sorted(numbers for numbers in writers if len(numbers) > position):
-            lines.setdefault((*numbers[:position], -1, *numbers[position + 1 :]), []).append(numbers)
-        yield from lines.values()
-
-
-def _misplaced(writers: Mapping[FolderNumbers, int], order: Sequence[int]) -> list[tuple[FolderNumbers, int]]:
-    """Folders with another rank's file, and the rank that belongs there, if numbers are significant in this order."""
-    folders = sorted(writers, key=lambda numbers: [numbers[position] for position in order if position < len(numbers)])
-    expected = zip(folders, sorted(writers.values()), strict=True)
-    return [(numbers, rank) for numbers, rank in expected if writers[numbers] != rank]
-
-
-def _number_count(writers: Mapping[FolderNumbers, int]) -> int:
-    return max(map(len, writers), default=0)

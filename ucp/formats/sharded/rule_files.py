@@ -11,6 +11,7 @@ The first rule whose `match` matches a name applies to it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -33,7 +34,7 @@ _KEYS: Final[dict[str, frozenset[str]]] = {
 }
 
 
-def load_rule_book(rules: str | Path | None, preset: str | None) -> RuleBook | None:
+def load_rule_book(rules: str | os.PathLike[str] | None, preset: str | None) -> RuleBook | None:
     """Return the user's rules: those of a file, then those of a preset; None without either."""
     books = [load_rules(Path(rules))] if rules is not None else []
     if preset is not None:

@@ -36,6 +36,8 @@ _FUSED: Final = re.compile(
     r"(.*[._])?(\w*qkv\w*|query_key_value|c_attn|in_proj\w*|kv_proj|key_value|gate_up\w*|w13|w12)([._]|$)"
 )
 
+_LAYER_NUMBER: Final = re.compile(r"((?:^|\.)(?:layers?|blocks?|h)\.)\d+(?=\.)")
+
 # Input and output matrix of an MLP: twice as many rows in as columns out means a gate and a projection.
 _MLP_SIDES: Final = (("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2"), ("fc1", "fc2"), ("wi", "wo"))
 
@@ -100,6 +102,7 @@ class RuleInference:
                 found[name] = (REPLICATED, f"inferred: bit-equal on {len(of_ranks)} ranks")
             else:
                 later[name] = same
+        _check_layers_alike(slices, found, later)
         hidden = self._hidden_sizes(slices, found, later)
         undecided: list[_UndecidedRule] = []
         # Weights before biases: the rule of a weight decides for a constant bias of the same module.
@@ -218,6 +221,26 @@ class RuleInference:
             dim = known.rule.dim + len(shape) if known.rule.dim < 0 else known.rule.dim
             if known.rule.cut not in ("split", "vocab") or 0 <= dim < len(shape):
                 yield preset, replace(known.rule, dim=dim)
+
+
+def _check_layers_alike(
+    slices: Mapping[str, Sequence[LocalSlice]],
+    equal: Mapping[str, InferredRule],
+    others: Mapping[str, SliceEquality],
+) -> None:
+    """Report a parameter whose slices are equal although those of other layers differ: one overwrote the other."""
+    differing: dict[tuple[str, Shape], str] = {}
+    for name, same in others.items():
+        if same is not SliceEquality.CONSTANT:
+            differing.setdefault((_LAYER_NUMBER.sub(r"\1*", name), slices[name][0].shape), name)
+    for name in equal:
+        other = differing.get((_LAYER_NUMBER.sub(r"\1*", name), slices[name][0].shape))
+        if other is not None:
+            raise InconsistentError(
+                f"parameter {name}: equal on all tensor-parallel ranks, but {other} differs between them",
+                hint="one rank's slice was copied over another's: restore it; if it is replicated, say so in a file for"
+                " --rules",
+            )
 
 
 def _dim_beside_hidden(shape: Shape, hidden: set[int]) -> int | None:

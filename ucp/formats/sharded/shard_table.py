@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ucp.core.box import Shape
-from ucp.core.checkpoint import ParamGroup, Role
-from ucp.errors import InconsistentError
+from ucp.core.checkpoint import ParamGroup, Rank, Role
+from ucp.errors import InconsistentError, Problem
 from ucp.formats.sharded.shard_fragments import StoredShard
 
 MAX_LISTED_PROBLEMS: Final = 20  # further problems are only counted
@@ -21,29 +21,32 @@ class Problems:
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._texts: dict[str, None] = {}
+        self._problems: dict[str, Problem] = {}
 
-    def add(self, text: str) -> None:
-        """Add a problem; repeated texts count once."""
-        self._texts[text] = None
+    def add(self, text: str, check: str = "readable", file: str | None = None, rank: Rank | None = None) -> None:
+        """Add a problem; repeated texts count once. `check` is the check of `ucp verify` that reports it."""
+        self._problems[text] = Problem(text, check, file, rank)
 
     def __bool__(self) -> bool:
-        return bool(self._texts)
+        return bool(self._problems)
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._problems)
 
     def raise_any(self, hint: str) -> None:
         """Raise one error that lists the problems, if there are any."""
-        if not self._texts:
+        if not self._problems:
             return
-        texts = list(self._texts)
+        texts = list(self._problems)
         lines = texts[:MAX_LISTED_PROBLEMS]
         if len(texts) > MAX_LISTED_PROBLEMS:
             lines.append(f"… and {len(texts) - MAX_LISTED_PROBLEMS} more")
-        if len(lines) == 1:
-            raise InconsistentError(f"{self.where}: {lines[0]}", hint=hint)
-        raise InconsistentError(f"{self.where}: {len(texts)} problems:\n    " + "\n    ".join(lines), hint=hint)
+        what = (
+            f"{self.where}: {lines[0]}"
+            if len(lines) == 1
+            else "\n    ".join([f"{self.where}: {len(texts)} problems:", *lines])
+        )
+        raise InconsistentError(what, hint=hint, problems=list(self._problems.values()))
 
 
 class RankCoord(NamedTuple):

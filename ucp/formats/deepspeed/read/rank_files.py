@@ -47,6 +47,10 @@ class RankFile:
         """Byte offset of a tensor's first element in the file."""
         return self._index().position(ref)
 
+    def crc(self, ref: TensorRef) -> int:
+        """The recorded CRC-32 of a tensor's storage; 0 if torch computed none."""
+        return self._index().crc(ref)
+
     def number(self, ref: TensorRef) -> bytes | None:
         """The bytes of a one-element tensor, if the index contains them."""
         return self._index().number(ref)

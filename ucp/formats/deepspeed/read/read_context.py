@@ -59,7 +59,8 @@ class ReadContext:
 
     1. `folder.find` locates the step folder; `step_files.classify_files` assigns every file its role.
     2. `save_consistency.without_stale_model_files` and `find_grid` determine the ranks and report missing files.
-    3. All rank files are opened; `check_saved_names` and `check_same_save` report files of other ranks or saves.
+    3. All rank files are opened; `check_saved_names`, `check_copied_files` and `check_same_save`
+       report files of other ranks or saves.
     4. `read_ranks.read_states` fills `shards`: weights first (`read_weights`), then the optimizer (`read_zero0`,
        `read_zero12` or `read_zero3`). Every tensor that it uses is claimed.
     5. `resolve_rules` decides how each parameter is split over tensor-parallel ranks.

@@ -31,9 +31,12 @@ from ucp.formats.deepspeed.read.resolve_rules import assemble, check_ranks, merg
 from ucp.formats.deepspeed.read.save_consistency import (
     FOREIGN_NOTE,
     RankGrid,
+    by_recorded_rank,
+    check_copied_files,
     check_same_save,
     check_saved_names,
     find_grid,
+    recorded_name,
     without_stale_model_files,
 )
 from ucp.formats.deepspeed.step_files import SWAP_FOLDER, StepFiles, classify_files
@@ -67,7 +70,10 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     with SourceFiles(place.root) as source, _gc_paused():
         problems = Problems(str(place.step))
         context = ReadContext(place.prefix, RankFiles(place.root), source, problems, DeepSpeedShardTable(problems))
-        return _read(context, place, without_stale_model_files(files, context.files, context.prefix), sizes, options)
+        files = without_stale_model_files(files, context.files, context.prefix)
+        if options.trusted_ranks == "recorded":
+            files = by_recorded_rank(files, context.files, context.prefix)
+        return _read(context, place, files, sizes, options)
 
 
 @contextmanager
@@ -93,7 +99,8 @@ def _read(
         "restore the missing files and remove those of another save, or give a checkpoint that is complete"
     )
     ranks = _open_ranks(context, files, grid)
-    check_saved_names(context, files)
+    trusts_names = options.trusted_ranks == "file-names"
+    check_saved_names(context, files, grid.tp, trusts_names)
     models, optims = (
         {file.name: file for rank in role.values() for file in rank} for role in (ranks.models, ranks.optims)
     )
@@ -108,11 +115,13 @@ def _read(
     first = ranks.models[RankCoord(0, 0)][0]
     info = first.mapping().get("universal_checkpoint_info")
     rules = resolve_all(context, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
+    if not trusts_names:
+        check_copied_files(context, files, rules)
     parameters = assemble(context, rules)
     context.problems.raise_any(_RESTORE_HINT)
     mesh = Mesh(grid.tp, grid.pp, grid.dp_world, layout.ep, layout.stage)
     groups = merge_stage_groups(context, parameters)
-    extras = _read_extras(context, place, files)
+    extras = _read_extras(context, place, files, options.trusted_ranks == "recorded")
     for name in (*extras.files.values(), *extras.trees):  # files next to the step folder
         if name not in sizes and (place.root / name).is_file():
             sizes[name] = (place.root / name).stat().st_size
@@ -174,7 +183,7 @@ def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenR
     return ranks
 
 
-def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFiles) -> Extras:
+def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFiles, trusts_recorded: bool) -> Extras:
     extras = Extras()
     names = [
         *files.model.values(),
@@ -193,6 +202,8 @@ def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFile
 
     for name in names:
         file = context.files.open(context.prefix + name)
+        if trusts_recorded:
+            name = recorded_name(file) or name
         if id(file.tree) in carried:
             tree = carried[id(file.tree)]
         else:

@@ -3,18 +3,20 @@
 - ZeRO-3 writes one model file per rank, the other stages one per model-parallel rank. The names of the two kinds do not
   collide, so a save into an existing folder replaces only its own kind: `without_stale_model_files` drops the others.
 - `find_grid` derives the degrees of parallelism and reports every rank file that is missing.
-- `check_saved_names` reports files that carry each other's names. A shard does not contain its rank, but torch names
-  the archive after the file that it was saved to.
+- `check_saved_names` and `check_copied_files` report files in the place of another rank's file.
 - `check_same_save` reports files of another step or another DeepSpeed version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ucp.errors import NotUnderstoodError, first_few
+from ucp.containers.inert import TensorRef
+from ucp.core.box import Shape
+from ucp.core.checkpoint import Rank
+from ucp.errors import InconsistentError, NotUnderstoodError, first_few
 from ucp.formats.deepspeed.read.rank_files import RankFile, RankFiles, lookup
 from ucp.formats.deepspeed.read.read_context import ReadContext
 from ucp.formats.deepspeed.read.read_zero3 import ZERO3_MASTERS
@@ -25,12 +27,14 @@ from ucp.formats.deepspeed.step_files import (
     optimizer_file_name,
     sharded_model_file_name,
 )
+from ucp.formats.sharded.assembly import ResolvedRule
+from ucp.formats.sharded.rank_identity import COPY_HINT, TRUST_HINT, RankContent, find_copies, rank_tensors
 from ucp.formats.sharded.shard_table import Problems
+from ucp.storage.local import SourceFiles
 
 FOREIGN_NOTE: Final = "file-foreign"
 _MAX_RANKS: Final = 1 << 20
-_SHARDED_ROLES: Final = ("optim", "sharded_model", "expert_optim")  # every rank has its own content
-_OTHER_ROLES: Final = ("model", "layers")
+_ROLES: Final = ("optim", "sharded_model", "expert_optim", "model", "layers", "experts")
 
 
 def without_stale_model_files(files: StepFiles, opened: RankFiles, prefix: str) -> StepFiles:
@@ -187,39 +191,120 @@ def _parameter_names(files: StepFiles, opened: RankFiles, prefix: str, mp: int) 
     return [sorted(map(str, group)) for group in shapes if isinstance(group, dict)]
 
 
-def check_saved_names(context: ReadContext, files: StepFiles) -> None:
-    """Report files that were swapped or copied over one another; note files that were merely renamed.
-
-    A layer that was copied to make a model deeper is valid, and so are ranks that were all created from one file. With
-    ZeRO-1 and 2 nothing is an error here: a master weight that differs from its module weight is reported later, by
-    parameter.
-    """
-    is_checked_later = bool(files.optim) and not files.sharded_model
-    for role in (*_SHARDED_ROLES, *_OTHER_ROLES):
-        names: Mapping[Hashable, str] = getattr(files, role)
-        opened = {key: context.files.open(context.prefix + name) for key, name in names.items()}
-        saved = {key: _saved_key(file, role, key) for key, file in opened.items()}
-        wrong = [opened[key] for key in opened if saved[key] != key]
-        if not wrong:
-            continue
-        found = set(saved.values())
-        is_exchange = len(found) == len(saved)
-        is_copy = role in _SHARDED_ROLES and (len(found) > 1 or len(saved) == 2)
-        if found <= set(opened) and (is_exchange or is_copy) and not is_checked_later:
-            for file in wrong:
-                context.problems.add(f"{file.name}: was saved as {file.saved_as}.pt, the file of another rank or layer")
-        else:
-            context.note(
-                "saved-under-other-names",
-                f"{wrong[0].name} was saved as {wrong[0].saved_as}.pt, and {len(wrong) - 1} more under other names",
+def by_recorded_rank(files: StepFiles, opened: RankFiles, prefix: str) -> StepFiles:
+    """The files by the rank, layer or expert that each was saved as, instead of the one in its name."""
+    found = StepFiles(other=files.other, foreign=files.foreign)
+    for role, key, name in _placed_files(files):
+        recorded = _recorded_place(opened.open(prefix + name)) or (role, key)
+        table = getattr(found, recorded[0])
+        if recorded[1] in table:
+            raise InconsistentError(
+                f"{prefix}{name} and {prefix}{table[recorded[1]]} were saved as the same file:"
+                " one is a copy of the other",
+                hint="restore the file that was overwritten",
             )
-    context.problems.raise_any("give every file the name that it was saved under, and restore what was overwritten")
+        table[recorded[1]] = name
+    return found
 
 
-def _saved_key(file: RankFile, role: str, current: Hashable) -> Hashable:
-    """The key of the name that a file was saved under; `current` if the archive does not record one."""
-    found: Mapping[Hashable, str] = getattr(classify_files([f"{file.saved_as}.pt"]), role)
-    return next(iter(found), current)
+def check_saved_names(context: ReadContext, files: StepFiles, tp: int, trusts_names: bool) -> None:
+    """Report files that were saved as the file of another rank, layer or expert; only note them if names are trusted.
+
+    DeepSpeed's files do not contain their rank, but torch names an archive after the file that it is saved to.
+    """
+    opened = [(role, key, context.files.open(context.prefix + name)) for role, key, name in _placed_files(files)]
+    wrong = [each for each in opened if _recorded_place(each[2]) not in (None, each[:2])]
+    if wrong and trusts_names:
+        first = wrong[0][2]
+        context.note(
+            "saved-under-other-names",
+            f"{first.name} was saved as {first.saved_as}.pt, and {len(wrong) - 1} more under other names",
+        )
+        return
+    for role, key, file in wrong:
+        text = f"{file.name}: was saved as {file.saved_as}.pt, the file of another rank, layer or expert"
+        rank = None
+        if role not in ("layers", "experts"):
+            dp, mp = (0, key) if role == "model" else key
+            rank = Rank(mp // tp, mp % tp, dp)
+        context.problems.add(text, "grid", file.name, rank)
+    context.problems.raise_any(TRUST_HINT)
+
+
+def check_copied_files(context: ReadContext, files: StepFiles, rules: Mapping[str, ResolvedRule]) -> None:
+    """Report rank files whose tensors are equal to those of another rank: what is split or sharded differs.
+
+    Tensor-parallel ranks may be equal if the checkpoint or the user declares that no parameter is split.
+    """
+    is_declared = any(not resolved.origin.startswith("inferred") for resolved in rules.values())
+    may_be_equal = is_declared and all(resolved.rule.cut == "replicated" for resolved in rules.values())
+    tensors: dict[int, list[TensorRef]] = {}  # files may share a tree
+
+    def content(name: str, key: str | None = None) -> RankContent:
+        file = context.files.open(context.prefix + name)
+        tree = file.tree if key is None else file.mapping().get(key)
+        if id(tree) not in tensors:
+            tensors[id(tree)] = rank_tensors(tree)
+        return RankContent(file.name, file, tensors[id(tree)])
+
+    copies: list[tuple[str, str]] = []
+    if len(files.model) > 1 and not may_be_equal:
+        copies += find_copies((content(name, "module") for _, name in sorted(files.model.items())), context.source)
+    optimizers: dict[object, list[RankContent]] = {}
+    for (dp, mp), name in sorted(files.optim.items()) if len(files.optim) > 1 else ():
+        each = content(name, "optimizer_state_dict")
+        count = lookup(context.files.open(each.name).tree, "optimizer_state_dict", "partition_count")
+        copy = dp // count if type(count) is int and count > 0 else 0  # MiCS: every `count` ranks repeat the state
+        optimizers.setdefault((copy, mp if may_be_equal else None), []).append(each)
+    for contents in optimizers.values():
+        copies += find_copies(contents, context.source)
+    if any(tp for _, tp in files.layers) and not may_be_equal:
+        copies += _copied_layers({key: content(name) for key, name in files.layers.items()}, context.source)
+    for name, other in copies:
+        context.problems.add(f"{name}: has the same tensors as {other}: one is a copy of the other", "grid", name)
+    context.problems.raise_any(COPY_HINT)
+
+
+def _copied_layers(layers: Mapping[tuple[int, int], RankContent], source: SourceFiles) -> list[tuple[str, str]]:
+    """The layer files that are copies of another tensor-parallel rank's.
+
+    Files of a norm are equal on all ranks, so a copy is one that differs in other layers of the same shapes. If every
+    layer is equal, everything is a copy.
+    """
+    by_shapes: dict[tuple[Shape, ...], list[tuple[str, str | None]]] = {}
+    for layer in sorted({layer for layer, _ in layers}):
+        ranks = [layers[key] for key in sorted(layers) if key[0] == layer]
+        equal = dict(find_copies(ranks, source))
+        for rank in ranks[1:]:
+            shapes = tuple(ref.shape for ref in rank.tensors)
+            by_shapes.setdefault(shapes, []).append((rank.name, equal.get(rank.name)))
+    everything = all(other for found in by_shapes.values() for _, other in found)
+    copies = [[(name, other) for name, other in found if other] for found in by_shapes.values()]
+    return [
+        pair
+        for found, equal_files in zip(by_shapes.values(), copies, strict=True)
+        if everything or len(equal_files) < len(found)
+        for pair in equal_files
+    ]
+
+
+def _placed_files(files: StepFiles) -> Iterator[tuple[str, Any, str]]:
+    """Every rank file: its role, its key in that role, and its name."""
+    for role in _ROLES:
+        for key, name in getattr(files, role).items():
+            yield role, key, name
+
+
+def _recorded_place(file: RankFile) -> tuple[str, Any] | None:
+    """The role and key of the name that a file was saved under; None if the archive records none."""
+    name = recorded_name(file)
+    return None if name is None else next((role, key) for role, key, _ in _placed_files(classify_files([name])))
+
+
+def recorded_name(file: RankFile) -> str | None:
+    """The name that a rank file was saved under; None if the archive records none."""
+    name = f"{file.saved_as}.pt"
+    return None if classify_files([name]).other else name
 
 
 def check_same_save(models: Mapping[str, RankFile], optims: Mapping[str, RankFile], problems: Problems) -> None:

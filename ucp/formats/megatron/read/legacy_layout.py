@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ucp.containers.inert import TensorRef
 from ucp.core.box import Shape
-from ucp.core.checkpoint import WEIGHT, Note, Parameter, ParamGroup, Role
+from ucp.core.checkpoint import WEIGHT, Note, Parameter, ParamGroup, Rank, Role
 from ucp.core.rules import REPLICATED, RuleBook, resolve
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, model_files
@@ -37,6 +37,15 @@ from ucp.formats.megatron.read.legacy_files import (
     read_states,
 )
 from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN, Assembler, ResolvedRule, infer_rules, merge_groups
+from ucp.formats.sharded.rank_identity import (
+    COPY_HINT,
+    TRUST_HINT,
+    GridPosition,
+    RankContent,
+    find_copies,
+    misplaced_ranks,
+    rank_tensors,
+)
 from ucp.formats.sharded.shard_table import Problems, RankCoord, Shard, ShardTable
 from ucp.storage.local import SourceFiles
 
@@ -57,8 +66,9 @@ _EQUAL_ARGUMENTS: Final = (  # of all ranks
 
 @dataclass(slots=True)
 class MegatronRankFiles:
-    """The opened files of one rank."""
+    """The opened files of one rank. `place` is the name of a model file at its position of the grid."""
 
+    place: str
     model: MegatronFile
     chunks: list[dict[str, Any]]
     optimizer: MegatronFile | None = None
@@ -86,20 +96,27 @@ class LegacyReader:
     Order of calls: construct (opens and checks every file, fills the table), `parameters`, `groups`, `notes`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, source: SourceFiles, trusted: Literal["recorded", "file-names"] | None = None
+    ) -> None:
         self.root = root
-        opened = {numbers: MegatronFile(root, f"{name}/{MODEL_FILE}") for numbers, name in model_files(root).items()}
+        places = {numbers: f"{folder}/{MODEL_FILE}" for numbers, folder in model_files(root).items()}
+        opened = {numbers: MegatronFile(root, name) for numbers, name in places.items()}
         first = next(iter(opened.values()))
         self.arguments: JobArguments = arguments_of(first.mapping().get("args"), str(root / first.name))
         self.notes: list[Note] = []
         self._problems = Problems(str(root))
         self._table = LegacyShardTable(self._problems, self.arguments)
         _check_same_save(list(opened.values()), self.arguments)
+        if trusted != "file-names":
+            opened = self._placed_by_writer(opened, trusted == "recorded")
         self.files = {
-            _coord_of_folder(numbers, self.arguments, file.name): self._open_beside(file)
+            _coord_of_folder(numbers, self.arguments, file.name): self._open_beside(places[numbers], file)
             for numbers, file in opened.items()
         }
         self._check_grid()
+        if trusted != "file-names":
+            self._check_copies(source)
         self._fill_table()
 
     def parameters(self, user: RuleBook | None, files: SourceFiles) -> dict[str, Parameter]:
@@ -115,11 +132,66 @@ class LegacyReader:
         by_rank = [groups for _, groups in sorted(self._table.groups.items())]
         return merge_groups(by_rank, parameters, by_position=False)
 
-    def _open_beside(self, model: MegatronFile) -> MegatronRankFiles:
+    def _placed_by_writer(
+        self, opened: dict[GridPosition, MegatronFile], trusted: bool
+    ) -> dict[GridPosition, MegatronFile]:
+        """The model files by position, checked against the global ranks that wrote them, or `trusted` to follow these.
+
+        Tools that write all files in one process leave the same rank in each, which says nothing.
+        """
+        writers = {
+            numbers: rank for numbers, file in opened.items() if type(rank := _arguments(file).get("rank")) is int
+        }
+        by_rank: dict[int, MegatronFile] = {}
+        if len(set(writers.values())) > 1:
+            for numbers, rank in writers.items():
+                other = by_rank.setdefault(rank, opened[numbers])
+                if other is not opened[numbers]:
+                    name = opened[numbers].name
+                    text = f"{name}: was written by rank {rank}, and so was {other.name}: one is a copy of the other"
+                    self._problems.add(text, "grid", name, Rank(tp=numbers[0]))
+        self._problems.raise_any(_RESTORE)
+        if len(writers) != len(by_rank):
+            return opened
+        wrong = dict(misplaced_ranks(writers))
+        if trusted:
+            return {**opened, **{numbers: by_rank[rank] for numbers, rank in wrong.items()}}
+        for numbers, rank in wrong.items():
+            name = opened[numbers].name
+            text = f"{name}: was written by rank {writers[numbers]}, where a file of rank {rank} belongs"
+            self._problems.add(f"{text} ({by_rank[rank].name})", "grid", name, Rank(tp=numbers[0]))
+        self._problems.raise_any(TRUST_HINT)
+        return opened
+
+    def _check_copies(self, source: SourceFiles) -> None:
+        """Check that no rank's files are copies of another's.
+
+        If every model file has the rank that wrote it, only tensor-parallel ranks are compared: experts or layers that
+        were made as copies of others are equal before the first step.
+        """
+        are_known = len({_arguments(files.model).get("rank") for files in self.files.values()}) == len(self.files)
+        has_steps = bool(next(iter(self.files.values())).model.mapping().get("iteration"))
+        groups: dict[tuple[str, int, int], list[RankContent]] = {}
+        for coord, files in sorted(self.files.items()):
+            pp, ep = (coord.pp, coord.ep) if are_known else (0, 0)
+            model = RankContent(files.model.name, files.model.archive, rank_tensors(files.chunks))
+            groups.setdefault(("model", pp, ep), []).append(model)
+            if files.optimizer is not None:
+                file = files.optimizer
+                optimizer = RankContent(file.name, file.archive, rank_tensors(file.tree))
+                groups.setdefault(("optimizer", 0, 0 if has_steps else ep), []).append(optimizer)
+        for contents in groups.values():
+            for name, other in find_copies(contents, source):
+                text = f"{name}: has the same tensors as {other}: one is a copy of the other"
+                self._problems.add(text, "grid", name)
+        self._problems.raise_any(COPY_HINT)
+
+    def _open_beside(self, place: str, model: MegatronFile) -> MegatronRankFiles:
         """Open what is next to a model file."""
         folder = str(Path(model.name).parent)
         has_optimizer = (self.root / folder / OPTIMIZER_FILE).is_file()
         return MegatronRankFiles(
+            place,
             model,
             chunks_of(model.mapping(), model.name),
             MegatronFile(self.root, f"{folder}/{OPTIMIZER_FILE}") if has_optimizer else None,
@@ -280,6 +352,10 @@ class LegacyReader:
         unknown = {name: row for name, row in rows.items() if name not in rules}
         rules.update(infer_rules(files, unknown, lambda id, text: self.notes.append(Note(id, text))))
         return {name: rules[name] for name in rows}
+
+
+def _arguments(file: MegatronFile) -> Mapping[str, Any]:
+    return arguments_of(file.mapping().get("args"), file.name).fields
 
 
 def _coord_of_folder(numbers: tuple[int, ...], arguments: JobArguments, file: str) -> RankCoord:

@@ -70,12 +70,12 @@ def _read_sharded(folder: MegatronFolder, options: ReadOptions) -> Checkpoint:
 def _read_legacy(folder: MegatronFolder, options: ReadOptions, files: SourceFiles) -> Checkpoint:
     from ucp.formats.megatron.read.legacy_layout import LegacyReader
 
-    reader = LegacyReader(folder.root)
+    reader = LegacyReader(folder.root, files, options.trusted_ranks)
     parameters = reader.parameters(options.rules, files)
     trees: dict[str, Any] = {}
     for rank in reader.files.values():
         rest = without_states(rank.model.mapping())
-        trees[rank.model.name] = with_atoms(rest, rank.model.archive, rank.model.name, rank.model.name)
+        trees[rank.place] = with_atoms(rest, rank.model.archive, rank.model.name, rank.place)
     first = next(iter(reader.files.values())).model.mapping()
     groups = reader.groups(parameters)
     return build_checkpoint(folder, reader.arguments, parameters, groups, trees, reader.notes, first.get("iteration"))
