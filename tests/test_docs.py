@@ -145,6 +145,18 @@ def test_no_page_names_an_option_that_does_not_exist() -> None:
             assert used <= options(known[words[1]]) | {"--help"}, f"{page}: {line}"
 
 
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    (fast,) = re.findall(r"^\| \*\*Fast\*\* \|.*$", TEXTS["README.md"], re.MULTILINE)
+    ratios = re.findall(r"[\d.]+ ×", fast)
+    assert len(ratios) == 2
+    assert [ratio for ratio in ratios if ratio not in TEXTS["benchmarks.md"]] == []
+    (memory,) = re.findall(r"in (\d+) MB of memory", fast)
+    assert re.search(rf"peak memory of a process, 1 GB .* \| {memory} /", TEXTS["benchmarks.md"])
+    command = re.search(r"`(scripts/[\w/.]+)` \|$", fast)
+    assert command
+    assert (PROJECT / command[1]).exists()
+
+
 def templates() -> list[str]:
     """Every text in the program, with `…` for what is filled in."""
     found = []
