@@ -23,7 +23,7 @@ from ucp.errors import InconsistentError, StorageError, UcpError, UsageError
 from ucp.log.base_folders import list_bases, usable_bases
 from ucp.log.payloads import GradientStage, LrKind
 from ucp.log.reader import Log
-from ucp.training.recording.schema_agreement import LoggableRegion, RankRegions, assign_regions
+from ucp.training.recording.epoch_start import LoggableRegion, RankRegions, assign_regions
 
 torch = pytest.importorskip("torch")
 
@@ -300,16 +300,16 @@ def test_zero_partitions_stay_with_their_ranks() -> None:
 def test_a_gradient_that_is_not_what_was_recorded_is_noticed(tmp_path: Path) -> None:
     """The check that guards the reduced gradients, with a recorder whose slot was changed behind its back."""
     job = Trained(tmp_path, optimizers()["adamw single"][0])
-    taker = job.recorder._capture
+    capture = job.recorder._capture
     gradient = torch.randn(7)
-    taker.take(2, gradient)
-    taker.check(2, gradient)
-    assert taker.failure is None
-    taker.scale = np.float32(0.5)
-    taker.check(2, gradient * 0.5)
-    assert taker.failure is None
-    taker.check(2, gradient)
-    assert isinstance(taker.failure, InconsistentError)
+    capture.copy_all([(2, gradient)])
+    capture.check(2, gradient)
+    assert capture.failure is None
+    capture.scale = np.float32(0.5)
+    capture.check(2, gradient * 0.5)
+    assert capture.failure is None
+    capture.check(2, gradient)
+    assert isinstance(capture.failure, InconsistentError)
 
 
 @pytest.mark.slow

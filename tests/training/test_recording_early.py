@@ -132,10 +132,9 @@ def test_a_change_that_only_a_full_comparison_finds_ends_the_recording(
 ) -> None:
     """Steps before it may have been changed so as well, where nobody looked."""
     from ucp.training.recording import capture as recording_capture
-    from ucp.training.recording import overlap as recording_early
 
     monkeypatch.setattr(recording_capture, "CHECK_EVERY", 6)
-    monkeypatch.setattr(recording_early, "SAMPLE", 1)
+    monkeypatch.setattr(recording_capture, "SAMPLE", 1)
 
     def last_behind_autograd(job: Job) -> None:
         for p in parameters(job):

@@ -41,6 +41,11 @@ class SteppedTensor:
     names: list[str]  # every parameter of the flat tensor, including those whose elements are on other ranks
     group: int  # index into `optimizer.param_groups`
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it gets gradients. An optimizer may also have been given frozen parameters."""
+        return bool(self.key.requires_grad)
+
 
 @dataclass(slots=True)
 class LiveTensor:
@@ -109,6 +114,20 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The local tensor as a flat view, or None if its memory is not row-major."""
     local = local_tensor(tensor)
     return local.view(-1) if local.is_contiguous() else None
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether all elements have equal bits: -0.0 differs from 0.0, and NaN equals NaN."""
+    import torch
+
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(left.element_size(), torch.int64)
+    first, second = (tensor.contiguous().reshape(-1).view(integers) for tensor in (left, right))
+    return bool(torch.equal(first, second))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor, or the local tensor of a DTensor, is a view of."""
+    return int(local_tensor(tensor).untyped_storage().data_ptr())
 
 
 def updates_counted(state: Mapping[str, Any]) -> int | None:

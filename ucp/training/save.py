@@ -60,10 +60,13 @@ class SaveHandle:
             self._work.result()
         return self.path
 
-    def _start(self, work: Callable[[], None]) -> None:
-        executor = ThreadPoolExecutor(1, "ucp-save")
-        self._work = executor.submit(work)
-        executor.shutdown(wait=False)
+
+def run_in_background(work: Callable[[], None], name: str) -> Future[None]:
+    """Run `work` in a thread of its own; the future keeps its exception."""
+    executor = ThreadPoolExecutor(1, name)
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future
 
 
 _running: list[SaveHandle] = []  # at most one: the collectives of two saves would mix
@@ -93,7 +96,7 @@ def save(
     if asynchronous:
         saver.group = background_group()
         saver.copy_to_cpu()
-        handle._start(saver.write)
+        handle._work = run_in_background(saver.write, "ucp-save")
         _running.append(handle)
     else:
         saver.write()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,7 +16,7 @@ from ucp.log.reader import EPOCH
 from ucp.log.tuning import REPLAY_SECONDS, RecordingCosts, Tuner, TuningChoice
 from ucp.log.writer import StreamWriter, WriterStats
 from ucp.training.collectives import all_gather
-from ucp.training.save import SaveHandle
+from ucp.training.save import SaveHandle, run_in_background
 
 TUNE_EVERY: Final = 100  # steps between two choices of an automatic interval
 
@@ -100,45 +100,36 @@ class BaseInterval:
         return choice
 
 
+@dataclass(slots=True)
 class BaseSaver:
-    """Saves the bases of one epoch. `save(folder, asynchronous)` saves the job and is called on every rank."""
+    """Saves the bases of one epoch."""
 
-    def __init__(
-        self,
-        run: Path,
-        epoch: int,
-        start: int,
-        first_number: int,
-        keep: int | None,
-        save: Callable[[Path, bool], SaveHandle],
-        rank: int,
-        extra_files: Callable[[Path], None] | None = None,
-    ) -> None:
-        """`extra_files(folder)` writes further files of this rank into the folder of a base."""
-        self._run = run
-        self._epoch = epoch
-        self._start = start
-        self._next = first_number
-        self._keep = keep
-        self._save = save
-        self._rank = rank
-        self._extra_files = extra_files
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._finished: list[int] = []  # steps of the complete bases of this run, oldest first
-        self.last_step = start
-        self.taken = 0
-        self.seconds = 0.0  # from start to end of the last complete base
+    run: Path
+    epoch: int
+    last_step: int  # of the newest base; at first, the step at which the epoch starts
+    next_number: int
+    keep: int | None
+    save: Callable[[Path, bool], SaveHandle]  # saves the job in a folder, asynchronously or not; called on every rank
+    rank: int
+    extra_files: Callable[[Path], None] | None = None  # writes further files of this rank into the folder of a base
+    taken: int = 0
+    seconds: float = 0.0  # from start to end of the last complete base
+    _start: int = field(init=False)
+    _work: Future[None] | None = None
+    _finished: list[int] = field(default_factory=list)  # steps of the complete bases of this run, oldest first
+
+    def __post_init__(self) -> None:
+        self._start = self.last_step
 
     def save_first(self, step: int) -> str:
         """Save the first base now; returns its folder relative to the run's."""
         base = self._new(step)
         try:
-            self._save(base.path, False).wait()
+            self.save(base.path, False).wait()
             self._publish(base)
         except (OSError, StorageError) as error:
             raise _base_error(base, error) from error
-        return str(base.folder.relative_to(self._run))
+        return str(base.folder.relative_to(self.run))
 
     def take(self, step: int) -> None:
         """Save a base of the current state in the background. Collective."""
@@ -146,7 +137,7 @@ class BaseSaver:
         base = self._new(step)
         begin = time.perf_counter()
         try:
-            handle = self._save(base.path, True)
+            handle = self.save(base.path, True)
         except (OSError, StorageError) as error:
             raise _base_error(base, error) from error
 
@@ -154,16 +145,15 @@ class BaseSaver:
             try:
                 handle.wait()
                 self._publish(base)
-                self.seconds = time.perf_counter() - begin
-            except BaseException as error:  # noqa: BLE001 - raised by `wait`
-                self._error = _base_error(base, error)
+            except (OSError, StorageError) as error:
+                raise _base_error(base, error) from error
+            self.seconds = time.perf_counter() - begin
 
-        self._thread = threading.Thread(target=finish, name="ucp-base")
-        self._thread.start()
+        self._work = run_in_background(finish, "ucp-base")
 
     def drop_old_segments(self, writer: StreamWriter) -> None:
         """Drop the log segments before the oldest base that is kept. Cheap if there is nothing to drop."""
-        keep = self._keep
+        keep = self.keep
         while keep is not None and len(self._finished) > keep:
             self._finished.pop(0)
             writer.drop_segments_upto(self._finished[0])
@@ -176,55 +166,50 @@ class BaseSaver:
 
     def failure(self) -> BaseException | None:
         """Wait for the base in progress; return its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
+        work, self._work = self._work, None
+        return None if work is None else work.exception()
 
     def raise_finished_error(self) -> None:
         """Raise the error of the last base if it has already failed. Cheap."""
-        if self._error is not None:
+        if self._work is not None and self._work.done():
             self.wait()
 
     def _new(self, step: int) -> BaseCheckpoint:
-        base = BaseCheckpoint(base_folder(self._run, self._next), self._next, step, self._epoch, ATOMS)
+        base = BaseCheckpoint(base_folder(self.run, self.next_number), self.next_number, step, self.epoch, ATOMS)
         try:
             base.folder.mkdir(parents=True, exist_ok=True)
-            if self._extra_files is not None:
-                self._extra_files(base.folder)  # before the save, which completes only after all ranks have started it
+            if self.extra_files is not None:
+                self.extra_files(base.folder)  # before the save, which completes only after all ranks have started it
         except OSError as error:
             raise _base_error(base, error) from error
-        self._next += 1
+        self.next_number += 1
         self.taken += 1
         self.last_step = step
         return base
 
     def _publish(self, base: BaseCheckpoint) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             write_base(base)
             self._drop_old()
         self._finished.append(base.step)
 
     def _drop_old(self) -> None:
         """Remove old bases, and epochs that end before the oldest one that is kept. On rank 0."""
-        if self._keep is None:
+        if self.keep is None:
             return
-        bases = list_bases(self._run)
-        for base in bases[: -self._keep]:
+        bases = list_bases(self.run)
+        for base in bases[: -self.keep]:
             shutil.rmtree(base.folder)
-        kept = bases[-self._keep :]
-        if len(bases) > self._keep and kept[0].step >= self._start and kept[0].epoch == self._epoch:
-            for folder in (self._run / "log").iterdir():
+        kept = bases[-self.keep :]
+        if len(bases) > self.keep and kept[0].step >= self._start and kept[0].epoch == self.epoch:
+            for folder in (self.run / "log").iterdir():
                 named = EPOCH.fullmatch(folder.name)
-                if named is not None and int(named[1]) < self._epoch:
+                if named is not None and int(named[1]) < self.epoch:
                     shutil.rmtree(folder)
 
 
-def _base_error(base: BaseCheckpoint, error: BaseException) -> BaseException:
+def _base_error(base: BaseCheckpoint, error: OSError | StorageError) -> StorageError:
     """An error that names the base which could not be saved."""
-    if not isinstance(error, (StorageError, OSError)):
-        return error
     reason = error.what if isinstance(error, StorageError) else error.strerror or str(error)
     reason = reason.removeprefix(f"{base.folder}: ")
     return StorageError(

@@ -1,10 +1,16 @@
-"""Copy the gradients of a step into a slot of the log's ring, and check that the optimizer gets the same gradients."""
+"""Copy the gradients of a step into a slot of the log's ring, and check that the optimizer gets the same gradients.
+
+Gradients can be captured as soon as they are final, overlapping with the rest of the backward pass (LowDiff+). Such a
+gradient is used only if it is still the one that the optimizer consumes: the same memory, the same autograd version,
+and equal in a sample of elements. Otherwise it is captured again. So a job may accumulate, clip or change gradients as
+usual.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,7 +19,7 @@ from ucp.errors import InconsistentError, UcpError
 from ucp.log.payloads import GradientStage, GroupScalars, StepRecord
 from ucp.log.stream_schema import StreamSchema
 from ucp.log.writer import StepSlot, StreamWriter
-from ucp.training.live_job import local_tensor
+from ucp.training.live_job import local_tensor, same_bits
 from ucp.training.recording.optimizer_kernel import scalars, update_count
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 FULL_CHECKS: Final = 2  # first steps in which all recorded gradients are compared with those of the optimizer
 CHECK_EVERY: Final = 100  # steps between further full comparisons
 SAMPLE: Final = 64  # elements of each tensor that are compared in the other steps
+MAX_MISMATCHES: Final = 3  # give up after this many steps in a row in which most early gradients were changed later
 
 
 class GradientCapture:
@@ -62,10 +69,6 @@ class GradientCapture:
             if self.slot is None:
                 self.slot = self.writer.acquire()
             return self.slot
-
-    def take(self, number: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient of one of the stream's tensors."""
-        self.copy_all([(number, gradient)])
 
     def copy_all(self, gradients: list[tuple[int, torch.Tensor]]) -> None:
         """Copy gradients of several tensors."""
@@ -120,23 +123,19 @@ class GradientCapture:
         return self._steps < FULL_CHECKS or self._steps % CHECK_EVERY == 0
 
     def add_group_scalars(self, optimizer: Any, group: dict[str, Any], number: int) -> None:
-        """Add the hyper-parameters of a param group at the moment the optimizer is called."""
+        """Add the hyper-parameters of a param group at the moment the optimizer is called.
+
+        They include the highest update count of the tensors that will be updated now, or -1 if the optimizer does not
+        count. Counts differ if a tensor had no gradient in some steps.
+        """
         if number in self.scalars:
             return
-        self.scalars[number] = scalars(number, group, self._max_update_count(optimizer, group, number))
-
-    def _max_update_count(self, optimizer: Any, group: dict[str, Any], number: int) -> int:
-        """The highest update count of the tensors that will be updated now; -1 if the optimizer does not count.
-
-        Counts differ if a tensor had no gradient in some steps.
-        """
         counts = (update_count(optimizer, p) for p in group["params"] if p.grad is not None)
-        step = next(counts, -1)
-        most = self._most.get(number)
-        if step >= 0 and (most is None or step <= most):  # a count above `most` is the new maximum: it grows by one
-            step = max([step, *counts])
-        self._most[number] = max(step, -1 if most is None else most)
-        return step
+        count, most = next(counts, -1), self._most.get(number, -1)
+        if count >= 0 and (number not in self._most or count <= most):  # a count above `most` is the new maximum
+            count = max([count, *counts])
+        self._most[number] = max(count, most)
+        self.scalars[number] = scalars(number, group, count)
 
     def check(self, number: int, consumed: torch.Tensor, *, all_of_it: bool = False) -> None:
         """Compare a recorded gradient with the one that the optimizer consumes: a sample, or all elements."""
@@ -152,8 +151,7 @@ class GradientCapture:
             again = view.view(-1)[:count].to(torch.float32, copy=True)
             if self.scale is not None:
                 again.mul_(float(self.scale))
-            given = flat[block.offset : block.offset + count].to("cpu", torch.float32)
-            if not torch.equal(again.view(torch.int32), given.contiguous().view(torch.int32)):
+            if not same_bits(again, flat[block.offset : block.offset + count].to("cpu", torch.float32)):
                 self.failure = InconsistentError(
                     f"step: the gradient recorded for optimizer tensor {number} (block {block.id}), times"
                     f" {self.scale}, is not the one that the optimizer consumes",
@@ -164,26 +162,17 @@ class GradientCapture:
                 return
 
     def finish(
-        self,
-        step: int,
-        *,
-        stage: GradientStage,
-        skipped: bool,
-        micro_batches: int,
-        samples: int,
-        aux: Any,
-        time_ns: int,
+        self, step: int, *, stage: GradientStage, skipped: bool, micro_batches: int, samples: int, aux: Any
     ) -> None:
         """Submit the step to the writer and prepare for the next one."""
         slot = self.acquire_slot()
         groups = () if skipped else tuple(self.scalars[number] for number in sorted(self.scalars))
-        slot.step = step
-        slot.aux = aux
+        slot.step, slot.aux = step, aux
         if skipped:
             slot.present = []
         scale = None if skipped else self.scale
         stage = stage if scale is None else GradientStage.REDUCED
-        slot.record = StepRecord(groups, stage, scale, skipped, micro_batches, samples, time_ns)
+        slot.record = StepRecord(groups, stage, scale, skipped, micro_batches, samples, time.time_ns())
         self._reset()
         self._steps += 1
         self.writer.submit(slot)
@@ -220,7 +209,7 @@ def run_guarded(capture: GradientCapture, work: Callable[[], None]) -> None:
     """Run a hook and measure its time; an exception is kept and raised at the end of the step."""
     if capture.failure is not None:
         return
-    acquire_slot, cpu = time.perf_counter(), time.thread_time()
+    begin, cpu = time.perf_counter(), time.thread_time()
     try:
         work()
     except UcpError as error:
@@ -228,8 +217,193 @@ def run_guarded(capture: GradientCapture, work: Callable[[], None]) -> None:
     except Exception as error:  # noqa: BLE001 - recording must not break the trainer's step
         capture.failure = UcpError(f"recording failed: {type(error).__name__}: {error}")
     finally:
-        capture.seconds += time.perf_counter() - acquire_slot
+        capture.seconds += time.perf_counter() - begin
         capture.cpu_seconds += time.thread_time() - cpu
 
 
-__all__ = ["GradientCapture", "run_guarded"]
+Mark = tuple["torch.Tensor", int, int]  # a gradient (kept, so that its memory is not reused), its address and version
+
+
+class OverlapCapture:
+    """The gradients of this step that were captured early, and whether they are valid.
+
+    A hook cannot know whether a backward pass is the last one of the step, so the number of passes of the previous step
+    is expected. If a step has another number, its gradients are captured when the optimizer is called.
+    """
+
+    def __init__(self, capture: GradientCapture, *, marked: bool) -> None:
+        """With `marked`, final gradients keep their memory, so their autograd version shows whether they changed.
+
+        Otherwise (DDP copies them once more) all elements are compared with what the optimizer consumes.
+        """
+        self.tensors = 0  # total number of valid early gradients
+        self._capture = capture
+        self._marked = marked
+        self._marks: dict[int, Mark] = {}  # tensor → mark of the gradient in the slot
+        self._passes: dict[int, int] = {}  # tensor → number of its backward passes in this step
+        self._parts: dict[int, dict[int, int]] = {}  # tensor → start of each captured part → its elements
+        self._expected = 0
+        self._mismatches = 0
+        self._step_counts = 0, 0  # early gradients of this step, and how many of them were valid
+        self._steps = 0  # steps with early gradients
+        self._on = True
+
+    def ready(self, number: int, gradient: torch.Tensor) -> None:
+        """Called when a backward pass has finished for one of the stream's tensors."""
+        if self._capture.scale is not None:  # another pass after clipping invalidates the marks
+            self._marks, self._capture.scale = {}, None
+        self._marks.pop(number, None)
+        if not self._on:
+            return
+        passes = self._passes[number] = self._passes.get(number, 0) + 1
+        if passes == self._expected:
+            self._take(number, gradient)
+
+    def _take(self, number: int, gradient: torch.Tensor) -> None:
+        targets, sources = self._capture.block_views(number, gradient)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        self._marks[number] = memory_mark(gradient)
+
+    def capture_part(self, number: int, start: int, values: torch.Tensor) -> None:
+        """Capture final elements of a gradient, starting at element `start` of one of the stream's tensors."""
+        if not self._on:
+            return
+        copied = self._capture.copy_part(number, start, values)
+        parts = self._parts.setdefault(number, {})
+        parts[start] = copied
+        if sum(parts.values()) == self._capture.counts[number]:
+            self._marks[number] = memory_mark(values)
+
+    def keep_matching_raw(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """Like `keep_matching`, for gradients before unscaling; all elements are compared."""
+        taken = [each for each in gradients if each[0] in self._marks and each[0] not in self._capture.taken]
+        kept = [each for each in taken if self._equal(*each, None)]
+        for number, _ in kept:
+            self._capture.mark_captured(number)
+        self._count(len(taken), len(kept))
+        return [each for each in gradients if each[0] not in self._capture.taken]
+
+    def keep_matching(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """Mark the early gradients that equal those of the optimizer as captured; return the others."""
+        taken = [(number, gradient) for number, gradient in gradients if number in self._marks]
+        kept = self._unchanged(taken) if taken else []
+        if self._capture.scale is not None and len(kept) < len(gradients):
+            kept, self._capture.scale = [], None  # a step has one factor for all gradients
+        for number, _ in kept:
+            self._capture.mark_captured(number)
+        self._count(len(taken), len(kept))
+        self._steps += bool(taken)
+        counted = {number for number, _ in kept}
+        return [(number, gradient) for number, gradient in gradients if number not in counted]
+
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip like torch. If all gradients are captured, record the unclipped ones and the clipping factor."""
+        import torch
+
+        capture = self._capture
+        mine = [(capture.number[id(p)], p.grad) for p in parameters if p.grad is not None and id(p) in capture.number]
+        plain = all(gradient.dtype == torch.float32 for _, gradient in mine) and capture.scale is None
+        if plain:
+            known = {number for number, _ in self._unchanged([each for each in mine if each[0] in self._marks])}
+            for number, gradient in mine:
+                if number not in known:
+                    self._take(number, gradient)
+        norm, factor = _clip(parameters, max_norm, norm_type)
+        capture.scale = factor if plain else None
+        known_before = plain and factor is not None
+        self._marks = {number: memory_mark(gradient) for number, gradient in mine} if known_before else {}
+        return norm
+
+    def _unchanged(self, taken: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """The early gradients that still equal those in the slot, times the factor if there is one."""
+        kept = taken
+        if self._marked or self._capture.scale is not None:
+            kept = [each for each in taken if memory_mark(each[1])[1:] == self._marks[each[0]][1:]]
+        first = self._steps < FULL_CHECKS
+        full = first or not self._marked or self._capture.checks_everything
+        if full:
+            equal = [each for each in kept if self._equal(*each, self._capture.scale)]
+        else:
+            equal = kept if not kept or self._sample_is_equal(kept) else []
+        if len(equal) < len(kept) and self._marked:  # gradients are changed in a way that autograd does not count
+            self._on = False
+            if full and not first:
+                raise InconsistentError(
+                    "gradients were changed after the backward pass in a way that autograd does not count, perhaps also"
+                    " in earlier steps",
+                    hint="record again from a new base, with early=False",
+                )
+        return equal
+
+    def _equal(self, number: int, gradient: torch.Tensor, scale: np.float32 | None) -> bool:
+        import torch
+
+        targets, sources = self._capture.block_views(number, gradient)
+        for captured, consumed in zip(targets, sources, strict=True):
+            captured = captured.to(consumed.dtype)
+            expected = captured if scale is None else captured * torch.tensor(float(scale), dtype=torch.float32)
+            if not same_bits(expected, consumed.to(captured.device)):
+                return False
+        return True
+
+    def _sample_is_equal(self, taken: Sequence[tuple[int, torch.Tensor]]) -> bool:
+        """Compare a few elements of each gradient."""
+        import torch
+
+        captured, consumed = [], []
+        for number, gradient in taken:
+            targets, sources = self._capture.block_views(number, gradient)
+            stride = max(1, targets[0].numel() // SAMPLE)
+            captured.append(targets[0].view(-1)[::stride])
+            consumed.append(sources[0].reshape(-1)[::stride])
+        expected = torch.cat(captured)
+        if self._capture.scale is not None:
+            expected.mul_(float(self._capture.scale))
+        return same_bits(expected, torch.cat(consumed).to(expected.device))
+
+    def _count(self, taken: int, kept: int) -> None:
+        """Add to the counts of this step; an optimizer may be called several times per step."""
+        self.tensors += kept
+        self._step_counts = self._step_counts[0] + taken, self._step_counts[1] + kept
+
+    def next_step(self) -> None:
+        """Reset at the end of a step."""
+        taken, kept = self._step_counts
+        self._mismatches = self._mismatches + 1 if taken and kept * 2 < taken else 0
+        if self._mismatches >= MAX_MISMATCHES:
+            self._on = False
+        self._step_counts = 0, 0
+        self._expected = max(self._passes.values(), default=0)
+        self._passes, self._marks, self._parts = {}, {}, {}
+
+    def stop(self) -> None:
+        """Stop capturing, even if a hook cannot be removed."""
+        self._on = False
+        self._marks = {}
+
+
+def memory_mark(gradient: torch.Tensor) -> Mark:
+    """The gradient's address and autograd version, which change when it is replaced or written to."""
+    local: Any = getattr(gradient, "_local_tensor", gradient)
+    return local, int(local.data_ptr()), int(local._version)
+
+
+def _clip(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> tuple[torch.Tensor, np.float32 | None]:
+    """Clip; returns (norm, factor). The factor is found by clipping a gradient of 1 with the same norm."""
+    import torch
+
+    try:
+        from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+    except ImportError:  # before torch 2.6
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type), None
+
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    one = torch.zeros(1)
+    one.grad = torch.ones(1)
+    clip_grads_with_norm_([one], max_norm, norm.cpu())
+    return norm, np.float32(float(one.grad[0]))

@@ -21,7 +21,7 @@ from ucp.log.segment_writer import StateValue
 from ucp.log.stream_schema import BUFFER, FIRST_KINDS, PARAM, LogBlock, StreamSchema, logged_kind, shaped_kind
 from ucp.log.writer import StreamWriter
 from ucp.training.collect import digest_of, is_elementwise, number_tensor
-from ucp.training.live_job import LiveJob, dtype_of, flat_view, local_tensor
+from ucp.training.live_job import LiveJob, dtype_of, local_tensor, same_bits
 from ucp.training.recording.epoch_start import EpochStart, write_kinds
 from ucp.training.recording.optimizer_kernel import plain_hyper_parameters
 from ucp.training.shadow.sink import ShadowSinks
@@ -46,7 +46,6 @@ class BufferCapture:
             for name, buffer in module._buffers.items():
                 if id(buffer) in wanted:
                     self._owners[wanted[id(buffer)]] = module, name
-        self._state = FIRST_KINDS.index(BUFFER)
         self._known = [_copy_flat(job.buffers[number].tensor) for number in numbers]
         self._dtypes = [dtype_of(known) for known in self._known]
         self._counts = [block.count for block in schema.buffers]
@@ -64,22 +63,16 @@ class BufferCapture:
                     f"buffer {self._names[index]} has another shape or dtype than when recording started",
                     hint="close the recorder and record again after changing the model",
                 )
-            if not torch.equal(_bytes(local_tensor(now).reshape(-1)), _bytes(known)):
+            if not same_bits(local_tensor(now).cpu(), known):
                 new = self._known[index] = _copy_flat(now)
                 dtype = self._dtypes[index]
-                bits = _bytes(new).numpy().view(bits_type(dtype))
-                found.append(StateValue(index, self._state, dtype, bits, chained=False))
+                bits = new.view(torch.uint8).numpy().view(bits_type(dtype))
+                found.append(StateValue(index, FIRST_KINDS.index(BUFFER), dtype, bits, chained=False))
         return found
 
 
 def _copy_flat(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor).reshape(-1).cpu().clone()
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return flat.cpu().view(torch.uint8)
 
 
 class StateCapture:
@@ -109,14 +102,13 @@ class StateCapture:
                         " exist after its first step",
                         hint="close the recorder and record again",
                     )
-                state = self.numbers[name]
+                state, flat = self.numbers[name], tensor.reshape(-1)
                 if is_shaped:
-                    found.append(self._copy(slot, blocks[0], state, tensor.reshape(-1), chained=False))
+                    found.append(self._copy(slot, blocks[0], state, flat, chained=False))
                     continue
-                flat = tensor.reshape(-1)
-                found.extend(
-                    self._copy(slot, block, state, flat[block.offset : block.offset + block.count]) for block in blocks
-                )
+                for block in blocks:
+                    part = flat[block.offset : block.offset + block.count]
+                    found.append(self._copy(slot, block, state, part, chained=True))
         return found
 
     def _states(self, number: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -146,9 +138,7 @@ class StateCapture:
             )
         return local_tensor(value)
 
-    def _copy(
-        self, slot: int, block: LogBlock, state: int, values: torch.Tensor, *, chained: bool = True
-    ) -> StateValue:
+    def _copy(self, slot: int, block: LogBlock, state: int, values: torch.Tensor, *, chained: bool) -> StateValue:
         dtype = dtype_of(values)
         if dtype.name not in DTYPE_CODES:
             raise UsageError(f"an optimizer state has dtype {dtype}, which a log cannot store")
@@ -201,7 +191,7 @@ def _scheduler_json(value: Any) -> Any:
 
 
 def checked_aux(value: Any) -> Any:
-    """The result of the user's `aux=`, which must be serializable as JSON."""
+    """The result of the user's `aux=`, which must be valid JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -226,8 +216,7 @@ def state_digests(optimizer: Any, schema: StreamSchema, keys: Sequence[Any]) -> 
             if is_elementwise(kind_of_state(name), value, key)
         }
         for kind, tensor in {PARAM: key, **states}.items():
-            flat = flat_view(tensor)
-            flat = local_tensor(tensor).reshape(-1) if flat is None else flat
+            flat = local_tensor(tensor).reshape(-1)
             parts = [flat[block.offset : block.offset + block.count] for block in blocks]
             found.append(StateDigest(number, kind, digest_of(parts[0] if len(parts) == 1 else torch.cat(parts))))
     return found

@@ -21,9 +21,11 @@ def kernel_of(optimizer: Any) -> KernelFingerprint:
     capability = str(torch.backends.cpu.get_cpu_capability())
     device = _device(optimizer)
     name, library = _id(optimizer, device)
-    hardware = device if device == "cpu" else f"{device} {_device_name(device)}".strip()
-    vector_bytes = _VECTOR_BYTES.get(capability, 16)
-    return KernelFingerprint(name, str(torch.__version__), capability, hardware, vector_bytes, library)
+    module: Any = None if device == "cpu" else getattr(torch, device, None)
+    hardware = f"{device} {module.get_device_name()}" if hasattr(module, "get_device_name") else device
+    return KernelFingerprint(
+        name, str(torch.__version__), capability, hardware, _VECTOR_BYTES.get(capability, 16), library
+    )
 
 
 def depends_on_position(kernel: KernelFingerprint) -> bool:
@@ -88,13 +90,6 @@ def _device(optimizer: Any) -> str:
         for p in group["params"]:
             return str(p.device.type)
     return "cpu"
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    module = getattr(torch, device, None)
-    return str(module.get_device_name()) if module is not None and hasattr(module, "get_device_name") else ""
 
 
 def scalars(number: int, group: Mapping[str, Any], opt_step: int) -> GroupScalars:

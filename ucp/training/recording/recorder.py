@@ -29,28 +29,6 @@ from ucp.training.shadow.sink import ShadowSinks
 CHECK_SECONDS = 1.0  # between two checks for another job
 
 
-class EpochGuard:
-    """Detects another job that has started a newer epoch in the same run folder."""
-
-    def __init__(self, run: Path | None, epoch: int) -> None:
-        """`run` is None without a log."""
-        self._run = run
-        self._epoch = epoch
-        self._checked = time.monotonic()
-
-    def check(self, step: int) -> None:
-        """Raise if there is a newer epoch. `step` is the last recorded step."""
-        if self._run is None or time.monotonic() - self._checked < CHECK_SECONDS:
-            return
-        self._checked = time.monotonic()
-        if epoch_folder(self._run / "log", self._epoch + 1).exists():
-            raise UsageError(
-                f"{self._run}: another job has started to record here (epoch {self._epoch + 1}); steps of this job"
-                f" after step {step} are not part of the log",
-                hint="use a different folder for every job; if the other is a restart of this one, stop this one",
-            )
-
-
 OnError = Literal["raise", "stop"]
 
 
@@ -58,43 +36,40 @@ class Recorder:
     """A recording in progress. Call `close`, or use it as a context manager."""
 
     def __init__(
-        self, path: Path | None, on_error: OnError, aux: Callable[[], Any] | None, sink: ShadowSinks | None
-    ) -> None:
-        self.path = path  # None without a log
-        self.error: UcpError | None = None  # why the recording has stopped
-        self.step = 0  # the last recorded step, or the one before the first
-        self._on_error = on_error
-        self._aux = aux
-        self._hooks = Hooks()
-        self._sink = sink
-        self._start = 0
-        self._open = False
-        self._all_informed = False  # all ranks know that one has failed
-
-    def _begin(
         self,
+        path: Path | None,
         model: Any,
         start: EpochStart,
         writer: dict[str, Any],
-        base_every: int | Literal["auto"] | None,
-        mtbf: float | None,
+        *,
+        interval: BaseInterval,
         early: bool,
+        on_error: OnError,
+        aux: Callable[[], Any] | None,
+        sink: ShadowSinks | None,
     ) -> None:
         """Install the hooks. `writer` are arguments of the log's writer."""
-        self._job, self._stage, self._bases = start.job, start.stage, start.bases
-        self.step, self.epoch = start.step, start.epoch
-        self._interval = BaseInterval(base_every, mtbf or 0.0, self.step)
-        if self._sink is not None:
-            writer = {**writer, "on_frame": self._sink.offer}
+        self.path = path  # None without a log
+        self.error: UcpError | None = None  # why the recording has stopped
+        self.step = start.step  # the last recorded step, or the one before the first
+        self.epoch = start.epoch
+        self._start = self._passed = start.step  # `_passed` also counts steps that are not recorded
+        self._on_error, self._aux, self._sink = on_error, aux, sink
+        self._hooks = Hooks()
+        self._job, self._stage, self._bases, self._keys = start.job, start.stage, start.bases, start.keys
+        self._interval = interval
         self._schema = start.agreement.mine
-        self._keys = start.keys
+        self._all_informed = False  # all ranks know that one has failed
+        self._epoch_checked = time.monotonic()
         folder = None if start.folder is None else stream_folder(start.folder, self._schema.stream)
         gradients = start.what == "gradients"
+        if sink is not None:
+            writer = {**writer, "on_frame": sink.offer}
         self._writer = StreamWriter(
             folder, start.epoch, self._schema, durable_step=self.step, gradients=gradients, **writer
         )
         self._capture = GradientCapture(self._writer, self._schema, self._keys, start.groups, gradients=gradients)
-        self._values = StepValues(start, model, self._writer, self._sink)
+        self._values = StepValues(start, model, self._writer, sink)
         self._untrained_check = UntrainedCheck(self._job)
         self._tamper_check: TamperCheck | None = None
         if gradients:
@@ -104,13 +79,10 @@ class Recorder:
         else:
             self._overlap = hook_scalars(self._job, self._capture, self._hooks)
         self._hooks.after_step(self._job, self._end_step)
-        self._start = self._passed = self.step  # `_passed` also counts steps that are not recorded
-        self._epoch_guard = EpochGuard(self.path, self.epoch)
         self._timings = RecorderTimings(first_base_seconds=start.base_seconds)
         self._open = True
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Every step
+    # Every step -------------------------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
         """Submit the step, and save a base if one is due."""
@@ -125,7 +97,7 @@ class Recorder:
             if self._capture.failure is not None:
                 raise self._capture.failure
             self._untrained_check.check()
-            self._epoch_guard.check(self.step)
+            self._check_epoch()
             self._bases.raise_finished_error()
             self._submit_step()
             self._overlap.next_step()
@@ -140,6 +112,18 @@ class Recorder:
                 self.base()
         except UcpError as error:
             self._stop(error)
+
+    def _check_epoch(self) -> None:
+        """Raise if another job has started a newer epoch in the same run folder."""
+        if self.path is None or time.monotonic() - self._epoch_checked < CHECK_SECONDS:
+            return
+        self._epoch_checked = time.monotonic()
+        if epoch_folder(self.path / "log", self.epoch + 1).exists():
+            raise UsageError(
+                f"{self.path}: another job has started to record here (epoch {self.epoch + 1}); steps of this job"
+                f" after step {self.step} are not part of the log",
+                hint="use a different folder for every job; if the other is a restart of this one, stop this one",
+            )
 
     def _inform_other_ranks(self) -> None:
         """After a failure on this rank, take part in the next collective so that the other ranks stop too."""
@@ -186,7 +170,6 @@ class Recorder:
             micro_batches=1 if engine is None else int(engine.gradient_accumulation_steps()),
             samples=-1 if engine is None else int(engine.global_samples),
             aux=self._notes(),
-            time_ns=time.time_ns(),
         )
         self.step += 1
 
@@ -210,8 +193,7 @@ class Recorder:
             self._hooks.after_step(self._job, self._end_step)
             self._inform_other_ranks()
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # For the user
+    # For the user -----------------------------------------------------------------------------------------------------
 
     @property
     def durable_step(self) -> int:
@@ -370,7 +352,6 @@ def record(
     run = None if path is None else local_path(path, "jobs record")
     if base_every == "auto" and (mtbf is None or mtbf <= 0):
         raise UsageError('base_every="auto" needs mtbf=, the mean seconds between failures')
-    save_with = {"client_state": client_state, "rules": rules, "preset": preset}
     start = start_epoch(
         run,
         model,
@@ -379,12 +360,11 @@ def record(
         base=base,
         keep_bases=keep_bases,
         step=step,
-        save_with=save_with,
+        save_with={"client_state": client_state, "rules": rules, "preset": preset},
         compressed=checked_compression(compressed),
         to=to,
     )
     sink = None if to is None else connect_shadows(to, shadow_wait, start.manifest, run, rank_and_size()[0])
-    recorder = Recorder(run, on_error, aux, sink)
     writer = {"compress": compress, "sparse": compressed is not None, "slots": slots, "batch_steps": batch_steps}
-    recorder._begin(model, start, writer, base_every, mtbf, early)
-    return recorder
+    interval = BaseInterval(base_every, mtbf or 0.0, start.step)
+    return Recorder(run, model, start, writer, interval=interval, early=early, on_error=on_error, aux=aux, sink=sink)

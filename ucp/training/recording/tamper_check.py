@@ -7,10 +7,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from ucp.errors import UsageError
-from ucp.training.live_job import Hooks, LiveJob, local_tensor
+from ucp.training.live_job import Hooks, LiveJob, local_tensor, same_bits
 from ucp.training.recording.capture import GradientCapture, run_guarded
 from ucp.training.recording.optimizer_kernel import constants
-from ucp.training.recording.schema_agreement import is_trained
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +115,7 @@ class UntrainedCheck:
     def __init__(self, job: LiveJob) -> None:
         """Engines may move tensors between steps, so only their values are compared; ZeRO-3 is not checked."""
         untrained = [(live.slice.name, live.tensor) for live in job.frozen]
-        untrained += [(stepped.names[0], stepped.key) for stepped in job.stepped if not is_trained(stepped)]
+        untrained += [(stepped.names[0], stepped.key) for stepped in job.stepped if not stepped.is_trained]
         if job.engine is not None and job.mesh.zero == 3:
             untrained = []
         self._names = [name for name, _ in untrained]
@@ -175,10 +174,10 @@ class ElementSample:
     def changed_since(self, taken: Sequence[torch.Tensor]) -> int | None:
         """The first tensor whose elements have changed, or None."""
         for views, before, now in zip(self._views.values(), taken, self.take(), strict=True):
-            if not _same_bits(before, now):
+            if not same_bits(before, now):
                 parts = before.split([view.numel() for _, view in views])
                 return next(
-                    number for (number, view), part in zip(views, parts, strict=True) if not _same_bits(view, part)
+                    number for (number, view), part in zip(views, parts, strict=True) if not same_bits(view, part)
                 )
         return None
 
@@ -190,10 +189,3 @@ def _sample_view(tensor: torch.Tensor) -> torch.Tensor | None:
     if not local.numel() or extent != local.numel():
         return None
     return local.as_strided((local.numel(),), (1,))[:: -(-local.numel() // SAMPLE)]
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bitwise equality, so that NaN equals NaN."""
-    import torch
-
-    return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp import settings
 from ucp.training.collect import LiveFragment
-from ucp.training.live_job import LiveJob, local_tensor
+from ucp.training.live_job import LiveJob, storage_of
 from ucp.training.snapshots.copy_schedule import CopyRates, iterations_needed, open_time, smoothed
 
 if TYPE_CHECKING:
@@ -137,28 +137,22 @@ class UpdateOwners:
 
     def __init__(self, job: LiveJob) -> None:
         self._keys: dict[int, set[int]] = {}
-        self._any: set[int] = set()
-        self._never: set[int] = set()
         for stepped in job.stepped:
             states = job.optimizer.state.get(stepped.key, {}).values()
             for tensor in (stepped.key, *states):
                 if hasattr(tensor, "untyped_storage"):
-                    self._keys.setdefault(_storage(tensor), set()).add(id(stepped.key))
-        self._any = {_storage(held.tensor) for held in job.weights}
-        self._never = {_storage(held.tensor) for held in job.frozen}
+                    self._keys.setdefault(storage_of(tensor), set()).add(id(stepped.key))
+        self._any = {storage_of(held.tensor) for held in job.weights}
+        self._never = {storage_of(held.tensor) for held in job.frozen}
 
     def of(self, tensor: torch.Tensor) -> tuple[bool, frozenset[int] | None]:
         """(whether it may be copied later, keys). Unknown tensors may not: forward passes write into buffers."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage in self._any:
             return True, ANY_UPDATE
         if storage in self._keys:
             return True, frozenset(self._keys[storage])
         return storage in self._never, frozenset()
-
-
-def _storage(tensor: Any) -> int:
-    return int(local_tensor(tensor).untyped_storage().data_ptr())
 
 
 class SnapshotTimings:

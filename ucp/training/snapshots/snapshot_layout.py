@@ -16,7 +16,7 @@ from ucp.formats.sharded.rule_files import load_rule_book
 from ucp.training.adapters import describe_job
 from ucp.training.collect import LiveFragment, StateCollector, TensorParallelRules
 from ucp.training.collectives import fail_together
-from ucp.training.live_job import LiveJob
+from ucp.training.live_job import LiveJob, storage_of
 from ucp.training.save import DigestRange, RankWrite
 from ucp.training.saved_index import RankSummary, collect_training_state, group_hyper_parameters, summarize_rank
 from ucp.training.snapshots.background_copy import UpdateOwners
@@ -83,8 +83,8 @@ def view_job(job: LiveJob, tp_rules: TensorParallelRules, before: JobView | None
     summary = summarize_rank(job, state, {})
     numbers = _numbers(job, fragments)
     plain = {number for number, _, _ in numbers}
-    storages = {_storage(tensor) for tensor in _tensors(job)}
-    in_place = all(n in plain or _storage(fragment.tensor) in storages for n, fragment in enumerate(fragments))
+    storages = {storage_of(tensor) for tensor in _tensors(job)}
+    in_place = all(n in plain or storage_of(fragment.tensor) in storages for n, fragment in enumerate(fragments))
     return JobView(job, tp_rules, memory, fragments, summary, numbers, in_place)
 
 
@@ -163,10 +163,6 @@ def _tensors(job: LiveJob) -> list[Any]:
         states = job.optimizer.state.get(stepped.key, {}).values()
         found += [stepped.key, *(value for value in states if hasattr(value, "untyped_storage"))]
     return found
-
-
-def _storage(tensor: Any) -> int:
-    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
 
 
 ClientState = dict[str, Any] | Callable[[], dict[str, Any]] | None
