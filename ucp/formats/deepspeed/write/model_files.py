@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from ucp.containers.inert import Inert, InertOrderedDict, Size
-from ucp.containers.pickle_writer import NewTensor
-from ucp.containers.torch_file_writer import ZeroContent
+from ucp.containers.pickle_writer import NewTensor, with_state
+from ucp.containers.torch_file_writer import ZeroContent, new_tensor
 from ucp.core.checkpoint import Parameter
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.step_files import expert_file_name, layer_file_name, parse_layer_name
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
 from ucp.formats.deepspeed.write.optimizer_files import (
     Segment,
-    empty_tensor,
     flat_tensor,
     segment,
     shaped_tensor,
@@ -48,12 +47,15 @@ class ModelFiles:
         # ZeRO-2 and 3 list frozen parameters unless saved with exclude_frozen_parameters.
         with_frozen = mesh.zero >= 2 and not any(note.id == "frozen-excluded" for note in layout.source.notes)
         first = pp == 0 and tp == 0 and dp == 0
+        if shapes is not None and layout.has_experts:  # DeepSpeed then copies the tree, which has plain tuples
+            shapes = [InertOrderedDict((name, tuple(shape)) for name, shape in group.items()) for group in shapes]
+        frozen_shapes = InertOrderedDict((p.name, Size(layout.slicer.local(p, tp).shape)) for p in frozen)
         tree: dict[str, Any] = {
             "module": None if layout.pipeline is not None else self._module(on_stage, tp),
             "buffer_names": [p.name for p in on_stage if p.role == "buffer"],
             "optimizer": optimizer,
-            "param_shapes": self._shapes(shapes) if shapes is not None else None,
-            "frozen_param_shapes": self._frozen_shapes(frozen, tp) if with_frozen else None,
+            "param_shapes": list(shapes) if shapes is not None else None,
+            "frozen_param_shapes": frozen_shapes if with_frozen else None,
             "shared_params": (dict(layout.source.aliases()) if first else {}) if mesh.zero else None,
             "frozen_param_fragments": self._frozen(frozen, tp, dp) if with_frozen else None,
         }
@@ -79,12 +81,6 @@ class ModelFiles:
             tree["universal_checkpoint_info"] = info
         return tree
 
-    def _shapes(self, shapes: Sequence[InertOrderedDict]) -> list[InertOrderedDict]:
-        """Shapes by group. With experts they are plain tuples, because DeepSpeed then copies the tree."""
-        if not self.layout.has_experts:
-            return list(shapes)
-        return [InertOrderedDict((name, tuple(shape)) for name, shape in group.items()) for group in shapes]
-
     @property
     def differs_by_rank(self) -> bool:
         """Whether model files of ZeRO-3 differ between ranks: they contain slices of frozen parameters."""
@@ -108,10 +104,7 @@ class ModelFiles:
         }
         if (padded := padded_vocab_size(self.layout)) is not None:
             changed["padded_vocab_size"] = padded
-        made = object.__new__(type(args))
-        made.called, made.args, made.kwargs = args.called, args.args, args.kwargs
-        made.state = {key: changed.get(key, value) for key, value in args.state.items()}
-        return made
+        return with_state(args, {key: changed.get(key, value) for key, value in args.state.items()})
 
     def _module(self, on_stage: Sequence[Parameter], tp: int) -> InertOrderedDict:
         module = InertOrderedDict()
@@ -130,7 +123,7 @@ class ModelFiles:
     def _tensor(self, parameter: Parameter, tp: int) -> NewTensor | None:
         """A weight in the model file; under ZeRO-3 only buffers keep their data there."""
         if self.layout.mesh.zero == 3 and parameter.role != "buffer":
-            return empty_tensor(self.layout.dtype)
+            return new_tensor(self.layout.dtype, (0,))
         atom = self.layout.weight(parameter)
         if atom is None:
             if parameter.role == "frozen":
@@ -138,9 +131,6 @@ class ModelFiles:
             raise missing_weight_error(parameter)
         local = self.layout.slicer.local(parameter, tp)
         return shaped_tensor(atom, local.region, local.shape)
-
-    def _frozen_shapes(self, frozen: Sequence[Parameter], tp: int) -> InertOrderedDict:
-        return InertOrderedDict((p.name, Size(self.layout.slicer.local(p, tp).shape)) for p in frozen)
 
     def _frozen(self, frozen: Sequence[Parameter], tp: int, dp: int) -> InertOrderedDict:
         """Frozen parameters: whole under ZeRO-2, this rank's padded slice under ZeRO-3."""
@@ -209,20 +199,17 @@ def target_info(layout: TargetLayout, info: dict[str, Any] | None) -> dict[str, 
 
     A single rank needs one if a vocabulary is padded: no other key records its true size.
     """
+    padded = padded_vocab_size(layout)
     if info is not None and layout.mesh.tp != layout.source.mesh.tp:
-        info = _info_for_new_tp(layout, info)
+        kept = {key: value for key, value in info.items() if key not in _SOURCE_TP_KEYS}
+        version = kept.get("universal_checkpoint_version")
+        if "sub_param_shard_widths" in info and isinstance(version, float):
+            kept["universal_checkpoint_version"] = min(version, 0.3)
+        info = {**kept, "padded_vocab_size": padded} if padded and "padded_vocab_size" in kept else kept
     if info is not None and has_tp_rules(info):
         return _with_replicated_patterns(layout, info)
-    return {**(info or {}), **_info_from_rules(layout)} if layout.mesh.tp > 1 or _has_padded_vocab(layout) else info
-
-
-def _info_for_new_tp(layout: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in info.items() if key not in _SOURCE_TP_KEYS}
-    version = kept.get("universal_checkpoint_version")
-    if "sub_param_shard_widths" in info and isinstance(version, float):
-        kept["universal_checkpoint_version"] = min(version, 0.3)
-    padded = padded_vocab_size(layout)
-    return {**kept, "padded_vocab_size": padded} if padded and "padded_vocab_size" in kept else kept
+    is_padded = any(p.rule.cut == "vocab" and p.shape[p.rule.dim] != padded for p in _trained(layout))
+    return {**(info or {}), **_info_from_rules(layout)} if layout.mesh.tp > 1 or is_padded else info
 
 
 def padded_vocab_size(layout: TargetLayout) -> int | None:
@@ -231,11 +218,6 @@ def padded_vocab_size(layout: TargetLayout) -> int | None:
         if parameter.rule.cut == "vocab":
             return layout.slicer.local(parameter, 0).shape[parameter.rule.dim] * layout.mesh.tp
     return None
-
-
-def _has_padded_vocab(layout: TargetLayout) -> bool:
-    size = padded_vocab_size(layout)
-    return any(p.rule.cut == "vocab" and p.shape[p.rule.dim] != size for p in _trained(layout))
 
 
 def _with_replicated_patterns(layout: TargetLayout, info: dict[str, Any]) -> dict[str, Any]:

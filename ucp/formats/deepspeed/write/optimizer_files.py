@@ -57,11 +57,6 @@ def whole_tensor(atom: Atom) -> NewTensor:
     return shaped_tensor(atom, Region.all_of(atom.shape), atom.shape)
 
 
-def empty_tensor(dtype: DType) -> NewTensor:
-    """The empty tensor that ZeRO-3 leaves for a parameter in the model file."""
-    return new_tensor(dtype, (0,))
-
-
 def segment(atom: Atom | None, region: Region) -> Segment:
     """A region of a state; zeros if the parameter does not have the state (it took no step)."""
     return RegionContent(atom, region) if atom is not None else ZeroContent(region.numel)
@@ -110,7 +105,7 @@ class ScalarStates:
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
-        self._known: dict[tuple[str, int, bytes | None], bytes] = {}
+        self._known: dict[tuple[str, int], bytes] = {}
 
     def of(self, members: Iterable[TargetSlice]) -> dict[str, Any]:
         """Kind → number (if the source stores an integer) or tensor."""
@@ -137,17 +132,13 @@ class ScalarStates:
         """Every state of a flat group."""
         return TargetGroupStates(element_kinds(members), self.of(members))
 
-    def each(self, member: TargetSlice) -> dict[str, Any]:
-        """The scalars of one parameter."""
-        return self.of([member])
-
     def _bytes(self, atom: Atom) -> bytes:
         fragment = atom.fragments[0]
-        key = (fragment.file, fragment.offset, fragment.inline)
+        if fragment.inline is not None:
+            return fragment.inline
+        key = (fragment.file, fragment.offset)
         if key not in self._known:
-            inline = fragment.inline
-            size = fragment.dtype.itemsize
-            self._known[key] = self._files.read(fragment.file, fragment.offset, size) if inline is None else inline
+            self._known[key] = self._files.read(*key, fragment.dtype.itemsize)
         return self._known[key]
 
 
@@ -163,10 +154,10 @@ class FlatGroup:
     paddings: tuple[int, ...]  # zeros after each member, for alignment
     layout: FlatLayout
 
-    @property
-    def shapes(self) -> InertOrderedDict:
-        """The group's entry of `param_shapes`."""
-        return InertOrderedDict((member.name, Size(member.shape)) for member in self.members)
+
+def shapes_of(members: Iterable[TargetSlice]) -> InertOrderedDict:
+    """The entry of `param_shapes` for a flat group or sub-group."""
+    return InertOrderedDict((member.name, Size(member.shape)) for member in members)
 
 
 def flat_groups(layout: TargetLayout, pp: int, tp: int, ep: int) -> list[FlatGroup]:
@@ -242,7 +233,7 @@ def zero12_optimizer_tree(
             state[g] = entries
         master_dtype = layout.master(flat.members[0].parameter).dtype
         length = None if bf16 or is_elastic(layout) else flat.layout.per - flat.layout.padding(index[g])
-        masters.append(_partition(flat, index[g], lambda member: layout.master(member.parameter), master_dtype, length))
+        masters.append(_partition(flat, index[g], layout.state_of(MASTER), master_dtype, length))
     base: Any = {
         "state": state,
         "param_groups": [{**flat.group.hyper, "params": [g]} for g, flat in enumerate(groups)],
@@ -261,7 +252,10 @@ def zero12_optimizer_tree(
     tree["single_partition_of_fp32_groups"] = masters
     if not bf16:
         tree["zero_stage"] = zero_stage_object(layout.mesh.zero)
-    paddings = [_group_padding(flat, i, bf16) for flat, i in zip(groups, index, strict=True)]
+    paddings = [flat.layout.padding(i) for flat, i in zip(groups, index, strict=True)]
+    if bf16:  # BF16_Optimizer counts all zeros of a group on the last rank
+        ends = [flat.layout.ranks * flat.layout.per - flat.layout.content for flat in groups]
+        paddings = [end if i == flat.layout.ranks - 1 else 0 for flat, i, end in zip(groups, index, ends, strict=True)]
     tree["group_paddings"] = [0] * len(groups) if is_elastic(layout) else paddings
     if not bf16:
         tree["param_alignment_paddings"] = [list(flat.paddings) for flat in groups]
@@ -300,14 +294,6 @@ def _whole_parameters(
     return flat_tensor(dtype, [segment(atom_of(m), m.region) for m in members]) if members else None
 
 
-def _group_padding(flat: FlatGroup, index: int, bf16: bool) -> int:
-    """Zeros at the end of a partition; BF16_Optimizer counts the whole tail on the last rank."""
-    buffer = flat.layout
-    if bf16:
-        return buffer.ranks * buffer.per - buffer.content if index == buffer.ranks - 1 else 0
-    return buffer.padding(index)
-
-
 def _slice_mapping(buffer: FlatLayout, index: int) -> InertOrderedDict:
     mapping = InertOrderedDict()
     for name, start, length in buffer.overlaps(index):
@@ -326,11 +312,6 @@ class SubGroup:
 
     group: int  # position of the parameter group
     members: tuple[TargetSlice, ...]
-
-    @property
-    def shapes(self) -> InertOrderedDict:
-        """The sub-group's entry of `param_shapes`."""
-        return InertOrderedDict((member.name, Size(member.shape)) for member in self.members)
 
 
 def elements_per_rank(numel: int, ranks: int) -> int:
@@ -381,7 +362,7 @@ def zero3_optimizer_tree(
         if entries:
             state[number] = entries
         dtype = layout.master(sub.members[0].parameter).dtype
-        masters.append(_sub_group_buffer(layout, sub, dp, lambda member: layout.master(member.parameter), dtype))
+        masters.append(_sub_group_buffer(layout, sub, dp, layout.state_of(MASTER), dtype))
     extras = layout.extras
     listed = [[number for number, sub in enumerate(subs) if sub.group == g] for g in range(len(groups))]
     return {
@@ -444,22 +425,19 @@ def zero0_optimizer_tree(
 
 
 def _parameter_states(layout: TargetLayout, member: TargetSlice, scalars: ScalarStates) -> dict[str, Any]:
-    numbers = scalars.each(member)
+    numbers = scalars.of([member])
     entries: dict[str, Any] = {kind: value for kind, value in numbers.items() if kind == "step"}
-    odd = _odd_shaped_states(member)
+    # States with other shapes than the parameter (Adafactor's rows and columns), if the parameter is not split.
+    parameter = member.parameter
+    odd = {
+        kind: atom
+        for kind, atom in parameter.atoms.items()
+        if kind not in (WEIGHT, MASTER) and atom.shape not in ((), parameter.shape) and member.shape == parameter.shape
+    }
     for kind in element_kinds([member], without=odd):
-        atom = layout.state(member.parameter, kind)
+        atom = layout.state(parameter, kind)
         assert atom is not None
         entries[kind] = shaped_tensor(atom, member.region, member.shape)
     entries.update((kind, whole_tensor(atom)) for kind, atom in odd.items())
     entries.update((kind, value) for kind, value in numbers.items() if kind != "step")
     return {state_of_kind(kind): value for kind, value in entries.items()}
-
-
-def _odd_shaped_states(member: TargetSlice) -> dict[str, Atom]:
-    """States with other shapes than the parameter (Adafactor's rows and columns), if the parameter is not split."""
-    parameter = member.parameter
-    if member.shape != parameter.shape:
-        return {}
-    kinds = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
-    return {kind: atom for kind, atom in kinds.items() if atom.shape not in ((), parameter.shape)}

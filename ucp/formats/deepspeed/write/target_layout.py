@@ -5,8 +5,9 @@ The second half assigns layers to pipeline stages as DeepSpeed's PipelineModule 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -56,14 +57,14 @@ class TargetLayout:
         # DeepSpeed does not run a PipelineModule with ZeRO 2 and 3: the layers become a plain module.
         self.pipeline = SourcePipeline.of(source) if mesh.zero < 2 else None
         self.stages = assign_stages(source, mesh.pp, options.stages, options.like)
-        self._degrees = self._expert_degrees()
-        counts = self._expert_counts()
-        self._per_rank = {
-            layer: _experts_per_rank(count, self._degrees[layer], layer) for layer, count in counts.items()
-        }
-        self._weights: dict[str, Atom] = {}
-        self._masters: dict[str, Atom] = {}
-        self._states: dict[tuple[str, str], Atom | None] = {}
+        counts = experts_per_layer(name for name, p in source.parameters.items() if p.expert is not None)
+        self._degrees = self._expert_degrees(counts)
+        self._per_rank: dict[str, int] = {}
+        for layer, count in counts.items():
+            if count % self._degrees[layer]:
+                raise UsageError(f"{layer}: {count} experts do not divide over ep={self._degrees[layer]}")
+            self._per_rank[layer] = count // self._degrees[layer]
+        self._atoms: dict[tuple[str, str], Atom | None] = {}
         self.lost_padding: set[str] = set()  # vocabularies whose padding rows the source no longer has
         _check_mesh(source, mesh, bool(self._per_rank))
 
@@ -79,10 +80,7 @@ class TargetLayout:
         for parameter in parameters:
             self.slicer.local(parameter, 0)
 
-    def _expert_counts(self) -> dict[str, int]:
-        return experts_per_layer(name for name, p in self.source.parameters.items() if p.expert is not None)
-
-    def _expert_degrees(self) -> dict[str, int]:
+    def _expert_degrees(self, layers: Iterable[str]) -> dict[str, int]:
         """MoE layer → its expert-parallel degree. Layers may have different ones; their groups are named after them.
 
         The mesh has the largest degree. Layers with a smaller one keep it.
@@ -93,7 +91,7 @@ class TargetLayout:
                 known[split[0]] = group_expert_degree(group.hyper) or self.source.mesh.ep
         largest = max(known.values(), default=1)
         degrees = {layer: self.mesh.ep if k == largest else min(k, self.mesh.ep) for layer, k in known.items()}
-        return {layer: degrees.get(layer, self.mesh.ep) for layer in self._expert_counts()}
+        return {layer: degrees.get(layer, self.mesh.ep) for layer in layers}
 
     @property
     def has_experts(self) -> bool:
@@ -122,8 +120,12 @@ class TargetLayout:
                     split = split_expert_name(name)
                     degree = degree or (self._degrees[split[0]] if split is not None else 0)
                     members.append(self.slicer.local(parameter, tp, local))
-            if members or (self.mesh.zero in (0, 3) and not self._any_listed(group.names)):
-                hyper = _group_hyper_parameters(group.hyper or self.extras.configured_hyper, degree)
+            is_listed = any(p is not None and self._is_listed(p) for p in map(self.source.parameters.get, group.names))
+            if members or (self.mesh.zero in (0, 3) and not is_listed):
+                stored = group.hyper or self.extras.configured_hyper
+                hyper = {key: value for key, value in stored.items() if key != "params"}
+                if degree and group_expert_degree(hyper):
+                    hyper["name"] = f"ep_size_{degree}"
                 found.append(LocalParamGroup(hyper, tuple(members), degree or 1))
                 degrees.append(group_expert_degree(group.hyper))
         return self._merged(found, degrees)
@@ -140,9 +142,6 @@ class TargetLayout:
                 members = sorted((*merged[same].members, *group.members), key=lambda m: order[m.parameter.name])
                 merged[same] = LocalParamGroup(group.hyper, tuple(members), group.ep)
         return list(merged.values())
-
-    def _any_listed(self, names: Sequence[str]) -> bool:
-        return any(p is not None and self._is_listed(p) for p in map(self.source.parameters.get, names))
 
     def _is_listed(self, parameter: Parameter) -> bool:
         """Whether the optimizer file has an entry for this parameter of a group.
@@ -184,32 +183,27 @@ class TargetLayout:
         return f"{layer}{number % per}{rest}"
 
     def weight(self, parameter: Parameter) -> Atom | None:
-        """The weight of the target's module: the stored one, or the master rounded to the module's dtype."""
-        if parameter.name not in self._weights:
-            stored = parameter.atoms.get(WEIGHT)
-            if parameter.role == "buffer" or (stored is not None and not self.recast):
-                found = stored
-            else:
-                precise = parameter.atoms.get(MASTER, stored)
-                is_float = precise is not None and precise.dtype.family == "float"
-                found = weight_atom(parameter, self.dtype) if is_float else precise
-            if found is None:
-                return None
-            self._weights[parameter.name] = self._with_padding(parameter, found)
-        return self._weights[parameter.name]
+        """The weight of the target's module; None if the source has neither weight nor master."""
+        return self.state(parameter, WEIGHT)
 
     def master(self, parameter: Parameter) -> Atom:
         """The master weight: the stored one, or the weight if the source has no master."""
-        if parameter.name not in self._masters:
-            self._masters[parameter.name] = self._with_padding(parameter, master_atom(parameter))
-        return self._masters[parameter.name]
+        found = self.state(parameter, MASTER)
+        assert found is not None
+        return found
 
     def state(self, parameter: Parameter, kind: str) -> Atom | None:
-        """An optimizer state of the parameter, or None if it has none."""
-        if (parameter.name, kind) not in self._states:
-            stored = parameter.atoms.get(kind)
-            self._states[parameter.name, kind] = stored and self._with_padding(parameter, stored)
-        return self._states[parameter.name, kind]
+        """A state of the parameter in the target, or None if it has none. The same object each time."""
+        if (parameter.name, kind) not in self._atoms:
+            found = parameter.atoms.get(kind)
+            if kind == MASTER:
+                found = master_atom(parameter)
+            elif kind == WEIGHT and parameter.role != "buffer" and (found is None or self.recast):
+                found = parameter.atoms.get(MASTER, found)
+                if found is not None and found.dtype.family == "float":
+                    found = weight_atom(parameter, self.dtype)
+            self._atoms[parameter.name, kind] = found and self._with_padding(parameter, found)
+        return self._atoms[parameter.name, kind]
 
     def state_of(self, kind: str) -> Callable[[TargetSlice], Atom | None]:
         """`state` of one kind, for slices."""
@@ -228,18 +222,6 @@ class TargetLayout:
 def round_robin(count: int, ranks: int) -> list[int]:
     """Positions in DeepSpeed's round-robin order for R ranks: 0, R, 2R, …, 1, R + 1, …"""
     return [i for first in range(min(ranks, count)) for i in range(first, count, ranks)]
-
-
-def _group_hyper_parameters(hyper: dict[str, Any], degree: int) -> dict[str, Any]:
-    """The hyper-parameters of a group whose experts have this expert-parallel degree (0: no experts)."""
-    hyper = {key: value for key, value in hyper.items() if key != "params"}
-    return {**hyper, "name": f"ep_size_{degree}"} if degree and group_expert_degree(hyper) else hyper
-
-
-def _experts_per_rank(count: int, ep: int, layer: str) -> int:
-    if count % ep:
-        raise UsageError(f"{layer}: {count} experts do not divide over ep={ep}")
-    return count // ep
 
 
 def _check_mesh(source: Checkpoint, mesh: Mesh, has_experts: bool) -> None:
@@ -293,17 +275,18 @@ def assign_stages(
     `first_layers` has the first layer of every stage. Without it the stages are those of `like`, or of the source if it
     has the same number, or DeepSpeed's default.
     """
-    if (
-        first_layers is None
-        and like is not None
-        and like.mesh.pp == pp
-        and like.parameters.keys() >= source.parameters.keys()
-    ):
-        return {name: like.parameters[name].stages for name in source.parameters}
-    if pp == source.mesh.pp and first_layers is None:
-        return {name: parameter.stages for name, parameter in source.parameters.items()}
-    if first_layers is not None:
-        _check_starts(first_layers, pp)
+    if first_layers is None:
+        for known in (like, source):
+            if known is not None and known.mesh.pp == pp and known.parameters.keys() >= source.parameters.keys():
+                return {name: known.parameters[name].stages for name in source.parameters}
+    else:
+        option = f"--stages {','.join(map(str, first_layers))}"
+        if len(first_layers) != pp:
+            raise UsageError(
+                f"{option} lists the first layers of {len(first_layers)} stages, but pp={pp}", hint="add --pp"
+            )
+        if list(first_layers) != sorted({0, *first_layers}):
+            raise UsageError(f"{option}: the first layers must start with 0 and increase")
     if pp == 1:
         return dict.fromkeys(source.parameters, (0,))
     pipeline = SourcePipeline.of(source)
@@ -327,14 +310,6 @@ def assign_stages(
             # A use without a file (a forward function of the tied module) is the head, at the end of the model.
             placed[name] = tuple(sorted({*(stage_of[layer] for layer in uses), *((pp - 1,) if len(uses) == 1 else ())}))
     return placed
-
-
-def _check_starts(starts: Sequence[int], pp: int) -> None:
-    option = f"--stages {','.join(map(str, starts))}"
-    if len(starts) != pp:
-        raise UsageError(f"{option} lists the first layers of {len(starts)} stages, but pp={pp}", hint="add --pp")
-    if list(starts) != sorted({0, *starts}):
-        raise UsageError(f"{option}: the first layers must start with 0 and increase")
 
 
 def _balanced_starts(source: Checkpoint, pipeline: SourcePipeline, pp: int) -> list[int]:
@@ -362,9 +337,7 @@ def balance_stages(weights: Sequence[int], parts: int) -> list[int]:
 
     Ties are resolved in favour of the latest last boundary, then the latest before it, and so on.
     """
-    total = [0]
-    for weight in weights:
-        total.append(total[-1] + weight)
+    total = list(accumulate(weights, initial=0))
     n = len(weights)
     # best[i]: for the first i items in j parts, (difference, largest, smallest, start of the last part)
     best: list[tuple[float, float, float, int] | None] = [(0, 0, float("inf"), 0), *[None] * n]

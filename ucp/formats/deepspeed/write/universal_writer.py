@@ -9,7 +9,7 @@ from typing import Any
 from ucp.containers.pickle_writer import bare_object
 from ucp.containers.torch_file_writer import torch_file
 from ucp.containers.tree import with_tensors
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Mesh, Note, Parameter, state_of_kind
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Mesh, Note, Parameter, state_of_kind
 from ucp.core.dtypes import FLOAT32
 from ucp.core.target import Target
 from ucp.errors import UsageError
@@ -27,6 +27,7 @@ from ucp.formats.deepspeed.write.optimizer_files import (
     ScalarStates,
     element_kinds,
     flat_groups,
+    shapes_of,
     sub_groups,
     whole_tensor,
     zero_stage_object,
@@ -80,7 +81,7 @@ class UniversalWriter(FormatWriter):
             kind: parameter.name
             for parameter in self.source.parameters.values()
             for kind, atom in parameter.atoms.items()
-            if _is_extra_number(parameter, kind, atom)
+            if kind not in (WEIGHT, MASTER, STEP) and not atom.shape and parameter.shape  # such as NAdam's mu_product
         }
         if numbers:
             listed = ", ".join(f"{kind} of {name}" for kind, name in sorted(numbers.items()))
@@ -99,7 +100,12 @@ class UniversalWriter(FormatWriter):
 
     def _trees(self, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         for parameter in self.source.parameters.values():
-            _check_name(parameter.name)
+            # A slash makes nested folders, which DeepSpeed's loader finds.
+            parts = parameter.name.split("/")
+            if "\0" in parameter.name or any(p in ("", ".", "..") or p.endswith(STATE_SUFFIX) for p in parts):
+                raise UsageError(
+                    f"parameter {parameter.name!r}: cannot be used as a folder name, as universal folders require"
+                )
             for kind, tree in self._states(parameter, scalars):
                 yield f"{STATES_FOLDER}/{parameter.name}/{kind}{STATE_SUFFIX}", tree
         yield OPTIMIZER_STATE, self._optimizer_state(scalars)
@@ -121,7 +127,7 @@ class UniversalWriter(FormatWriter):
         local = self.layout.slicer.local(parameter, 0)
         for kind in element_kinds([local]):
             yield state_of_kind(kind), {"param": whole_tensor(parameter.atoms[kind]), **keys}
-        for kind, value in scalars.each(local).items():
+        for kind, value in scalars.of([local]).items():
             yield state_of_kind(kind), value
 
     def _optimizer_state(self, scalars: ScalarStates) -> dict[str, Any]:
@@ -145,12 +151,12 @@ class UniversalWriter(FormatWriter):
 
     def _model_files(self) -> Iterator[tuple[str, Any]]:
         models = ModelFiles(self.layout)
-        shapes = [group.shapes for group in flat_groups(self.layout, 0, 0, 0)]
+        shapes = [shapes_of(group.members) for group in flat_groups(self.layout, 0, 0, 0)]
         yield model_file_name(0), self._of_source(models.model_tree(0, 0, 0, shapes, None))
         if not self.layout.has_experts:
             zero3 = TargetLayout(self.source, Mesh(zero=3), self._options)
             subs = sub_groups(zero3, zero3.groups(0, 0, 0))
-            tree = ModelFiles(zero3).model_tree(0, 0, 0, [sub.shapes for sub in subs], None)
+            tree = ModelFiles(zero3).model_tree(0, 0, 0, [shapes_of(sub.members) for sub in subs], None)
             yield sharded_model_file_name(0, 0), self._of_source(tree)
         yield from models.layer_files()
         yield from models.expert_files()
@@ -176,11 +182,6 @@ def _check_groups(source: Checkpoint) -> None:
     )
 
 
-def _is_extra_number(parameter: Parameter, kind: str, atom: Atom) -> bool:
-    """Whether a state is one number for the whole parameter (NAdam's `mu_product`), other than the step."""
-    return kind not in (WEIGHT, MASTER, STEP) and not atom.shape and bool(parameter.shape)
-
-
 def _tp_slicing_keys(parameter: Parameter) -> dict[str, Any]:
     """The keys next to `param` by which DeepSpeed's loader slices it for tensor parallelism."""
     rule = parameter.rule
@@ -195,10 +196,3 @@ def _tp_slicing_keys(parameter: Parameter) -> dict[str, Any]:
     shape = (*parameter.shape[: rule.dim], rule.parts, *parameter.shape[rule.dim + 1 :])
     state = {"patterns": [f"^{parameter.name}$"], "shape": shape, "partition_dim": rule.dim}
     return {"sub_param_shape": bare_object("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", state)}
-
-
-def _check_name(name: str) -> None:
-    """Refuse a name that is not a valid path. (`/` is: it makes nested folders, which DeepSpeed's loader finds.)"""
-    parts = name.split("/")
-    if "\0" in name or any(part in ("", ".", "..") or part.endswith(STATE_SUFFIX) for part in parts):
-        raise UsageError(f"parameter {name!r}: cannot be used as a folder name, as universal folders require")

@@ -28,6 +28,7 @@ from ucp.formats.deepspeed.write.optimizer_files import (
     flat_groups,
     is_bf16_optimizer,
     is_elastic,
+    shapes_of,
     sub_groups,
     zero0_optimizer_tree,
     zero3_optimizer_tree,
@@ -129,20 +130,20 @@ class DeepSpeedWriter(FormatWriter):
         mp = pp * self.mesh.tp + tp
         by_ep = [flat_groups(self.layout, pp, tp, ep) for ep in range(self.mesh.ep)]
         states = [[scalars.group(group.members) for group in groups] for groups in by_ep]
-        shapes = [group.shapes for group in by_ep[0]]
+        shapes = [shapes_of(group.members) for group in by_ep[0]]
         yield model_file_name(mp), self.models.model_tree(pp, tp, 0, shapes, None)
         for dp in range(self.mesh.dp):
             ep = dp % self.mesh.ep
             groups = by_ep[ep]
             index = [dp // group.group.ep for group in groups]
             tree = zero12_optimizer_tree(self.layout, groups, states[ep], index)
-            yield self._optim_name(dp, mp), self._optim_file(tree)
+            yield self._optimizer_file(dp, mp, tree)
 
     def _zero3(self, pp: int, tp: int, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
         groups = self.layout.groups(pp, tp, 0)
         subs = sub_groups(self.layout, groups)
-        shapes = [sub.shapes for sub in subs]
+        shapes = [shapes_of(sub.members) for sub in subs]
         states = [scalars.group(sub.members) for sub in subs]
         model: Any = None
         for dp in range(self.mesh.dp):
@@ -150,7 +151,7 @@ class DeepSpeedWriter(FormatWriter):
                 model = PickledTree(with_tensors(self.models.model_tree(pp, tp, dp, shapes, None)), self.tag)
             yield sharded_model_file_name(dp, mp), model
             tree = zero3_optimizer_tree(self.layout, groups, subs, states, dp)
-            yield self._optim_name(dp, mp), self._optim_file(tree)
+            yield self._optimizer_file(dp, mp, tree)
 
     def _zero0(self, pp: int, tp: int, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
@@ -174,15 +175,10 @@ class DeepSpeedWriter(FormatWriter):
         kept = self.layout.extras.unnamed_optimizer(file) if same and not self.layout.recast else None
         return dict(kept) if kept is not None else None
 
-    def _optim_name(self, dp: int, mp: int) -> str:
-        return optimizer_file_name(dp, mp, is_bf16=self.layout.dtype == BFLOAT16)
-
-    def _optim_file(self, tree: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "optimizer_state_dict": tree,
-            "ds_config": self.models.config(),
-            "ds_version": self.layout.extras.version,
-        }
+    def _optimizer_file(self, dp: int, mp: int, tree: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        name = optimizer_file_name(dp, mp, is_bf16=self.layout.dtype == BFLOAT16)
+        version = self.layout.extras.version
+        return name, {"optimizer_state_dict": tree, "ds_config": self.models.config(), "ds_version": version}
 
     def _neighbours(self) -> Iterator[OutputFile]:
         """The carried files next to the step folder: scheduler and RNG states, configurations, tokenizers."""
