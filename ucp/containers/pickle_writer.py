@@ -356,6 +356,13 @@ def bare_object(module: str, qualname: str, state: Any = None) -> Inert:
     return made
 
 
+def with_state(value: Inert, state: Any) -> Inert:
+    """A copy of an object with another `__dict__`."""
+    made = object.__new__(type(value))
+    made.called, made.args, made.kwargs, made.state = value.called, value.args, value.kwargs, state
+    return made
+
+
 def write_pickle(tree: Any, where: str, storage_ref: Callable[[Any], StorageRef] = lambda storage: storage) -> bytes:
     """The bytes of data.pkl for `tree`. `where` names the file in messages.
 

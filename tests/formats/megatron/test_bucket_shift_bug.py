@@ -12,11 +12,11 @@ import ucp
 from tests.formats.megatron.legacy_model import VOCABULARY, arguments, whole_model
 from tests.formats.megatron.sharded_folder import common, model_and_states, save
 from ucp.api import OpenCheckpoint
-from ucp.core.dtypes import BFLOAT16, FLOAT16
+from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ucp.errors import InconsistentError
 from ucp.formats.megatron.rank_layout import BufferParam, lay_out_buffer
-from ucp.formats.megatron.read.bucket_shift_bug import round_float32
 from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.formats.sharded.shard_fragments import round_elements
 
 BUCKET = 60
 
@@ -96,5 +96,5 @@ def test_rounding() -> None:
         [torch.randn(500, generator=torch.Generator().manual_seed(5)), torch.tensor([0.0, -1.0, 1e-40])]
     )
     data = numbers.numpy().tobytes()
-    assert round_float32(data, BFLOAT16) == numbers.bfloat16().view(torch.int16).numpy().tobytes()
-    assert round_float32(data, FLOAT16) == numbers.half().numpy().tobytes()
+    assert round_elements(data, FLOAT32, BFLOAT16) == numbers.bfloat16().view(torch.int16).numpy().tobytes()
+    assert round_elements(data, FLOAT32, FLOAT16) == numbers.half().numpy().tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -134,12 +135,20 @@ def _backend(file: Path) -> object:
     return data.get("sharded_backend") if isinstance(data, dict) else None
 
 
+def rank_folder_numbers(name: str) -> tuple[int, ...] | None:
+    """Return the numbers in the name of a rank folder: tensor-parallel, then pipeline and expert-parallel rank."""
+    match = RANK_FOLDER.fullmatch(name)
+    return tuple(int(number) for number in match.groups() if number is not None) if match else None
+
+
+def rank_folder_name(numbers: Sequence[int]) -> str:
+    """Return the name of the rank folder with these numbers."""
+    return f"mp_rank_{numbers[0]:02d}" + "".join(f"_{number:03d}" for number in numbers[1:])
+
+
 def model_files(path: Path) -> dict[tuple[int, ...], str]:
     """Return the rank folders with a model file: numbers in the name → name, sorted."""
-    found: dict[tuple[int, ...], str] = {}
     with storage_errors(path):
-        for child in path.iterdir():
-            match = RANK_FOLDER.fullmatch(child.name)
-            if match and (child / MODEL_FILE).is_file():
-                found[tuple(int(number) for number in match.groups() if number is not None)] = child.name
+        names = [(rank_folder_numbers(child.name), child.name) for child in path.iterdir()]
+        found = {numbers: name for numbers, name in names if numbers and (path / name / MODEL_FILE).is_file()}
     return dict(sorted(found.items()))

@@ -64,6 +64,10 @@ class JobArguments:
     def experts_per_rank(self) -> int:
         return self.number("num_experts", 0) // self.ep
 
+    def experts_on(self, ep: int) -> range:
+        """Return the experts of an expert-parallel rank, numbered over the whole model."""
+        return range(ep * self.experts_per_rank, (ep + 1) * self.experts_per_rank)
+
     @property
     def has_expert_ranks(self) -> bool:
         """Whether experts are distributed over ranks in another way than dense parameters."""

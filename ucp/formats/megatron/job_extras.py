@@ -14,7 +14,7 @@ from typing import Any, Final
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.errors import UsageError
-from ucp.formats.megatron.folder import COMMON, RANK_FOLDER
+from ucp.formats.megatron.folder import COMMON, rank_folder_numbers
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import (
     canonical_name,
@@ -87,7 +87,7 @@ class MegatronExtras:
     def __init__(self, source: Checkpoint) -> None:
         trees = {name: tree for name, tree in source.extras.trees.items() if isinstance(tree, dict)}
         self._ranks = {
-            name: tree for name, tree in trees.items() if RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
+            name: tree for name, tree in trees.items() if rank_folder_numbers(PurePosixPath(name).parent.name)
         }
         objects = trees.get(_OBJECTS)
         self._objects: Mapping[str, Any] = objects if isinstance(objects, dict) else {}
@@ -133,12 +133,10 @@ class MegatronExtras:
 
     def _coordinates(self, name: str) -> tuple[int, int, int]:
         """Return (pp, tp, ep) of the rank that wrote a file."""
-        match = RANK_FOLDER.fullmatch(PurePosixPath(name).parent.name)
-        assert match is not None
-        numbers = [int(number) for number in match.groups()[1:] if number is not None]
-        pp = numbers.pop(0) if self.arguments.pp > 1 and numbers else 0
-        ep = numbers.pop(0) if self.arguments.ep > 1 and numbers else 0
-        return pp, int(match[1]), ep
+        tp, *rest = rank_folder_numbers(PurePosixPath(name).parent.name) or (0,)
+        pp = rest.pop(0) if self.arguments.pp > 1 and rest else 0
+        ep = rest.pop(0) if self.arguments.ep > 1 and rest else 0
+        return pp, tp, ep
 
     def extra_states(self) -> dict[str, Any]:
         """Return `_extra_state` of modules by name in the whole model, from the first tensor-parallel rank."""
@@ -156,7 +154,6 @@ class MegatronExtras:
     def _stored_extra_states(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         chunks = {(chunk.pp, chunk.vp): chunk for chunk in model_chunks(self.arguments)}
-        experts = self.arguments.experts_per_rank
         for name, tree in sorted(self._ranks.items()):
             pp, _, ep = self._coordinates(name)
             for key, model in tree.items():
@@ -166,9 +163,7 @@ class MegatronExtras:
                 for local, value in model.items():
                     if isinstance(local, str) and local.endswith(EXTRA):
                         whole = shift_layer(canonical_name(to_core_name(local)), first)
-                        if expert_of(whole) is not None:
-                            whole = shift_expert(whole, ep * experts)
-                        found.setdefault(whole, value)
+                        found.setdefault(shift_expert(whole, self.arguments.experts_on(ep).start), value)
         return found
 
 
@@ -206,11 +201,6 @@ def interleave_extra_states(tensors: Sequence[tuple[str, Any]], states: Mapping[
             entries[module + EXTRA] = states[module + EXTRA]
     entries.update((name, value) for name, value in states.items() if name not in entries)
     return entries
-
-
-def experts_of(arguments: JobArguments, ep: int) -> range:
-    """Return the experts of an expert-parallel rank, numbered over the whole model."""
-    return range(ep * arguments.experts_per_rank, (ep + 1) * arguments.experts_per_rank)
 
 
 class TargetRngStates:

@@ -7,7 +7,7 @@ Transformer Engine fuses into the linear layer after them keep the name of their
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -222,16 +222,13 @@ def order_key(name: str, *, fused: bool = False, latent: bool = False) -> OrderK
         inner = inner.removeprefix(_PREDICTION_BLOCK)
     expert = expert_of(name)
     matrix = 1 if ".linear_fc2." in name else 0
-    place = _position_in_layer(inner, known, (_FUSED_INTO_LATENT if latent else _FUSED_INTO) if fused else {})
+    fused_into = (_FUSED_INTO_LATENT if latent else _FUSED_INTO) if fused else {}
+    at = next((i for i, prefix in enumerate(known) if inner.startswith(prefix)), None)
+    place = 2 * (len(known) if at is None else at)
+    if at is not None and known[at] in fused_into:
+        place = 2 * known.index(fused_into[known[at]]) - 1
     last = _KINDS.get(name.rpartition(".")[2], len(_KINDS))
     return section, layer, around, place, -1 if expert is None else expert, matrix, last, name
-
-
-def _position_in_layer(inner: str, known: Sequence[str], fused: Mapping[str, str]) -> int:
-    for i, prefix in enumerate(known):
-        if inner.startswith(prefix):
-            return 2 * known.index(fused[prefix]) - 1 if prefix in fused else 2 * i
-    return 2 * len(known)
 
 
 _FUSED_MATRIX: Final = re.compile(r"^(.*\.(mixer|self_attention))\.(in_proj|conv1d)\.(weight|bias)$")
@@ -314,6 +311,7 @@ def fused_matrix_keys(key: str) -> FusedMatrixKeys | None:
 
 
 RULE_ORIGIN: Final = "megatron-core: by the module's name"
+NOT_CUT_ORIGIN: Final = "not cut in the checkpoint"  # of a rule that was not needed
 
 _VOCABULARY: Final = re.compile(r"^(?:.*\.)?(?:word_embeddings\.weight|output_layer\.(?:weight|bias))$")
 _GATED: Final = re.compile(r"^(.*)\.linear_fc1\.(?:weight|bias)$")
@@ -354,13 +352,9 @@ def split_rule(
         # Transformer Engine's down-projections are whole on every rank, those of the local implementation are split.
         if len(local) == 1:
             return REPLICATED if arguments.has_transformer_engine else Rule("split", 0)
-        return REPLICATED if local[0][0] == _down_rows(down[1], arguments) else Rule("split", 0)
+        ranks = ("q_lora_rank",) if down[1] == "q" else ("kv_lora_rank", "qk_pos_emb_head_dim")
+        rows = sum(arguments.number(name, 0) for name in ranks)
+        return REPLICATED if local[0][0] == rows else Rule("split", 0)
     if _ROW.match(name):
         return Rule("split", 1)
     return REPLICATED if _WHOLE.match(name) else None
-
-
-def _down_rows(which: str, arguments: JobArguments) -> int:
-    if which == "q":
-        return arguments.number("q_lora_rank", 0)
-    return arguments.number("kv_lora_rank", 0) + arguments.number("qk_pos_emb_head_dim", 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import lcm, prod
 from typing import Final
 
@@ -175,9 +176,8 @@ def module_tensors(rank: ModuleRank, model: Mapping[str, GlobalParam], arguments
 def _chunk_tensors(
     rank: ModuleRank, chunk: ModelChunk, model: Mapping[str, GlobalParam], arguments: JobArguments
 ) -> Iterator[ModuleTensor]:
-    experts = arguments.experts_per_rank
-    mine = range(rank.ep * experts, (rank.ep + 1) * experts)
-    names = [name for name in model if _is_here(name, chunk, mine)]
+    mine = (None, *arguments.experts_on(rank.ep))
+    names = [name for name in model if chunk.holds(name) and expert_of(name) in mine]
     tied_copy = arguments.tied and chunk.output and not chunk.embedding
     if arguments.tied and chunk.prediction and not chunk.embedding:
         raise NotUnderstoodError(
@@ -210,11 +210,6 @@ def _chunk_tensors(
         has_one_end = chunk.embedding != chunk.output or copy
         tied = arguments.shares_embedding and packed_params[0].name == EMBEDDING and has_one_end
         yield ModuleTensor(chunk.vp, model[packed_params[0].name].dtype, shift, tuple(packed_params), tied, copy, alias)
-
-
-def _is_here(name: str, chunk: ModelChunk, experts: range) -> bool:
-    expert = expert_of(name)
-    return chunk.holds(name) and (expert is None or expert in experts)
 
 
 def _is_transposed(name: str, arguments: JobArguments) -> bool:
@@ -281,11 +276,7 @@ class BufferLayout:
     @property
     def starts(self) -> tuple[int, ...]:
         """Start of each bucket on disk, where buckets follow each other without padding."""
-        at, found = 0, []
-        for length in self.lengths:
-            found.append(at)
-            at += length
-        return tuple(found)
+        return tuple(accumulate(self.lengths, initial=0))[:-1]
 
     @property
     def numel(self) -> int:

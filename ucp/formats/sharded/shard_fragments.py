@@ -264,6 +264,19 @@ def scalar_bytes(stored: StoredShard, files: SourceFiles) -> bytes:
     return b""
 
 
+def round_elements(data: bytes, source: DType, target: DType) -> bytes:
+    """Return elements of float32 rounded to a 16-bit dtype as PyTorch does it; empty for other pairs of dtypes."""
+    if source == target:
+        return data
+    if source.name != "float32" or target.name not in ("bfloat16", "float16"):
+        return b""
+    import numpy as np  # here, because most checkpoints need no rounding
+
+    from ucp.read.casting import cast, raw_dtype
+
+    return cast(np.frombuffer(data, raw_dtype(source)), source, target).tobytes()
+
+
 def _outline(parts: SliceParts, located: set[int]) -> Iterator[Fragment]:
     for rank_slice, stored in parts:
         assert isinstance(stored, (FlatSlice, EvenSlices))

@@ -18,7 +18,7 @@ from ucp.core.dtypes import DType
 from ucp.errors import first_few
 from ucp.formats.deepspeed.read.rank_files import RankFile, dict_or_empty, lookup
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.sharded.shard_fragments import StoredRun, StoredShard
+from ucp.formats.sharded.shard_fragments import StoredRun, StoredShard, round_elements
 from ucp.formats.sharded.shard_table import RankCoord
 from ucp.formats.sharded.slot_matching import match_slots, states_fit
 from ucp.storage.local import SourceFiles
@@ -285,16 +285,3 @@ def _is_equal(source: SourceFiles, a: StoredShard, b: StoredShard) -> bool:
         == source.read(second.file, second.offset + at, min(_COMPARED_BLOCK, nbytes - at))
         for at in range(0, nbytes, _COMPARED_BLOCK)
     )
-
-
-def round_elements(data: bytes, source: DType, target: DType) -> bytes:
-    """Elements of float32 rounded to a 16-bit dtype as PyTorch does it; empty for other pairs of dtypes."""
-    if source == target:
-        return data
-    if source.name != "float32" or target.name not in ("bfloat16", "float16"):
-        return b""
-    import numpy as np  # here, because most checkpoints need no rounding
-
-    from ucp.read.casting import cast, raw_dtype
-
-    return cast(np.frombuffer(data, raw_dtype(source)), source, target).tobytes()

@@ -10,16 +10,15 @@ masters are taken from the weights, which are the same numbers in fewer bits, an
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ucp.core.box import Box, flat_index, intersect, interval_boxes
+from ucp.core.box import Box, flat_index, intersect, interval_boxes, is_contiguous_in
 from ucp.core.checkpoint import MASTER, WEIGHT, Fragment, Note, Rank
-from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, NotUnderstoodError, first_few
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -33,6 +32,7 @@ from ucp.formats.megatron.rank_layout import (
     module_tensors,
 )
 from ucp.formats.megatron.read.sharded_tensors import StateTable
+from ucp.formats.sharded.shard_fragments import round_elements
 from ucp.storage.local import SourceFiles
 
 _SAMPLE: Final = 256  # elements of a parameter that are compared
@@ -53,8 +53,9 @@ def handle_shifted_state(
         buffers = list(shifted_buffers(model, arguments))
     except NotUnderstoodError as error:
         return [Note("buckets-unknown", f"it is unknown whether optimizer state is shifted: {error.what}")]
-    suspects = [name for buffer in buffers for name in _shifted_names(buffer) if MASTER in states[name]]
-    names = list(dict.fromkeys(suspects))
+    ranges = [item for buffer in buffers for item in buffer.buffer_ranges if item.shift and not item.tensor.copy]
+    suspects = dict.fromkeys(packed.name for item in ranges for packed in item.tensor.packed_params)
+    names = [name for name in suspects if MASTER in states[name]]
     with SourceFiles(root) as files:
         damaged = any(
             master_differs(files, list(states[name][WEIGHT].fragments()), list(states[name][MASTER].fragments()))
@@ -67,7 +68,7 @@ def handle_shifted_state(
     for name in names:
         for kind in states[name]:
             if kind != WEIGHT:
-                states[name][kind].replace(_DamagedFragments(root, name, kind), 1)
+                states[name][kind].replace(partial(_refuse, f"{root}: {name}|{kind}"), 1)
     return [
         Note(
             "optimizer-state-shifted",
@@ -78,25 +79,11 @@ def handle_shifted_state(
     ]
 
 
-class _DamagedFragments:
-    """The fragments of a damaged state: making them is an error."""
-
-    def __init__(self, root: Path, name: str, kind: str) -> None:
-        self._root = root
-        self._name = name
-        self._kind = kind
-
-    def __call__(self) -> Iterator[Fragment]:
-        raise InconsistentError(
-            f"{self._root}: {self._name}|{self._kind} has values of its neighbours: {_WHY}",
-            hint="repair it with --repair, or take the weights alone with --only weights",
-        )
-
-
-def _shifted_names(buffer: ShiftedBuffer) -> Iterator[str]:
-    for buffer_range in buffer.buffer_ranges:
-        if buffer_range.shift and not buffer_range.tensor.copy:
-            yield from (packed.name for packed in buffer_range.tensor.packed_params)
+def _refuse(where: str) -> Iterator[Fragment]:
+    raise InconsistentError(
+        f"{where} has values of its neighbours: {_WHY}",
+        hint="repair it with --repair, or take the weights alone with --only weights",
+    )
 
 
 def _repair(buffers: list[ShiftedBuffer], names: list[str], states: StateTable) -> list[Note]:
@@ -191,30 +178,8 @@ def master_differs(files: SourceFiles, weight: Sequence[Fragment], master: Seque
             count = min(one.region.numel, _SAMPLE)
             kept = files.read(one.file, one.offset, count * one.dtype.itemsize)
             precise = files.read(other.file, other.offset, count * other.dtype.itemsize)
-            return round_float32(precise, one.dtype) not in (None, kept)
+            return round_elements(precise, other.dtype, one.dtype) not in (b"", kept)
     return False
-
-
-def round_float32(data: bytes, dtype: DType) -> bytes | None:
-    """Round little-endian float32 numbers to nearest even; None for other types than bfloat16 and float16."""
-    if dtype == FLOAT32:
-        return data
-    if dtype == BFLOAT16:
-        words = struct.unpack(f"<{len(data) // 4}I", data)
-        return struct.pack(f"<{len(words)}H", *(_to_bfloat16(word) for word in words))
-    if dtype == FLOAT16:
-        numbers = struct.unpack(f"<{len(data) // 4}f", data)
-        try:
-            return struct.pack(f"<{len(numbers)}e", *numbers)
-        except OverflowError:
-            return None
-    return None
-
-
-def _to_bfloat16(word: int) -> int:
-    if word & 0x7F800000 == 0x7F800000:
-        return word >> 16
-    return (word + 0x7FFF + ((word >> 16) & 1)) >> 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,17 +270,10 @@ def _overlapping(box: Box, stored: Sequence[Fragment]) -> Iterator[tuple[Box, Fr
         block = fragment.region.boxes[0]
         common = intersect(block, box)
         if common is not None:
-            if fragment.strides is not None or not _is_run(common, block):
+            if fragment.strides is not None or not is_contiguous_in(common, block.shape):
                 raise NotUnderstoodError(f"{fragment.file}: {block} is not a slice of the optimizer's buffer")
             at = flat_index(_relative_start(common, block), block.shape)
             yield common, fragment, fragment.offset + at * fragment.dtype.itemsize
-
-
-def _is_run(box: Box, of: Box) -> bool:
-    """Whether the elements of `box` are contiguous in the block `of`."""
-    inner = [n != extent for n, extent in zip(box.shape, of.shape, strict=True)]
-    cut = max((i for i, differs in enumerate(inner) if differs), default=0)
-    return all(n == 1 for n in box.shape[:cut])
 
 
 def _relative_start(box: Box, base: Box) -> tuple[int, ...]:

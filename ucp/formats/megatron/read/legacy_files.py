@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from ucp.containers.inert import TensorRef
 from ucp.containers.torch_file import TorchFile
@@ -27,7 +28,6 @@ from ucp.formats.megatron.mcore_modules import (
     EMBEDDING,
     OUTPUT,
     canonical_name,
-    expert_of,
     is_before_core,
     is_expert,
     layer_of,
@@ -160,23 +160,22 @@ def params_of_entry(
     `offsets` has the number of layers before the chunk, by stack.
     """
     ref: TensorRef = chunk[name]
-    experts = arguments.experts_per_rank
+    experts = arguments.experts_on(ep)
     stack = name[: name.index(".layers.")] if layer_of(name) is not None else ""
-    whole = shift_layer(name, offsets.get(stack, 0))
-    if expert_of(whole) is not None:
-        whole = shift_expert(whole, ep * experts)
+    whole = shift_expert(shift_layer(name, offsets.get(stack, 0)), experts.start)
     stem, _, last = whole.rpartition(".")
     if last in ("weight1", "weight2") and stem.endswith(".mlp.experts"):
-        return _grouped_experts(chunk, name, stem, last, ref.shape, ep * experts, experts)
+        return _grouped_experts(chunk, name, stem, last, ref.shape, experts)
     if whole == OUTPUT and arguments.tied:
         whole = EMBEDDING  # the last stage's copy
     return [EntryParam(whole, ref.shape)]
 
 
 def _grouped_experts(
-    chunk: Mapping[str, Any], name: str, stem: str, last: str, shape: Shape, first: int, count: int
+    chunk: Mapping[str, Any], name: str, stem: str, last: str, shape: Shape, experts: range
 ) -> list[EntryParam]:
     """Return the experts in a tensor of the grouped GEMM: one transposed matrix per expert, back to back."""
+    count = len(experts)
     other = chunk.get(name[:-1] + ("2" if last == "weight1" else "1"))
     if not isinstance(other, TensorRef) or len(shape) != 2 or len(other.shape) != 2 or count < 1:
         raise NotUnderstoodError(f"{name}: is a tensor of {count} grouped experts without its other half")
@@ -188,15 +187,13 @@ def _grouped_experts(
     else:
         local, module = (hidden, tall // count), "linear_fc2"
     return [
-        EntryParam(f"{stem}.local_experts.{first + i}.{module}.weight", local, i * prod(local), True)
-        for i in range(count)
+        EntryParam(f"{stem}.local_experts.{expert}.{module}.weight", local, i * prod(local), True)
+        for i, expert in enumerate(experts)
     ]
 
 
-class GroupAssigner(Protocol):
-    """Finds the parameters of the next group of a file."""
-
-    def next_of(self, group: Mapping[str, Any], shapes: Sequence[Shape | None]) -> list[ModuleEntry] | None: ...
+# Takes the next group of a file and the shapes of its states, and returns its parameters; None if these do not fit.
+NextMembers = Callable[[Mapping[str, Any], Sequence[Shape | None]], list[ModuleEntry] | None]
 
 
 class GroupMatcher:
@@ -215,9 +212,7 @@ class GroupMatcher:
         """Take the next parameters of a group, one per shape; None if the shapes do not allow it."""
         wanted = stored_group_flags(group, self._arguments)
         alike = [entry for entry in self._left if self._flags(entry) == wanted][: len(shapes)]
-        if len(alike) == len(shapes) and all(
-            shape is None or shape == entry.ref.shape for shape, entry in zip(shapes, alike, strict=True)
-        ):
+        if _shapes_fit(shapes, alike):
             return self._take(alike)
         rest = iter(self._left)
         found: list[ModuleEntry] = []
@@ -237,7 +232,13 @@ class GroupMatcher:
         return parameter_flags(entry.name, len(entry.ref.shape), self._arguments)
 
 
-def read_states(file: MegatronFile, tree: Any, assigner: GroupAssigner) -> Iterator[ParamGroup]:
+def _shapes_fit(shapes: Sequence[Shape | None], entries: Sequence[ModuleEntry]) -> bool:
+    return len(entries) == len(shapes) and all(
+        shape in (None, entry.ref.shape) for shape, entry in zip(shapes, entries, strict=True)
+    )
+
+
+def read_states(file: MegatronFile, tree: Any, next_members: NextMembers) -> Iterator[ParamGroup]:
     """Add numbered states to their parameters; yields the groups with the names of their parameters."""
     for optimizer in optimizers_of(tree):
         inner = optimizer.get("optimizer", optimizer)
@@ -248,12 +249,12 @@ def read_states(file: MegatronFile, tree: Any, assigner: GroupAssigner) -> Itera
             raise NotUnderstoodError(f"{file.name}: its optimizer has no states and groups in a known form")
         for number, group in enumerate(groups):
             of_group = masters[number] if isinstance(masters, list) and number < len(masters) else None
-            yield _read_group(file, assigner, group, number, state, of_group)
+            yield _read_group(file, next_members, group, number, state, of_group)
 
 
 def _read_group(
     file: MegatronFile,
-    assigner: GroupAssigner,
+    next_members: NextMembers,
     group: Mapping[str, Any],
     number: int,
     state: Mapping[Any, Any],
@@ -263,8 +264,9 @@ def _read_group(
     if not isinstance(numbers, list):
         raise NotUnderstoodError(f"{file.name}: parameter group {number} does not list its parameters")
     tables: list[Mapping[str, Any]] = [table if isinstance(table := state.get(i), dict) else {} for i in numbers]
-    shapes = [_shape_of_states(table) for table in tables]
-    entries = assigner.next_of(group, shapes)
+    refs = [[ref.shape for ref in table.values() if isinstance(ref, TensorRef) and ref.shape] for table in tables]
+    shapes = [own[0] if own else None for own in refs]
+    entries = next_members(group, shapes)
     if entries is None:
         raise InconsistentError(
             f"{file.name}: the {len(numbers)} states of parameter group {number} do not fit the parameters of the"
@@ -280,11 +282,6 @@ def _read_group(
             entry.add_state(MASTER, file, master)
         _add_states(file, entry, table, group.get(STEP))
     return ParamGroup(hyper_of(group), [name for entry in entries for name in entry.param_names])
-
-
-def _shape_of_states(table: Mapping[str, Any]) -> Shape | None:
-    shapes = [ref.shape for ref in table.values() if isinstance(ref, TensorRef) and ref.shape]
-    return shapes[0] if shapes else None
 
 
 def _add_states(file: MegatronFile, entry: ModuleEntry, table: Mapping[str, Any], step: Any) -> None:
@@ -422,19 +419,12 @@ def read_layer_wise(
             LayerWiseGroup(matcher.all_of(group), group.get("is_expert_parallel") is True) for group in groups
         ]
         mine = layer_wise_members(all_groups, lambda entry: entry.ref.numel, coord.tp, dp, arguments)
-        yield from read_states(file, file.tree, _LayerWiseAssigner(iter(mine)))
+        yield from read_states(file, file.tree, partial(_next_of, iter(mine)))
 
 
-class _LayerWiseAssigner:
-    """Returns the parameters of one data-parallel rank, group by group."""
-
-    def __init__(self, groups: Iterator[list[ModuleEntry]]) -> None:
-        self._groups = groups
-
-    def next_of(self, group: Mapping[str, Any], shapes: Sequence[Shape | None]) -> list[ModuleEntry] | None:
-        del group
-        mine = next(self._groups)
-        fits = len(mine) == len(shapes) and all(
-            shape in (None, entry.ref.shape) for shape, entry in zip(shapes, mine, strict=True)
-        )
-        return mine if fits else None
+def _next_of(
+    groups: Iterator[list[ModuleEntry]], group: Mapping[str, Any], shapes: Sequence[Shape | None]
+) -> list[ModuleEntry] | None:
+    del group
+    entries = next(groups)
+    return entries if _shapes_fit(shapes, entries) else None

@@ -12,7 +12,7 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Note, Parameter, ParamGroup, Rank, Role
 from ucp.core.rules import REPLICATED, RuleBook, resolve
 from ucp.errors import InconsistentError, NotUnderstoodError
-from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, model_files
+from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, model_files, rank_folder_name
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
 from ucp.formats.megatron.mcore_modules import (
     EMBEDDING,
@@ -212,23 +212,18 @@ class LegacyReader:
                 else:
                     missing = [ep for ep in range(arguments.ep) if ep not in found]
                 if missing:
-                    raise self._missing_rank_error(RankCoord(pp, tp, missing[0]))
+                    numbers = (tp, *((pp,) if arguments.pp > 1 else ()), *(missing[:1] if arguments.ep > 1 else ()))
+                    raise InconsistentError(
+                        f"{self.root}: rank folder {rank_folder_name(numbers)} is missing (tp {arguments.tp} × pp"
+                        f" {arguments.pp} × ep {arguments.ep})",
+                        hint=_COPY_MISSING,
+                    )
         without = [files.model.name for files in self.files.values() if files.optimizer is None]
         if 0 < len(without) < len(self.files):
             raise InconsistentError(
                 f"{self.root}: {OPTIMIZER_FILE} is missing next to {', '.join(without[:5])}, but other ranks have it",
                 hint=_COPY_MISSING,
             )
-
-    def _missing_rank_error(self, coord: RankCoord) -> InconsistentError:
-        arguments = self.arguments
-        pp = f"_{coord.pp:03d}" if arguments.pp > 1 else ""
-        ep = f"_{coord.ep:03d}" if arguments.ep > 1 else ""
-        return InconsistentError(
-            f"{self.root}: rank folder mp_rank_{coord.tp:02d}{pp}{ep} is missing (tp {arguments.tp} × pp"
-            f" {arguments.pp} × ep {arguments.ep})",
-            hint=_COPY_MISSING,
-        )
 
     def _fill_table(self) -> None:
         if self.arguments.tied:
@@ -279,7 +274,7 @@ class LegacyReader:
         elif files.layer_wise:
             groups = read_layer_wise(files.layer_wise, entries, coord, arguments)
         elif tree is not None and not arguments.is_distributed_optimizer:
-            groups = read_states(files.model, tree, GroupMatcher(entries, arguments))
+            groups = read_states(files.model, tree, GroupMatcher(entries, arguments).next_of)
         else:
             return False
         self._table.groups[coord] = list(groups)

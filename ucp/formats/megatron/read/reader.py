@@ -39,24 +39,16 @@ def _read_sharded(folder: MegatronFolder, options: ReadOptions) -> Checkpoint:
             hint="use an earlier checkpoint; Megatron writes this file last, when everything else is on disk",
         )
     # Imported here because a command reads one layout, and importing the others takes longer than reading the index.
+    from ucp.formats.megatron.read.sharded_containers import TorchDcpFolder, read_torch_dist, read_zarr
     from ucp.formats.megatron.read.sharded_parameters import CommonFile, CommonState, ShardedReader
 
     steps: dict[str, Atom] = {}
     common: CommonState
     if folder.layout == "torch_dcp":
-        from ucp.formats.megatron.read.sharded_containers import TorchDcpFolder
-
         common = TorchDcpFolder(folder.root)
         sharded, steps = common.sharded(), common.steps()
-    elif folder.layout == "torch_dist":
-        from ucp.formats.megatron.read.sharded_containers import read_torch_dist
-
-        sharded = read_torch_dist(folder.root)
     else:
-        from ucp.formats.megatron.read.sharded_containers import read_zarr
-
-        sharded = read_zarr(folder.root)
-    if folder.layout != "torch_dcp":
+        sharded = read_torch_dist(folder.root) if folder.layout == "torch_dist" else read_zarr(folder.root)
         common = CommonFile(folder.root)
     reader = ShardedReader(folder.root, sharded, common, options.rules, repair=options.repair)
     parameters = reader.parameters()

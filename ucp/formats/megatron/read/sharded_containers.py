@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -41,39 +41,15 @@ from ucp.formats.sharded.shard_fragments import StoredShard
 from ucp.storage.local import SourceFiles
 
 
-class DistcpBlock:
-    """A block of a tensor: an archive inside a data file, opened when it is located."""
-
-    __slots__ = ("_archives", "_box", "_entry", "_item", "_location")
-
-    def __init__(self, archives: TensorArchives, entry: DcpTensor, box: Box, item: ArchiveRange) -> None:
-        self._archives = archives
-        self._entry = entry
-        self._box = box
-        self._item = item
-        self._location: BlockLocation | None = None
-
-    @property
-    def file(self) -> str:
-        return self._item.file
-
-    @property
-    def writer(self) -> int:
-        return self._item.rank
-
-    def locate(self) -> BlockLocation:
-        if self._location is None:
-            with SourceFiles(self._archives.root) as files:
-                found = self._archives.locate(self._entry, self._box, self._item, files)
-            self._location = BlockLocation(found.offset, found.strides)
-        return self._location
-
-
 def archive_tensor(archives: TensorArchives, key: str, entry: DcpTensor) -> ShardedTensor:
     """Return an entry of the metadata as a tensor under this key."""
-    blocks: dict[Box, ShardedBlock] = {
-        box: DistcpBlock(archives, entry, box, item) for box, item in entry.chunks.items()
-    }
+
+    def find(box: Box, item: ArchiveRange) -> BlockLocation:
+        with SourceFiles(archives.root) as files:
+            found = archives.locate(entry, box, item, files)
+        return found.offset, found.strides
+
+    blocks = {box: ShardedBlock(item.file, item.rank, partial(find, box, item)) for box, item in entry.chunks.items()}
     return ShardedTensor(key, entry.shape, entry.dtype, blocks)
 
 
@@ -136,12 +112,13 @@ class TorchDcpFolder:
         elif isinstance(entry, DcpTensor) and first == "optimizer" and ("state" in rest or _MASTERS in rest):
             self._states[rest] = entry
         else:
-            value = (
-                self._archives.atom(entry, f"common#{entry.key}", "extra")
-                if isinstance(entry, DcpTensor)
-                else values.value(entry)
-            )
-            _set_path(self.tree, entry.path, value)
+            tree = self.tree
+            for part in entry.path[:-1]:
+                tree = tree.setdefault(part, {})
+            if isinstance(entry, DcpTensor):
+                tree[entry.path[-1]] = self._archives.atom(entry, f"common#{entry.key}", "extra")
+            else:
+                tree[entry.path[-1]] = values.value(entry)
 
     def _numbered(self) -> list[list[str]]:
         """Return the names of the parameters in each group, in the order in which the optimizer numbers them."""
@@ -151,11 +128,12 @@ class TorchDcpFolder:
             (name for name, entry in self._weights.items() if not is_buffer(name) and entry.dtype.family == "float"),
             key=lambda name: order_key(name, fused=fused, latent=latent),
         )
+        flags = {name: parameter_flags(name, len(self._weights[name].shape), arguments) for name in names}
         found: list[list[str]] = []
         for optimizer in optimizers_of(self.tree.get("optimizer")):
             for group in groups_of(optimizer):
                 wanted = stored_group_flags(group, arguments)
-                mine = [name for name in names if self._flags(name) == wanted]
+                mine = [name for name in names if flags[name] == wanted]
                 if isinstance(group.get("params"), list) and len(mine) != len(group["params"]):
                     raise InconsistentError(
                         f"{self._root}: a parameter group of the optimizer has {len(group['params'])} parameters, but"
@@ -165,9 +143,6 @@ class TorchDcpFolder:
                 found.append(mine)
         return found
 
-    def _flags(self, name: str) -> tuple[bool, bool, bool, bool]:
-        return parameter_flags(name, len(self._weights[name].shape), self.arguments)
-
     def sharded(self) -> ShardedContents:
         """Return weights, masters and states under the keys of a sharded checkpoint, without steps."""
         tensors = {name: archive_tensor(self._archives, name, entry) for name, entry in self._weights.items()}
@@ -175,14 +150,11 @@ class TorchDcpFolder:
             if kind != STEP:
                 key = f"optimizer.state.{kind}.{name}"
                 tensors[key] = archive_tensor(self._archives, key, entry)
-        return ShardedContents(tensors, dict(self._objects()))
-
-    def _objects(self) -> Iterator[tuple[str, Any]]:
-        """Yield random and extra states under the keys that they have in sharded checkpoints."""
-        for name, value in self.tree.get(_MODEL, {}).items():
-            yield f"{name}/shard_0_1", value
+        # Random and extra states have the keys of sharded checkpoints.
+        objects = {f"{name}/shard_0_1": value for name, value in self.tree.get(_MODEL, {}).items()}
         if _RANDOM in self.tree:
-            yield f"{_RANDOM}/shard_0.0_1.1", self.tree[_RANDOM]
+            objects[f"{_RANDOM}/shard_0.0_1.1"] = self.tree[_RANDOM]
+        return ShardedContents(tensors, objects)
 
     def steps(self) -> dict[str, Atom]:
         """Return the step of each parameter that has one."""
@@ -207,12 +179,6 @@ class TorchDcpFolder:
             yield name, kind, entry
 
 
-def _set_path(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
-
-
 def _with_lists(tree: Any) -> Any:
     """Return the tree with lists in place of dicts with integer keys."""
     if not isinstance(tree, Mapping):
@@ -235,21 +201,6 @@ _NUMPY: Final = {
     "u1": "uint8",
     "b1": "bool",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ZarrBlock:
-    """A block in a file of its own. Blocks at the edge are stored in full size; `strides` skip the rest."""
-
-    file: str
-    strides: Shape | None
-
-    @property
-    def writer(self) -> int:
-        return 0
-
-    def locate(self) -> BlockLocation:
-        return BlockLocation(0, self.strides)
 
 
 def read_zarr(root: Path) -> ShardedContents:
@@ -288,9 +239,13 @@ def _zarr_tensor(root: Path, folder: Path) -> ShardedTensor:
                 f"{file}: has {file.stat().st_size} bytes, a block of {dtype} {list(chunks)} has {nbytes}",
                 hint="the file was copied or written incompletely; copy it again from an intact copy",
             )
-        strides = None if steps == strides_of(kept) else steps
-        tensor.blocks[Box(start, kept)] = ZarrBlock(file.relative_to(root).as_posix(), strides)
+        location = 0, None if steps == strides_of(kept) else steps  # blocks at the edge are stored in full size
+        tensor.blocks[Box(start, kept)] = ShardedBlock(file.relative_to(root).as_posix(), 0, partial(_known, location))
     return tensor
+
+
+def _known(location: BlockLocation) -> BlockLocation:
+    return location
 
 
 def _read_array_header(file: Path) -> tuple[Shape, Shape, DType]:

@@ -10,12 +10,13 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ucp.containers.inert import TensorRef
 from ucp.containers.tree import with_atoms
-from ucp.core.box import Box, Shape
+from ucp.core.box import Box
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, LazyFragments, Note, Parameter, ParamGroup, Rank
 from ucp.core.dtypes import DType
 from ucp.core.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
@@ -25,6 +26,7 @@ from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
 from ucp.formats.megatron.job_extras import without_optimizer_states
 from ucp.formats.megatron.mcore_modules import (
     EMBEDDING,
+    NOT_CUT_ORIGIN,
     OUTPUT,
     RULE_ORIGIN,
     expert_of,
@@ -156,7 +158,10 @@ class ShardedReader:
                 Note("group-guessed", f"no group of the optimizer matches {shown}: put in the most similar")
             )
         for _, _, step, mine in assigned:
-            _add_steps(mine, step)
+            for parameter in mine:
+                if step is not None and _has_optimizer_state(parameter):
+                    fragments = scalar_fragments(Rank(), step)
+                    parameter.atoms[STEP] = Atom(parameter.name, STEP, (), step.dtype, fragments)
         return [ParamGroup(hyper_of(group), [p.name for p in mine]) for _, group, _, mine in assigned]
 
     def trees(self) -> dict[str, Any]:
@@ -193,7 +198,7 @@ class ShardedReader:
             return resolve(named.rule, [shape], name), named.origin
         rule = split_rule(name, [shape], self.arguments, self._unstacked.shapes.get)
         if rule is None:
-            return REPLICATED, "not cut in the checkpoint"
+            return REPLICATED, NOT_CUT_ORIGIN
         return resolve(rule, [shape], name), RULE_ORIGIN
 
     def _parameter(self, name: str) -> Parameter:
@@ -202,12 +207,16 @@ class ShardedReader:
         shape = logical_shape(rule, padded)
         states = self._unstacked.states[name]
         is_float = all(state.dtype.family == "float" for state in states.values())
-        kinds = sorted(states, key=lambda kind: (kind != WEIGHT, kind != MASTER, kind))
+        atoms: dict[str, Atom] = {}
+        for kind in sorted(states, key=lambda kind: (kind != WEIGHT, kind != MASTER, kind)):
+            state = states[kind]
+            fragments = LazyFragments(state.fragments, state.count)
+            atoms[kind] = Atom(name, kind, shape, state.dtype, fragments, tuple(state.copies))
         return Parameter(
             name,
             shape,
             "trained" if is_float and not is_buffer(name) else "buffer",
-            {kind: _atom(name, kind, shape, states[kind]) for kind in kinds},
+            atoms,
             rule,
             origin,
             padded if padded != shape else None,
@@ -233,18 +242,6 @@ class ShardedReader:
 
 def _has_optimizer_state(parameter: Parameter) -> bool:
     return any(kind not in (WEIGHT, MASTER) for kind in parameter.atoms)
-
-
-def _add_steps(parameters: Sequence[Parameter], step: StoredShard | None) -> None:
-    """Add the step of a group to its parameters, if they have optimizer states."""
-    for parameter in parameters:
-        if step is not None and _has_optimizer_state(parameter):
-            fragments = scalar_fragments(Rank(), step)
-            parameter.atoms[STEP] = Atom(parameter.name, STEP, (), step.dtype, fragments)
-
-
-def _atom(name: str, kind: str, shape: Shape, state: ShardedState) -> Atom:
-    return Atom(name, kind, shape, state.dtype, LazyFragments(state.fragments, state.count), tuple(state.copies))
 
 
 class _StoredBucket:
@@ -293,26 +290,8 @@ class _BucketSlice(StoredShard):
 
     def runs(self) -> Iterator[StoredRun]:
         for start, stop, block, skip in self.bucket.blocks(self.begin, self.begin + self.numel):
-            offset = block.locate().offset + skip * self.dtype.itemsize
+            offset = block.locate()[0] + skip * self.dtype.itemsize
             yield StoredRun(start, stop, block.file, offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _AtomBlock:
-    """A tensor inside an object, as a block."""
-
-    fragment: Fragment
-
-    @property
-    def file(self) -> str:
-        return self.fragment.file
-
-    @property
-    def writer(self) -> int:
-        return self.fragment.rank.dp
-
-    def locate(self) -> BlockLocation:
-        return BlockLocation(self.fragment.offset)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -391,31 +370,23 @@ class ShardedBuckets:
             layout = module_buffer_layout(mine, tensors, rank, self._arguments, expert=ranks.chained == 1)
             for kind, stored in buffers[number].items():
                 buckets = _split_by_layout(stored, layout)
-                self._check_lengths(ranks, kind, buckets, layout)
+                lengths = tuple(buckets[number].length for number in sorted(buckets))
+                if sorted(buckets) != list(range(len(layout.lengths))) or lengths != layout.lengths:
+                    raise InconsistentError(
+                        f"{self._where}: the buckets of '{kind}' of rank group {ranks.group} have {list(lengths)}"
+                        f" elements, its parameters need {list(layout.lengths)}",
+                        hint=_BUFFER_HINT,
+                    )
                 for tensor, position in zip(mine, layout.bucket_ranges, strict=True):
                     bucket = buckets[position.bucket]
-                    self._check_split(bucket, position)
+                    # Megatron splits blocks where parameters start and end, which reveals a wrong order of parameters.
+                    if not bucket.is_split_at(position):
+                        raise InconsistentError(
+                            f"{self._where}: {bucket.tensor.key} is not split at elements {position.start} and"
+                            f" {position.start + position.numel}, where a parameter should be",
+                            hint=_BUFFER_HINT,
+                        )
                     _add_state(states, MASTER if kind == "param" else kind, tensor, position, bucket, rank)
-
-    def _check_lengths(
-        self, ranks: _StoredRankGroup, kind: str, buckets: Mapping[int, _StoredBucket], layout: BufferLayout
-    ) -> None:
-        lengths = tuple(buckets[number].length for number in sorted(buckets))
-        if sorted(buckets) != list(range(len(layout.lengths))) or lengths != layout.lengths:
-            raise InconsistentError(
-                f"{self._where}: the buckets of '{kind}' of rank group {ranks.group} have {list(lengths)} elements, its"
-                f" parameters need {list(layout.lengths)}",
-                hint=_BUFFER_HINT,
-            )
-
-    def _check_split(self, bucket: _StoredBucket, position: BucketRange) -> None:
-        """Megatron splits blocks where parameters start and end, which reveals a wrong order of parameters."""
-        if not bucket.is_split_at(position):
-            raise InconsistentError(
-                f"{self._where}: {bucket.tensor.key} is not split at elements {position.start} and"
-                f" {position.start + position.numel}, where a parameter should be",
-                hint=_BUFFER_HINT,
-            )
 
 
 def _add_state(
@@ -444,10 +415,15 @@ def _gathered_buffers(key: str, value: Mapping[Any, Any]) -> _Buffers:
     for number, table in enumerate(tables):
         for kind, atom in table.items():
             if isinstance(atom, Atom) and len(atom.shape) == 1 and atom.fragments:
-                block: ShardedBlock = _AtomBlock(atom.fragments[0])
+                fragment = atom.fragments[0]
+                block = ShardedBlock(fragment.file, fragment.rank.dp, partial(_offset_of, fragment))
                 tensor = ShardedTensor(f"{key}: {kind}", atom.shape, atom.dtype, {Box((0,), atom.shape): block})
                 found.setdefault(number, {})[str(kind)] = {_ALL_BUCKETS: _StoredBucket(tensor)}
     return found
+
+
+def _offset_of(fragment: Fragment) -> BlockLocation:
+    return fragment.offset, None
 
 
 def _split_by_layout(stored: Mapping[int, _StoredBucket], layout: BufferLayout) -> Mapping[int, _StoredBucket]:

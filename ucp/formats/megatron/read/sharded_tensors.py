@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ucp.core.box import Box, Shape, flat_index, strides_of
 from ucp.core.checkpoint import MASTER, WEIGHT, Fragment, Rank
@@ -24,25 +24,22 @@ _GATE, _PROJECTION = "_w", "_v"  # suffixes of keys, if gate and projection have
 _MASTERS: Final = frozenset({"fp32_param", "param"})
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLocation:
-    """Where a block starts in its file, in bytes; `strides` (in elements) if it is not stored row-major."""
-
-    offset: int
-    strides: Shape | None = None
+BlockLocation = tuple[int, Shape | None]  # offset in the file in bytes; strides in elements if not row-major
 
 
-class ShardedBlock(Protocol):
-    """A block of a tensor in a file."""
+@dataclass(slots=True, eq=False)
+class ShardedBlock:
+    """A block of a tensor in a file that rank `writer` wrote; `find` locates it, when that is needed."""
 
-    @property
-    def file(self) -> str: ...
+    file: str
+    writer: int
+    find: Callable[[], BlockLocation]
+    _location: BlockLocation | None = None
 
-    @property
-    def writer(self) -> int:
-        """The rank that wrote it."""
-
-    def locate(self) -> BlockLocation: ...
+    def locate(self) -> BlockLocation:
+        if self._location is None:
+            self._location = self.find()
+        return self._location
 
 
 @dataclass(slots=True)
@@ -217,20 +214,20 @@ def _join_gates(tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor
 
 def _range_fragment(block: ShardedBlock, region: Region, skip: int, dtype: DType) -> Iterator[Fragment]:
     """Yield the fragment of a region that is contiguous, `skip` elements into a block."""
-    offset = block.locate().offset + skip * dtype.itemsize
+    offset = block.locate()[0] + skip * dtype.itemsize
     yield Fragment(region, block.file, offset, dtype, Rank(dp=block.writer))
 
 
 def _block_fragment(block: ShardedBlock, box: Box, inside: Shape, part: Box, dtype: DType) -> Iterator[Fragment]:
     """Yield the fragment of the parameter at index `inside` of a block of stacked parameters."""
-    location = block.locate()
-    strides = location.strides or strides_of(box.shape)
+    offset, own_strides = block.locate()
+    strides = own_strides or strides_of(box.shape)
     skip = sum(i * step for i, step in zip(inside, strides, strict=False))
     own = strides[len(inside) :]
     yield Fragment(
         Region.of((part,)),
         block.file,
-        location.offset + skip * dtype.itemsize,
+        offset + skip * dtype.itemsize,
         dtype,
         Rank(dp=block.writer),
         None if own == strides_of(part.shape) else own,

@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any, Final
 
 from ucp.containers.inert import Inert
+from ucp.containers.pickle_writer import with_state
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.errors import UsageError
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -17,13 +18,13 @@ from ucp.formats.megatron.rank_layout import ModelChunk, model_chunks
 from ucp.formats.registry import OptimizerSharding, WriteOptions
 
 _LAYOUT: Final = "pipeline_model_parallel_layout"
+_UNEVEN: Final = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 # Arguments that assign layers to stages. They are reset if the number of stages changes.
 _PIPELINE: Final = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
+    *_UNEVEN,
     _LAYOUT,
 )
 _PREDICTION: Final = re.compile(r"m(?:\*\d+)?")  # in a pipeline layout
@@ -48,16 +49,12 @@ class TargetJob:
 
         `vocabulary` is the padded size, `layout` Megatron's name of the checkpoint format.
         """
-        fields = self.arguments.fields
-        made = object.__new__(type(stored))
-        made.called = stored.called
-        made.args, made.kwargs = stored.args, stored.kwargs
-        made.state = dict(fields)
+        fields = dict(self.arguments.fields)
         known = {"rank": rank, "local_rank": rank, "ckpt_format": layout}
-        made.state.update({name: value for name, value in known.items() if name in fields})
+        fields.update({name: value for name, value in known.items() if name in fields})
         if vocabulary is not None:
-            made.state["padded_vocab_size"] = vocabulary
-        return made
+            fields["padded_vocab_size"] = vocabulary
+        return with_state(stored, fields)
 
 
 def target_job(source: Checkpoint, extras: MegatronExtras, options: WriteOptions) -> TargetJob:
@@ -72,7 +69,13 @@ def target_job(source: Checkpoint, extras: MegatronExtras, options: WriteOptions
     mesh, etp = _mesh(base, extras.arguments, options)
     if mesh.zero and extras.arguments.has_muon and source.groups:
         raise UsageError("Megatron's distributed optimizer supports Adam, but not Muon", hint="use --optimizer plain")
-    _check_experts(mesh, extras.arguments, options)
+    experts = extras.arguments.number("num_experts", 0)
+    if mesh.ep > 1 and not experts:
+        raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
+    if not experts and (options.etp is not None or options.experts is not None):
+        raise UsageError("the model has no experts", hint="leave --etp and --experts out")
+    if experts % mesh.ep:
+        raise UsageError(f"{experts} experts do not divide over ep={mesh.ep}")
     notes: list[Note] = []
     if bool(mesh.zero) != bool(source.mesh.zero) and source.groups:
         kind, how = ("distributed", "with") if mesh.zero else ("plain", "without")
@@ -88,7 +91,9 @@ def target_job(source: Checkpoint, extras: MegatronExtras, options: WriteOptions
         fields[_FULLY] = bool(mesh.zero) and sharding == "fully_reshardable"
     arguments = JobArguments(fields)
     layers = arguments.layers or 0
-    if fields.get(_LAYOUT) is None and not _layers_divide(arguments, layers):
+    counted = layers + sum(arguments.flag(name) for name in _COUNTED_AS_LAYERS)
+    is_assigned = fields.get(_LAYOUT) is not None or any(arguments.number(name, 0) for name in _UNEVEN)
+    if not is_assigned and counted % (arguments.pp * arguments.vpp):
         raise UsageError(
             f"{layers} layers do not divide over {mesh.pp} stages of {arguments.vpp} chunks",
             hint="choose another --pp, or give the first layer of every stage",
@@ -141,16 +146,6 @@ def _mesh(base: Mesh, stored: JobArguments, options: WriteOptions) -> tuple[Mesh
     return Mesh(tp, pp, dp, ep, _zero(base, options)), etp
 
 
-def _check_experts(mesh: Mesh, arguments: JobArguments, options: WriteOptions) -> None:
-    experts = arguments.number("num_experts", 0)
-    if mesh.ep > 1 and not experts:
-        raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
-    if not experts and (options.etp is not None or options.experts is not None):
-        raise UsageError("the model has no experts", hint="leave --etp and --experts out")
-    if experts % mesh.ep:
-        raise UsageError(f"{experts} experts do not divide over ep={mesh.ep}")
-
-
 def _fields(stored: JobArguments, mesh: Mesh, etp: int, options: WriteOptions) -> dict[str, Any]:
     """Return the arguments of the target's job, except those that assign layers to stages."""
     fields = dict(stored.fields)
@@ -171,8 +166,8 @@ def _fields(stored: JobArguments, mesh: Mesh, etp: int, options: WriteOptions) -
         "use_mcore_models": True,
     }
     fields.update({name: value for name, value in known.items() if name in fields})
-    if not mesh.zero:
-        fields.update({name: False for name in ("overlap_param_gather",) if name in fields})
+    if not mesh.zero and "overlap_param_gather" in fields:
+        fields["overlap_param_gather"] = False
     if options.dtype is not None:
         fields.update(bf16=options.dtype.name == "bfloat16", fp16=options.dtype.name == "float16")
         follow = {"params_dtype": options.dtype, "accumulate_allreduce_grads_in_fp32": fields["bf16"]}
@@ -195,9 +190,8 @@ def _assign_layers(
     """Keep the assignment of layers to stages if it still applies, else assign them evenly."""
     layers = stored.layers or 0
     if options.stages is None and mesh.pp == pattern.pp and options.vpp in (None, pattern.vpp):
-        for name in (*_PIPELINE, *_COUNTED_AS_LAYERS):
-            if name in pattern.fields:
-                fields[name] = pattern.fields[name]
+        kept = (*_PIPELINE, *_COUNTED_AS_LAYERS)
+        fields.update({name: pattern.fields[name] for name in kept if name in pattern.fields})
         layout = fields.get(_LAYOUT)
         if isinstance(layout, str) and not stored.prediction_layers:
             fields[_LAYOUT] = _PREDICTION.sub("", layout)
@@ -206,12 +200,8 @@ def _assign_layers(
         notes.append(Note("stages-even", "the job's own pipeline layout cannot be read: layers are assigned evenly"))
     elif stored.vpp > 1 and options.vpp is None and options.stages is None:
         notes.append(Note("stages-even", f"written with one model chunk per stage; the source had {stored.vpp}"))
-    for name in _PIPELINE:
-        if name in fields:
-            fields[name] = None
-    for name in _COUNTED_AS_LAYERS:
-        if name in fields:
-            fields[name] = False
+    fields.update({name: None for name in _PIPELINE if name in fields})
+    fields.update({name: False for name in _COUNTED_AS_LAYERS if name in fields})
     chunks = options.vpp or 1
     if options.stages is not None:
         chunks = options.vpp or max(1, len(options.stages) // mesh.pp)
@@ -236,9 +226,3 @@ def _pipeline_layout(first_layers: tuple[int, ...], stored: JobArguments, pp: in
             hint="give the first layer of every stage, or of every model chunk of every stage, starting with 0",
         )
     return "E" + "|".join("t" * count for count in counts) + "m" * stored.prediction_layers + "L"
-
-
-def _layers_divide(arguments: JobArguments, layers: int) -> bool:
-    uneven = any(arguments.number(name, 0) for name in _PIPELINE[3:5])
-    phantoms = sum(arguments.flag(name) for name in _COUNTED_AS_LAYERS)
-    return uneven or (layers + phantoms) % (arguments.pp * arguments.vpp) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from ucp.core.rules import REPLICATED, Rule, resolve
 from ucp.errors import UsageError, first_few
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import (
+    NOT_CUT_ORIGIN,
     block_of,
     expert_of,
     is_expert,
@@ -26,9 +27,10 @@ from ucp.formats.megatron.mcore_modules import (
     shift_layer,
     split_rule,
 )
-from ucp.formats.megatron.rank_layout import GlobalParam, ModuleRank, ModuleTensor, PackedParam, module_tensors
+from ucp.formats.megatron.rank_layout import GlobalParam, ModuleRank, ModuleTensor, module_tensors
 from ucp.formats.megatron.write.target_job import TargetJob
 from ucp.formats.registry import WriteOptions
+from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN
 from ucp.formats.sharded.slicer import (
     ParamSlicer,
     master_atom,
@@ -39,7 +41,7 @@ from ucp.formats.sharded.slicer import (
 )
 
 _DECODER: Final = re.compile(r"^(?:embedding|decoder|mtp\.layers\.\d+|output_layer)\.")
-_NO_RULE_ORIGINS: Final = ("one tensor-parallel rank", "not cut in the checkpoint")  # of rules that were not needed
+_NO_RULE_ORIGINS: Final = (ONE_RANK_ORIGIN, NOT_CUT_ORIGIN)  # of rules that were not needed
 _GROUPED_EXPERT: Final = re.compile(r"\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
 
 # Norms that Transformer Engine fuses into the linear layer after them: name in atoms → name in the module.
@@ -225,7 +227,14 @@ class TargetModel:
             atom = self.atom(packed.name, kind)
             if atom is None:
                 return None
-            region = _region_in_module(packed)
+            region = region_of(packed.pieces, packed.name)
+            if packed.transposed:  # column by column of the boxes, which are one above the other
+                boxes = [piece.box for piece in packed.pieces]
+                region = Region.of(
+                    Box((box.start[0], box.start[1] + column), (box.shape[0], 1))
+                    for column in range(boxes[0].shape[1])
+                    for box in boxes
+                )
             if region.numel:
                 contents.append(RegionContent(atom, region))
         return contents
@@ -306,15 +315,3 @@ def _shape_in_module(tensor: ModuleTensor) -> Shape:
     count = len(tensor.packed_params)
     rows, columns = first.shape
     return (columns, count * rows) if ".linear_fc1." in first.name else (count * columns, rows)
-
-
-def _region_in_module(packed: PackedParam) -> Region:
-    region = region_of(packed.pieces, packed.name)
-    return Region.of(_columns([piece.box for piece in packed.pieces])) if packed.transposed else region
-
-
-def _columns(boxes: Sequence[Box]) -> Iterator[Box]:
-    """Yield the transpose of a matrix that consists of these boxes, one above the other: column by column."""
-    for column in range(boxes[0].shape[1]):
-        for box in boxes:
-            yield Box((box.start[0], box.start[1] + column), (box.shape[0], 1))

@@ -76,19 +76,15 @@ def _target_groups(chosen: Sequence[ParamGroup], experts: bool | None) -> list[T
         hyper = {key: value for key, value in group.hyper.items() if key != STEP and not isinstance(value, TensorRef)}
         if _EXPERTS in hyper:
             hyper[_EXPERTS] = experts is True
-        _merge(groups, TargetParamGroup(hyper, frozenset(names), group.hyper.get(STEP)))
+        step = group.hyper.get(STEP)
+        # Groups of experts and of dense parameters are one if experts have no ranks of their own.
+        at = next((i for i, known in enumerate(groups) if known.hyper == hyper), None)
+        if at is None:
+            groups.append(TargetParamGroup(hyper, frozenset(names), step))
+        else:
+            known = groups[at]
+            groups[at] = TargetParamGroup(hyper, known.names | set(names), known.step if step is None else step)
     return groups
-
-
-def _merge(groups: list[TargetParamGroup], new: TargetParamGroup) -> None:
-    """Add a group. Groups of experts and of dense parameters are one if experts have no ranks of their own."""
-    for i, known in enumerate(groups):
-        if known.hyper == new.hyper:
-            groups[i] = TargetParamGroup(
-                known.hyper, known.names | new.names, known.step if new.step is None else new.step
-            )
-            return
-    groups.append(new)
 
 
 def has_states(source: Checkpoint) -> bool:
@@ -98,42 +94,28 @@ def has_states(source: Checkpoint) -> bool:
     )
 
 
-def plain_tree(model: TargetModel, tensors: Sequence[NamedTensor], scaler: Any, files: SourceFiles) -> Any:
-    """Return the state of one rank's optimizers as the plain mixed-precision optimizer's `state_dict` has it."""
-    chain = target_optimizers(model.source, model.job.arguments)
-    return _tree(model, chain, _members(chain, tensors), scaler, files)
-
-
-def layer_wise_tree(
-    model: TargetModel, tensors: Sequence[NamedTensor], tp: int, dp: int, scaler: Any, files: SourceFiles
-) -> Any:
-    """Return the part of data-parallel rank `dp`, if whole parameters are assigned to such ranks."""
-    chain = target_optimizers(model.source, model.job.arguments)
-    groups = [group for optimizer in chain for group in optimizer]
-    all_groups = [
-        LayerWiseGroup(mine, group.hyper.get(_EXPERTS) is True)
-        for group, mine in zip(groups, _members(chain, tensors), strict=True)
-    ]
-    mine = layer_wise_members(all_groups, lambda named: named.tensor.numel, tp, dp, model.job.arguments)
-    return _tree(model, chain, mine, scaler, files)
-
-
-def _members(chain: Sequence[Sequence[TargetParamGroup]], tensors: Sequence[NamedTensor]) -> list[list[NamedTensor]]:
-    """Return the tensors of a rank in each group of all optimizers."""
-    return [
-        [named for named in tensors if named.is_trained and named.tensor.packed_params[0].name in group.names]
-        for groups in chain
-        for group in groups
-    ]
-
-
-def _tree(
+def optimizer_tree(
     model: TargetModel,
-    chain: Sequence[Sequence[TargetParamGroup]],
-    members: Sequence[Sequence[NamedTensor]],
+    tensors: Sequence[NamedTensor],
     scaler: Any,
     files: SourceFiles,
+    layer_wise: tuple[int, int] | None = None,
 ) -> Any:
+    """Return the state of one rank's optimizers as the plain mixed-precision optimizer's `state_dict` has it.
+
+    If whole parameters are assigned to data-parallel ranks, `layer_wise` is the tensor- and data-parallel rank.
+    """
+    arguments = model.job.arguments
+    chain = target_optimizers(model.source, arguments)
+    groups = [group for optimizer in chain for group in optimizer]
+    members = [
+        [named for named in tensors if named.is_trained and named.tensor.packed_params[0].name in group.names]
+        for group in groups
+    ]
+    if layer_wise is not None:
+        zipped = zip(groups, members, strict=True)
+        all_groups = [LayerWiseGroup(mine, group.hyper.get(_EXPERTS) is True) for group, mine in zipped]
+        members = layer_wise_members(all_groups, lambda named: named.tensor.numel, *layer_wise, arguments)
     rest = iter(members)
     made = [_optimizer_tree(model, [(group, next(rest)) for group in groups], scaler, files) for groups in chain]
     return made if len(made) > 1 else made[0]
@@ -144,26 +126,21 @@ def stateless_chain(model: TargetModel, scaler: Any, files: SourceFiles) -> list
 
     In the form of the distributed optimizer if the mesh has ZeRO 1, else of the plain one.
     """
-    return [_stateless(model, groups, scaler, files) for groups in target_optimizers(model.source, model.job.arguments)]
-
-
-def _stateless(
-    model: TargetModel, groups: Sequence[TargetParamGroup], scaler: Any, files: SourceFiles
-) -> dict[str, Any]:
     distributed = bool(model.job.mesh.zero)
-    listed: list[dict[str, Any]] = []
-    common: dict[str, Any] = {}
-    for group in groups:
-        step = step_of(model.source, group, files)
-        if step is not None and group.counts_in_parameters and not distributed:
-            common = {"common_step": new_tensor(FLOAT32, (), struct.pack("<f", step))}
-            step = None
-        listed.append(dict(group.hyper) if step is None else {**group.hyper, STEP: step})
     scaling = {} if scaler is None else {"grad_scaler": scaler}
-    if distributed:
-        return {"optimizer": {"param_groups": listed}, **scaling}
-    inner = {"state": common, "param_groups": listed}
-    return {"optimizer": inner, **scaling} if is_mixed(model) else inner
+    chain: list[dict[str, Any]] = []
+    for groups in target_optimizers(model.source, model.job.arguments):
+        listed: list[dict[str, Any]] = []
+        common: dict[str, Any] = {}
+        for group in groups:
+            step = step_of(model.source, group, files)
+            if step is not None and group.counts_in_parameters and not distributed:
+                common = {"common_step": new_tensor(FLOAT32, (), struct.pack("<f", step))}
+                step = None
+            listed.append(dict(group.hyper) if step is None else {**group.hyper, STEP: step})
+        inner = {"param_groups": listed} if distributed else {"state": common, "param_groups": listed}
+        chain.append({"optimizer": inner, **scaling} if distributed or is_mixed(model) else inner)
+    return chain
 
 
 def _optimizer_tree(
@@ -278,6 +255,19 @@ class GradBuffer:
     tensors: tuple[ModuleTensor, ...]
     layout: BufferLayout
 
+    def tiles(self, bucket: int) -> Iterator[tuple[int, int, ModuleTensor | None]]:
+        """Yield the tensors of a bucket in order, each as [start, stop); None for the gaps between them."""
+        positions = zip(self.layout.bucket_ranges, self.tensors, strict=True)
+        here = [(position.start, tensor) for position, tensor in positions if position.bucket == bucket]
+        at = 0
+        for start, tensor in sorted(here, key=lambda item: item[0]):
+            if start > at:
+                yield at, start, None
+            at = start + tensor.numel
+            yield start, at, tensor
+        if at < self.layout.lengths[bucket]:
+            yield at, self.layout.lengths[bucket], None
+
 
 class TargetBuffers:
     """The buffers of every rank of a job."""
@@ -297,22 +287,21 @@ class TargetBuffers:
             for tensor in module_tensors(rank, self._trained, self._arguments)
             if experts is None or tensor.is_expert == experts
         ]
+        # Gradients are accumulated in float32 if the job asks for it, and by default for bfloat16.
+        asked = self._arguments.fields.get("accumulate_allreduce_grads_in_fp32")
+        is_single = asked if isinstance(asked, bool) else self._arguments.flag("bf16")
         found: list[GradBuffer] = []
         for mine in group_by_buffer(tensors):
             layout = module_buffer_layout(mine, tensors, rank, self._arguments, expert=bool(experts))
-            found.append(GradBuffer((mine[0].dtype, _grad_dtype(mine[0].dtype, self._arguments)), tuple(mine), layout))
+            dtype = mine[0].dtype
+            found.append(GradBuffer((dtype, FLOAT32 if is_single else dtype), tuple(mine), layout))
         return found
 
     def buffer_contents(self, buffer: GradBuffer, state: str) -> Iterator[RegionContent | ZeroContent]:
         """Yield one state of a whole buffer as on disk: bucket after bucket, with zeros in the gaps."""
-        at = 0
-        for start, tensor in tensors_by_start(buffer):
-            if start > at:
-                yield ZeroContent(start - at)
-            yield from self.tensor_contents(tensor, state)
-            at = start + tensor.numel
-        if buffer.layout.numel > at:
-            yield ZeroContent(buffer.layout.numel - at)
+        for bucket in range(len(buffer.layout.lengths)):
+            for start, stop, tensor in buffer.tiles(bucket):
+                yield from [ZeroContent(stop - start)] if tensor is None else self.tensor_contents(tensor, state)
 
     def tensor_contents(self, tensor: ModuleTensor, state: str) -> list[RegionContent]:
         """Return one state of a tensor; the optimizer keeps all of them in single precision."""
@@ -323,20 +312,12 @@ class TargetBuffers:
                 " every parameter",
                 hint="use --optimizer plain",
             )
-        return [
-            content if content.atom.dtype == FLOAT32 else replace(content, atom=self._single(content.atom))
-            for content in contents
-        ]
-
-    def _single(self, atom: Atom) -> Atom:
-        return self._singles.setdefault((atom.name, atom.kind), replace(atom, dtype=FLOAT32))
-
-
-def tensors_by_start(buffer: GradBuffer) -> list[tuple[int, ModuleTensor]]:
-    """Return the tensors of a buffer with their start on disk in elements, first one first."""
-    starts = buffer.layout.starts
-    begins = [starts[position.bucket] + position.start for position in buffer.layout.bucket_ranges]
-    return sorted(zip(begins, buffer.tensors, strict=True), key=lambda item: item[0])
+        for i, content in enumerate(contents):
+            atom = content.atom
+            if atom.dtype != FLOAT32:
+                single = self._singles.setdefault((atom.name, atom.kind), replace(atom, dtype=FLOAT32))
+                contents[i] = replace(content, atom=single)
+        return contents
 
 
 def gathered_tree(buffers: TargetBuffers, pp: int, rank: FileRank, arguments: JobArguments) -> Any:
@@ -363,10 +344,3 @@ def _gathered_state(buffers: TargetBuffers, found: Sequence[GradBuffer]) -> dict
         }
         tree[number] = {buffer.key: {**table, "numel_unpadded": numel}}
     return tree
-
-
-def _grad_dtype(dtype: DType, arguments: JobArguments) -> DType:
-    """Return the dtype in which gradients are accumulated: by default float32 for bfloat16."""
-    asked = arguments.fields.get("accumulate_allreduce_grads_in_fp32")
-    single = asked if isinstance(asked, bool) else arguments.flag("bf16")
-    return FLOAT32 if single else dtype

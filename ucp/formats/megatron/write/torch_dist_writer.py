@@ -20,16 +20,15 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Note, Paramete
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.core.rules import slice_pieces
-from ucp.core.target import Digests, OutputFile, Target
+from ucp.core.target import Target
 from ucp.errors import UsageError
 from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
 from ucp.formats.megatron.job_arguments import JobArguments
-from ucp.formats.megatron.job_extras import OUTPUT_EXTRA, MegatronExtras, TargetRngStates, extra_states
+from ucp.formats.megatron.job_extras import OUTPUT_EXTRA, extra_states
 from ucp.formats.megatron.mcore_modules import expert_of, fused_matrix_parts, is_expert
-from ucp.formats.megatron.rank_layout import ModuleRank, ModuleTensor
-from ucp.formats.megatron.write.legacy_writer import SCHEDULER, iteration_folder, padding_notes, tracker
-from ucp.formats.megatron.write.target_job import target_job
-from ucp.formats.megatron.write.target_model import TargetModel, position_in_stack
+from ucp.formats.megatron.rank_layout import ModuleRank
+from ucp.formats.megatron.write.legacy_writer import MegatronLayoutWriter
+from ucp.formats.megatron.write.target_model import position_in_stack
 from ucp.formats.megatron.write.target_optimizer import (
     DISTRIBUTED_STATES,
     GradBuffer,
@@ -43,6 +42,7 @@ from ucp.formats.registry import WriteOptions
 from ucp.storage.local import SourceFiles
 
 _Content = RegionContent | ZeroContent
+_Chunk = tuple[int, int, tuple[_Content, ...]]  # the contents of elements [start, stop)
 _METADATA: Final = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -62,15 +62,7 @@ class _GrowingTensor:
     chunks: list[tuple[Box, ArchiveRange]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _ParamBlock:
-    """A block of a parameter that is stored as a tensor of its own, and the suffix of its key."""
-
-    suffix: str
-    box: Box
-
-
-class TorchDistWriter:
+class TorchDistWriter(MegatronLayoutWriter):
     """Lays out the source as a folder of megatron-core's `dist_checkpointing`.
 
     Any job loads it. The requested layout determines how tensors are split into blocks, so that each of its ranks only
@@ -78,14 +70,7 @@ class TorchDistWriter:
     """
 
     def __init__(self, source: Checkpoint, options: WriteOptions) -> None:
-        self.source = source
-        self.extras = MegatronExtras(source)
-        self.job = target_job(source, self.extras, options)
-        self.mesh = self.job.mesh
-        self.notes: list[Note] = list(self.job.notes)
-        self.model = TargetModel(source, self.job, options)
-        self._rng = TargetRngStates(self.extras.rng(), self.mesh)
-        self._folder = iteration_folder(source)
+        super().__init__(source, options)
         self._files = ArchiveFiles(self.mesh.tp * self.mesh.pp * self.mesh.ep, f"{self._folder}/*.distcp")
 
     def target(self) -> Target:
@@ -100,7 +85,7 @@ class TorchDistWriter:
         if self._in_buckets:
             chain = self._add_buckets(tree, chain)
         common = torch_file(f"{self._folder}/{COMMON}", with_tensors(self._common(chain)))
-        self.notes += [*self._rng.notes, *padding_notes(self.model)]
+        self.add_notes()
         path = f"{self._folder}/{INDEX}"
         return Target(
             (
@@ -110,11 +95,6 @@ class TorchDistWriter:
                 literal_file(f"{self._folder}/{METADATA}", json.dumps(_METADATA).encode()),
             )
         )
-
-    def last(self, target: Target, digests: Digests) -> OutputFile | None:
-        """Return the tracker file, which Megatron writes when everything else is on disk."""
-        del target, digests
-        return tracker(self._folder)
 
     def _tensors(self) -> dict[str, _GrowingTensor]:
         """Return all tensors, those of the model first."""
@@ -152,10 +132,10 @@ class TorchDistWriter:
         assert atom is not None
         position = position_in_stack(name, self.job.arguments, self.model.layer_traits(name))
         degree = self.job.arguments.etp if is_expert(name) else self.mesh.tp
-        for part in self._parts(name):
-            shape = (*position.lengths, *part.box.shape)
+        for suffix, part in self._parts(name):
+            shape = (*position.lengths, *part.shape)
             tensor = tensors.setdefault(
-                f"{prefix}{position.key}{part.suffix}", _GrowingTensor(shape, atom.dtype, prod(position.lengths))
+                f"{prefix}{position.key}{suffix}", _GrowingTensor(shape, atom.dtype, prod(position.lengths))
             )
             tensor.params += 1
             if tensor.shape != shape or tensor.dtype != atom.dtype:
@@ -163,25 +143,28 @@ class TorchDistWriter:
                     f"parameter {name} is {atom.dtype} {list(param.shape)}, others of its kind are {tensor.dtype}"
                     f" {list(tensor.shape[len(position.lengths) :])}: megatron-core only stacks layers of equal shapes"
                 )
-            to_part = tuple(-start for start in part.box.start)
+            to_part = tuple(-start for start in part.start)
             for rank in range(1 if param.rule.cut in ("replicated", "average") else degree):
                 number = self._file_of(name, rank)
                 for piece in slice_pieces(param.rule, param.shape, degree, rank, name):
-                    box = intersect(piece.box, part.box)
+                    box = intersect(piece.box, part)
                     if box is not None:
                         block = position.box(box.shift(to_part))
                         item = self._files.chunk(number, atom, Region.of((box,)), block.shape)
                         tensor.chunks.append((block, item))
 
-    def _parts(self, name: str) -> list[_ParamBlock]:
-        """Return the tensors that a parameter is stored in: one, unless megatron-core splits a fused matrix."""
+    def _parts(self, name: str) -> list[tuple[str, Box]]:
+        """Return the blocks of a parameter that are tensors of their own, with the suffix of the key.
+
+        There is one, unless megatron-core splits a fused matrix.
+        """
         params = self.model.params
         shape = params[name].shape
         rows = fused_matrix_parts(name, lambda other: params[other].shape if other in params else None)
         if not rows:
-            return [_ParamBlock("", whole(shape))]
+            return [("", whole(shape))]
         zeros = (0,) * (len(shape) - 1)
-        return [_ParamBlock(f".{part.suffix}", Box((part.start, *zeros), (part.length, *shape[1:]))) for part in rows]
+        return [(f".{part.suffix}", Box((part.start, *zeros), (part.length, *shape[1:]))) for part in rows]
 
     def _file_of(self, name: str, tp: int) -> int:
         """Return the number of the file of the rank that holds this slice."""
@@ -224,15 +207,12 @@ class TorchDistWriter:
         for ranks in optimizer_rank_groups(arguments):
             state = RankGroupBuckets(ranks, buffers, arguments)
             number = ranks.rank.tp + mesh.tp * (ranks.rank.ep + mesh.ep * ranks.rank.pp)
-            for bucket in state.buckets():
-                chunks = [
-                    (
-                        Box((chunk.start,), (chunk.numel,)),
-                        self._files.filled(number, FLOAT32, (chunk.numel,), chunk.contents),
-                    )
-                    for chunk in bucket.chunks
-                ]
-                tree.add_tensor((bucket.key,), (bucket.numel,), FLOAT32, chunks)
+            for key, length, contents_of in state.buckets():
+                chunks = []
+                for start, stop, contents in contents_of:
+                    item = self._files.filled(number, FLOAT32, (stop - start,), contents)
+                    chunks.append((Box((start,), (stop - start,)), item))
+                tree.add_tensor((key,), (length,), FLOAT32, chunks)
             for key, value in state.objects(chain[ranks.chained or 0]):
                 tree.add_object((key,), self._files.value([value], number))
         self.notes.append(
@@ -247,19 +227,12 @@ class TorchDistWriter:
 
     def _common(self, chain: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the common part; `chain` is what it has of the optimizers."""
-        rest = self.extras.rest()
-        common: dict[str, Any] = {
-            "args": self.job.args(self.extras.args, 0, self.model.padded_vocab_size, "torch_dist"),
-        }
-        for key in ("checkpoint_version", "iteration"):
-            if key in rest:
-                common[key] = rest.pop(key)
-        scheduler = rest.pop(SCHEDULER, None)
+        common, scheduler, rest = self.first_entries(0, "torch_dist")
         if chain:
             if self.mesh.zero:
                 chain = [{**tree, "param_state_sharding_type": self.job.sharding} for tree in chain]
             common["optimizer"] = dict(enumerate(chain)) if len(chain) > 1 else chain[0]
-            common.update({} if scheduler is None else {SCHEDULER: scheduler})
+            common.update(scheduler)
         content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self.mesh.zero:
             sharding: dict[str, Any] = {"distrib_optim_sharding_type": self.job.sharding}
@@ -284,27 +257,6 @@ class OptimizerRankGroup:
         return f"{chain}optimizer.distributed.dp_group_idx_{self.group}."
 
 
-@dataclass(frozen=True, slots=True)
-class BucketChunk:
-    """Contents of a bucket from element `start` on."""
-
-    start: int
-    contents: tuple[_Content, ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(content.numel for content in self.contents)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketTensor:
-    """One state of a bucket: a flat tensor of `numel` elements under `key`. Chunks tile it."""
-
-    key: str
-    numel: int
-    chunks: tuple[BucketChunk, ...]
-
-
 def optimizer_rank_groups(arguments: JobArguments) -> Iterator[OptimizerRankGroup]:
     """Yield the groups of ranks that share state: of dense parameters, then of experts if they have an optimizer."""
     has_own_optimizer = arguments.has_expert_optimizer
@@ -327,25 +279,27 @@ class RankGroupBuckets:
         self._buffers = buffers.of(ranks.rank, experts=None if ranks.chained is None else ranks.chained == 1)
         self._dp = arguments.expert_dp if ranks.chained == 1 else arguments.dp
 
-    def buckets(self) -> Iterator[BucketTensor]:
-        """Yield every state of every bucket."""
+    def buckets(self) -> Iterator[tuple[str, int, Iterator[_Chunk]]]:
+        """Yield every state of every bucket: a flat tensor, as its key, its length, and chunks that tile it."""
         for number, buffer in enumerate(self._buffers):
-            stem = f"{self._ranks.prefix}gbuf_idx_{number}.dtype_{_dtype_key(buffer.key)}.bucket_idx_"
+            weight, grad = buffer.key
+            dtypes = f"(torch.{weight.name}, torch.{grad.name})"  # as Python prints those of torch
+            stem = f"{self._ranks.prefix}gbuf_idx_{number}.dtype_{dtypes}.bucket_idx_"
             for bucket, length in enumerate(buffer.layout.lengths):
                 for state in DISTRIBUTED_STATES:
-                    yield BucketTensor(f"{stem}{bucket}.{state}", length, tuple(self._chunks(buffer, bucket, state)))
+                    yield f"{stem}{bucket}.{state}", length, self._chunks(buffer, bucket, state)
 
-    def _chunks(self, buffer: GradBuffer, bucket: int, state: str) -> Iterator[BucketChunk]:
+    def _chunks(self, buffer: GradBuffer, bucket: int, state: str) -> Iterator[_Chunk]:
         """Yield a bucket, split where tensors start and end, and where the shard of a data-parallel rank does."""
         shard = buffer.layout.padded[bucket] // self._dp
         at = 0
-        for start, stop, tensor in _bucket_tiles(buffer, bucket):
+        for start, stop, tensor in buffer.tiles(bucket):
             contents: list[RegionContent] | list[ZeroContent] = (
                 [ZeroContent(stop - start)] if tensor is None else self._source.tensor_contents(tensor, state)
             )
             while at < stop:
                 end = min(stop, (at // shard + 1) * shard)
-                yield BucketChunk(at, tuple(_slice_contents(contents, at - start, end - start)))
+                yield at, end, tuple(_slice_contents(contents, at - start, end - start))
                 at = end
 
     def objects(self, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -357,20 +311,6 @@ class RankGroupBuckets:
         }
         for name, value in {**tree, **sizes}.items():
             yield f"{self._ranks.prefix}{name}/shard_0_1", value
-
-
-def _bucket_tiles(buffer: GradBuffer, bucket: int) -> Iterator[tuple[int, int, ModuleTensor | None]]:
-    """Yield the tensors of a bucket in order, each as [start, stop); None for the gaps between them."""
-    positions = zip(buffer.layout.bucket_ranges, buffer.tensors, strict=True)
-    here = [(position.start, tensor) for position, tensor in positions if position.bucket == bucket]
-    at = 0
-    for start, tensor in sorted(here, key=lambda item: item[0]):
-        if start > at:
-            yield at, start, None
-        at = start + tensor.numel
-        yield start, at, tensor
-    if at < buffer.layout.lengths[bucket]:
-        yield at, buffer.layout.lengths[bucket], None
 
 
 def _slice_contents(contents: Sequence[_Content], start: int, stop: int) -> Iterator[_Content]:
@@ -385,8 +325,3 @@ def _slice_contents(contents: Sequence[_Content], start: int, stop: int) -> Iter
                 else RegionContent(content.atom, content.region.cut(lo, hi))
             )
         at += content.numel
-
-
-def _dtype_key(key: tuple[DType, DType]) -> str:
-    """Return the dtypes as Python prints those of torch."""
-    return f"(torch.{key[0].name}, torch.{key[1].name})"
