@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ucp.api import OpenCheckpoint
+    from ucp.views import OpenCheckpoint
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ ucp.verify("run/checkpoints", "deep").ok
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp.core.checkpoint import Checkpoint, Extras, Parameter
-from ucp.core.dtypes import DType, parse_dtype
+from ucp.core.checkpoint import Checkpoint
+from ucp.core.findings import LevelName
 from ucp.core.selection import Selection, select
 from ucp.errors import UsageError
 from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer, trusted_ranks
@@ -40,10 +40,9 @@ from ucp.options import (
     with_defaults,
 )
 from ucp.storage.paths import is_shadow, is_url, parse_path
+from ucp.views import OpenCheckpoint, floating_dtype
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from typing_extensions import Unpack
 
     from ucp.checks.verify_report import Report
@@ -99,7 +98,7 @@ def convert(
 
 
 @takes(VerifyOptions)
-def verify(src: StrPath, level: str = "default", **options: Unpack[VerifyOptions]) -> Report:
+def verify(src: StrPath, level: LevelName = "default", **options: Unpack[VerifyOptions]) -> Report:
     """Check the checkpoint at `src` (`level`: `quick`, `default` or `deep`). What is wrong is reported, not raised.
 
     `report.ok` and `report.exit_code` depend on `fail_on` (a severity or `never`), on the checks in `allow` and on the
@@ -127,7 +126,7 @@ def diff(a: StrPath, b: StrPath, *, progress: Progress | None = None, **options:
 
     Without a tolerance only equal bits are equal. `extras` are what both carry besides parameters. `updates` also
     measures how far each parameter moved. With `names` both are compared under the names of one framework, as in
-    `open_checkpoint`. With `log_a`, A is the state after `step_a`; likewise B.
+    `ucp.open`. With `log_a`, A is the state after `step_a`; likewise B.
     """
     from ucp.compare.comparison import CompareOptions, compare
     from ucp.compare.elements import Tolerance
@@ -182,12 +181,12 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
     `stages` are the numbers of the first layer of every pipeline stage (of every chunk if stages have several: first
     the first chunks of all stages); `vocab_size` is the padded size of vocabulary dimensions. `optimizer` is the
     optimizer of the Megatron job that will load the target, `optimizer_sharding` the form of the distributed
-    optimizer's state. `log`, `step` and `exact` as in `open_checkpoint`.
+    optimizer's state. `log`, `step` and `exact` as in `ucp.open`.
     """
     from ucp.engine.plan import Plan
 
     given = with_defaults(PlanOptions, options)
-    only, dtype, form = given.only, _dtype(given.dtype), find_format(given.to)
+    only, dtype, form = given.only, floating_dtype(given.dtype), find_format(given.to)
     if only is not None and form.states == "all":
         raise UsageError(
             f"--only {only} selects some of the states; --to {given.to} needs all of them", hint="leave --only out"
@@ -256,15 +255,6 @@ def _check_link(src: str | os.PathLike[str], dst: str | os.PathLike[str], form: 
         )
 
 
-def _dtype(dtype: str | DType | torch.dtype | None) -> DType | None:
-    if dtype is None or isinstance(dtype, DType):
-        return dtype
-    parsed = parse_dtype(str(dtype))
-    if parsed is None or parsed.family != "float":
-        raise UsageError(f"{dtype!r} is not a floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
-    return parsed
-
-
 def read_options(
     tag: str | None = None,
     rules: StrPath | None = None,
@@ -327,74 +317,3 @@ def renamed(
     from ucp.names.select_table import rename_parameters
 
     return rename_parameters(checkpoint, os.fspath(names), None if model_config is None else Path(model_config))
-
-
-class OpenCheckpoint(Mapping[str, "ParameterView"]):
-    """An open checkpoint: a mapping from parameter names (or aliases) to parameters, whose states can be read."""
-
-    def __init__(self, index: Checkpoint) -> None:
-        self.index = index
-        self._aliases = index.aliases()
-
-    @property
-    def parameters(self) -> dict[str, ParameterView]:
-        """Every parameter and buffer in the model's order, without aliases."""
-        return {name: ParameterView(self.index, parameter) for name, parameter in self.index.parameters.items()}
-
-    @property
-    def extras(self) -> Extras:
-        """Everything that is not a parameter state, as inert values."""
-        return self.index.extras
-
-    def __getitem__(self, name: str) -> ParameterView:
-        return ParameterView(self.index, self.index.parameters[self._aliases.get(name, name)])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.index.parameters)
-
-    def __len__(self) -> int:
-        return len(self.index.parameters)
-
-    def __repr__(self) -> str:
-        return f"<{self.index.format} checkpoint of {len(self)} parameters, {self.index.mesh}>"
-
-
-class ParameterView:
-    """One parameter of an open checkpoint."""
-
-    def __init__(self, index: Checkpoint, parameter: Parameter) -> None:
-        self._index = index
-        self.parameter = parameter
-
-    @property
-    def name(self) -> str:
-        return self.parameter.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parameter.shape
-
-    @property
-    def kinds(self) -> list[str]:
-        """The stored states: `weight`, `master`, `exp_avg`, …"""
-        return list(self.parameter.atoms)
-
-    def read(
-        self, kind: str = "weight", rows: slice | None = None, *, as_torch: bool = False
-    ) -> np.ndarray[Any, Any] | torch.Tensor:
-        """One state, or some rows of its first dimension.
-
-        In numpy, bfloat16 becomes float32 (exactly); other types that numpy lacks need `as_torch`.
-        """
-        from ucp.read.atom_reader import read_array, read_tensor
-
-        atom = self.parameter.atoms.get(kind)
-        if atom is None:
-            raise UsageError(f"parameter {self.name} has no {kind!r}", hint=f"it has: {', '.join(self.kinds)}")
-        if not isinstance(rows, slice | None):
-            raise UsageError(f"rows={rows!r} is not a slice", hint="write rows=slice(first, last + 1)")
-        read = read_tensor if as_torch else read_array
-        return read(self._index.root, atom, rows, self._index.computed)
-
-    def __repr__(self) -> str:
-        return f"<parameter {self.name} {list(self.shape)}: {', '.join(self.kinds)}>"

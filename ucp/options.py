@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, signature
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, ForwardRef, Literal, TypedDict, TypeVar
 
+from ucp.core.findings import FailOn, LevelName
 from ucp.core.selection import Only
 from ucp.errors import UsageError
-from ucp.formats.registry import ExpertForm, OptimizerKind, OptimizerSharding
+from ucp.formats.registry import ExpertForm, Format, OptimizerKind, OptimizerSharding
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ucp.core.dtypes import DType
 
 Engine = Literal["local", "ray"]  # workers of this machine, or tasks of a Ray cluster
+TargetName = Literal["atoms", "deepspeed-universal", "deepspeed", "megatron", "torch-dist", "dcp", "safetensors"]
 StrPath = str | os.PathLike[str]
 Kind = Literal[
     "text", "format", "flag", "integer", "number", "size", "path", "file", "folder", "patterns", "integers", "shard"
@@ -57,6 +59,8 @@ class Option:
         """The value in the form that the program works with; refused if the option does not take it."""
         if value is None:
             return None
+        if self.kind == "format":
+            return value.name if isinstance(value, Format) else value
         if self.choices and value not in self.choices:
             raise UsageError(
                 f"{name}={value!r} is not a known value", hint=f"choose one of: {', '.join(map(repr, self.choices))}"
@@ -163,7 +167,7 @@ class OpenOptions(ReadingOptions, NamingOptions, LogOptions, total=False):
 class TargetOptions(TypedDict, total=False):
     """What to write. Layout options that are left out keep the source's value, or that of `like`."""
 
-    to: Annotated[str, Option("Format of the target.", "format", "atoms", show="atoms")]
+    to: Annotated[TargetName | Format, Option("Format of the target.", "format", "atoms", show="atoms")]
     link: Annotated[
         bool, Option("Copy nothing: write a manifest that points at byte ranges of the source.", "flag", False)
     ]
@@ -275,7 +279,7 @@ class VerifyOptions(ReadingOptions, LogOptions, _JobsOption, total=False):
     """Options of `ucp.verify`."""
 
     fail_on: Annotated[
-        str,
+        FailOn,
         Option(
             "Least severity that fails.",
             default="error",
@@ -321,7 +325,7 @@ class PageOptions(ReadingOptions, _JobsOption, total=False):
     """Options of `ucp.report`."""
 
     level: Annotated[
-        str,
+        LevelName,
         Option("Level of the checks, as in `verify`.", default="default", choices=("quick", "default", "deep")),
     ]
     statistics: Annotated[bool, Option("Measure norms, extremes, NaN and histograms.", "flag", True)]
@@ -359,19 +363,27 @@ def path_options(options: type) -> list[str]:
 
 
 def takes(options: type) -> Callable[[_F], _F]:
-    """Show a function's options in its signature, for `help()` and notebooks, in place of `**options`."""
+    """List a function's options in its signature and docstring, for `help()` and notebooks, in place of `**options`."""
 
     def add(function: _F) -> _F:
         own = signature(function)
         kept = [each for each in own.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
         added = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=options.__annotations__[name])
+            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=_annotation(options, name))
             for name, option in declared(options).items()
         ]
         function.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        described = "\n".join(f"    {name}: {option.help}" for name, option in declared(options).items())
+        function.__doc__ = f"{function.__doc__}\n    Options, as on the command line:\n\n{described}\n    "
         return function
 
     return add
+
+
+def _annotation(options: type, name: str) -> Any:
+    """The type of an option, without its declaration."""
+    annotation = options.__annotations__[name].__origin__
+    return annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
 
 
 # --- Values ---

@@ -43,7 +43,7 @@ class FormatConformance:
 
     def write(self, source: Path, target: Path) -> Path:
         """Convert `source` to the format."""
-        ucp.convert(source, target, to=self.format, jobs=1, **self.options)
+        ucp.convert(source, target, to=find_format(self.format), jobs=1, **self.options)
         return target
 
     def test_it_is_recognised(self, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 import ucp
-from ucp.api import OpenCheckpoint
 from ucp.core.checkpoint import Checkpoint, Mesh, Rank
 from ucp.core.dtypes import BY_NAME
 from ucp.core.region import Region
@@ -24,6 +23,7 @@ from ucp.log.payloads import GradientStage, GroupScalars, LrKind, StateDigest, S
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.log.segment_writer import SegmentWriter, append_blocks, append_step, encode_block
 from ucp.log.stream_schema import LoggedParameter, OptimizerTensor, StreamSchema, cut_blocks
+from ucp.views import OpenCheckpoint
 
 State = dict[str, torch.Tensor]  # "name|kind" → a copy
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ucp.checks.catalogue import BY_ID
-from ucp.core.findings import SEVERITIES, Finding, Level, Severity
+from ucp.core.findings import SEVERITIES, FailOn, Finding, Level, Severity
+from ucp.core.notebook import html_table
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError, UsageError
 
-FailOn = Literal["error", "warning", "note", "never"]
 FAIL_ON: Final[tuple[FailOn, ...]] = (*SEVERITIES, "never")
 
 Excuse = Literal["allowed", "baseline"]
@@ -145,6 +145,12 @@ class Report:
         """0 if nothing fails, else the code of the most severe failure."""
         codes = {finding.exit_code for finding in self.findings if self.policy.fails(finding)}
         return next((code for code in _MOST_SEVERE_FIRST if code in codes), InconsistentError.exit_code) if codes else 0
+
+    def _repr_html_(self) -> str:
+        title = f"{self.source}: {'ok' if self.ok else 'failed'}; {len(self.checks)} checks ({self.level.title}) of"
+        rows = ((f.severity, f.check, f.message, f.rank or "", f.hint or "") for f in self.findings)
+        header = ("severity", "check", "finding", "rank", "what to do")
+        return html_table(f"{title} {self.parameters} parameters", header, rows, len(self.findings))
 
     def to_json(self) -> dict[str, Any]:
         """The report for scripts; `schema` is the version of its fields."""

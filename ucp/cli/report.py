@@ -10,6 +10,7 @@ import click
 
 from ucp import api
 from ucp.cli.output import FILE, add_options, check_parent_folder, format_bytes, plural, source_argument
+from ucp.core.findings import LevelName
 from ucp.errors import UsageError
 from ucp.options import PageOptions
 
@@ -52,7 +53,7 @@ def command(
     if quick and deep:
         raise UsageError("--quick and --deep exclude each other")
     check_parent_folder(output, "the page")
-    level = "quick" if quick else "deep" if deep else "default"
+    level: LevelName = "quick" if quick else "deep" if deep else "default"
     statistics = not (quick or no_stats)
     written = api.report(src, output, level=level, statistics=statistics, progress=ProgressBar(), **options)
     checks = written.report

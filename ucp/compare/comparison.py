@@ -23,6 +23,7 @@ from ucp.compare.job_state import (
 from ucp.compare.pairing import AtomPair, pair_atoms, select_both
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint, Note
+from ucp.core.notebook import html_table
 from ucp.core.selection import Only
 from ucp.engine.pool import Progress
 from ucp.storage.local import SourceFiles
@@ -128,6 +129,17 @@ class Comparison:
     @property
     def exit_code(self) -> int:
         return 0 if self.same else 1
+
+    def _repr_html_(self) -> str:
+        verdict = "identical" if self.identical else "same within the tolerance" if self.same else "different"
+        title = f"{self.a.root} and {self.b.root}: {verdict}; {self.compared} states compared"
+        rows: list[tuple[object, ...]] = [(d.name, d.kind, d.differing, d.numel, d.max_abs) for d in self.atoms]
+        rows += [(name, kind, "only in A", "", "") for name, kind in self.only_a]
+        rows += [(name, kind, "only in B", "", "") for name, kind in self.only_b]
+        rows += [("setting", s.key, s.a, s.b, "") for s in self.settings]
+        rows += [("extra", e.path, e.a, e.b, "") for e in self.counted_extras]
+        header = ("parameter", "state", "elements that differ", "of", "largest difference")
+        return html_table(title, header, rows, len(rows))
 
     def to_json(self) -> dict[str, Any]:
         """The result for scripts; `schema` is the version of its fields."""

@@ -12,6 +12,8 @@ from ucp.core.checkpoint import Fragment, Rank
 from ucp.errors import InconsistentError
 
 Severity = Literal["error", "warning", "note"]
+FailOn = Literal["error", "warning", "note", "never"]
+LevelName = Literal["quick", "default", "deep"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
 
 # A baseline of one step must apply to the next, so fingerprints leave out the number in the name of a step folder.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ucp import settings
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
+from ucp.core.notebook import html_table
 from ucp.core.target import Digests, OutputFile, Target
 from ucp.errors import StorageError
 from ucp.settings import MIB
@@ -72,6 +73,13 @@ class Plan:
     def destination(self) -> str:
         """The absolute path, or the URL, of the output."""
         return str(self.request.get("dst", self.path))
+
+    def _repr_html_(self) -> str:
+        title = (
+            f"{self.source.root} to {self.destination}: {len(self.target.files)} files, {self.target.nbytes:,} bytes"
+        )
+        rows = ((file.path, len(file.items), f"{file.size:,}") for file in self.target.files)
+        return html_table(title, ("file", "write items", "bytes"), rows, len(self.target.files))
 
     def tasks(self) -> Iterator[CopyTask]:
         """The copy tasks, in an order that depends only on the target and the settings."""

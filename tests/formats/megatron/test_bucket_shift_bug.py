@@ -11,12 +11,12 @@ import torch
 import ucp
 from tests.formats.megatron.legacy_model import VOCABULARY, arguments, whole_model
 from tests.formats.megatron.sharded_folder import common, model_and_states, save
-from ucp.api import OpenCheckpoint
 from ucp.core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ucp.errors import InconsistentError
 from ucp.formats.megatron.rank_layout import BufferParam, lay_out_buffer
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.formats.sharded.shard_fragments import round_elements
+from ucp.views import OpenCheckpoint
 
 BUCKET = 60
 

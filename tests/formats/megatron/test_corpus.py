@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ucp
-from ucp.api import OpenCheckpoint
 from ucp.errors import InconsistentError
 from ucp.formats.registry import ReadOptions, open_checkpoint
+from ucp.views import OpenCheckpoint
 
 # Every variant, by the training state that it holds; those of one state are compared with the first.
 STATES: dict[str, list[str]] = {

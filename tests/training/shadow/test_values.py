@@ -15,7 +15,6 @@ from tests.training.shadow.follower import held, until, wait_for
 from tests.training.shadow.jobs import Pair
 from tests.training.state_jobs import NormedNet, StateJob, assert_same, unreplayable_optimizers
 from ucp import settings
-from ucp.api import OpenCheckpoint
 from ucp.core.checkpoint import Checkpoint, Rank
 from ucp.core.dtypes import FLOAT32
 from ucp.core.region import Region
@@ -29,6 +28,7 @@ from ucp.log.stream_schema import FIRST_KINDS, LogBlock, OptimizerTensor, Stream
 from ucp.training.shadow.protocol import ShadowAddress
 from ucp.training.shadow.shadow import Shadow
 from ucp.training.shadow.step_assembler import BlockTables
+from ucp.views import OpenCheckpoint
 
 torch = pytest.importorskip("torch")
 
