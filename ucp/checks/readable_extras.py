@@ -15,6 +15,7 @@ from ucp.core.findings import Finding
 from ucp.engine.pool import Meter
 from ucp.errors import IntegrityError, UcpError
 from ucp.settings import MIB
+from ucp.storage.local import open_binary
 
 _LARGEST_JSON: Final = 64 * MIB  # larger files are not parsed
 _RESTORE: Final = "restore it from a copy; the parameters do not depend on it, but resuming training may"
@@ -65,7 +66,7 @@ def _read_error(path: Path) -> str | None:
     try:
         size = path.stat().st_size
         if path.suffix != ".json" or size > _LARGEST_JSON:
-            with path.open("rb") as file:
+            with open_binary(path) as file:
                 file.read(1)
         else:
             json.loads(path.read_bytes())

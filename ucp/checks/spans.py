@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import IO, Final
 
 from ucp import settings
 from ucp.checks.tasks import CheckContext
@@ -19,6 +19,7 @@ from ucp.core.dtypes import DType
 from ucp.core.findings import Finding
 from ucp.errors import NotUnderstoodError
 from ucp.formats.registry import RecordedChecksum, RunningDigest
+from ucp.storage.local import open_binary
 
 # The zip64 locator (signature, offset of its record) and the end record (signature, bytes and offset of the directory).
 _TAIL: Final = struct.Struct("<4s4xQ4x4s8xLL2x")
@@ -214,7 +215,7 @@ def archive_ranges(path: Path) -> list[tuple[int, int]]:
     opening it reports what is wrong.
     """
     ranges: list[tuple[int, int]] = []
-    with path.open("rb", buffering=0) as file:
+    with open_binary(path) as file:
         size = stop = file.seek(0, os.SEEK_END)
         while stop >= _TAIL.size:
             file.seek(stop - _TAIL.size)
@@ -232,7 +233,7 @@ def archive_ranges(path: Path) -> list[tuple[int, int]]:
     return list(reversed(ranges)) if ranges and stop == 0 else [(0, size)]
 
 
-def _end_before(file: BinaryIO, start: int) -> int:
+def _end_before(file: IO[bytes], start: int) -> int:
     """The end of the archive before byte `start`, without the zeros that follow it; 0 if there is none."""
     length = min(start, settings.DATA_ALIGNMENT + _END_BYTES)
     file.seek(start - length)
@@ -245,7 +246,7 @@ def _end_before(file: BinaryIO, start: int) -> int:
 
 def _is_zip(path: Path) -> bool:
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_binary(path) as file:
             return file.read(settings.DATA_ALIGNMENT).lstrip(b"\0").startswith(b"PK\x03\x04")
     except OSError:
         return False

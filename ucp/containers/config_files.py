@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from ucp import settings
 from ucp.errors import IntegrityError, UsageError, storage_errors
+from ucp.storage.local import open_binary
 
 
 def read_json(path: Path, max_bytes: int, hint: str | None = None) -> Any:
     """The parsed content of a JSON file of at most `max_bytes`. `hint` tells the user what to do if it is damaged."""
-    with storage_errors(path), path.open("rb") as file:
+    with storage_errors(path), open_binary(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise IntegrityError(f"{path}: larger than {max_bytes} bytes, the limit for such a file", hint=hint)
@@ -34,7 +35,7 @@ MAX_BYTES: Final = 1 * settings.MIB
 
 def read_toml(path: Path, what: str) -> bytes:
     """The bytes of a TOML file, at most one more than `MAX_BYTES`. `what` describes the file in messages."""
-    with storage_errors(path, f"cannot read the {what}"), path.open("rb") as file:
+    with storage_errors(path, f"cannot read the {what}"), open_binary(path) as file:
         return file.read(MAX_BYTES + 1)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from ucp import settings
 from ucp.core.dtypes import BY_TAG, DType
 from ucp.errors import IntegrityError, NotUnderstoodError, UnsafeError, UsageError, storage_errors
-from ucp.storage.local import positional_reader
+from ucp.storage.local import open_binary, positional_reader
 
 _LENGTH = struct.Struct("<Q")
 _HINT = "the file was copied or written incompletely; copy it again from where it is whole"
@@ -98,7 +98,7 @@ def build_header(
 
 def _read_header(path: Path) -> tuple[bytes, int]:
     """The JSON text of the header, and the size of the file in bytes."""
-    with storage_errors(path), path.open("rb", buffering=0) as file:
+    with storage_errors(path), open_binary(path) as file:
         read = positional_reader(file)
         size = file.seek(0, os.SEEK_END)
         first = read(0, _LENGTH.size)

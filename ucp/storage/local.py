@@ -275,9 +275,25 @@ def _skip_bytes(targets: Sequence[memoryview], count: int) -> Iterator[memoryvie
 
 def _open_for_reading(path: Path, flags: int = 0) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        return open_regular(path, flags)
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def open_regular(path: str | Path, flags: int = 0) -> int:
+    """A descriptor of a regular file, for reading. A pipe or a device is an OSError: it could block for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return fd
+
+
+def open_binary(path: Path) -> IO[bytes]:
+    """A regular file or an object of a store, open for reading without a buffer."""
+    if storage_of(path).is_remote:
+        return path.open("rb", buffering=0)
+    return open(path, "rb", buffering=0, opener=open_regular)
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:

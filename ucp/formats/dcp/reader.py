@@ -74,7 +74,7 @@ from ucp.formats.dcp.optimizer_keys import (
 from ucp.formats.dcp.state_dict_layout import STYLE_DETAIL, PrivateKeys, StateDictSection, nest, take_private_keys
 from ucp.formats.registry import ReadOptions
 from ucp.settings import MIB
-from ucp.storage.local import SourceFiles
+from ucp.storage.local import SourceFiles, open_binary
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
@@ -505,7 +505,7 @@ def _one_file(path: Path) -> DcpLocation | None:
         return None
     if not path.is_file():
         return None
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         if file.read(len(_ZIP)) != _ZIP:
             return None
     return DcpLocation(path.parent, ("",), ((path.name, ()),), alone=True)

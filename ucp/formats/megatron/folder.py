@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError, storage_errors
+from ucp.storage.local import open_binary
 
 MegatronLayout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
 
@@ -90,7 +91,7 @@ def must_find(path: Path, tag: str | None) -> MegatronFolder:
 
 def tracked_folder(path: Path) -> str | None:
     """Return the folder named by the tracker file: `iter_0000002` or `release`; None if it has other contents."""
-    with storage_errors(path / TRACKER), (path / TRACKER).open("rb") as file:
+    with storage_errors(path / TRACKER), open_binary(path / TRACKER) as file:
         word = file.read(_LARGEST_TRACKER).decode("ascii", "replace").strip()
     if word == "release":
         return word

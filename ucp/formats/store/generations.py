@@ -36,7 +36,7 @@ from ucp.formats.store.store_layout import (
     StoreSchema,
     Superblock,
 )
-from ucp.storage.local import read_at
+from ucp.storage.local import open_binary, read_at
 
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer at the end of the file
 
@@ -79,7 +79,7 @@ class Generations:
 def is_store(path: Path) -> bool:
     """Whether a file starts like a store."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_binary(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
