@@ -110,21 +110,17 @@ def _by_shapes(tensors: list[DcpTensor], optimizer: OptimizerKeys) -> dict[KeyPa
     for entry in tensors:
         if not is_certainly_buffer(str(entry.path[-1]), entry):
             places.setdefault(entry.path[:-1], []).append(entry.shape)
-    wanted, count = _parameter_shapes(optimizer), len(parameter_names_used(optimizer))
+    like = [
+        [entry.shape for kind, entry in states.items() if kind in LIKE_WEIGHT and isinstance(entry, DcpTensor)]
+        for states in optimizer.states.values()
+    ]
+    wanted = Counter(shapes[0] for shapes in like if shapes)  # as far as states show the shapes of parameters
+    count = len(parameter_names_used(optimizer))
     return {
         place: (1, not _is_copy(place), -len(shapes))
         for place, shapes in places.items()
         if len(shapes) >= count and not wanted - Counter(shapes)
     }
-
-
-def _parameter_shapes(optimizer: OptimizerKeys) -> Counter[Shape]:
-    """The shapes of an optimizer's parameters, as far as its states show them."""
-    like = [
-        [entry.shape for kind, entry in states.items() if kind in LIKE_WEIGHT and isinstance(entry, DcpTensor)]
-        for states in optimizer.states.values()
-    ]
-    return Counter(shapes[0] for shapes in like if shapes)
 
 
 def _preference(place: KeyPath, optimizer: OptimizerKeys, found: Mapping[KeyPath, ModelKeys]) -> tuple[int, ...]:
@@ -199,9 +195,6 @@ def _is_one_of(name: str, names: set[str]) -> bool:
     return plain in names or plain.removeprefix("module.") in names
 
 
-_NAMES: Final = "param_names"
-
-
 def match_numbers(
     optimizer: OptimizerKeys, groups: list[DcpParamGroup], tensors: Mapping[str, DcpTensor]
 ) -> dict[str, str] | None:
@@ -231,7 +224,7 @@ def names_in_groups(groups: Sequence[DcpParamGroup]) -> dict[str, str]:
     """Number → name from groups that have both, as of optimizers made from `named_parameters()`."""
     found: dict[str, str] = {}
     for group in groups:
-        names = group.hyper.get(_NAMES)
+        names = group.hyper.get("param_names")
         if isinstance(names, list) and len(names) == len(group.names):
             found.update((number, strip_wrappers(str(name))) for number, name in zip(group.names, names, strict=True))
     return found
@@ -250,21 +243,17 @@ def _match(
     names = iter(order)
     found: dict[str, str] = {}
     for number in numbers:
-        shapes = _informative_shapes(states.get(number, {}))
+        stored = _informative_shapes(states.get(number, {}))
         for name in names:
-            if all(shape == tensors[name].shape for shape in shapes) and (shapes or len(numbers) == len(order)):
+            if all(shape == tensors[name].shape for shape in stored) and (stored or len(numbers) == len(order)):
                 found[number] = name
                 break
         else:
             return None
-    return found if len(found) == len(order) or _is_unambiguous(found, order, tensors) else None
-
-
-def _is_unambiguous(found: Mapping[str, str], order: list[str], tensors: Mapping[str, DcpTensor]) -> bool:
-    """Whether no skipped tensor has the shape of a matched one."""
     taken = set(found.values())
     shapes = {tensors[name].shape for name in taken}
-    return not any(tensors[name].shape in shapes for name in order if name not in taken)
+    is_ambiguous = any(tensors[name].shape in shapes for name in order if name not in taken)
+    return found if not is_ambiguous else None
 
 
 _BUFFER_NAMES: Final = frozenset(
@@ -290,18 +279,13 @@ def find_roles(tensors: Mapping[str, DcpTensor], trained: set[str], *, has_optim
     known = [tensors[name] for name in trained if name in tensors] if has_optimizer else list(tensors.values())
     split = [entry.pieces > 1 for entry in known if entry.shape and entry.dtype.family == "float"]
     all_split = bool(split) and (all(split) if has_optimizer else sum(split) * 2 > len(split))
-    return {
-        name: "trained" if name in trained else _role(name, entry, all_split, has_optimizer)
-        for name, entry in tensors.items()
-    }
-
-
-def _role(name: str, entry: DcpTensor, all_split: bool, has_optimizer: bool) -> Role:
-    if is_certainly_buffer(name, entry) or not entry.shape:
-        return "buffer"
-    if all_split and entry.pieces == 1:
-        return "buffer"
-    return "frozen" if has_optimizer else "trained"
+    roles: dict[str, Role] = {}
+    for name, entry in tensors.items():
+        is_buffer = is_certainly_buffer(name, entry) or not entry.shape or (all_split and entry.pieces == 1)
+        roles[name] = "buffer" if is_buffer else "frozen" if has_optimizer else "trained"
+        if name in trained:
+            roles[name] = "trained"
+    return roles
 
 
 def is_certainly_buffer(name: str, entry: DcpTensor) -> bool:

@@ -5,7 +5,7 @@ Users choose the names of the top dictionaries, so an optimizer is recognised by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -74,7 +74,11 @@ def find_optimizers(folder: DcpFolder) -> tuple[list[OptimizerKeys], list[DcpEnt
         if not any(_take(optimizer, entry, paths[key], names) for optimizer in found.values()):
             others.append(entry)
     for optimizer in found.values():
-        _number_groups(optimizer)
+        # Groups with numbers are of the nested form, also if only the text of the keys is known.
+        if optimizer.fields and all(isinstance(name, int) or name.isdecimal() for name in optimizer.fields):
+            numbered = {int(name): table for name, table in optimizer.fields.items()}
+            optimizer.fields = dict(sorted(numbered.items()))
+            optimizer.flattened = False
     return list(found.values()), others
 
 
@@ -100,14 +104,13 @@ def _guess_paths(folder: DcpFolder) -> dict[str, KeyPath]:
         for prefix, rest in prefix_splits(key)
         if _is_group_field((rest,), entry)
     }
-    return {key: _guess_path(key, optimizers) for key in folder.entries}
-
-
-def _guess_path(key: str, optimizers: Collection[KeyPath]) -> KeyPath:
-    for prefix, rest in prefix_splits(key):
-        if prefix in optimizers and (rest == GROUPS or rest.startswith((GROUPS + ".", STATE + "."))):
-            return (*prefix, rest)
-    return (key,)
+    paths: dict[str, KeyPath] = {key: (key,) for key in folder.entries}
+    for key in folder.entries:
+        for prefix, rest in prefix_splits(key):
+            if prefix in optimizers and (rest == GROUPS or rest.startswith((GROUPS + ".", STATE + "."))):
+                paths[key] = (*prefix, rest)
+                break
+    return paths
 
 
 def _take(optimizer: OptimizerKeys, entry: DcpEntry, path: KeyPath, names: set[str]) -> bool:
@@ -146,14 +149,6 @@ def _split_flat(text: str, names: set[str]) -> tuple[str, str]:
         at = text.rfind(".", 0, at)
     name, _, last = text.rpartition(".")
     return name, last
-
-
-def _number_groups(optimizer: OptimizerKeys) -> None:
-    """Groups with numbers are of the nested form, also if only the text of the keys is known."""
-    if optimizer.fields and all(isinstance(name, int) or name.isdecimal() for name in optimizer.fields):
-        optimizer.fields = {int(name): table for name, table in optimizer.fields.items()}
-        optimizer.flattened = False
-        optimizer.fields = dict(sorted(optimizer.fields.items(), key=lambda item: int(item[0])))
 
 
 def prefix_splits(key: str) -> Iterator[tuple[KeyPath, str]]:
@@ -211,7 +206,16 @@ class EntryValues:
 
 def read_groups(optimizer: OptimizerKeys, values: EntryValues) -> list[DcpParamGroup]:
     """The groups of an optimizer, in order. Sets `optimizer.listed`."""
-    groups = _read(optimizer, values)
+    if optimizer.whole is not None:
+        groups = _from_object(optimizer.whole, values)
+    elif optimizer.flattened:
+        groups = _from_parameters(optimizer.fields, values.plain)
+    else:
+        groups = []
+        for number, fields in optimizer.fields.items():
+            listed = values.plain(fields[PARAMS]) if PARAMS in fields else []
+            hyper = {name: values.plain(entry) for name, entry in fields.items() if name != PARAMS}
+            groups.append(DcpParamGroup(hyper, _names(listed, f"group {number}")))
     optimizer.listed = [name for group in groups for name in group.names]
     return groups
 
@@ -226,19 +230,6 @@ def without_gradients(optimizer: OptimizerKeys, groups: Iterable[DcpParamGroup])
         for name in group.names
         if name not in optimizer.states
     ]
-
-
-def _read(optimizer: OptimizerKeys, values: EntryValues) -> list[DcpParamGroup]:
-    if optimizer.whole is not None:
-        return _from_object(optimizer.whole, values)
-    if optimizer.flattened:
-        return _from_parameters(optimizer.fields, values.plain)
-    groups = []
-    for number, fields in optimizer.fields.items():
-        listed = values.plain(fields[PARAMS]) if PARAMS in fields else []
-        hyper = {name: values.plain(entry) for name, entry in fields.items() if name != PARAMS}
-        groups.append(DcpParamGroup(hyper, _names(listed, f"group {number}")))
-    return groups
 
 
 def _from_object(entry: DcpObject, values: EntryValues) -> list[DcpParamGroup]:

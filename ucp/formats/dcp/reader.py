@@ -9,7 +9,6 @@ or any file with a model in it) are sorted in the same way.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -48,7 +47,6 @@ from ucp.core.checkpoint import (
     ParamGroup,
     Rank,
 )
-from ucp.core.dtypes import BOOL, FLOAT64, INT64
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
 from ucp.formats.dcp import safetensors_shards
@@ -73,6 +71,7 @@ from ucp.formats.dcp.optimizer_keys import (
 )
 from ucp.formats.dcp.state_dict_layout import STYLE_DETAIL, PrivateKeys, StateDictSection, nest, take_private_keys
 from ucp.formats.registry import ReadOptions
+from ucp.formats.sharded.shard_fragments import InlineNumber, scalar_fragments
 from ucp.settings import MIB
 from ucp.storage.local import SourceFiles, open_binary
 
@@ -226,7 +225,11 @@ class _DcpIndexBuilder:
             )
         for optimizer, groups, known in owned:
             self._states(optimizer, known)
-            self._groups(groups, known)
+            for group in groups:
+                members = [known[name] for name in group.names if known[name] in parameters]
+                for name in members:
+                    parameters[name].group = len(self.contents.groups)
+                self.contents.groups.append(ParamGroup(group.hyper, members))
         if idle:
             shown = ", ".join([*idle[:3], *(["…"] if len(idle) > 3 else [])])
             text = f"{len(idle)} of the optimizer's parameters have no state, and are taken as frozen: {shown}"
@@ -308,10 +311,15 @@ class _DcpIndexBuilder:
         for theirs, states in optimizer.states.items():
             name = translate[theirs]
             for kind, entry in states.items():
-                atom = self._state_atom(name, kind, entry)
-                if atom is None:
-                    self.values.unread.append(entry)
-                    continue
+                if isinstance(entry, DcpTensor):
+                    atom = self.archives.atom(entry, name, kind)
+                else:
+                    item = entry.items[0]
+                    number = InlineNumber.of(item.file, self.values.objects.value(entry), item.rank)
+                    if number is None:
+                        self.values.unread.append(entry)
+                        continue
+                    atom = Atom(name, kind, (), number.dtype, scalar_fragments(Rank(), number))
                 parameter = self.contents.parameters.get(name)
                 if parameter is None:
                     shape = next((e.shape for e in states.values() if isinstance(e, DcpTensor) and e.shape), ())
@@ -326,30 +334,6 @@ class _DcpIndexBuilder:
                 if kind == STEP and self.contents.step is None:
                     value = self.values.plain(entry)
                     self.contents.step = int(value) if isinstance(value, (int, float)) and value >= 0 else None
-
-    def _state_atom(self, name: str, kind: str, entry: DcpEntry) -> Atom | None:
-        if isinstance(entry, DcpTensor):
-            return self.archives.atom(entry, name, kind)
-        value = self.values.objects.value(entry)
-        if isinstance(value, bool):
-            dtype, data = BOOL, struct.pack("<?", value)
-        elif isinstance(value, int) and -(2**63) <= value < 2**63:
-            dtype, data = INT64, struct.pack("<q", value)
-        elif isinstance(value, float):
-            dtype, data = FLOAT64, struct.pack("<d", value)
-        else:
-            return None
-        rank = Rank(dp=entry.items[0].rank)
-        fragment = Fragment(Region.all_of(()), entry.items[0].file, 0, dtype, rank, inline=data)
-        return Atom(name, kind, (), dtype, (fragment,))
-
-    def _groups(self, groups: list[DcpParamGroup], translate: Mapping[str, str]) -> None:
-        for group in groups:
-            number = len(self.contents.groups)
-            names = [translate[name] for name in group.names if translate[name] in self.contents.parameters]
-            for name in names:
-                self.contents.parameters[name].group = number
-            self.contents.groups.append(ParamGroup(group.hyper, names))
 
     # the rest -----------------------------------------------------------------------------------------------------
 
@@ -377,8 +361,14 @@ class _DcpIndexBuilder:
         self.left[next(iter(self.left))].extend(self.values.unread)
         for folder, entries in self.left.items():
             if entries:
-                values = {entry.path: self._extra(folder, entry) for entry in entries}
-                self.contents.trees[folder + METADATA] = nest(values)
+                self.contents.trees[folder + METADATA] = nest(
+                    {
+                        entry.path: self.values.objects.value(entry)
+                        if isinstance(entry, DcpObject)
+                        else self.archives.atom(entry, folder + entry.key, "extra")
+                        for entry in entries
+                    }
+                )
         large = sum(e.nbytes for entries in self.left.values() for e in entries if isinstance(e, DcpTensor))
         if large > 1 << 20:
             self._note(
@@ -388,11 +378,6 @@ class _DcpIndexBuilder:
             self.contents.step = self.facts.step
         elif self.contents.step is None:
             self.contents.step = _counted_step(self.contents.trees)
-
-    def _extra(self, folder: str, entry: DcpEntry) -> Any:
-        if isinstance(entry, DcpObject):
-            return self.values.objects.value(entry)
-        return self.archives.atom(entry, folder + entry.key, "extra")
 
     def _note(self, name: str, text: str) -> None:
         self.contents.notes.append(Note(name, text))
@@ -436,8 +421,6 @@ class DcpLocation:
 def recognises(path: Path) -> bool:
     """Whether `path` is a folder with `.metadata` (or data files without it), Accelerate's pair of such folders or of
     files, a folder of steps, shards of HuggingFaceStorageWriter, or one file of `torch.save`."""
-    from ucp.formats.dcp import safetensors_shards  # most folders are recognised by file names alone
-
     try:
         return find_location(path, None) is not None or safetensors_shards.recognises(path)
     except NotUnderstoodError:
@@ -459,15 +442,13 @@ def find_location(path: Path, tag: str | None) -> DcpLocation | None:
     incomplete: DcpLocation | None = None
     for _, child in reversed(steps):
         location = _direct(child)
-        if location is not None and _is_complete(location):
+        if location is not None and (
+            location.whole or all(metadata_files(location.root / folder) for folder in location.folders)
+        ):
             return location
         incomplete = incomplete or location
     # An interrupted save has no metadata: use the newest complete one. If there is none, `read` reports that.
     return incomplete
-
-
-def _is_complete(location: DcpLocation) -> bool:
-    return bool(location.whole) or all(metadata_files(location.root / folder) for folder in location.folders)
 
 
 def _direct(path: Path) -> DcpLocation | None:

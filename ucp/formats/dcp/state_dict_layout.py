@@ -38,12 +38,6 @@ class StateDictStyle:
     optimizer: StateDictSection = StateDictSection("", ("optim",))
     flattened: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model.to_json(),
-            "optimizer": {**self.optimizer.to_json(), "flattened": self.flattened},
-        }
-
 
 def style_of(details: Any) -> StateDictStyle | None:
     """The style in a checkpoint's details, or None. For a model saved alone, the optimizer's path is the default."""
@@ -54,11 +48,8 @@ def style_of(details: Any) -> StateDictStyle | None:
     if model is None and optimizer is None:
         return None
     flattened = optimizer is not None and recorded["optimizer"].get("flattened") is True
-    if model is None:
-        model = StateDictSection("", ("model",))
-    if optimizer is None:
-        optimizer = StateDictSection(model.folder, ("optim",))
-    return StateDictStyle(model, optimizer, flattened)
+    model = model or StateDictSection("", ("model",))
+    return StateDictStyle(model, optimizer or StateDictSection(model.folder, ("optim",)), flattened)
 
 
 def _section(recorded: Any) -> StateDictSection | None:
@@ -93,30 +84,22 @@ class _Node(dict[Any, Any]):
 def _close(value: Any) -> Any:
     if not isinstance(value, _Node):
         return value
-    if (
-        value
-        and sorted(map(str, value)) == sorted(map(str, range(len(value))))
-        and all(type(key) is int for key in value)
-    ):
+    if value and all(type(key) is int for key in value) and sorted(value) == list(range(len(value))):
         return [_close(value[i]) for i in range(len(value))]
     return {str(key): _close(item) for key, item in value.items()}
 
 
-def flatten(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
+def flatten(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """The entries of a state dict by torch's rules: values of dicts, and members of lists that contain a tensor or a
     dict, are entries of their own. Atoms are tensors."""
-    yield from _walk((), tree)
-
-
-def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        for key, item in value.items():
-            yield from _walk((*path, key), item)
-    elif type(value) is list and any(_opens(item) for item in value):
-        for i, item in enumerate(value):
-            yield from _walk((*path, i), item)
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        for key, item in tree.items():
+            yield from flatten(item, (*path, key))
+    elif type(tree) is list and any(_opens(item) for item in tree):
+        for i, item in enumerate(tree):
+            yield from flatten(item, (*path, i))
     else:
-        yield path, value
+        yield path, tree
 
 
 def _opens(value: Any) -> bool:

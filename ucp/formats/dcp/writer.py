@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -14,7 +13,7 @@ from typing import Any, Final
 from ucp.containers.distcp import METADATA, ArchiveRange, KeyPath, join_path
 from ucp.containers.distcp_writer import ArchiveFiles, MetadataTree
 from ucp.core.box import Box, Shape, whole
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Mesh, Note, Parameter, ParamGroup
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Mesh, Note, Parameter, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.optimizers import counts_in_tensor, default_group_fields
 from ucp.core.region import Region
@@ -24,6 +23,7 @@ from ucp.formats.dcp.optimizer_keys import GROUPS, PARAMS, STATE
 from ucp.formats.dcp.state_dict_layout import StateDictStyle, flatten, private_keys_of, style_of
 from ucp.formats.output_files import copied_file, literal_file
 from ucp.formats.registry import WriteOptions
+from ucp.formats.sharded.shard_fragments import number_atom
 from ucp.settings import KIB, MIB
 
 # A chunk has about 1.5 KB of headers, so small tensors are not split.
@@ -125,10 +125,7 @@ class StateDictEntries:
     def __iter__(self) -> Iterator[StateDictEntry]:
         yield from self._model()
         yield from self._states()
-        if self.style.flattened:
-            yield from self._flat_groups()
-        else:
-            yield from self._numbered_groups()
+        yield from self._groups()
         yield from self._extras()
         for path, value in private_keys_of(self.source).items():
             yield StateDictEntry(self.style.model.folder, path, value)
@@ -158,22 +155,19 @@ class StateDictEntries:
         for parameter in self.source.parameters.values():
             states = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
             if STEP in states:
-                states[STEP] = _as_step(states[STEP])
+                if states[STEP].numel != 1:
+                    raise UsageError(f"parameter {parameter.name}: its step has the shape {list(states[STEP].shape)}")
+                if states[STEP].dtype != FLOAT32:  # as torch has it
+                    states[STEP] = replace(states[STEP], dtype=FLOAT32)
             elif counts_in_tensor(states):
-                count = self._steps_of(parameter)
+                hyper = self.source.groups[parameter.group].hyper if parameter.group is not None else {}
+                count = hyper[STEP] if type(hyper.get(STEP)) is int else self.source.step
                 if count is None:
                     self._note("no-step", f"the source does not say how many steps {parameter.name} has taken")
                 else:
-                    data = struct.pack("<f", count)
-                    fragment = Fragment(Region.all_of(()), "", 0, FLOAT32, inline=data)
-                    states[STEP] = Atom(parameter.name, STEP, (), FLOAT32, (fragment,))
+                    states[STEP] = number_atom(parameter.name, STEP, count)
             for kind, atom in states.items():
                 yield self._optimizer_entry((STATE, parameter.name, kind), atom)
-
-    def _steps_of(self, parameter: Parameter) -> int | None:
-        hyper = self.source.groups[parameter.group].hyper if parameter.group is not None else {}
-        steps = hyper.get(STEP)
-        return steps if type(steps) is int else self.source.step
 
     def _optimizer_entry(self, path: KeyPath, value: Any) -> StateDictEntry:
         section = self.style.optimizer
@@ -181,18 +175,14 @@ class StateDictEntries:
             path = (join_path(path),)
         return StateDictEntry(section.folder, (*section.prefix, *path), value)
 
-    def _numbered_groups(self) -> Iterator[StateDictEntry]:
-        for number, group in enumerate(self.source.groups):
-            for name, value in self._fields(number, group).items():
-                yield self._optimizer_entry((GROUPS, number, name), value)
-            yield self._optimizer_entry((GROUPS, number, PARAMS), list(group.names))
-
-    def _flat_groups(self) -> Iterator[StateDictEntry]:
+    def _groups(self) -> Iterator[StateDictEntry]:
         for number, group in enumerate(self.source.groups):
             fields = self._fields(number, group)
-            for parameter in group.names:
+            for owner in group.names if self.style.flattened else (number,):
                 for name, value in fields.items():
-                    yield self._optimizer_entry((GROUPS, parameter, name), value)
+                    yield self._optimizer_entry((GROUPS, owner, name), value)
+            if not self.style.flattened:
+                yield self._optimizer_entry((GROUPS, number, PARAMS), list(group.names))
 
     def _fields(self, number: int, group: ParamGroup) -> dict[str, Any]:
         """The hyper-parameters of a group, with all fields that torch's optimizer with these states has."""
@@ -241,13 +231,6 @@ class StateDictEntries:
 
     def _note(self, kind: str, text: str) -> None:
         self.notes.append(Note(kind, text))
-
-
-def _as_step(atom: Atom) -> Atom:
-    """The step counter in float32, as torch has it."""
-    if atom.numel != 1:
-        raise UsageError(f"parameter {atom.name}: its step has the shape {list(atom.shape)}")
-    return atom if atom.dtype == FLOAT32 else replace(atom, dtype=FLOAT32)
 
 
 def _has_groups(value: Any, depth: int = 0) -> bool:

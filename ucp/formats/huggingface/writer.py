@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.core.target import OutputFile, Target
-from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.errors import UsageError
 from ucp.formats.output_files import copied_file, literal_file, missing_weight_error, safetensors_file
 from ucp.formats.registry import FormatWriter, WriteOptions
+from ucp.formats.translate.model_config import hf_config_in
 from ucp.settings import GIB
 
 DEFAULT_SHARD_SIZE: Final = 5 * GIB
@@ -62,7 +63,7 @@ class HuggingFaceWriter(FormatWriter):
         self._naming = hugging_face_names(source.parameters, adapter=source.details.get("adapter") is True)
         if self._naming.stripped:
             self._note("prefix-stripped", f"the prefix '{self._naming.stripped}' was removed from every name")
-        self._config = self._read_config()
+        self._config = hf_config_in(source)  # a tree if a table of names made it
 
     def target(self) -> Target:
         """Every file of the folder."""
@@ -136,21 +137,6 @@ class HuggingFaceWriter(FormatWriter):
             "weight_map": dict(sorted(place.items())),
         }
         yield literal_file("model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
-
-    def _read_config(self) -> dict[str, Any] | None:
-        translated = self.source.extras.trees.get("config.json")  # made with a table of names
-        if isinstance(translated, dict):
-            return translated
-        path = self.source.extras.files.get("config.json")
-        if path is None:
-            return None
-        try:
-            config = json.loads((self.source.root / path).read_bytes())
-        except OSError as error:
-            raise StorageError(f"{self.source.root / path}: cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{self.source.root / path}: is not valid JSON: {error}") from None
-        return config if isinstance(config, dict) else None
 
     def _with_dtype(self, config: dict[str, Any], weights: Sequence[tuple[str, Atom]]) -> dict[str, Any]:
         """The config with the dtype that is written: loaders silently round to the dtype that it names."""

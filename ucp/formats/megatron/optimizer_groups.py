@@ -43,10 +43,15 @@ def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in group.items() if key != PARAMS}
 
 
+def is_qk_norm(name: str) -> bool:
+    """Whether this is a norm of queries or keys."""
+    return any(norm in name for norm in _QK_NORMS)
+
+
 def parameter_flags(name: str, dimensions: int, arguments: JobArguments) -> GroupFlags:
     """Return the flags of the group that a parameter belongs to."""
-    is_qk_norm = arguments.flag("apply_wd_to_qk_layernorm") and any(norm in name for norm in _QK_NORMS)
-    is_decayed = (dimensions > 1 and not name.endswith(".bias")) or is_qk_norm
+    decays_norm = arguments.flag("apply_wd_to_qk_layernorm") and is_qk_norm(name)
+    is_decayed = (dimensions > 1 and not name.endswith(".bias")) or decays_norm
     has_own_rate = arguments.fields.get("decoupled_lr") is not None and name in (EMBEDDING, OUTPUT)
     is_muon = arguments.has_muon and dimensions == 2 and name not in (EMBEDDING, OUTPUT)
     return is_expert(name) and arguments.has_expert_ranks, is_decayed, has_own_rate, is_muon

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
-from typing import NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 from ucp.containers.inert import TensorRef
 from ucp.core.box import Box, Shape, intersect, interval_boxes, strides_of
-from ucp.core.checkpoint import Fragment, LazyFragments, Rank
-from ucp.core.dtypes import DType
+from ucp.core.checkpoint import Atom, Fragment, LazyFragments, Rank
+from ucp.core.dtypes import BOOL, FLOAT32, FLOAT64, INT64, DType, scalar_data
 from ucp.core.optimizers import state_scale
 from ucp.core.region import Region
 from ucp.core.rules import SlicePiece
@@ -116,6 +116,15 @@ class InlineNumber(StoredShard):
     dtype: DType
     data: bytes
     dp: int = 0
+
+    @staticmethod
+    def of(file: str, value: Any, dp: int = 0) -> InlineNumber | None:
+        """Return a Python number in 64 bits; None if it does not fit or is not a number."""
+        dtype = {bool: BOOL, int: INT64, float: FLOAT64}.get(type(value))
+        if dtype is None or (dtype is INT64 and not -(2**63) <= value < 2**63):
+            return None
+        data = scalar_data(value, dtype)
+        return InlineNumber(file, dtype, data, dp) if data is not None else None
 
     @property
     def count(self) -> int:
@@ -262,6 +271,12 @@ def scalar_bytes(stored: StoredShard, files: SourceFiles) -> bytes:
             return run.inline
         return files.read(run.file, run.offset, stored.dtype.itemsize)
     return b""
+
+
+def number_atom(name: str, kind: str, value: float, shape: Shape = ()) -> Atom:
+    """Return an atom of one element in float32, as torch's optimizers count steps, that is in no file."""
+    data = scalar_data(value, FLOAT32)
+    return Atom(name, kind, shape, FLOAT32, (Fragment(Region.all_of(shape), "", 0, FLOAT32, inline=data),))
 
 
 def round_elements(data: bytes, source: DType, target: DType) -> bytes:

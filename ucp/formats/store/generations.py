@@ -14,6 +14,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -134,7 +135,11 @@ def find_generations(read: ReadAt, store: StoreFile) -> Generations:
         except DamagedBlockError:
             found.torn.append(number)
     roots.sort(key=lambda root: -root[0].sequence)
-    headers = {slot: header for slot in range(layout.slots) if (header := _header(read, store, slot)) is not None}
+    headers: dict[int, SlotHeader] = {}
+    for slot in range(layout.slots):
+        with suppress(DamagedBlockError):
+            data = read(layout.slot_at(slot), layout.header_bytes)
+            headers[slot] = SlotHeader.parse(data, identity, slot, layout)
     if roots:
         found.sequence = roots[0][0].sequence
     for superblock, number in roots:
@@ -157,14 +162,6 @@ def find_generations(read: ReadAt, store: StoreFile) -> Generations:
             found.generations.append(header)
     found.generations.sort(key=lambda header: -header.sequence)
     return found
-
-
-def _header(read: ReadAt, store: StoreFile, slot: int) -> SlotHeader | None:
-    layout = store.layout
-    try:
-        return SlotHeader.parse(read(layout.slot_at(slot), layout.header_bytes), store.head.id, slot, layout)
-    except DamagedBlockError:
-        return None
 
 
 def notes_of(header: SlotHeader, path: Path) -> dict[str, Any]:

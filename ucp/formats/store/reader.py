@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Extras, Fragme
 from ucp.core.region import Region
 from ucp.errors import IntegrityError, UsageError
 from ucp.formats.registry import ReadOptions
-from ucp.formats.store.generations import GenerationLease, Generations, notes_of, take_lease
+from ucp.formats.store.generations import Generations, notes_of, take_lease
 from ucp.formats.store.store_layout import StoreEntry, StoreSchema, round_up
 
 EXTRA: Final = "extra"  # kind of the tensors inside extras
@@ -30,50 +29,32 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         raise UsageError(f"--tag {options.tag}: the tag of a store is a step", hint="give a number, or leave it out")
     lease = take_lease(path, None if options.tag is None else int(options.tag))
     header, layout = lease.header, lease.store.layout
-    atoms = [_atom(lease, number, path.name) for number in range(len(layout.schema.entries))]
+    entries = layout.schema.entries
+    atoms: list[Atom] = []
+    for number, entry in enumerate(entries):
+        offset = layout.atom_at(header.slot, number)
+        fragment = Fragment(Region.all_of(entry.shape), path.name, offset, entry.dtype)
+        atoms.append(Atom(entry.name, entry.kind, entry.shape, entry.dtype, (fragment,)))
     try:
-        described = describe(layout.schema.about, notes_of(header, path), atoms)
+        found = describe(path.parent, layout.schema.about, notes_of(header, path), atoms)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise IntegrityError(f"{path}: its schema or notes are invalid: {error!r}") from None
     written = datetime.fromtimestamp(header.time_ns / 1e9, timezone.utc).isoformat(timespec="seconds")
-    return Checkpoint(
-        format="store",
-        root=path.parent,
-        mesh=described.mesh,
-        parameters=described.parameters,
-        framework=described.framework,
-        step=header.step,
-        steps=_steps(lease),
-        groups=described.groups,
-        extras=described.extras,
-        notes=[*described.notes, *_damage_notes(lease.generations, path)],
-        sizes={path.name: layout.file_bytes},
-        details={
-            **described.details,
-            "generation": header.sequence,
-            "written": written,
-            "slots": layout.slots,
-            "steps": [generation.step for generation in lease.generations.generations],
-        },
-        lease=lease,
-    )
-
-
-def _atom(lease: GenerationLease, number: int, file: str) -> Atom:
-    layout = lease.store.layout
-    entry = layout.schema.entries[number]
-    fragment = Fragment(Region.all_of(entry.shape), file, layout.atom_at(lease.header.slot, number), entry.dtype)
-    return Atom(entry.name, entry.kind, entry.shape, entry.dtype, (fragment,))
-
-
-def _steps(lease: GenerationLease) -> dict[str, int]:
-    """Parameters whose states have another step than the generation."""
-    header, entries = lease.header, lease.store.layout.schema.entries
-    return {
+    found.step, found.lease = header.step, lease
+    found.steps = {
         entry.name: record.step
         for entry, record in zip(entries, header.atoms, strict=True)
         if record.step != header.step and entry.kind != EXTRA
     }
+    found.notes += _damage_notes(lease.generations, path)
+    found.sizes = {path.name: layout.file_bytes}
+    found.details |= {
+        "generation": header.sequence,
+        "written": written,
+        "slots": layout.slots,
+        "steps": [generation.step for generation in lease.generations.generations],
+    }
+    return found
 
 
 def _damage_notes(found: Generations, path: Path) -> list[Note]:
@@ -91,19 +72,6 @@ def _damage_notes(found: Generations, path: Path) -> list[Note]:
             for broken in found.broken
         ),
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreDescription:
-    """The index of one generation, apart from its location."""
-
-    mesh: Mesh
-    framework: str
-    parameters: dict[str, Parameter]
-    groups: list[ParamGroup]
-    extras: Extras
-    notes: list[Note]
-    details: dict[str, Any]
 
 
 def schema_of(source: Checkpoint) -> StoreSchema:
@@ -138,7 +106,7 @@ def generation_notes(source: Checkpoint) -> tuple[dict[str, Any], dict[str, Atom
     return notes, encoder.tensors
 
 
-def describe(about: Mapping[str, Any], notes: Mapping[str, Any], atoms: list[Atom]) -> StoreDescription:
+def describe(root: Path, about: Mapping[str, Any], notes: Mapping[str, Any], atoms: list[Atom]) -> Checkpoint:
     """Read what `schema_of` and `generation_notes` wrote. A store with a schema of the user's has parameters only."""
     tensors = {atom.name: atom for atom in atoms if atom.kind == EXTRA}
     listed = about.get("parameters")
@@ -149,14 +117,16 @@ def describe(about: Mapping[str, Any], notes: Mapping[str, Any], atoms: list[Ato
     for atom in atoms:
         if atom.name in parameters and not (atom.kind == EXTRA and listed is not None):
             parameters[atom.name].atoms[atom.kind] = atom
-    return StoreDescription(
-        Mesh(**about["mesh"]) if "mesh" in about else Mesh(),
-        str(about.get("framework", "")),
-        parameters,
-        [ParamGroup(decode(group["hyper"], {}), list(group["names"])) for group in notes.get("groups", ())],
-        Extras({file: decode(tree, tensors) for file, tree in notes.get("extras", {}).items()}),
-        [Note(str(kind), str(text)) for kind, text in notes.get("notes", ())],
-        dict(decode(about.get("details", {}), {})),
+    return Checkpoint(
+        format="store",
+        root=root,
+        mesh=Mesh(**about["mesh"]) if "mesh" in about else Mesh(),
+        parameters=parameters,
+        framework=str(about.get("framework", "")),
+        groups=[ParamGroup(decode(group["hyper"], {}), list(group["names"])) for group in notes.get("groups", ())],
+        extras=Extras({file: decode(tree, tensors) for file, tree in notes.get("extras", {}).items()}),
+        notes=[Note(str(kind), str(text)) for kind, text in notes.get("notes", ())],
+        details=dict(decode(about.get("details", {}), {})),
     )
 
 

@@ -3,8 +3,6 @@
 Writers look for what jobs of their own framework save: arguments, step, learning-rate schedule, loss scale. A
 checkpoint that already carries these is not changed.
 
-Extras of a torch job as those of a DeepSpeed engine, and back.
-
 A `torch.distributed.checkpoint` folder holds one nested dictionary that the user's code composed. A DeepSpeed engine
 restores its scheduler from the scheduler state in it; the rest becomes client state, which `load_checkpoint` returns to
 its caller.
@@ -12,7 +10,6 @@ its caller.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -21,9 +18,7 @@ from typing import Any, Final
 from ucp.containers.inert import Inert
 from ucp.core.checkpoint import Checkpoint, Extras, Note
 from ucp.formats.deepspeed.step_files import model_file_name, model_file_rank
-
-COMMON_FILE: Final = "common.pt"
-_RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+from ucp.formats.megatron.folder import COMMON, rank_folder_numbers
 
 
 def translate_extras(
@@ -56,7 +51,7 @@ def megatron_tree(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The extras that all ranks of a Megatron job have in common; None in checkpoints of other frameworks."""
     for name, tree in checkpoint.extras.trees.items():
         path = PurePosixPath(name)
-        is_megatron = path.name == COMMON_FILE or _RANK_FOLDER.fullmatch(path.parent.name) is not None
+        is_megatron = path.name == COMMON or rank_folder_numbers(path.parent.name) is not None
         if is_megatron and isinstance(tree, dict) and isinstance(tree.get("args"), Inert):
             return tree
     return None

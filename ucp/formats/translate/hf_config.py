@@ -31,6 +31,7 @@ from ucp.formats.translate.model_config import ModelConfig, fields_only_of, posi
 
 _DECODER: Final = "decoder"
 _SIGMOID: Final = "sigmoid"
+_SPLIT_ROPE: Final = "its latent attention rotates the halves of a head, megatron-core's rotates neighboring elements"
 # Llama 3.1's rotary scaling besides its factor. Megatron has no arguments for these.
 _LLAMA3_ROPE: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # YaRN: keys of Hugging Face's rope parameters and their defaults.
@@ -63,7 +64,9 @@ class ModelFamily:
 
     def unmet(self, model: ModelConfig) -> list[str]:
         """The requirements that a model does not meet."""
-        return [key for key, wanted in self.requires.items() if not _matches(_value(model, key), wanted)]
+        values = {key: _value(model, key) for key in self.requires}
+        values |= {key: bool(values[key]) for key, wanted in self.requires.items() if isinstance(wanted, bool)}
+        return [key for key, wanted in self.requires.items() if values[key] != wanted]
 
 
 _MERGED: Final = ("fixed", "defaults", "replace", "read", "config", "requires")
@@ -95,20 +98,15 @@ def model_families() -> dict[str, ModelFamily]:
     return families
 
 
-def _family_of_config(config: Mapping[str, Any]) -> ModelFamily:
-    families = model_families()
-    kind = config.get("model_type")
-    if "n_head" in config:
-        return families["gpt2"]
-    return next((each for each in families.values() if kind in each.model_types), families[_DECODER])
-
-
 # --- Reading ---
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     """The configuration that a `config.json` describes."""
-    family = _family_of_config(config)
+    families, kind = model_families(), config.get("model_type")
+    family = next((each for each in families.values() if kind in each.model_types), families[_DECODER])
+    if "n_head" in config:
+        family = families["gpt2"]
     known = {**family.defaults, **read_fields(config, "hf", family.read), **family.fixed}
     for name, values in family.replace.items():
         known[name] = values.get(str(known.get(name)), known.get(name))
@@ -147,7 +145,7 @@ def _rotary_decoder(config: Mapping[str, Any], family: ModelFamily, known: Mappi
         "experts": experts,
         **(_experts(config, family, known) if experts else {"ffn": positive_int(config, "intermediate_size")}),
         "mismatch": _rope_mismatch(rope, scaling, latent) or _layer_mismatch(config, family),
-        "unsupported": family.unsupported or _unsupported_rope(config),
+        "unsupported": family.unsupported or (_SPLIT_ROPE if config.get("rope_interleave") is False else None),
     }
 
 
@@ -213,12 +211,6 @@ def _layer_mismatch(config: Mapping[str, Any], family: ModelFamily) -> str | Non
     window = _window(config)
     if window is not None and "window" not in family.read:
         return f"some of its layers attend to {window} tokens only (sliding_window)"
-    return None
-
-
-def _unsupported_rope(config: Mapping[str, Any]) -> str | None:
-    if config.get("rope_interleave") is False:
-        return "its latent attention rotates the halves of a head, megatron-core's rotates neighboring elements"
     return None
 
 
@@ -319,25 +311,16 @@ def to_hf_config(model: ModelConfig, vocabulary: int | None) -> tuple[dict[str, 
     nearest = min(written, key=lambda family: (len(family.unmet(model)), -len(family.requires)))
     unmet = nearest.unmet(model)
     if unmet:
-        return None, f"no known model family fits: {nearest.title}, the closest, {_has(nearest, unmet[0])}"
+        wanted, words = nearest.requires[unmet[0]], _WORDS.get(unmet[0], "")
+        has = wanted if isinstance(wanted, str) else words
+        has = has if wanted else f"no {words.removeprefix('an ').removeprefix('a ')}"
+        return None, f"no known model family fits: {nearest.title}, the closest, has {has}"
     values = {key: _written(model, spec) for key, spec in nearest.config.items()}
     return {"architectures": [nearest.architecture], "model_type": nearest.name, **values}, None
 
 
-def _has(family: ModelFamily, key: str) -> str:
-    wanted = family.requires[key]
-    if isinstance(wanted, str):
-        return f"has {wanted}"
-    words = _WORDS[key]
-    return f"has {words}" if wanted else f"has no {words.removeprefix('an ').removeprefix('a ')}"
-
-
 def _value(model: ModelConfig, name: str) -> Any:
     return _DERIVED[name](model) if name in _DERIVED else getattr(model, name)
-
-
-def _matches(value: Any, wanted: Any) -> bool:
-    return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
 
 
 def _written(model: ModelConfig, spec: str | Mapping[str, Any]) -> Any:

@@ -36,8 +36,12 @@ def from_megatron_args(args: Mapping[str, Any]) -> ModelConfig:
     names_gate = any(key in args for key in _GATED)
     norm, untied = args.get("normalization"), args.get("untie_embeddings_and_output_weights")
     rotary = _is_rotary(args)
+    is_grouped = args.get("group_query_attention") is True
+    scaling = args.get("rope_scaling_factor") if args.get("use_rope_scaling") is True else None
     known |= {
-        "query_groups": _query_groups(args, heads),
+        "query_groups": positive_int(args, "num_query_groups")
+        if is_grouped
+        else positive_int(args, "num_key_value_heads") or heads,  # Megatron-DeepSpeed
         "head_dim": known.get("head_dim") or (hidden // heads if hidden and heads else None),
         "gated": gate is not None if names_gate else None,
         "activation": _activation(args, gate) if names_gate or "openai_gelu" in args else None,
@@ -49,7 +53,7 @@ def from_megatron_args(args: Mapping[str, Any]) -> ModelConfig:
         else None,
         "rotary": rotary,
         "rotary_base": None if rotary is False else known.get("rotary_base"),
-        "rotary_scaling": _rope_scaling(args) if args.get("use_rope_scaling") is True else None,
+        "rotary_scaling": float(scaling) if isinstance(scaling, (int, float)) and scaling is not True else None,
         "window": _window(args),
         "experts": (experts := _experts(args)),
         "mismatch": _mismatch(args),
@@ -201,12 +205,6 @@ def to_megatron_deepspeed_args(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _query_groups(args: Mapping[str, Any], heads: int | None) -> int | None:
-    if args.get("group_query_attention") is True:
-        return positive_int(args, "num_query_groups")
-    return positive_int(args, "num_key_value_heads") or heads  # Megatron-DeepSpeed
-
-
 def _experts(args: Mapping[str, Any]) -> int | None:
     if "num_experts" not in args:
         return None
@@ -233,11 +231,6 @@ def _is_rotary(args: Mapping[str, Any]) -> bool | None:
     if args.get("use_rotary_position_embeddings") is True:
         return True
     return False if args.get("add_position_embedding") is True else None
-
-
-def _rope_scaling(args: Mapping[str, Any]) -> float | None:
-    factor = args.get("rope_scaling_factor")
-    return float(factor) if isinstance(factor, (int, float)) and not isinstance(factor, bool) else None
 
 
 def _activation(args: Mapping[str, Any], gate: str | None) -> str | None:

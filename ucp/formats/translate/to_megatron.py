@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +10,18 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert
 from ucp.containers.pickle_writer import bare_object
-from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, Parameter, ParamGroup
-from ucp.core.dtypes import FLOAT32
-from ucp.core.region import Region
+from ucp.core.checkpoint import Checkpoint, Extras, Note, ParamGroup
 from ucp.errors import UsageError, first_few
-from ucp.formats.translate.framework_extras import COMMON_FILE, int_or, translation_note
+from ucp.formats.megatron.folder import COMMON
+from ucp.formats.megatron.job_arguments import JobArguments
+from ucp.formats.megatron.mcore_modules import EMBEDDING, OUTPUT
+from ucp.formats.megatron.optimizer_groups import is_qk_norm, parameter_flags
+from ucp.formats.sharded.shard_fragments import number_atom
+from ucp.formats.translate.framework_extras import int_or, translation_note
 from ucp.formats.translate.megatron_args import to_megatron_args, to_megatron_core_args
 from ucp.formats.translate.model_config import ModelConfig, megatron_args_of_file, model_config_of
 
-_EMBEDDING: Final = "embedding.word_embeddings.weight"
-_DECOUPLED: Final = (_EMBEDDING, "output_layer.weight")  # the parameters that --decoupled-lr is for
-_HEAD_NORMS: Final = ("q_layernorm.", "k_layernorm.")
+_DECOUPLED: Final = (EMBEDDING, OUTPUT)  # the parameters that --decoupled-lr is for
 _DECAY: Final = "weight_decay"
 _SCHEDULE: Final = (
     "max_lr",
@@ -53,9 +53,12 @@ def to_megatron(
     args, model = _arguments(checkpoint, model, first.get("args"))
     args.update(megatron_args_of_file(model_config) if model_config is not None else {})
     args.update(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp, world_size=mesh.world)
-    vocabulary = _vocabulary(checkpoint)
-    if vocabulary is not None:
-        args["true_vocab_size"] = vocabulary
+    # The vocabulary without padding: from rules, or all rows in formats without vocabulary rules.
+    sizes = {p.rule.true_size for p in checkpoint.parameters.values() if p.rule.cut == "vocab"}
+    if not sizes and EMBEDDING in checkpoint.parameters:
+        sizes = {checkpoint.parameters[EMBEDDING].shape[0]}
+    if len(sizes) == 1 and None not in sizes:
+        args["true_vocab_size"] = sizes.pop()
     tree: dict[str, Any] = {
         "args": bare_object("argparse", "Namespace", args),
         "checkpoint_version": 3.0,
@@ -76,7 +79,7 @@ def to_megatron(
         for mp, values in trees.items()
         if isinstance(values.get("rng_state"), list)
     }
-    extras = Extras({COMMON_FILE: tree, **({"objects": random} if random else {})}, dict(checkpoint.extras.files))
+    extras = Extras({COMMON: tree, **({"objects": random} if random else {})}, dict(checkpoint.extras.files))
     groups, group_args, group_notes = megatron_groups(checkpoint, tree.get("opt_param_scheduler"))
     args.update(group_args)
     details = {**checkpoint.details, "dtype": checkpoint.details.get("dtype") or _dtype(checkpoint)}
@@ -113,24 +116,15 @@ def _sizes_of_tensors(checkpoint: Checkpoint) -> ModelConfig:
     """The sizes of the model that follow from the shapes of its tensors."""
     shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
     layers = {int(m[1]) for name in shapes if (m := re.match(r"decoder\.layers\.(\d+)\.", name))}
-    embedding = shapes.get(_EMBEDDING)
+    embedding = shapes.get(EMBEDDING)
     second = next((shape for name, shape in shapes.items() if name.endswith("mlp.linear_fc2.weight")), None)
     return ModelConfig(
         layers=max(layers) + 1 if layers else None,
         hidden=embedding[1] if embedding else None,
         ffn=second[1] if second else None,
         vocabulary=embedding[0] if embedding else None,
-        tied="output_layer.weight" not in shapes if embedding else None,
+        tied=OUTPUT not in shapes if embedding else None,
     )
-
-
-def _vocabulary(checkpoint: Checkpoint) -> int | None:
-    """The vocabulary size without padding: from rules, or all rows in formats without vocabulary rules."""
-    sizes = {p.rule.true_size for p in checkpoint.parameters.values() if p.rule.cut == "vocab"}
-    embedding = checkpoint.parameters.get(_EMBEDDING)
-    if not sizes and embedding is not None:
-        return embedding.shape[0]
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
@@ -167,10 +161,8 @@ def _loss_scaler(checkpoint: Checkpoint) -> dict[str, Any] | None:
         inner = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
         scaler = inner.get("loss_scaler") if isinstance(inner, dict) else None
         if isinstance(scaler, Inert) and scaler.get("dynamic", False) and isinstance(scaler.get("cur_scale"), float):
-            data = struct.pack("<f", scaler.get("cur_scale"))
-            fragment = Fragment(Region.all_of((1,)), "", 0, FLOAT32, inline=data)
             return {
-                "scale": Atom("grad_scaler", "extra", (1,), FLOAT32, (fragment,)),
+                "scale": number_atom("grad_scaler", "extra", scaler.get("cur_scale"), (1,)),
                 "growth_tracker": 0,
                 "hysteresis_tracker": int_or(scaler.get("cur_hysteresis"), 2),
             }
@@ -192,9 +184,8 @@ def megatron_groups(
     for group in checkpoint.groups:
         is_decoupled = "decoupled_lr" in args and _is_decoupled(group)
         for decayed in (True, False):
-            names = [
-                name for name in group.names if name in parameters and _is_decayed(parameters[name], args) == decayed
-            ]
+            here = [parameters[name] for name in group.names if name in parameters]
+            names = [p.name for p in here if parameter_flags(p.name, len(p.shape), JobArguments(args))[1] == decayed]
             if not names:
                 continue
             hyper = _group_settings(group.hyper, schedule, decayed=decayed)
@@ -222,8 +213,8 @@ def _group_args(checkpoint: Checkpoint) -> dict[str, Any]:
         for name in group.names
         if name in checkpoint.parameters and len(checkpoint.parameters[name].shape) < 2
     ]
-    head_norms = [decayed for name, decayed in vectors if _is_head_norm(name)]
-    others = [decayed for name, decayed in vectors if not _is_head_norm(name)]
+    head_norms = [decayed for name, decayed in vectors if is_qk_norm(name)]
+    others = [decayed for name, decayed in vectors if not is_qk_norm(name)]
     if head_norms and all(head_norms) and not any(others):
         args["apply_wd_to_qk_layernorm"] = True
     decoupled = next((group for group in checkpoint.groups if _is_decoupled(group)), None)
@@ -236,16 +227,6 @@ def _is_decoupled(group: ParamGroup) -> bool:
     """Whether this is the group of Megatron's --decoupled-lr."""
     is_marked = group.hyper.get("is_decoupled_lr") is True or group.hyper.get("default_config") is False
     return is_marked and bool(group.names) and set(group.names) <= set(_DECOUPLED)
-
-
-def _is_decayed(parameter: Parameter, args: Mapping[str, Any]) -> bool:
-    if "apply_wd_to_qk_layernorm" in args and _is_head_norm(parameter.name):
-        return True
-    return len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
-
-
-def _is_head_norm(name: str) -> bool:
-    return any(norm in name for norm in _HEAD_NORMS)
 
 
 def _group_settings(hyper: Mapping[str, Any], schedule: Mapping[str, Any] | None, *, decayed: bool) -> dict[str, Any]:

@@ -6,14 +6,13 @@ optimizer's moments), one number, or neither. So it needs no list of optimizers.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ucp.containers.inert import Inert, NumpyScalar, TensorRef
 from ucp.core.checkpoint import STEP, kind_of_state
-from ucp.core.dtypes import BOOL, FLOAT64, INT64, DType, scalar_value
+from ucp.core.dtypes import DType, scalar_value
 from ucp.errors import NotUnderstoodError, first_few
 from ucp.formats.deepspeed.read.rank_files import RankFile, as_tensors, contains_tensor, describe_value, list_or_empty
 from ucp.formats.deepspeed.read.read_context import ReadContext
@@ -162,13 +161,7 @@ def stored_scalar(file: RankFile, value: Any, dp: int) -> StoredShard | None:
         return file.whole(value, dp)
     if isinstance(value, NumpyScalar):
         value = value.to_python()
-    if isinstance(value, bool):
-        return InlineNumber(file.name, BOOL, struct.pack("<?", value), dp)
-    if isinstance(value, int):
-        return InlineNumber(file.name, INT64, struct.pack("<q", value), dp) if -(2**63) <= value < 2**63 else None
-    if isinstance(value, float):
-        return InlineNumber(file.name, FLOAT64, struct.pack("<d", value), dp)
-    return None
+    return InlineNumber.of(file.name, value, dp)
 
 
 def group_hyper_parameters(context: ReadContext, file: RankFile, group: Mapping[str, Any]) -> dict[str, Any]:
