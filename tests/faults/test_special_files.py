@@ -24,7 +24,8 @@ def replace_by(kind: str, path: Path) -> None:
         os.mkfifo(path)
     elif kind == "socket":
         os.chdir(path.parent)  # addresses are short
-        socket.socket(socket.AF_UNIX).bind(path.name)
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
     else:
         try:
             os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero has no end

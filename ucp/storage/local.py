@@ -139,12 +139,8 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = _open_for_reading(path, os.O_NONBLOCK)  # opening a named pipe must not block
-        status = os.fstat(self._fd)
-        self.size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise NotUnderstoodError(f"{path}: is not a file")
+        self._fd = _open_for_reading(path)
+        self.size = os.fstat(self._fd).st_size
 
     def __enter__(self) -> Self:
         return self
@@ -273,11 +269,17 @@ def _skip_bytes(targets: Sequence[memoryview], count: int) -> Iterator[memoryvie
         count = max(0, count - len(target))
 
 
-def _open_for_reading(path: Path, flags: int = 0) -> int:
+def _open_for_reading(path: Path) -> int:
     try:
-        return open_regular(path, flags)
+        return open_regular(path)
+    except SpecialFileError:
+        raise NotUnderstoodError(f"{path}: is not a file") from None
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+class SpecialFileError(OSError):
+    """A pipe, socket, device or folder in the place of a regular file."""
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
@@ -285,7 +287,7 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        raise SpecialFileError(errno.EINVAL, "is not a regular file", str(path))
     return fd
 
 
