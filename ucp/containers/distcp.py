@@ -8,7 +8,7 @@ them, `ObjectArchives` reads values. Megatron's torch_dist layout uses the same 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -23,7 +23,15 @@ from ucp.core.box import Box, Gap, Shape, coverage, whole
 from ucp.core.checkpoint import Atom, Fragment, LazyFragments, Rank
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
-from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError, storage_errors
+from ucp.errors import (
+    InconsistentError,
+    IntegrityError,
+    NotUnderstoodError,
+    StorageError,
+    UcpError,
+    UnsafeError,
+    storage_errors,
+)
 from ucp.storage.local import SourceFiles
 
 METADATA: Final = ".metadata"
@@ -118,8 +126,12 @@ def has_data_files(folder: Path) -> bool:
         return False
 
 
-def read_dcp_folder(root: Path, name: str = "") -> DcpFolder:
-    """Read the metadata of the folder `name` (empty, or with a slash at the end) below `root`."""
+def read_dcp_folder(root: Path, name: str = "", lost: dict[str, str] | None = None) -> DcpFolder:
+    """Read the metadata of the folder `name` (empty, or with a slash at the end) below `root`.
+
+    Data files that are missing or too short are errors, unless `lost` is given: then they are added to it, with the
+    reason, and objects in them have no items.
+    """
     files = metadata_files(root / name)
     if not files:
         raise InconsistentError(
@@ -134,12 +146,15 @@ def read_dcp_folder(root: Path, name: str = "") -> DcpFolder:
         planned = tree.get("planner_data")
         if isinstance(planned, dict):
             paths.update((str(key), _key_path(key, path, file)) for key, path in planned.items())
-        _MetadataMerger(folder, root, file, paths).merge(tree)
+        _MetadataMerger(folder, root, file, paths, lost).merge(tree)
     folder.has_paths = bool(paths)
     order = {key: position for position, key in enumerate(paths)}
     folder.entries = dict(sorted(folder.entries.items(), key=lambda item: order.get(item[0], len(order))))
     for entry in folder.tensors():
         _check_cover(entry, root / name)
+    for value in folder.entries.values() if lost else ():
+        if isinstance(value, DcpObject):
+            value.items = [item for item in value.items if item.file not in (lost or ())]
     return folder
 
 
@@ -163,11 +178,14 @@ def _key_path(key: Any, path: Any, file: Path) -> KeyPath:
 class _MetadataMerger:
     """Adds the content of one metadata file to a folder."""
 
-    def __init__(self, folder: DcpFolder, root: Path, file: Path, paths: Mapping[str, KeyPath]) -> None:
+    def __init__(
+        self, folder: DcpFolder, root: Path, file: Path, paths: Mapping[str, KeyPath], lost: dict[str, str] | None
+    ) -> None:
         self._folder = folder
         self._root = root
         self._file = file
         self._paths = paths
+        self._lost = lost
 
     def merge(self, tree: Inert) -> None:
         items = self._items(tree.get("storage_data"))
@@ -209,14 +227,22 @@ class _MetadataMerger:
                 hint="no checkpoint needs that: do not trust this folder",
             )
         file = self._folder.name + path
+        try:
+            self._check_size(file, key, start, start + length)
+        except UcpError as error:
+            if self._lost is None:
+                raise
+            self._lost.setdefault(file, error.what)
+        return ArchiveRange(file, start, start + length)
+
+    def _check_size(self, file: str, key: str, start: int, stop: int) -> None:
         size = self._size(file, key)
-        if start + length > size:
+        if stop > size:
             raise IntegrityError(
-                f"{self._root / file}: has {size} bytes, but {key} should be at bytes [{start}, {start + length})",
+                f"{self._root / file}: has {size} bytes, but {key} should be at bytes [{start}, {stop})",
                 hint=f"the file was copied or written incompletely, or {self._file.name} is of another save; restore"
                 " the files of one save",
             )
-        return ArchiveRange(file, start, start + length)
 
     def _size(self, file: str, key: str) -> int:
         known = self._folder.files.get(file)
@@ -317,8 +343,10 @@ class TensorArchives:
     parsed and checked; the others are recognised by these bytes.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, lost: Container[str] = ()) -> None:
+        """Files in `lost` are not opened: chunks in them have a location, but no bytes."""
         self.root = root
+        self.lost = lost
         # length of the archive → its bytes before the data, how many these are, and the tensor
         self._known: dict[int, tuple[bytes, int, TensorRef]] = {}
 
@@ -346,6 +374,8 @@ class TensorArchives:
 
     def locate(self, entry: DcpTensor, box: Box, item: ArchiveRange, files: SourceFiles) -> Fragment:
         """The location of a chunk's elements. Raises an error if the archive does not match the metadata."""
+        if item.file in self.lost:
+            return Fragment(Region.of((box,)), item.file, item.start, entry.dtype, Rank(dp=item.rank))
         inside, ref = self._tensor(item, files)
         if isinstance(ref, Inert):
             raise NotUnderstoodError(
@@ -389,7 +419,9 @@ class ObjectArchives:
         self._known: dict[bytes, Any] = {}
 
     def value(self, entry: DcpObject) -> Any:
-        """The value of an object, with atoms of kind `extra` for the tensors in it."""
+        """The value of an object, with atoms of kind `extra` for the tensors in it; None if it is lost."""
+        if not entry.items:
+            return None
         item = entry.items[0]
         small = item.stop - item.start <= _MAX_CACHED_OBJECT
         data = self._files.read(item.file, item.start, item.stop - item.start) if small else b""

@@ -224,6 +224,7 @@ class Checkpoint:
     # Parameter → its step, if that is not `step`. Only for snapshots that were taken over several steps: such a
     # snapshot is a consistent state only after a gradient log has advanced every parameter to the same step.
     steps: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)  # files that fragments refer to, but cannot be read → reason
     lease: object = None  # while it is alive, a running job does not overwrite the indexed bytes (mapped stores)
 
     def atoms(self) -> Iterator[Atom]:

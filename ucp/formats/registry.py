@@ -48,6 +48,7 @@ class ReadOptions:
     spread: bool = False  # accept a snapshot whose parameters are of different steps: a log will complete it
     repair: bool = False  # undo the damage of known framework bugs if the bytes survive
     trusted_ranks: Literal["recorded", "file-names"] | None = None  # if the two contradict each other; None: an error
+    tolerant: bool = False  # index what survives of a damaged checkpoint; `Checkpoint.lost` lists the lost files
 
 
 def trusted_ranks(recorded: bool, file_names: bool) -> Literal["recorded", "file-names"] | None:

@@ -339,6 +339,8 @@ def _chunking(entry: DcpTensor) -> tuple[object, ...]:
 
 
 def _equal(archives: TensorArchives, files: SourceFiles, a: DcpTensor, b: DcpTensor) -> bool:
+    if any(item.file in archives.lost for entry in (a, b) for item in entry.chunks.values()):
+        return False  # unknown
     covers = [
         archives.fragments(entry, sorted(entry.chunks.items(), key=lambda chunk: chunk[0].start)) for entry in (a, b)
     ]

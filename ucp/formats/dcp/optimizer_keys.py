@@ -198,7 +198,7 @@ class EntryValues:
         if len(entry.chunks) != 1:
             return None
         (box, item), *_ = entry.chunks.items()
-        if box.numel != 1:
+        if box.numel != 1 or item.file in self.archives.lost:
             return None
         fragment = self.archives.locate(entry, box, item, self.files)
         return scalar_value(self.files.read(item.file, fragment.offset, entry.dtype.itemsize), entry.dtype)
@@ -213,7 +213,7 @@ def read_groups(optimizer: OptimizerKeys, values: EntryValues) -> list[DcpParamG
     else:
         groups = []
         for number, fields in optimizer.fields.items():
-            listed = values.plain(fields[PARAMS]) if PARAMS in fields else []
+            listed = values.plain(fields[PARAMS]) if PARAMS in fields and not _is_lost(fields[PARAMS]) else []
             hyper = {name: values.plain(entry) for name, entry in fields.items() if name != PARAMS}
             groups.append(DcpParamGroup(hyper, _names(listed, f"group {number}")))
     optimizer.listed = [name for group in groups for name in group.names]
@@ -234,6 +234,8 @@ def without_gradients(optimizer: OptimizerKeys, groups: Iterable[DcpParamGroup])
 
 def _from_object(entry: DcpObject, values: EntryValues) -> list[DcpParamGroup]:
     """The groups of older torch versions, which store the list as one object."""
+    if _is_lost(entry):
+        return []
     listed = values.objects.value(entry)
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
         raise IntegrityError(f"{values.archives.root}: {entry.key} is not a list of parameter groups")
@@ -255,6 +257,10 @@ def _from_parameters(
         hyper = {field_name: plain(entry) for field_name, entry in table.items()}
         groups.setdefault(repr(sorted(hyper.items())), DcpParamGroup(hyper, [])).names.append(str(name))
     return list(groups.values())
+
+
+def _is_lost(entry: DcpEntry) -> bool:
+    return isinstance(entry, DcpObject) and not entry.items
 
 
 def _names(listed: Any, where: str) -> list[str]:

@@ -9,7 +9,7 @@ or any file with a model in it) are sorted in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -82,8 +82,9 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         return safetensors_shards.read(path / (options.tag or ""))
     location = require_location(path, options.tag)
     whole = read_full_state_dict(location.root, dict(location.whole)) if location.whole else None
-    folders = [read_dcp_folder(location.root, name) for name in location.folders] if whole is None else [whole.folder]
-    contents = assemble(location.root, folders, whole)
+    lost: dict[str, str] | None = {} if options.tolerant else None
+    folders = [whole.folder] if whole else [read_dcp_folder(location.root, name, lost) for name in location.folders]
+    contents = assemble(location.root, folders, whole, lost or ())
     sizes = {file: size for folder in folders for file, size in folder.files.items()}
     carried, skipped = sidecar_files(location, set(sizes))
     notes = contents.notes
@@ -105,6 +106,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         notes=notes,
         sizes={**sizes, **carried},
         details={STYLE_DETAIL: contents.style},
+        lost=lost or {},
     )
 
 
@@ -143,13 +145,15 @@ class DcpContents:
     style: dict[str, Any] = field(default_factory=dict)  # structure of the keys, for a writer to repeat
 
 
-def assemble(root: Path, folders: list[DcpFolder], whole: FullStateDict | None = None) -> DcpContents:
+def assemble(
+    root: Path, folders: list[DcpFolder], whole: FullStateDict | None = None, lost: Container[str] = ()
+) -> DcpContents:
     """Index the folders as one checkpoint (Accelerate has one folder each for model and optimizer).
 
-    `whole` is the source of entries that are not in archives of their own.
+    `whole` is the source of entries that are not in archives of their own; `lost` files are not opened.
     """
     with SourceFiles(root) as files:
-        archives = TensorArchives(root) if whole is None else FullStateDictTensors(root, whole)
+        archives = TensorArchives(root, lost) if whole is None else FullStateDictTensors(root, whole)
         objects = ObjectArchives(files) if whole is None else FullStateDictObjects(files, whole)
         return _DcpIndexBuilder(root, files, folders, EntryValues(archives, files, objects)).contents
 

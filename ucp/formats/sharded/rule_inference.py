@@ -24,6 +24,7 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import Fragment
 from ucp.core.rules import REPLICATED, Rule, RuleBook
 from ucp.errors import InconsistentError, UsageError
+from ucp.formats.sharded.lost_files import SurvivingFiles
 from ucp.storage.local import SourceFiles
 
 _FIRST_BLOCK: Final = 4096  # bytes
@@ -295,6 +296,10 @@ def _ambiguous(undecided: Sequence[_UndecidedRule]) -> UsageError:
 
 def compare_slices(files: SourceFiles, slices: Sequence[tuple[Shape, Sequence[Fragment]]]) -> SliceEquality:
     """Compare the bytes of slices, given as shape and fragments in slice order. One element is never CONSTANT."""
+    if isinstance(files, SurvivingFiles):
+        slices = [(shape, held) for shape, held in slices if not any(f.file in files.lost.reasons for f in held)]
+        if len(slices) < 2:
+            return SliceEquality.CONSTANT  # nothing to compare with: names decide
     first_shape, first_fragments = slices[0]
     dtypes = {fragment.dtype for _, fragments in slices for fragment in fragments}
     if any(shape != first_shape for shape, _ in slices) or len(dtypes) > 1:

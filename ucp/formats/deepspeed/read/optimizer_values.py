@@ -71,7 +71,9 @@ def _classify_state(
         not all(located)
         and len(dtypes) == 1
         and all(
-            isinstance(ref := member.state[key], TensorRef) and ref.shape == (member.whole,) and ref.is_contiguous
+            isinstance(ref := member.state[key], TensorRef)
+            and ref.is_contiguous
+            and (ref.shape == (member.whole,) or (member.file.is_lost and ref.numel != 1))
             for member in members
         )
     ):
@@ -108,6 +110,8 @@ def _locate_flat(member: FlatGroupShare, key: Any) -> TensorInFile | None:
     ref = member.state[key]
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
         return None
+    if member.file.is_lost and ref.numel != 1:  # as long as the partition of the rank that stands in
+        return member.file.locate(ref, member.dp)
     if ref.numel == 0 and 0 not in member.lengths:
         return member.swapped(ref, str(key)) if member.swapped is not None else None
     return member.file.locate(ref, member.dp) if ref.numel in member.lengths else None

@@ -31,17 +31,25 @@ class RankFile:
     """One `.pt` file: its name relative to the root and its tree. Files may share a tree, so never modify one.
 
     `saved_as` is the file name, without suffix, that the archive records; empty if unknown. The zip directory is read
-    when a tensor is first located, if it has not been read before.
+    when a tensor is first located, if it has not been read before. With `is_lost`, path and tree are those of the file
+    that stands in for it.
     """
 
-    __slots__ = ("_archive", "_path", "name", "saved_as", "tree")
+    __slots__ = ("_archive", "_path", "is_lost", "name", "saved_as", "tree")
 
     def __init__(self, name: str, path: Path, tree: Any, archive: TorchFile | None = None, saved_as: str = "") -> None:
         self.name = name
         self.tree = tree
         self.saved_as = saved_as
+        self.is_lost = False
         self._path = path
         self._archive = archive
+
+    def standing_in_for(self, name: str) -> RankFile:
+        """This file in place of the lost file `name`."""
+        file = RankFile(name, self._path, self.tree, self._archive)
+        file.is_lost = True
+        return file
 
     def position(self, ref: TensorRef) -> int:
         """Byte offset of a tensor's first element in the file."""
@@ -97,6 +105,10 @@ class RankFiles:
         if file is None:
             file = self._opened[name] = self._open(name)
         return file
+
+    def replace(self, name: str, stand_in: RankFile) -> None:
+        """Return `stand_in` for the file `name`, which is lost, from now on."""
+        self._opened[name] = stand_in.standing_in_for(name)
 
     def _open(self, name: str) -> RankFile:
         path = self.root / name

@@ -12,6 +12,7 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Note
 from ucp.formats.deepspeed.experts import ExpertPlacement
 from ucp.formats.deepspeed.read.rank_files import RankFiles
+from ucp.formats.sharded.lost_files import LostFiles, SurvivingFiles
 from ucp.formats.sharded.shard_table import Problems, RankCoord, Shard, ShardTable
 from ucp.storage.local import SourceFiles
 
@@ -83,6 +84,11 @@ class ReadContext:
     unplaced_states: dict[str, str] = field(default_factory=dict)  # optimizer state → why it cannot become an atom
     valueless: dict[str, str] = field(default_factory=dict)  # name in a module for which no file has values → file
     _claimed: dict[int, TensorRef] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> LostFiles | None:
+        """The lost files that a tolerant reader does without; None for any other reader."""
+        return self.source.lost if isinstance(self.source, SurvivingFiles) else None
 
     def claim(self, ref: TensorRef) -> TensorRef:
         """Mark a tensor of a tree as part of an atom, so that extras do not carry it as well."""

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert
 from ucp.core.box import Shape
+from ucp.core.checkpoint import WEIGHT
+from ucp.core.dtypes import BFLOAT16, FLOAT32
 from ucp.errors import NotUnderstoodError
 from ucp.formats.deepspeed.experts import expert_number, expert_placements, router_aliases
 from ucp.formats.deepspeed.read.infer_missing import check_frozen, check_order
@@ -37,7 +39,9 @@ from ucp.formats.deepspeed.read.read_zero3 import (
 )
 from ucp.formats.deepspeed.read.read_zero12 import Zero12File, open_zero12_files, read_zero12
 from ucp.formats.deepspeed.read.save_consistency import RankGrid
-from ucp.formats.deepspeed.step_files import StepFiles
+from ucp.formats.deepspeed.step_files import StepFiles, layer_file_name, model_file_name, names_tp_rank
+from ucp.formats.sharded.lost_files import LostFiles
+from ucp.formats.sharded.shard_fragments import TensorInFile, WholeTensor
 from ucp.formats.sharded.shard_table import RankCoord
 
 _COMPLETE_HINT: Final = "restore the missing files, or give a checkpoint that is complete"
@@ -147,6 +151,8 @@ def _read_zero12(
         ep = max(ep, read_zero12(context, coord, shapes[coord], optims[coord], data_first))
         if shapes[coord] is None:
             check_order(context, coord, ranks.models[coord][0])
+    if context.lost is not None:
+        _add_lost_weights(context, context.lost, files, grid, ranks)
     top = next(iter(optims.values()))[0].top
     return DetectedLayout(
         stage=stage,
@@ -154,6 +160,29 @@ def _read_zero12(
         optimizer="ZeRO" if "zero_stage" in top else "BF16_Optimizer",
         elastic=isinstance(top.get("base_optimizer_state"), (list, tuple)),
     )
+
+
+def _add_lost_weights(
+    context: ReadContext, lost: LostFiles, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles
+) -> None:
+    """Add the weights of model, layer and expert files that are lost and have no stand-in: the optimizer names them."""
+    table = context.shards
+    rows = [(name, coord, shard) for name in table.roles for coord, shard in table.row(name).items()]
+    stored = [kinds[0].dtype for _, _, shard in rows if (kinds := shard.kinds.get(WEIGHT))]
+    config = next(iter(ranks.optims.values()))[0].mapping().get("ds_config")
+    dtype = stored[0] if stored else BFLOAT16 if lookup(config, "bf16", "enabled") is True else FLOAT32
+    layers = {names_tp_rank(name) for name in files.layers.values()}
+    for name, coord, shard in rows:
+        names = [model_file_name(coord.pp * grid.tp + coord.tp)]
+        layer, expert = name.partition(".")[0], expert_number(name)
+        if layer.isdecimal() and files.layers:
+            names = [layer_file_name(int(layer), coord.tp, has_tp_rank=has_tp_rank) for has_tp_rank in layers]
+        elif expert is not None:
+            names = [lost_name.rpartition("/")[2] for lost_name in lost.reasons if f"_expert_{expert}_" in lost_name]
+        file = next((context.prefix + n for n in names if context.prefix + n in lost.reasons), None)
+        if WEIGHT not in shard.kinds and file is not None:
+            tensor = TensorInFile(file, None, None, known_offset=0)
+            shard.kinds = {WEIGHT: [WholeTensor(tensor, dtype, shard.shape)], **shard.kinds}
 
 
 def _stage_names(shapes: list[dict[str, Shape]] | None, optims: list[Zero12File]) -> Mapping[str, Shape | None]:
@@ -232,7 +261,10 @@ def _read_zero0(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: O
 
 def _read_pipeline(context: ReadContext, files: StepFiles, grid: RankGrid, stages: Mapping[int, StageNames]) -> None:
     for name in missing_layer_files(files.layers, stages, grid.tp):
-        context.problems.add(f"layer file {name} is missing")
+        if context.lost is not None:
+            context.lost.add(context.prefix + name, f"layer file {name} is missing")
+        else:
+            context.problems.add(f"layer file {name} is missing")
     context.problems.raise_any(_COMPLETE_HINT)
     read_layers(context, files.layers, stages)
 

@@ -199,7 +199,10 @@ def read_experts(
             mp = coord.pp * tp + coord.tp
             missing += missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
     for name in missing:
-        context.problems.add(f"expert file {name} is missing")
+        if context.lost is not None:
+            context.lost.add(context.prefix + name, f"expert file {name} is missing")
+        else:
+            context.problems.add(f"expert file {name} is missing")
     if missing:
         context.problems.raise_any(_COMPLETE_HINT)
     placements = {placement.layer: placement for placement in context.shards.placements.values()}

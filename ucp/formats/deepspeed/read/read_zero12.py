@@ -209,11 +209,11 @@ def _fitting_layout(
 ) -> FlatLayout | None:
     """The layout whose partition lengths agree with the files, or None after reporting those that do not."""
     for candidate in (layout, with_oldest_alignment(layout)):
-        if all(file.masters[g].numel in candidate.lengths(index) for index, file in enumerate(files)):
+        if all(f.file.is_lost or f.masters[g].numel in candidate.lengths(index) for index, f in enumerate(files)):
             return candidate
     for index, file in enumerate(files):
         numel = file.masters[g].numel
-        if numel not in layout.lengths(index):
+        if not file.file.is_lost and numel not in layout.lengths(index):
             context.problems.add(
                 f"{where}: {file.file.name} (dp rank {file.dp}) has {numel} elements, expected"
                 f" {' or '.join(map(str, layout.lengths(index)))}: {layout.content} elements of"
@@ -225,7 +225,7 @@ def _fitting_layout(
 def _compare_mappings(context: ReadContext, layout: FlatLayout, index: int, file: Zero12File, g: int) -> None:
     """Count the parameters for which this rank's slice mapping disagrees with the layout."""
     mapping = file.slice_mapping(g)
-    if not isinstance(mapping, dict):
+    if not isinstance(mapping, dict) or file.file.is_lost:
         return
     stored = {name: _parse_address(value) for name, value in mapping.items()}
     actual = {name: (start, length) for name, start, length in layout.overlaps(index)}
@@ -266,7 +266,9 @@ def _shapes_from_mappings(
                 lengths[name] = lengths.get(name, 0) + (address[1] if address else 0)
         for name, length in lengths.items():
             shard = context.shards.get(name, coord) or next(iter(context.shards.row(name).values()), None)
-            if shard is None:
+            if shard is None and context.lost is not None:
+                group_shapes[name] = (length,)  # the model file is lost
+            elif shard is None:
                 context.problems.add(
                     f"parameter {name} ({coord}) has optimizer state, but no file has its weight or shape"
                 )

@@ -240,7 +240,7 @@ def check_placements(context: ReadContext, models: Sequence[RankFile], data_firs
         if dp and expert_placements(model.mapping(), model.name) != placements:
             context.problems.add(f"{model.name} (dp rank {dp}): places experts differently than {models[0].name}")
             continue
-        for entry in autoep_entries(model.mapping(), model.name):
+        for entry in () if model.is_lost else autoep_entries(model.mapping(), model.name):
             placement = placements[f"{entry['expert_key_prefix']}.w1"]
             groups = zero3_partition_ranks(placement, len(models), data_first)
             stored, ep = entry.get("ep_rank"), next((group.ep for group in groups if dp in group.ranks), None)
@@ -265,7 +265,7 @@ def check_partition_ranks(
     """Report an optimizer file that records other ranks than `expected` as sharing sub-group `index`."""
     stored = top.get("ds_zero_partition_groups")
     entry = stored[index] if isinstance(stored, (list, tuple)) and index < len(stored) else None
-    if not isinstance(entry, dict):
+    if not isinstance(entry, dict) or file.is_lost:
         return
     ranks, position = entry.get("partition_ranks"), entry.get("partition_rank")
     expected_position = expected.ranks.index(dp)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar, cast
 from ucp.containers.inert import Inert, TensorRef
 from ucp.containers.tree import equal as equal_trees
 from ucp.core.checkpoint import Checkpoint, Extras, Mesh
-from ucp.errors import storage_errors
+from ucp.errors import UcpError, storage_errors
 from ucp.formats.deepspeed import folder
 from ucp.formats.deepspeed.read.carry_extras import (
     TreeCarrier,
@@ -39,8 +39,18 @@ from ucp.formats.deepspeed.read.save_consistency import (
     recorded_name,
     without_stale_model_files,
 )
-from ucp.formats.deepspeed.step_files import SWAP_FOLDER, StepFiles, classify_files
+from ucp.formats.deepspeed.step_files import (
+    SWAP_FOLDER,
+    StepFiles,
+    classify_files,
+    layer_file_name,
+    model_file_name,
+    names_tp_rank,
+    optimizer_file_name,
+    sharded_model_file_name,
+)
 from ucp.formats.registry import ReadOptions
+from ucp.formats.sharded.lost_files import LostFiles, SurvivingFiles, nearest
 from ucp.formats.sharded.shard_table import Problems, RankCoord
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import scan_folder
@@ -67,13 +77,20 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         sizes = _file_sizes(place)
     names = [file.removeprefix(place.prefix) for file in sizes]
     files = classify_files([name for name in names if "/" not in name])
-    with SourceFiles(place.root) as source, _gc_paused():
+    lost = LostFiles() if options.tolerant else None
+    with SurvivingFiles(place.root, lost) if lost is not None else SourceFiles(place.root) as source, _gc_paused():
         problems = Problems(str(place.step))
         context = ReadContext(place.prefix, RankFiles(place.root), source, problems, DeepSpeedShardTable(problems))
+        if lost is not None:
+            _drop_unreadable(context, files, lost)
         files = without_stale_model_files(files, context.files, context.prefix)
         if options.trusted_ranks == "recorded":
             files = by_recorded_rank(files, context.files, context.prefix)
-        return _read(context, place, files, sizes, options)
+        if lost is not None:
+            _add_stand_ins(context, files, lost)
+        checkpoint = _read(context, place, files, sizes, options)
+        checkpoint.lost = lost.reasons if lost is not None else {}
+        return checkpoint
 
 
 @contextmanager
@@ -99,7 +116,7 @@ def _read(
         "restore the missing files and remove those of another save, or give a checkpoint that is complete"
     )
     ranks = _open_ranks(context, files, grid)
-    trusts_names = options.trusted_ranks == "file-names"
+    trusts_names = options.trusted_ranks == "file-names" or options.tolerant  # stand-ins are copies
     check_saved_names(context, files, grid.tp, trusts_names)
     models, optims = (
         {file.name: file for rank in role.values() for file in rank} for role in (ranks.models, ranks.optims)
@@ -112,7 +129,8 @@ def _read(
     shards = context.shards  # in the order of the model, experts in their layers
     names = order_names(iter(shards.roles), {*shards.experts, *shards.placements})
     shards.roles = {name: shards.roles[name] for name in names if name not in shards.aliases}
-    first = ranks.models[RankCoord(0, 0)][0]
+    first, *others = (opened[0] for opened in ranks.models.values())
+    first = next((model for model in (first, *others) if model.tree), first)  # a lost one may be empty
     info = first.mapping().get("universal_checkpoint_info")
     rules = resolve_all(context, grid.tp, options.rules, info if isinstance(info, dict) else None, first.name)
     if not trusts_names:
@@ -163,6 +181,55 @@ def _file_sizes(place: folder.StepFolder) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
+def _drop_unreadable(context: ReadContext, files: StepFiles, lost: LostFiles) -> None:
+    """Remove the files that cannot be opened, for a tolerant reader."""
+    for role in (files.model, files.sharded_model, files.optim, files.layers, files.experts, files.expert_optim):
+        names: dict[Any, str] = role
+        for key, name in list(names.items()):
+            try:
+                context.files.open(context.prefix + name)
+            except UcpError as error:
+                lost.add(context.prefix + name, error.what)
+                del names[key]
+
+
+def _add_stand_ins(context: ReadContext, files: StepFiles, lost: LostFiles) -> None:
+    """Replace every lost file of the grid by the same file of another data- or tensor-parallel rank.
+
+    If the only model file of a stage is lost, an empty one is used: the optimizer files have names and sizes too.
+    """
+    grid = find_grid(files, context.files, context.prefix, Problems(""))
+    like = next(iter(files.optim.values()), None)
+
+    def fill(role: Mapping[Any, str], key: Any, name: str, at: Callable[[Any], tuple[int, ...]], *free: int) -> None:
+        """Add the file `name` for `key`, whose coordinates are `at(key)`; `free` are those that a stand-in may vary."""
+        names = cast("dict[Any, str]", role)
+        if key in names:
+            return
+        survivors = {at(k): context.prefix + n for k, n in names.items() if context.prefix + n not in lost.reasons}
+        found = nearest(at(key), survivors, free)
+        names[key], path = name, context.prefix + name
+        lost.add(path, f"{context.files.root / path}: is missing", survivors[found] if found is not None else None)
+        empty = RankFile(path, context.files.root, {})
+        context.files.replace(path, context.files.open(survivors[found]) if found is not None else empty)
+
+    def place(key: Any) -> tuple[int, ...]:
+        """Data-parallel rank, pipeline stage and tensor-parallel rank of a rank file."""
+        dp, mp = key if isinstance(key, tuple) else (0, key)
+        return dp, mp // grid.tp, mp % grid.tp
+
+    for dp, mp in [(dp, mp) for mp in range(grid.mp) for dp in range(grid.dp)]:
+        if grid.sharded_model:
+            fill(files.sharded_model, (dp, mp), sharded_model_file_name(dp, mp), place, 0, 2)
+        else:
+            fill(files.model, mp, model_file_name(mp), place, 2)
+        if files.optim or grid.sharded_model:
+            fill(files.optim, (dp, mp), optimizer_file_name(dp, mp, like), place, 0, 2)
+    for layer, tp in [(layer, tp) for layer in {layer for layer, _ in files.layers} for tp in range(grid.tp)]:
+        has_tp_rank = names_tp_rank(next(iter(files.layers.values())))
+        fill(files.layers, (layer, tp), layer_file_name(layer, tp, has_tp_rank=has_tp_rank), lambda key: key, 1)
+
+
 def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenRankFiles:
     """Open the files of all ranks, one data-parallel rank after the other: their pickles are often the same."""
     ranks = OpenRankFiles()
@@ -202,6 +269,8 @@ def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFile
 
     for name in names:
         file = context.files.open(context.prefix + name)
+        if file.is_lost:
+            continue
         if trusts_recorded:
             name = recorded_name(file) or name
         if id(file.tree) in carried:

@@ -176,7 +176,7 @@ def _degree_from_names(files: StepFiles, opened: RankFiles, prefix: str, mp: int
     """Without layer files all ranks are tensor-parallel ranks, unless later ranks have other parameters (stages)."""
     first = _parameter_names(files, opened, prefix, 0)
     for m in range(1, mp):
-        if _parameter_names(files, opened, prefix, m) != first:
+        if (names := _parameter_names(files, opened, prefix, m)) != first and None not in (names, first):
             return m if mp % m == 0 else mp
     return mp
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -69,6 +70,12 @@ class MegatronFile:
         if not isinstance(tree, (dict, list)):
             raise NotUnderstoodError(f"{root / name}: holds a {type(tree).__name__}, not the state of a job")
         self.tree: Any = tree
+
+    def standing_in_for(self, name: str) -> MegatronFile:
+        """This file in place of the lost file `name`."""
+        file = copy(self)
+        file.name = name
+        return file
 
     def mapping(self) -> Mapping[Any, Any]:
         if isinstance(self.tree, dict):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -11,7 +12,7 @@ from ucp.containers.inert import TensorRef
 from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Note, Parameter, ParamGroup, Rank, Role
 from ucp.core.rules import REPLICATED, RuleBook, resolve
-from ucp.errors import InconsistentError, NotUnderstoodError
+from ucp.errors import InconsistentError, NotUnderstoodError, UcpError
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, model_files, rank_folder_name
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
 from ucp.formats.megatron.mcore_modules import (
@@ -37,6 +38,7 @@ from ucp.formats.megatron.read.legacy_files import (
     read_states,
 )
 from ucp.formats.sharded.assembly import ONE_RANK_ORIGIN, Assembler, ResolvedRule, infer_rules, merge_groups
+from ucp.formats.sharded.lost_files import LostFiles, nearest
 from ucp.formats.sharded.rank_identity import (
     COPY_HINT,
     TRUST_HINT,
@@ -97,25 +99,36 @@ class LegacyReader:
     """
 
     def __init__(
-        self, root: Path, source: SourceFiles, trusted: Literal["recorded", "file-names"] | None = None
+        self,
+        root: Path,
+        source: SourceFiles,
+        trusted: Literal["recorded", "file-names"] | None = None,
+        lost: LostFiles | None = None,
     ) -> None:
+        """With `lost`, files that are missing or cannot be opened are added to it instead of raising an error."""
         self.root = root
+        self._lost = lost
         places = {numbers: f"{folder}/{MODEL_FILE}" for numbers, folder in model_files(root).items()}
-        opened = {numbers: MegatronFile(root, name) for numbers, name in places.items()}
+        opened = {numbers: file for numbers, name in places.items() if (file := self._open(name)) is not None}
+        if not opened:
+            raise InconsistentError(f"{root}: no rank's {MODEL_FILE} can be opened", hint=_RESTORE_MISSING)
         first = next(iter(opened.values()))
         self.arguments: JobArguments = arguments_of(first.mapping().get("args"), str(root / first.name))
         self.notes: list[Note] = []
         self._problems = Problems(str(root))
         self._table = LegacyShardTable(self._problems, self.arguments)
         _check_same_save(list(opened.values()), self.arguments)
-        if trusted != "file-names":
+        if trusted == "recorded" or (trusted is None and lost is None):
             opened = self._placed_by_writer(opened, trusted == "recorded")
         self.files = {
             _coord_of_folder(numbers, self.arguments, file.name): self._open_beside(places[numbers], file)
             for numbers, file in opened.items()
         }
-        self._check_grid()
-        if trusted != "file-names":
+        if lost is not None:
+            self._add_stand_ins(lost)
+        else:
+            self._check_grid()
+        if trusted != "file-names" and lost is None:
             self._check_copies(source)
         self._fill_table()
 
@@ -186,6 +199,38 @@ class LegacyReader:
                 self._problems.add(text, "grid", name)
         self._problems.raise_any(COPY_HINT)
 
+    def _open(self, name: str) -> MegatronFile | None:
+        """Open a file; None if it cannot be opened, and the reader is tolerant."""
+        try:
+            return MegatronFile(self.root, name)
+        except UcpError as error:
+            if self._lost is None:
+                raise
+            self._lost.add(name, error.what)
+            return None
+
+    def _add_stand_ins(self, lost: LostFiles) -> None:
+        """Replace lost files by those of another tensor- or expert-parallel rank of the same pipeline stage."""
+        survivors = dict(self.files)
+        has_optimizer = [coord for coord, files in survivors.items() if files.optimizer is not None]
+        for coord in self._missing_ranks():
+            folder = self._rank_folder(coord)
+            found = nearest(coord, survivors, (1, 2))
+            model = survivors[found].model if found is not None else None
+            name = f"{folder}/{MODEL_FILE}"
+            lost.add(name, f"{self.root / name}: is missing", model.name if model is not None else None)
+            if found is not None and model is not None:
+                self.files[coord] = MegatronRankFiles(name, model.standing_in_for(name), survivors[found].chunks)
+        for coord, files in self.files.items():
+            found = nearest(coord, has_optimizer, (1, 2)) if files.optimizer is None else None
+            optimizer = survivors[found].optimizer if found is not None else None
+            name = f"{Path(files.model.name).parent}/{OPTIMIZER_FILE}"
+            if optimizer is not None:
+                lost.add(name, f"{self.root / name}: is missing", optimizer.name)
+                files.optimizer = optimizer.standing_in_for(name)
+            elif files.optimizer is None and has_optimizer:
+                lost.add(name, f"{self.root / name}: is missing")
+
     def _open_beside(self, place: str, model: MegatronFile) -> MegatronRankFiles:
         """Open what is next to a model file."""
         folder = str(Path(model.name).parent)
@@ -194,36 +239,44 @@ class LegacyReader:
             place,
             model,
             chunks_of(model.mapping(), model.name),
-            MegatronFile(self.root, f"{folder}/{OPTIMIZER_FILE}") if has_optimizer else None,
+            self._open(f"{folder}/{OPTIMIZER_FILE}") if has_optimizer else None,
             layer_wise_files(self.root, folder) if self.arguments.is_layer_wise else {},
         )
 
     def _check_grid(self) -> None:
-        """Check that every rank has its folder.
-
-        With fewer expert-tensor-parallel ranks than tensor-parallel ranks, not every tp rank writes for every ep rank.
-        """
+        """Check that every rank has its folder, and its optimizer file if others have one."""
         arguments = self.arguments
-        for pp in range(arguments.pp):
-            for tp in range(arguments.tp):
-                found = {coord.ep for coord in self.files if (coord.pp, coord.tp) == (pp, tp)}
-                if arguments.etp != arguments.tp:
-                    missing = [] if found else [0]
-                else:
-                    missing = [ep for ep in range(arguments.ep) if ep not in found]
-                if missing:
-                    numbers = (tp, *((pp,) if arguments.pp > 1 else ()), *(missing[:1] if arguments.ep > 1 else ()))
-                    raise InconsistentError(
-                        f"{self.root}: rank folder {rank_folder_name(numbers)} is missing (tp {arguments.tp} × pp"
-                        f" {arguments.pp} × ep {arguments.ep})",
-                        hint=_COPY_MISSING,
-                    )
+        for coord in self._missing_ranks():
+            raise InconsistentError(
+                f"{self.root}: rank folder {self._rank_folder(coord)} is missing (tp {arguments.tp} × pp"
+                f" {arguments.pp} × ep {arguments.ep})",
+                hint=_COPY_MISSING,
+            )
         without = [files.model.name for files in self.files.values() if files.optimizer is None]
         if 0 < len(without) < len(self.files):
             raise InconsistentError(
                 f"{self.root}: {OPTIMIZER_FILE} is missing next to {', '.join(without[:5])}, but other ranks have it",
                 hint=_COPY_MISSING,
             )
+
+    def _missing_ranks(self) -> Iterator[RankCoord]:
+        """Yield the ranks without a folder.
+
+        With fewer expert-tensor-parallel ranks than tensor-parallel ranks, not every tp rank writes for every ep rank.
+        """
+        arguments = self.arguments
+        for pp, tp in product(range(arguments.pp), range(arguments.tp)):
+            found = {coord.ep for coord in self.files if (coord.pp, coord.tp) == (pp, tp)}
+            if arguments.etp == arguments.tp:
+                yield from (RankCoord(pp, tp, ep) for ep in range(arguments.ep) if ep not in found)
+            elif not found:
+                yield RankCoord(pp, tp, 0)
+
+    def _rank_folder(self, coord: RankCoord) -> str:
+        arguments = self.arguments
+        return rank_folder_name(
+            (coord.tp, *((coord.pp,) if arguments.pp > 1 else ()), *((coord.ep,) if arguments.ep > 1 else ()))
+        )
 
     def _fill_table(self) -> None:
         if self.arguments.tied:
@@ -292,6 +345,7 @@ class LegacyReader:
                         f" {sum(counts[number, coord.pp].values())}",
                         hint=_RESTORE,
                     )
+        self._assume_lost_layers(counts)
         offsets: dict[tuple[int, int], dict[str, int]] = {}
         total: dict[str, int] = {}
         for place in sorted(counts):
@@ -299,12 +353,24 @@ class LegacyReader:
             for stack, count in counts[place].items():
                 total[stack] = total.get(stack, 0) + count
         expected = self.arguments.layers
-        if expected is not None and len(total) == 1 and sum(total.values()) != expected:
+        if self._lost is None and expected is not None and len(total) == 1 and sum(total.values()) != expected:
             raise InconsistentError(
                 f"{self.root}: the rank files hold {sum(total.values())} layers, but the job had {expected}",
                 hint=_RESTORE,
             )
         return offsets
+
+    def _assume_lost_layers(self, counts: dict[tuple[int, int], dict[str, int]]) -> None:
+        """Distribute the layers that no surviving file has evenly over the stages of which all files are lost."""
+        if self._lost is None:
+            return
+        chunks = {number for number, _ in counts}
+        lost = [(number, pp) for number in chunks for pp in range(self.arguments.pp) if (number, pp) not in counts]
+        for stack in {stack for here in counts.values() for stack in here} if lost else ():
+            known = sum(here.get(stack, 0) for here in counts.values())
+            share = max(0, (self.arguments.layers or 0) - known) // len(lost)
+            for place in lost:
+                counts.setdefault(place, {})[stack] = share
 
     def _check_shards(self) -> None:
         """Report parameters and states that a tensor-parallel rank lacks, and copies of different shapes."""

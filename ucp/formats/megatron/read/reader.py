@@ -13,6 +13,7 @@ from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.job_extras import without_states
 from ucp.formats.megatron.mcore_modules import order_key
 from ucp.formats.registry import ReadOptions
+from ucp.formats.sharded.lost_files import LostFiles, SurvivingFiles
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import list_files
 
@@ -21,8 +22,9 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     """Index the checkpoint: names, shapes and positions of all states; no tensor is loaded."""
     folder = must_find(path, options.tag)
     if folder.layout == "torch":
-        with SourceFiles(folder.root) as files:
-            checkpoint = _read_legacy(folder, options, files)
+        lost = LostFiles() if options.tolerant else None
+        with SourceFiles(folder.root) if lost is None else SurvivingFiles(folder.root, lost) as files:
+            checkpoint = _read_legacy(folder, options, files, lost)
     else:
         checkpoint = _read_sharded(folder, options)
     if folder.root != path and options.tag is None and not (path / TRACKER).is_file():
@@ -42,35 +44,44 @@ def _read_sharded(folder: MegatronFolder, options: ReadOptions) -> Checkpoint:
     from ucp.formats.megatron.read.sharded_containers import TorchDcpFolder, read_torch_dist, read_zarr
     from ucp.formats.megatron.read.sharded_parameters import CommonFile, CommonState, ShardedReader
 
+    lost: dict[str, str] | None = {} if options.tolerant else None
     steps: dict[str, Atom] = {}
     common: CommonState
     if folder.layout == "torch_dcp":
-        common = TorchDcpFolder(folder.root)
+        common = TorchDcpFolder(folder.root, lost)
         sharded, steps = common.sharded(), common.steps()
     else:
-        sharded = read_torch_dist(folder.root) if folder.layout == "torch_dist" else read_zarr(folder.root)
+        sharded = read_torch_dist(folder.root, lost) if folder.layout == "torch_dist" else read_zarr(folder.root)
         common = CommonFile(folder.root)
-    reader = ShardedReader(folder.root, sharded, common, options.rules, repair=options.repair)
+    reader = ShardedReader(folder.root, sharded, common, options.rules, repair=options.repair, is_damaged=bool(lost))
     parameters = reader.parameters()
     groups = reader.groups(parameters)
     for name, step in steps.items():
         parameters[name].atoms[STEP] = step
     iteration = reader.common.mapping().get("iteration")
-    return build_checkpoint(folder, reader.arguments, parameters, groups, reader.trees(), reader.notes, iteration)
+    found = build_checkpoint(folder, reader.arguments, parameters, groups, reader.trees(), reader.notes, iteration)
+    found.lost = lost or {}
+    return found
 
 
-def _read_legacy(folder: MegatronFolder, options: ReadOptions, files: SourceFiles) -> Checkpoint:
+def _read_legacy(
+    folder: MegatronFolder, options: ReadOptions, files: SourceFiles, lost: LostFiles | None
+) -> Checkpoint:
     from ucp.formats.megatron.read.legacy_layout import LegacyReader
 
-    reader = LegacyReader(folder.root, files, options.trusted_ranks)
+    reader = LegacyReader(folder.root, files, options.trusted_ranks, lost)
     parameters = reader.parameters(options.rules, files)
     trees: dict[str, Any] = {}
     for rank in reader.files.values():
+        if lost is not None and rank.model.name in lost.reasons:
+            continue
         rest = without_states(rank.model.mapping())
         trees[rank.place] = with_atoms(rest, rank.model.archive, rank.model.name, rank.place)
     first = next(iter(reader.files.values())).model.mapping()
     groups = reader.groups(parameters)
-    return build_checkpoint(folder, reader.arguments, parameters, groups, trees, reader.notes, first.get("iteration"))
+    found = build_checkpoint(folder, reader.arguments, parameters, groups, trees, reader.notes, first.get("iteration"))
+    found.lost = lost.reasons if lost is not None else {}
+    return found
 
 
 def build_checkpoint(

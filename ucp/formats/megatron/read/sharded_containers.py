@@ -53,14 +53,18 @@ def archive_tensor(archives: TensorArchives, key: str, entry: DcpTensor) -> Shar
     return ShardedTensor(key, entry.shape, entry.dtype, blocks)
 
 
-def read_torch_dist(root: Path) -> ShardedContents:
-    """Return every tensor and object of a `torch_dist` folder; an object is stored as the only item of a list."""
-    archives = TensorArchives(root)
+def read_torch_dist(root: Path, lost: dict[str, str] | None = None) -> ShardedContents:
+    """Return every tensor and object of a `torch_dist` folder; an object is stored as the only item of a list.
+
+    With `lost`, data files that are missing or too short are added to it instead of raising an error.
+    """
+    folder = read_dcp_folder(root, lost=lost)
+    archives = TensorArchives(root, lost or ())
     tensors: dict[str, ShardedTensor] = {}
     objects: dict[str, Any] = {}
     with SourceFiles(root) as files:
         values = ObjectArchives(files)
-        for key, entry in read_dcp_folder(root).entries.items():
+        for key, entry in folder.entries.items():
             if isinstance(entry, DcpTensor):
                 tensors[key] = archive_tensor(archives, key, entry)
             else:
@@ -77,10 +81,10 @@ _MASTERS: Final = "fp32_from_fp16_params"
 class TorchDcpFolder:
     """The state dict of a `torch_dcp` folder, in the form of a sharded checkpoint."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, lost: dict[str, str] | None = None) -> None:
         self._root = root
-        self._archives = TensorArchives(root)
-        self._folder: DcpFolder = read_dcp_folder(root)
+        self._folder: DcpFolder = read_dcp_folder(root, lost=lost)
+        self._archives = TensorArchives(root, lost or ())
         self.tree: dict[Any, Any] = {}  # everything except tensors of the model and states of the optimizer
         self._states: dict[KeyPath, DcpTensor] = {}  # paths below `optimizer` → states and masters
         self._weights: dict[str, DcpTensor] = {}

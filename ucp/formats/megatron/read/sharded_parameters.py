@@ -114,7 +114,14 @@ class ShardedReader:
     """The parameters, groups and extras of one sharded checkpoint."""
 
     def __init__(
-        self, root: Path, sharded: ShardedContents, common: CommonState, user: RuleBook | None, *, repair: bool = False
+        self,
+        root: Path,
+        sharded: ShardedContents,
+        common: CommonState,
+        user: RuleBook | None,
+        *,
+        repair: bool = False,
+        is_damaged: bool = False,
     ) -> None:
         self.common = common
         self.arguments: JobArguments = arguments_of(common.mapping().get("args"), str(root / COMMON))
@@ -126,7 +133,7 @@ class ShardedReader:
         model, states = self._trained_params(), self._unstacked.states
         buckets = ShardedBuckets(self._unstacked.buckets, sharded.objects, self.arguments, str(root))
         buckets.add_to(states, model)
-        if self._optimizer_sharding() == "fully_reshardable":
+        if self._optimizer_sharding() == "fully_reshardable" and not is_damaged:
             self.notes += handle_shifted_state(root, model, states, self.arguments, repair=repair)
 
     def parameters(self) -> dict[str, Parameter]:
