@@ -156,9 +156,10 @@ def _shadow_frames(data: bytes, folder: Path) -> None:
     manifest = small_manifest()
     for stream_shard in (None, StreamShard((0, 10), (0, 40))):
         tables = BlockTables(manifest.streams[0], manifest.state_kinds, stream_shard)
-        tape, assembler = _Tape(sealed_segment(data)), StepAssembler(0, tables)
+        tape = _Tape(sealed_segment(data))
         try:
             segment = SegmentHeader.unpack(bytes(receive(tape, SEGMENT_BYTES)))
+            assembler = StepAssembler(0, tables, segment.first_lsn)
             for frame in frames_of(tape, segment, tables):
                 assembler.offer(frame)
                 while assembler.ready:

@@ -189,7 +189,7 @@ def test_what_is_complete_goes_on_after_old_files_are_dropped(tmp_path: Path, sh
     run.train(2)
     slow = shadows(base, tmp_path)
     wait_for(slow, 2)
-    feed = slow.control.follower.feeds[0]  # type: ignore[union-attr]
+    feed = slow.follower.feeds[0]  # type: ignore[union-attr]
     tail = feed.tail
     assert tail is not None
     read, looked = tail.poll, threading.Event()

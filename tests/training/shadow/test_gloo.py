@@ -33,7 +33,7 @@ def test_every_step_of_a_job_over_gloo(tmp_path: Path, pairs: list[Pair]) -> Non
     pairs.append(Pair(address=HERE))
     door = ShadowServer(pairs[0].shadow, ShadowAddress("127.0.0.1", 0))
     job = Job(tmp_path / "run", to=pairs[0].url)
-    for feed in pairs[0].shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+    for feed in pairs[0].shadow.follower.feeds.values():  # type: ignore[union-attr]
         feed.tail = None
     for step in range(1, 6):
         job.train()

@@ -35,7 +35,7 @@ def test_every_step_of_a_job_through_memory(tmp_path: Path, pairs: list[Pair], m
     pairs.append(Pair(address=here()))
     assert pairs[0].url.startswith("shm://test-")
     job = Job(tmp_path / "run", to=pairs[0].url)
-    for feed in pairs[0].shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+    for feed in pairs[0].shadow.follower.feeds.values():  # type: ignore[union-attr]
         feed.tail = None
     for step in range(1, 21):
         job.train()
@@ -75,7 +75,7 @@ def test_a_shadow_that_takes_nothing_does_not_hold_up_the_job(
     job = Job(tmp_path / "run", width=1024, to=pairs[0].url)
     job.train(1)
     wait_for(pairs[0].shadow, 1)
-    with pairs[0].shadow.control.follower.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
+    with pairs[0].shadow.follower.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
         end = time.monotonic() + 120
         while not job.shadow_stats()["dropped"]:
             assert time.monotonic() < end

@@ -49,7 +49,7 @@ def test_every_step_from_all_shares(tmp_path: Path, pairs: list[Pair], count: in
     job = Job(tmp_path / "run", to=[pair.url for pair in pairs[:count]])
     other = Job(tmp_path / "other", to=whole.url)
     for pair in pairs[:count]:
-        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+        for feed in pair.shadow.follower.feeds.values():  # type: ignore[union-attr]
             feed.tail = None
     for step in range(1, 6):
         job.train()
@@ -82,7 +82,7 @@ def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> No
     pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     for pair in pairs:
-        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+        for feed in pair.shadow.follower.feeds.values():  # type: ignore[union-attr]
             feed.tail = None
     job.train(3)
     for pair in pairs:
@@ -93,7 +93,7 @@ def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> No
     job.train(4)
     job.recorder.flush()
     wait_for(pairs[0].shadow, 7)
-    pairs[1].shadow.control.fail("cut off")  # what it has kept back it still gives
+    pairs[1].shadow.fail("cut off")  # what it has kept back it still gives
     opened = ucp.open(urls(pairs))
     assert opened.index.step == 3
     assert_same(state_of(opened.index), job.history[3])
@@ -109,7 +109,7 @@ def test_shares_that_cannot_be_brought_together(
     pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     for pair in pairs:
-        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+        for feed in pair.shadow.follower.feeds.values():  # type: ignore[union-attr]
             feed.tail = None
     sinks = job.recorder._sink
     assert sinks is not None
@@ -153,7 +153,8 @@ def test_shares_follow_a_log_and_a_job_that_begins_again(tmp_path: Path, pairs: 
     run.train(4)
     for pair in pairs:
         wait_for(pair.shadow, 7)
-    assert_same(state_of(ucp.open(urls(pairs)).index), run.history[7])
+    before = ucp.open(urls(pairs))
+    assert_same(state_of(before.index), run.history[7])
     from ucp.log.epoch_manifest import ParentEpoch
 
     run.epoch = 1
@@ -164,6 +165,7 @@ def test_shares_follow_a_log_and_a_job_that_begins_again(tmp_path: Path, pairs: 
         assert pair.shadow.status()["epoch"] == 1
     opened = ucp.open(urls(pairs))
     assert_same(state_of(opened.index), run.history[9])
+    assert_same(state_of(before.index), run.history[7])  # a checkpoint of the previous epoch stays as it was
 
 
 def test_a_share_is_missing(tmp_path: Path, pairs: list[Pair]) -> None:

@@ -80,9 +80,9 @@ def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def without_log(shadow: Shadow) -> None:
     """What comes must come over the wire."""
-    assert shadow.control.follower is not None
-    shadow.control.follower.run = None
-    for feed in shadow.control.follower.feeds.values():
+    assert shadow.follower is not None
+    shadow.follower.run = None
+    for feed in shadow.follower.feeds.values():
         feed.tail = None
 
 
@@ -201,7 +201,7 @@ def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: li
     """The shadow was told of the job before its optimizer had made its states, and hears of them from the log alone."""
     pairs.append(Pair())
     job = Job(tmp_path, makers()["adafactor"], model=NormedNet(), to=pairs[0].url)
-    follower = pairs[0].shadow.control.follower
+    follower = pairs[0].shadow.follower
     assert follower is not None
     assert follower.lacks_state_kinds
     sinks = job.recorder._sink
@@ -272,7 +272,7 @@ def test_a_difference_that_does_not_lead_on_is_not_applied(tmp_path: Path, pairs
     job = Job(tmp_path, makers()["rmsprop"], model=NormedNet(), to=pairs[0].url)
     job.train(3)
     wait_for(pairs[0].shadow, 3)
-    follower = pairs[0].shadow.control.follower
+    follower = pairs[0].shadow.follower
     assert follower is not None
     follower.state.tensors[0].full_at = 4  # as if something had been taken that the job does not know of
     kept = held(pairs[0].shadow)
@@ -317,7 +317,7 @@ def test_tables_are_compared_with_the_schema() -> None:
     tables = BlockTables(schema, kinds)
     fine = made_table(FrameType.FULL, entry(0, 1, 10), entry(0, 2, 4), entry(0, 3, 10), entry(0, 4, 3))
     assert [block.state for block in tables.read(*fine).found] == [1, 2, 3, 4]
-    assert fine[0].length <= tables.limit(FrameType.FULL)
+    assert fine[0].length <= tables.payload_limit(FrameType.FULL)
     wrong = [
         (FrameType.FULL, [entry(0, 5, 10)], "state 5 has no name"),
         (FrameType.FULL, [entry(1, 3, 10)], "block 1 is not in the stream"),

@@ -33,7 +33,7 @@ def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url)
     shadow = pairs[0].shadow
-    for feed in shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+    for feed in shadow.follower.feeds.values():  # type: ignore[union-attr]
         feed.tail = None
     for step in range(1, 21):
         job.train()
@@ -53,7 +53,7 @@ def test_two_hundred_steps_from_every_source(tmp_path: Path, pairs: list[Pair]) 
     pairs.append(Pair(address=ShadowAddress(f"test-{secrets.token_hex(8)}", 0, None, "shm")))
     job = Job(tmp_path / "run", to=[pair.url for pair in pairs])
     for pair in pairs:  # by what is sent alone
-        for feed in pair.shadow.control.follower.feeds.values():  # type: ignore[union-attr]
+        for feed in pair.shadow.follower.feeds.values():  # type: ignore[union-attr]
             feed.tail = None
     pairs.append(Pair(None, tmp_path / "run"))
     for _ in range(20):
@@ -146,7 +146,7 @@ def test_a_shadow_that_is_too_slow_reads_the_log(
     job = Job(tmp_path / "run", width=4096, to=pairs[0].url, shadow_wait=wait)
     job.train(1)
     wait_for(shadow, 1)
-    with shadow.control.follower.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
+    with shadow.follower.state._lock:  # type: ignore[union-attr]  # nothing is applied while this is held
         begin = time.monotonic()
         while not job.shadow_stats()["dropped"]:
             job.train(5)
@@ -316,7 +316,7 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
     job = Job(tmp_path / "run", to=pairs[0].url)
     job.train(1)
     wait_for(pairs[0].shadow, 1)
-    manifest = pairs[0].shadow.control.follower.state.manifest  # type: ignore[union-attr]
+    manifest = pairs[0].shadow.follower.state.manifest  # type: ignore[union-attr]
     good = FrameHeader(FrameType.GRAD, 0, 0, manifest.epoch, 99, 2, 64, 0, SEGMENT_BYTES)
     payload = bytes(64)
     for header in (
@@ -349,7 +349,7 @@ def test_a_gap_that_no_log_fills(tmp_path: Path, pairs: list[Pair], monkeypatch:
     job = Job(tmp_path / "run", to=pairs[0].url)
     job.train(1)
     wait_for(pairs[0].shadow, 1)
-    manifest = pairs[0].shadow.control.follower.state.manifest  # type: ignore[union-attr]
+    manifest = pairs[0].shadow.follower.state.manifest  # type: ignore[union-attr]
     far = FrameHeader(FrameType.AUX, 0, 0, manifest.epoch, 10**9, 2, 64, checksum(bytes(64)), SEGMENT_BYTES)
     with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
         sock.settimeout(120)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ucp import settings
 from ucp.core.checkpoint import Checkpoint, ComputedFiles
@@ -36,14 +36,6 @@ from ucp.training.shadow.to_checkpoint import assemble, identity_of, state_key
 from ucp.training.shadow.transports import connect
 
 
-class ShadowQuery(Protocol):
-    """A connection that sends a question to a shadow and returns its answer."""
-
-    address: ShadowAddress
-
-    def ask(self, question: dict[str, Any], /) -> Any: ...
-
-
 def check_shards(shards: Sequence[tuple[ShadowAddress, WorkShard]]) -> None:
     """Check that these shadows hold every shard of one state once, or that each holds the whole state."""
     counts = {shard.count for _, shard in shards}
@@ -65,7 +57,7 @@ def check_shards(shards: Sequence[tuple[ShadowAddress, WorkShard]]) -> None:
         raise UsageError(f"a shard is named twice: {shown}", hint="name one shadow for each shard")
 
 
-def snapshot_at_common_step(shadows: Sequence[ShadowQuery]) -> list[dict[str, Any]]:
+def snapshot_at_common_step(shadows: Sequence[ShadowConnection]) -> list[dict[str, Any]]:
     """Snapshots of all shards after the same step, the newest that all shadows can provide; returns descriptions.
 
     Every shadow delays applying its newest steps, so that normally there is a common step at once. If a shadow is
@@ -87,20 +79,16 @@ def snapshot_at_common_step(shadows: Sequence[ShadowQuery]) -> list[dict[str, An
                 if time.monotonic() > end:
                     raise
         elif time.monotonic() > end:
-            raise _no_common_step(shadows, pins)
+            where = "; ".join(
+                f"{shadow.address} has steps {pin['applied']} to {pin['complete']} of epoch {pin['epoch']}"
+                + (f" (stale: {pin['reason']})" if pin["reason"] else "")
+                for shadow, pin in zip(shadows, pins, strict=True)
+            )
+            raise InconsistentError(
+                f"the shadows have no step in common: {where}",
+                hint="the log of the run has all steps; a shadow that is behind catches up when started with --log",
+            )
         time.sleep(0.02)
-
-
-def _no_common_step(shadows: Sequence[ShadowQuery], pins: Sequence[Mapping[str, Any]]) -> InconsistentError:
-    where = "; ".join(
-        f"{shadow.address} has steps {pin['applied']} to {pin['complete']} of epoch {pin['epoch']}"
-        + (f" (stale: {pin['reason']})" if pin["reason"] else "")
-        for shadow, pin in zip(shadows, pins, strict=True)
-    )
-    return InconsistentError(
-        f"the shadows have no step in common: {where}",
-        hint="the log of the run has all steps; a shadow that is behind catches up when it is started with --log",
-    )
 
 
 def merge(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -184,7 +172,11 @@ def open_shadow(address: str | os.PathLike[str], options: ReadOptions) -> Checkp
         for one in parse_addresses(address):
             shadows.append(ShadowConnection(one))
         with _parsed_answer(address):
-            descriptions = _take_snapshots(shadows)
+            if len(shadows) > 1:
+                descriptions = snapshot_at_common_step(shadows)
+            else:
+                descriptions = [shadows[0].ask({"ask": "snapshot"})]
+                check_shards([(shadows[0].address, WorkShard(*descriptions[0].get("share", (0, 1))))])
             path = _find_base(descriptions[0])
         base = open_checkpoint(path, replace(options, spread=True))
         with _parsed_answer(address):
@@ -212,15 +204,6 @@ def _parsed_answer(address: str | os.PathLike[str]) -> Iterator[None]:
             f"{os.fspath(address)}: the shadow's description of its state cannot be parsed: {error!r}",
             hint="does it run the same version of ucp? The log has the same state",
         ) from error
-
-
-def _take_snapshots(shadows: list[ShadowConnection]) -> list[dict[str, Any]]:
-    """Let every shadow take a snapshot of one common step; returns their descriptions."""
-    if len(shadows) > 1:
-        return snapshot_at_common_step(shadows)
-    description = shadows[0].ask({"ask": "snapshot"})
-    check_shards([(shadows[0].address, WorkShard(*description.get("share", (0, 1))))])
-    return [description]
 
 
 def _find_base(description: dict[str, Any]) -> Path:
@@ -286,16 +269,9 @@ class ShadowFiles:
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
         stream, tensor, kind = state_key(file)
+        question = {"ask": "read", "stream": stream, "tensor": tensor, "kind": kind}
         done = 0
         while done < len(target):
             size = min(len(target) - done, settings.SHADOW_READ_BYTES)
-            question = {
-                "ask": "read",
-                "stream": stream,
-                "tensor": tensor,
-                "kind": kind,
-                "offset": offset + done,
-                "size": size,
-            }
-            self._shadow.ask(question, target[done : done + size])
+            self._shadow.ask({**question, "offset": offset + done, "size": size}, target[done : done + size])
             done += size

@@ -1,7 +1,6 @@
 """Follow one epoch: collect the frames of all streams, and find the next step that is complete in all of them.
 
-A shadow with a shard of the state delays applying its newest steps, and a `StepPin` stops it for a moment, so that all
-shards can be brought to the same step.
+A shadow with a shard of the state delays applying its newest steps, so that all shards can be brought to the same step.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ class EpochFollower:
         for schema in manifest.streams:
             stream_shard = None if shard.is_whole else stream_parts[schema.stream]
             tables = BlockTables(schema, manifest.state_kinds, stream_shard)
-            feed = StreamFeed(StepAssembler(manifest.epoch, tables, initial.positions.get(schema.stream)))
-            if feed.assembler.expected is None:
-                feed.assembler.expected = 0
-            feeds[schema.stream] = feed
+            position = initial.positions.get(schema.stream, 0)
+            feeds[schema.stream] = StreamFeed(StepAssembler(manifest.epoch, tables, position))
         made = EpochFollower(number, initial.state, initial.base, feeds, None)
         if log is not None:
             made.follow_log(log)
@@ -176,9 +173,23 @@ class EpochFollower:
                 until = feed.missing_until
                 if feed.tail is None or (feed.connections and until is None):
                     continue
-                wanted = feed.assembler.expected or 0
-            moved += feed.tail.poll(wanted, _frame_consumer(changed, feed), until)
+                wanted = feed.assembler.expected
+
+            def take(frame: ReceivedFrame, feed: StreamFeed = feed) -> bool:
+                """Add a frame of the log, unless enough are pending."""
+                with changed:
+                    if feed.assembler.pending_bytes > settings.SHADOW_PENDING_BYTES:
+                        return False
+                    feed.assembler.offer(frame)
+                    changed.notify_all()
+                    return True
+
+            moved += feed.tail.poll(wanted, take, until)
         return moved > 0
+
+    def snapshot(self) -> StateSnapshot:
+        """A snapshot of the current state. The caller does not hold the lock."""
+        return self.state.snapshot(lambda: describe_state(self.state, self.base, self.log))
 
     def status(self) -> dict[str, Any]:
         """The current step and lag, as JSON values."""
@@ -202,84 +213,3 @@ class EpochFollower:
             "base": str(self.base),
             "log": None if self.log is None else str(self.log),
         }
-
-
-def frames_gone_error(wanted: int, oldest: int) -> UsageError:
-    """The error for a job that no longer has the frames that the shadow needs."""
-    return UsageError(
-        f"the shadow needs frame {wanted}, but the job has dropped all frames before {oldest}, and it has no log",
-        hint="save a checkpoint, and record again with base= naming it",
-    )
-
-
-def _frame_consumer(changed: threading.Condition, feed: StreamFeed) -> Callable[[ReceivedFrame], bool]:
-    """A function that adds frames of the log until enough are pending."""
-
-    def take(frame: ReceivedFrame) -> bool:
-        with changed:
-            if feed.assembler.pending_bytes > settings.SHADOW_PENDING_BYTES:
-                return False
-            feed.assembler.offer(frame)
-            changed.notify_all()
-            return True
-
-    return take
-
-
-class StepPin:
-    """Stops a shard from applying steps beyond the requested ones; further steps may become complete. Close it soon.
-
-    It expires a while after the last query, so that a client that forgets it does not stop the shard.
-    """
-
-    def __init__(
-        self,
-        changed: threading.Condition,
-        follower: EpochFollower,
-        is_over: Callable[[], bool],
-        stale: Callable[[], str | None],
-    ) -> None:
-        """`changed` is the shadow's lock, held by the caller; `stale` returns why the shadow is stale."""
-        self._changed = changed
-        self._following = follower
-        self._is_over = is_over
-        self._stale = stale
-        self._open = True
-        follower.pins += 1
-        self._hold()
-
-    def _hold(self) -> None:
-        self._following.pinned_until = time.monotonic() + 2 * settings.SHADOW_ALIGN_SECONDS
-
-    def status(self) -> dict[str, Any]:
-        """The steps that are available, as JSON values."""
-        with self._changed:
-            self._hold()
-            state = self._following.state
-            return {
-                "run": state.manifest.run,
-                "epoch": state.manifest.epoch,
-                "share": [state.shard.number, state.shard.count],
-                "applied": state.step,
-                "complete": self._following.complete_step,
-                "reason": self._stale(),
-            }
-
-    def snapshot(self, step: int) -> StateSnapshot:
-        """The state after exactly this step; `UsageError` if that is not available."""
-        follower = self._following
-        with self._changed:
-            follower.advance(self._changed, step, self._is_over)
-        made = follower.state.snapshot(lambda: describe_state(follower.state, follower.base, follower.log))
-        if made.step == step:
-            return made
-        made.close()
-        raise UsageError(f"the shadow has step {made.step}, not step {step}", hint="try again")
-
-    def close(self) -> None:
-        """Let the shard continue."""
-        with self._changed:
-            if self._open:
-                self._open = False
-                self._following.pins -= 1
-                self._changed.notify_all()

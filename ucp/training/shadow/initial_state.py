@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,30 +70,13 @@ def _read_value(atom: Atom, files: SourceFiles) -> ShadowValue:
     return ShadowValue(atom.shape, atom.dtype, out.tobytes())
 
 
-def check_shapes(manifest: EpochManifest) -> None:
-    """Refuse a manifest whose factored states or buffers would need more memory than its parameters justify."""
-    room = settings.SHADOW_PADDING_ELEMENTS
-    most = max((math.prod(parameter.shape) for parameter in manifest.parameters), default=0) + room
-    for name in manifest.state_kinds:
-        parsed = parse_shaped_kind(name)
-        if parsed is not None and math.prod(parsed[1]) > most:
-            raise InconsistentError(f"state {name} has more elements than any parameter of the job")
-    for schema in manifest.streams:
-        for block in schema.buffers:
-            where = f"stream {schema.stream}, buffer {block.id}"
-            if not 0 <= block.parameter < len(manifest.buffers):
-                raise InconsistentError(f"{where}: is not one of the job's buffers")
-            if block.count != math.prod(manifest.buffers[block.parameter].shape):
-                raise InconsistentError(f"{where}: is not the whole buffer")
-
-
 @dataclass(slots=True)
 class InitialState:
-    """A state, and the frame at which each stream continues (None: its first)."""
+    """A state, and the frames at which its streams continue."""
 
     state: ShadowState
     base: Path  # path of the checkpoint
-    positions: dict[int, int | None]
+    positions: dict[int, int] = field(default_factory=dict)  # by stream; without an entry, its first frame
 
 
 def from_log(base: Path | None, log: Path, options: ReadOptions, shard: WorkShard = WHOLE) -> InitialState:
@@ -103,7 +86,10 @@ def from_log(base: Path | None, log: Path, options: ReadOptions, shard: WorkShar
         last = newest.recoverable_step
         start = find_base(opened.run_folder if base is None else base, opened, last)
         derived = replay_to_step(open_checkpoint(start, replace(options, spread=True)), opened, last)
-        spans = _spans(opened, last)
+        try:
+            spans = opened.spans(last)
+        except UsageError:  # the state is that of a base, and older steps were dropped
+            spans = []
         check_size(newest.manifest)
         checkpoint = derived.checkpoint
         # Nothing is replayed in the newest epoch if it has no steps yet, or if the base is of its last step.
@@ -113,7 +99,7 @@ def from_log(base: Path | None, log: Path, options: ReadOptions, shard: WorkShar
             loaded = _load_tensors(tensors, newest.manifest, newest.folder, files, shard, fresh=not newest.steps)
             buffers = load_values(checkpoint, newest.manifest, loaded, files)
         recent, aux = _recent(spans[-1]) if spans else ([], None)
-        labels = derived.labels or _labels(newest.manifest, last + 1)
+        labels = list(derived.labels) or _labels(newest.manifest, last + 1)
         state = ShadowState(newest.manifest, last, loaded, labels, recent, aux, shard, buffers)
         positions = {number: _position(stream, last) for number, stream in newest.streams.items()}
         return InitialState(state, start, positions)
@@ -146,15 +132,7 @@ def from_checkpoint(
         buffers = load_values(base, manifest, loaded, files)
     all_labels = [*labels, *_labels(manifest, manifest.start + 1)]
     state = ShadowState(manifest, manifest.start, loaded, all_labels, shard=shard, buffers=buffers)
-    return InitialState(state, base.root, {schema.stream: None for schema in manifest.streams})
-
-
-def _spans(log: Log, last: int) -> list[EpochSpan]:
-    """The steps of the log up to the last; none if the state is that of a base and older steps were dropped."""
-    try:
-        return log.spans(last)
-    except UsageError:
-        return []
+    return InitialState(state, base.root)
 
 
 def _tensors(base: Checkpoint, epoch: Epoch, step: int) -> list[ReplayedTensor]:
@@ -194,13 +172,11 @@ def _labels(manifest: EpochManifest, step: int) -> list[ApproximationLabel]:
     kernel, doubt = find_kernel(manifest.kernel)
     if kernel is None:  # a log of states is not replayed, so nothing can be approximate
         return []
-    return [
-        ApproximationLabel(step, ALL_PARAMETERS, reason)
-        for reason in (*approximation_reasons(manifest), *([doubt] if doubt else []))
-    ]
+    reasons = [*approximation_reasons(manifest), *([doubt] if doubt else [])]
+    return [ApproximationLabel(step, ALL_PARAMETERS, reason) for reason in reasons]
 
 
-def _position(stream: LogStream, last: int) -> int | None:
+def _position(stream: LogStream, last: int) -> int:
     """The number of the frame after step `last`."""
     logged = stream.scan.steps.get(last)
     if logged is not None:
@@ -223,8 +199,18 @@ def _recent(span: EpochSpan) -> tuple[list[tuple[int, StepRecord]], Any]:
 def check_size(manifest: EpochManifest) -> None:
     """Refuse a manifest that would need more memory than its parameters and some padding."""
     room = settings.SHADOW_PADDING_ELEMENTS
-    check_shapes(manifest)
+    most = max((math.prod(parameter.shape) for parameter in manifest.parameters), default=0) + room
+    for name in manifest.state_kinds:
+        parsed = parse_shaped_kind(name)
+        if parsed is not None and math.prod(parsed[1]) > most:
+            raise InconsistentError(f"state {name} has more elements than any parameter of the job")
     for schema in manifest.streams:
+        for block in schema.buffers:
+            where = f"stream {schema.stream}, buffer {block.id}"
+            if not 0 <= block.parameter < len(manifest.buffers):
+                raise InconsistentError(f"{where}: is not one of the job's buffers")
+            if block.count != math.prod(manifest.buffers[block.parameter].shape):
+                raise InconsistentError(f"{where}: is not the whole buffer")
         covered = [0] * len(schema.tensors)
         elements = [0] * len(manifest.parameters)
         for block in schema.blocks:
@@ -284,7 +270,13 @@ def from_current_state(
     None if only a shard is held and the layout has changed: the missing elements are in other shadows.
     """
     if not state.shard.is_whole:
-        return _with_same_layout(state, base, manifest)
+        layouts = [[schema.hash() for schema in of.streams] for of in (state.manifest, manifest)]
+        if layouts[0] != layouts[1] or state.manifest.kernel != manifest.kernel:
+            return None
+        for tensor in state.tensors:
+            for replay in tensor.replays:
+                replay.chunk.resumed_at = replay.chunk.step
+        return InitialState(replace(state, manifest=manifest), base)
     snapshot = state.snapshot(lambda: describe_state(state, base, None))
     try:
         opened = open_checkpoint(base, replace(options, spread=True))
@@ -294,21 +286,6 @@ def from_current_state(
         snapshot.close()
     initial.base = base
     return initial
-
-
-def _with_same_layout(state: ShadowState, base: Path, manifest: EpochManifest) -> InitialState | None:
-    """The same state, if the epoch's streams and kernel are those of the previous one."""
-    if [schema.hash() for schema in state.manifest.streams] != [schema.hash() for schema in manifest.streams]:
-        return None
-    if state.manifest.kernel != manifest.kernel:
-        return None
-    for tensor in state.tensors:
-        for replay in tensor.replays:
-            replay.chunk.resumed_at = replay.chunk.step
-    continued = ShadowState(
-        *(manifest, state.step, state.tensors, state.labels, state.recent, state.aux, state.shard, state.buffers)
-    )
-    return InitialState(continued, base, {schema.stream: None for schema in manifest.streams})
 
 
 def from_manifest(

@@ -151,8 +151,7 @@ class RefusedError(Exception):
     """The peer failed to authenticate or violated the protocol. It gets no answer."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Handshake: each end proves that it knows the token without sending it
+# Handshake: each end proves that it knows the token without sending it ------------------------------------------------
 
 
 def _proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
@@ -182,8 +181,7 @@ def start_handshake(sock: ByteChannel, key: bytes) -> None:
         raise RefusedError("the shadow does not know the token")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Messages
+# Messages -------------------------------------------------------------------------------------------------------------
 
 
 def receive(sock: ByteChannel, size: int) -> memoryview:

@@ -15,7 +15,6 @@ from ucp import settings
 from ucp.errors import StorageError, UcpError
 from ucp.log.epoch_manifest import EpochManifest
 from ucp.log.frames import FRAME_BYTES, SEGMENT_BYTES, FrameHeader, SegmentHeader, padded
-from ucp.training.shadow.epoch_follower import StepPin
 from ucp.training.shadow.protocol import (
     ByteChannel,
     RefusedError,
@@ -26,9 +25,9 @@ from ucp.training.shadow.protocol import (
     send,
     send_json,
 )
-from ucp.training.shadow.shadow import Shadow
+from ucp.training.shadow.shadow import Shadow, StepPin
 from ucp.training.shadow.shadow_state import StateSnapshot
-from ucp.training.shadow.step_assembler import PARTIAL_FRAME, BlockTables, ReceivedFrame, payload_limit, receive_partial
+from ucp.training.shadow.step_assembler import PARTIAL_FRAME, BlockTables, ReceivedFrame, receive_partial
 from ucp.training.shadow.transports import is_local, listen, offer_ring, prepare_incoming
 
 
@@ -122,8 +121,7 @@ class ShadowServer:
                 self._open.pop(sock, None)
                 sock.close()
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Connections that send the frames of one stream
+    # Connections that send the frames of one stream -------------------------------------------------------------------
 
     def _feed(self, sock: ByteChannel, hello: dict[str, Any]) -> None:
         manifest = EpochManifest.from_json(hello["manifest"])
@@ -156,8 +154,7 @@ class ShadowServer:
             if channel is not sock:
                 channel.close()
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Queries
+    # Queries ----------------------------------------------------------------------------------------------------------
 
     def _answer(self, sock: ByteChannel, question: dict[str, Any]) -> None:
         snapshot: StateSnapshot | None = None
@@ -240,7 +237,7 @@ def frames_of(sock: ByteChannel, segment: SegmentHeader, tables: BlockTables) ->
     at = SEGMENT_BYTES
     while True:
         header = FrameHeader.unpack(bytes(receive(sock, FRAME_BYTES)), segment.salt)
-        if header.offset != at or header.length > payload_limit(header.type, tables):
+        if header.offset != at or header.length > tables.payload_limit(header.type):
             raise RefusedError(f"a frame of {header.length} bytes at {header.offset}")
         if header.flags & PARTIAL_FRAME:
             if tables.stream_shard is None:

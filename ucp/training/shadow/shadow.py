@@ -1,7 +1,7 @@
 """The shadow: receives frames from connections and the log, applies complete steps, and provides snapshots.
 
 One thread applies every step that is complete in all streams; another reads the log for streams without a connection
-and looks for new epochs. Both share a `FollowControl`.
+and looks for new epochs. `StepPin` stops a shadow with a shard for a moment, so that all shards reach the same step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.epoch_manifest import EpochManifest, read_manifest
 from ucp.log.frames import BadBytesError
 from ucp.log.reader import epoch_folder
-from ucp.training.shadow.epoch_follower import EpochFollower, StepPin, frames_gone_error
+from ucp.training.shadow.epoch_follower import EpochFollower
 from ucp.training.shadow.initial_state import (
     InitialState,
     continues_from,
@@ -42,190 +41,10 @@ from ucp.training.shadow.step_assembler import (
     ReceivedStep,
     StreamShard,
 )
-from ucp.training.shadow.to_checkpoint import describe_state
-
-
-class FollowControl:
-    """The epoch that is followed, or the reason why it cannot be followed. Hold `changed` for every access."""
-
-    def __init__(
-        self,
-        base: Path | None,
-        log: Path | None,
-        options: ReadOptions,
-        shard: WorkShard,
-        note: Callable[[str], None],
-    ) -> None:
-        self.base = base
-        self.log = log
-        self.options = options
-        self.shard = shard
-        self.note = note
-        self.changed = threading.Condition()
-        self.follower: EpochFollower | None = None
-        self.stale: str | None = None
-        self.stopping = False
-        self._generation = 0
-
-    def begin(self, initial: InitialState, log: Path | None) -> EpochFollower:
-        """Follow the epoch of an initial state."""
-        self._generation += 1
-        manifest = initial.state.manifest
-        self.follower = EpochFollower.after(self._generation, initial, log)
-        self.stale = None
-        self.changed.notify_all()
-        self.note(
-            f"holds step {initial.state.step} of epoch {manifest.epoch}"
-            f" ({len(manifest.streams)} streams, {manifest.kernel.id}), from {initial.base}"
-        )
-        return self.follower
-
-    def follow(self, manifest: EpochManifest, run: Path | None) -> EpochFollower:
-        """Follow a new epoch, announced by a connection or found in the log."""
-        log = self.log
-        if log is None and run is not None and epochs_of(run):
-            log = run
-        old = self.follower
-        if old is not None and self.stale is None:
-            old.advance(self.changed, manifest.start, lambda: self.is_over(old))
-            if continues_from(old.state, manifest):
-                initial = from_current_state(old.state, old.base, manifest, self.options)
-                if initial is not None:
-                    return self.begin(initial, log)
-        return self.begin(from_manifest(manifest, run, log, self.base, self.options, self.shard), log)
-
-    def restart(self, reason: str) -> None:
-        """Start again from the newest base of the log, because needed frames were dropped from it."""
-        assert self.follower is not None
-        log = self.follower.log
-        assert log is not None
-        self.note(f"starts again: {reason}")
-        self.begin(newest_of(log, self.base, self.options, self.shard), log)
-
-    def set_stale(self, reason: str) -> None:
-        """Stop applying steps; the current state is kept. An earlier reason is not overwritten."""
-        self.stale = self.stale or reason
-        self.changed.notify_all()
-
-    def fail(self, reason: str) -> None:
-        """Like `set_stale`, but acquires the lock and notifies the operator."""
-        with self.changed:
-            self.set_stale(reason)
-        self.note(f"stale: {reason}")
-
-    def is_over(self, follower: EpochFollower) -> bool:
-        """Whether no further step will be applied to a follower."""
-        return self.stopping or self.follower is not follower
-
-
-def apply_all(control: FollowControl, pool: ThreadPoolExecutor | None) -> None:
-    """Apply complete steps until the shadow stops and none is left."""
-    while True:
-        with control.changed:
-            while not control.stopping and not _is_complete(control):
-                control.changed.wait(1.0)
-            follower = control.follower
-            if follower is None or not _is_complete(control):
-                return  # stopping
-            try:
-                step = follower.take()
-            except BadBytesError as error:
-                control.set_stale(str(error))
-                follower.is_broken = True
-                step = None
-            control.changed.notify_all()
-        if step is not None:
-            _apply(control, follower, step, pool)
-
-
-def _apply(
-    control: FollowControl,
-    follower: EpochFollower,
-    step: dict[int, ReceivedStep] | ReceivedDigests,
-    pool: ThreadPoolExecutor | None,
-) -> None:
-    try:
-        if isinstance(step, ReceivedDigests):
-            follower.state.compare(step.stream, step.digests)
-        else:
-            follower.state.apply(step, pool)
-    except (UcpError, BadBytesError) as error:
-        follower.is_broken = True
-        control.fail(f"step {follower.state.step + 1}: {error}")
-    except BaseException as error:
-        follower.is_broken = True
-        control.fail(f"step {follower.state.step + 1}: {error!r}")
-        raise  # unexpected: show the operator a traceback
-    follower.applied_at = time.time()
-    with control.changed:
-        control.changed.notify_all()
-    if follower.state.refuted is not None:
-        control.note(str(follower.state.refuted))
-
-
-def _is_complete(control: FollowControl) -> bool:
-    """Whether there is anything to apply now."""
-    follower = control.follower
-    if follower is None or follower.is_broken:
-        return False
-    # A stale shard can still apply the steps that it has delayed.
-    return (control.stale is None or follower.state.step < follower.target_step) and follower.is_complete()
-
-
-def read_log(control: FollowControl, ending: threading.Event) -> None:
-    """Read the log until `ending` is set."""
-    pause, looked = 0.0, 0.0
-    while not ending.wait(pause):
-        moved = False
-        try:
-            if time.monotonic() - looked > settings.SHADOW_EPOCH_SECONDS:
-                moved, looked = _find_newer_epoch(control), time.monotonic()
-            moved |= _poll(control)
-        except GapError as gap:
-            with control.changed:
-                control.restart(f"frame {gap.expected} is not in the log, which starts with frame {gap.got}")
-        except BadBytesError as error:
-            control.fail(f"the log is out of order: {error}")
-        except UcpError as error:
-            control.fail(str(error))
-        shortest = settings.SHADOW_POLL_SECONDS  # poll less and less often while there is nothing new
-        pause = 0.0 if moved else min(max(1.2 * pause, shortest), 10 * shortest)
-
-
-def _poll(control: FollowControl) -> bool:
-    """Read streams without a connection from the log."""
-    with control.changed:
-        follower = None if control.stale is not None else control.follower
-    return follower is not None and follower.read_log(control.changed)
-
-
-def _find_newer_epoch(control: FollowControl) -> bool:
-    """Follow a newer epoch of the log, if there is one."""
-    with control.changed:
-        if control.follower is not None:
-            control.follower.find_log()
-        log = control.log if control.follower is None else control.follower.log
-    epochs = [] if log is None else epochs_of(log)
-    if log is None or not epochs:
-        return False
-    newest = max(epochs)
-    with control.changed:
-        follower = control.follower
-        if follower is not None and newest <= follower.state.manifest.epoch:
-            if follower.lacks_state_kinds and newest == follower.state.manifest.epoch:
-                follower.add_state_kinds(read_manifest(epoch_folder(root_of(log), newest)))
-            return False
-        if follower is not None and any(feed.connections for feed in follower.feeds.values()):
-            return False  # the connections will announce it
-        control.follow(read_manifest(epoch_folder(root_of(log), newest)), root_of(log).parent)
-    return True
-
-
-LIVE, STALE, LOADING = "live", "stale", "loading"
 
 
 class Shadow:
-    """Holds the state of the newest complete step. Thread-safe."""
+    """Holds the state of the newest complete step. Thread-safe: the lock of `changed` guards all attributes."""
 
     def __init__(
         self,
@@ -244,64 +63,202 @@ class Shadow:
         the state, and delays applying the newest steps.
         """
         self.shard = shard
-        self.control = FollowControl(base, log, options or ReadOptions(), shard, note)
+        self.changed = threading.Condition()
+        self.follower: EpochFollower | None = None
+        self.stale: str | None = None  # why it cannot continue
+        self._base, self._log = base, log
+        self._options = options or ReadOptions()
+        self._note = note
         self._waits = wait_for_job
         self._pool = ThreadPoolExecutor(jobs, "ucp-shadow") if jobs > 1 else None
-        self._ending = threading.Event()
+        self._generation = 0
+        self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Start and stop
+    # Start and stop ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Load the initial state, and start the threads."""
-        control = self.control
-        if control.log is not None and epochs_of(control.log):
-            with control.changed:
-                control.begin(from_log(control.base, control.log, control.options, self.shard), control.log)
-        elif control.base is not None:
-            spread = control.log is not None  # the log brings a spread snapshot to one step
+        if self._log is not None and epochs_of(self._log):
+            with self.changed:
+                self._begin(from_log(self._base, self._log, self._options, self.shard), self._log)
+        elif self._base is not None:
+            spread = self._log is not None  # the log brings a spread snapshot to one step
             # Opened only to report a wrong base now instead of at the first step.
-            open_checkpoint(control.base, replace(control.options, spread=spread))
-        elif control.log is None and not self._waits:
+            open_checkpoint(self._base, replace(self._options, spread=spread))
+        elif self._log is None and not self._waits:
             raise UsageError(
                 "a shadow needs a base or a log to start from", hint="pass --base, or --log with its bases"
             )
-        if control.log is not None and control.follower is None:
-            control.note(f"{control.log}: no log yet; waiting for it")
-        for work, name in (
-            (partial(apply_all, control, self._pool), "ucp-shadow-apply"),
-            (partial(read_log, control, self._ending), "ucp-shadow-log"),
-        ):
+        if self._log is not None and self.follower is None:
+            self._note(f"{self._log}: no log yet; waiting for it")
+        for work, name in ((self._apply_steps, "ucp-shadow-apply"), (self._read_log, "ucp-shadow-log")):
             thread = threading.Thread(target=work, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def stop(self) -> None:
         """Apply the complete steps, and stop."""
-        with self.control.changed:
-            self.control.stopping = True
-            self._ending.set()
-            self.control.changed.notify_all()
+        with self.changed:
+            self._stopping.set()
+            self.changed.notify_all()
         for thread in self._threads:
             thread.join()
         if self._pool is not None:
             self._pool.shutdown()
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Frames from connections
+    def _begin(self, initial: InitialState, log: Path | None) -> EpochFollower:
+        """Follow the epoch of an initial state. The caller holds the lock, as for all methods up to `fail`."""
+        self._generation += 1
+        manifest = initial.state.manifest
+        self.follower = EpochFollower.after(self._generation, initial, log)
+        self.stale = None
+        self.changed.notify_all()
+        self._note(
+            f"holds step {initial.state.step} of epoch {manifest.epoch}"
+            f" ({len(manifest.streams)} streams, {manifest.kernel.id}), from {initial.base}"
+        )
+        return self.follower
+
+    def _follow(self, manifest: EpochManifest, run: Path | None) -> EpochFollower:
+        """Follow a new epoch, announced by a connection or found in the log."""
+        log = self._log
+        if log is None and run is not None and epochs_of(run):
+            log = run
+        old = self.follower
+        if old is not None and self.stale is None:
+            old.advance(self.changed, manifest.start, lambda: self.is_over(old))
+            if continues_from(old.state, manifest):
+                initial = from_current_state(old.state, old.base, manifest, self._options)
+                if initial is not None:
+                    return self._begin(initial, log)
+        return self._begin(from_manifest(manifest, run, log, self._base, self._options, self.shard), log)
+
+    def _set_stale(self, reason: str) -> None:
+        """Stop applying steps; the current state is kept. An earlier reason is not overwritten."""
+        self.stale = self.stale or reason
+        self.changed.notify_all()
+
+    def is_over(self, follower: EpochFollower) -> bool:
+        """Whether no further step will be applied to a follower."""
+        return self._stopping.is_set() or self.follower is not follower
+
+    def fail(self, reason: str) -> None:
+        """Stop applying steps, and notify the operator."""
+        with self.changed:
+            self._set_stale(reason)
+        self._note(f"stale: {reason}")
+
+    # The thread that applies steps ------------------------------------------------------------------------------------
+
+    def _apply_steps(self) -> None:
+        """Apply complete steps until the shadow stops and none is left."""
+        while True:
+            with self.changed:
+                while not self._stopping.is_set() and not self._can_apply():
+                    self.changed.wait(1.0)
+                follower = self.follower
+                if follower is None or not self._can_apply():
+                    return  # stopping
+                try:
+                    step = follower.take()
+                except BadBytesError as error:
+                    self._set_stale(str(error))
+                    follower.is_broken = True
+                    step = None
+                self.changed.notify_all()
+            if step is not None:
+                self._apply(follower, step)
+
+    def _can_apply(self) -> bool:
+        """Whether there is anything to apply now."""
+        follower = self.follower
+        if follower is None or follower.is_broken:
+            return False
+        # A stale shard can still apply the steps that it has delayed.
+        return (self.stale is None or follower.state.step < follower.target_step) and follower.is_complete()
+
+    def _apply(self, follower: EpochFollower, step: dict[int, ReceivedStep] | ReceivedDigests) -> None:
+        try:
+            if isinstance(step, ReceivedDigests):
+                follower.state.compare(step.stream, step.digests)
+            else:
+                follower.state.apply(step, self._pool)
+        except (UcpError, BadBytesError) as error:
+            follower.is_broken = True
+            self.fail(f"step {follower.state.step + 1}: {error}")
+        except BaseException as error:
+            follower.is_broken = True
+            self.fail(f"step {follower.state.step + 1}: {error!r}")
+            raise  # unexpected: show the operator a traceback
+        follower.applied_at = time.time()
+        with self.changed:
+            self.changed.notify_all()
+        if follower.state.refuted is not None:
+            self._note(str(follower.state.refuted))
+
+    # The thread that reads the log ------------------------------------------------------------------------------------
+
+    def _read_log(self) -> None:
+        pause, looked = 0.0, 0.0
+        while not self._stopping.wait(pause):
+            moved = False
+            try:
+                if time.monotonic() - looked > settings.SHADOW_EPOCH_SECONDS:
+                    moved, looked = self._find_newer_epoch(), time.monotonic()
+                with self.changed:
+                    follower = None if self.stale is not None else self.follower
+                moved |= follower is not None and follower.read_log(self.changed)
+            except GapError as gap:  # needed frames were dropped from the log: start again from its newest base
+                with self.changed:
+                    assert self.follower is not None
+                    log = self.follower.log
+                    assert log is not None
+                    self._note(
+                        f"starts again: frame {gap.expected} is not in the log, which starts with frame {gap.got}"
+                    )
+                    self._begin(newest_of(log, self._base, self._options, self.shard), log)
+            except BadBytesError as error:
+                self.fail(f"the log is out of order: {error}")
+            except UcpError as error:
+                self.fail(str(error))
+            shortest = settings.SHADOW_POLL_SECONDS  # poll less and less often while there is nothing new
+            pause = 0.0 if moved else min(max(1.2 * pause, shortest), 10 * shortest)
+
+    def _find_newer_epoch(self) -> bool:
+        """Follow a newer epoch of the log, if there is one."""
+        with self.changed:
+            if self.follower is not None:
+                self.follower.find_log()
+            log = self._log if self.follower is None else self.follower.log
+        epochs = [] if log is None else epochs_of(log)
+        if log is None or not epochs:
+            return False
+        newest = max(epochs)
+        with self.changed:
+            follower = self.follower
+            if follower is not None and newest <= follower.state.manifest.epoch:
+                if follower.lacks_state_kinds and newest == follower.state.manifest.epoch:
+                    follower.add_state_kinds(read_manifest(epoch_folder(root_of(log), newest)))
+                return False
+            if follower is not None and any(feed.connections for feed in follower.feeds.values()):
+                return False  # the connections will announce it
+            self._follow(read_manifest(epoch_folder(root_of(log), newest)), root_of(log).parent)
+        return True
+
+    # Frames from connections ------------------------------------------------------------------------------------------
 
     def join(
         self, manifest: EpochManifest, stream: int, run: Path | None, oldest: int = 0
-    ) -> tuple[int, int | None, StreamShard | None]:
+    ) -> tuple[int, int, StreamShard | None]:
         """Register a connection that sends the frames of a stream.
 
         Returns a number to pass to `put` and `leave`, the next frame that is needed, and the shard of it that is needed
         (None: all of it). `oldest` is the first frame that the job still has; `UsageError` if earlier frames are needed
         and no log has them.
         """
-        with self.control.changed:
-            follower = self.control.follower
+        with self.changed:
+            follower = self.follower
             known = None if follower is None else follower.state.manifest
             if known is not None and known.run != manifest.run:
                 raise UsageError(
@@ -310,32 +267,32 @@ class Shadow:
                 )
             if known is not None and manifest.epoch < known.epoch:
                 raise UsageError(f"epoch {manifest.epoch} is over: the shadow follows epoch {known.epoch}")
-            if follower is None or known is None or manifest.epoch > known.epoch or self.control.stale is not None:
-                if oldest > 0 and self.control.log is None and not (run is not None and epochs_of(run)):
-                    raise frames_gone_error(0, oldest)  # loading the base would be useless
-                follower = self.control.follow(manifest, run)
+            if follower is None or known is None or manifest.epoch > known.epoch or self.stale is not None:
+                if oldest > 0 and self._log is None and not (run is not None and epochs_of(run)):
+                    raise _frames_gone_error(0, oldest)  # loading the base would be useless
+                follower = self._follow(manifest, run)
             follower.run = run
             follower.find_log()
             follower.add_state_kinds(manifest)
             feed = follower.feeds.get(stream)
             if feed is None or feed.assembler.tables.schema.hash() != manifest.stream(stream).hash():
                 raise UsageError(f"stream {stream} differs from the manifest of the other ranks")
-            wanted = feed.assembler.expected or 0
+            wanted = feed.assembler.expected
             if wanted < oldest and feed.tail is None:
-                self.control.stale = str(frames_gone_error(wanted, oldest).what)
-                self.control.changed.notify_all()
-                raise frames_gone_error(wanted, oldest)
+                gone = _frames_gone_error(wanted, oldest)
+                self._set_stale(gone.what)
+                raise gone
             feed.connections += 1
-            return follower.number, feed.assembler.expected, feed.assembler.tables.stream_shard
+            return follower.number, wanted, feed.assembler.tables.stream_shard
 
     def leave(self, number: int, stream: int) -> None:
         """Unregister a connection."""
-        with self.control.changed:
-            if self.control.follower is not None and self.control.follower.number == number:
-                feed = self.control.follower.feeds[stream]
+        with self.changed:
+            if self.follower is not None and self.follower.number == number:
+                feed = self.follower.feeds[stream]
                 feed.connections -= 1
                 feed.missing_until = None
-                self.control.changed.notify_all()
+                self.changed.notify_all()
 
     def put(self, number: int, stream: int, frame: ReceivedFrame, is_over: Callable[[], bool] = lambda: False) -> None:
         """Add a frame from a connection. Waits while too much is pending, and while the log fills a gap before it.
@@ -344,64 +301,117 @@ class Shadow:
         connection is ended and the job asks again which frame is needed.
         """
         before, end = -1, 0.0
-        with self.control.changed:
+        with self.changed:
             while True:
-                follower = self.control.follower
-                if follower is None or follower.number != number or self.control.stopping or is_over():
+                follower = self.follower
+                if follower is None or follower.number != number or self._stopping.is_set() or is_over():
                     raise UsageError("the shadow now follows another epoch, or is stopping")
-                if self.control.stale is not None:
-                    raise UsageError(f"the shadow is stale: {self.control.stale}")
+                if self.stale is not None:
+                    raise UsageError(f"the shadow is stale: {self.stale}")
                 feed = follower.feeds[stream]
                 if feed.assembler.pending_bytes > settings.SHADOW_PENDING_BYTES:
-                    self.control.changed.wait(1.0)
+                    self.changed.wait(1.0)
                     continue
                 try:
                     feed.assembler.offer(frame)
                 except GapError as gap:
                     if feed.tail is None:
-                        self.control.stale = f"stream {stream}: {gap}, and it has no log to read the missing ones from"
-                        self.control.changed.notify_all()
+                        self._set_stale(f"stream {stream}: {gap}, and it has no log to read the missing ones from")
                         continue
                     if gap.expected != before:
                         before, end = gap.expected, time.monotonic() + settings.SHADOW_GAP_SECONDS
                     elif time.monotonic() > end:
                         raise UsageError(f"{gap}, and the missing frames are not in the log") from gap
                     feed.missing_until = gap.got
-                    self.control.changed.wait(1.0)
+                    self.changed.wait(1.0)
                     continue
                 feed.missing_until = None
-                self.control.changed.notify_all()
+                self.changed.notify_all()
                 return
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Queries
+    # Queries ----------------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """The condition, step and lag of the shadow, as JSON values."""
-        with self.control.changed:
-            follower, stale = self.control.follower, self.control.stale
-            condition = STALE if stale else LIVE if follower else LOADING
-            details = {"step": None} if follower is None else follower.status()
+        """The condition (live, stale or loading), step and lag of the shadow, as JSON values."""
+        with self.changed:
+            condition = "stale" if self.stale else "live" if self.follower else "loading"
+            details = {"step": None} if self.follower is None else self.follower.status()
             shard = [self.shard.number + 1, self.shard.count]
-            return {"schema": 1, "condition": condition, "reason": stale, "share": shard, **details}
+            return {"schema": 1, "condition": condition, "reason": self.stale, "share": shard, **details}
 
     def snapshot(self) -> StateSnapshot:
         """A snapshot of the newest complete step, which does not change while the shadow continues. Close it."""
-        with self.control.changed:
+        with self.changed:
             follower = self._current()
             if not self.shard.is_whole:
-                follower.advance(self.control.changed, follower.complete_step, lambda: self.control.is_over(follower))
-        return follower.state.snapshot(lambda: describe_state(follower.state, follower.base, follower.log))
+                follower.advance(self.changed, follower.complete_step, lambda: self.is_over(follower))
+        return follower.snapshot()
 
     def pin(self) -> StepPin:
         """Stop a shard from applying steps until the pin is closed; further steps may become complete."""
-        with self.control.changed:
-            follower = self._current()
-            return StepPin(
-                self.control.changed, follower, lambda: self.control.is_over(follower), lambda: self.control.stale
-            )
+        with self.changed:
+            return StepPin(self, self._current())
 
     def _current(self) -> EpochFollower:
-        if self.control.follower is None:
+        if self.follower is None:
             raise UsageError("the shadow has no state yet", hint="wait until the job has started")
-        return self.control.follower
+        return self.follower
+
+
+def _frames_gone_error(wanted: int, oldest: int) -> UsageError:
+    """The error for a job that no longer has the frames that the shadow needs."""
+    return UsageError(
+        f"the shadow needs frame {wanted}, but the job has dropped all frames before {oldest}, and it has no log",
+        hint="save a checkpoint, and record again with base= naming it",
+    )
+
+
+class StepPin:
+    """Stops a shard from applying steps beyond the requested ones; further steps may become complete. Close it soon.
+
+    It expires a while after the last query, so that a client that forgets it does not stop the shard.
+    """
+
+    def __init__(self, shadow: Shadow, follower: EpochFollower) -> None:
+        """The caller holds the shadow's lock."""
+        self._shadow = shadow
+        self._follower = follower
+        self._open = True
+        follower.pins += 1
+        self._hold()
+
+    def _hold(self) -> None:
+        self._follower.pinned_until = time.monotonic() + 2 * settings.SHADOW_ALIGN_SECONDS
+
+    def status(self) -> dict[str, Any]:
+        """The steps that are available, as JSON values."""
+        with self._shadow.changed:
+            self._hold()
+            state = self._follower.state
+            return {
+                "run": state.manifest.run,
+                "epoch": state.manifest.epoch,
+                "share": [state.shard.number, state.shard.count],
+                "applied": state.step,
+                "complete": self._follower.complete_step,
+                "reason": self._shadow.stale,
+            }
+
+    def snapshot(self, step: int) -> StateSnapshot:
+        """The state after exactly this step; `UsageError` if that is not available."""
+        shadow, follower = self._shadow, self._follower
+        with shadow.changed:
+            follower.advance(shadow.changed, step, lambda: shadow.is_over(follower))
+        made = follower.snapshot()
+        if made.step == step:
+            return made
+        made.close()
+        raise UsageError(f"the shadow has step {made.step}, not step {step}", hint="try again")
+
+    def close(self) -> None:
+        """Let the shard continue."""
+        with self._shadow.changed:
+            if self._open:
+                self._open = False
+                self._follower.pins -= 1
+                self._shadow.changed.notify_all()

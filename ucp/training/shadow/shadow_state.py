@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +28,6 @@ from ucp.log.stream_recovery import StreamScan
 from ucp.log.stream_schema import BUFFER, PARAM, LogBlock, StreamSchema, parse_shaped_kind
 from ucp.replay.exactness import ApproximationLabel
 from ucp.replay.gradients import OptimizerUpdate, as_torch, group_hyper, torch_dtype
-from ucp.replay.kernels import StateChunk
 from ucp.replay.logged_states import PARAM_NAMES
 from ucp.replay.replayer import ChunkReplay, ReplayedTensor, tensor_bytes
 from ucp.storage.local import SourceFiles
@@ -182,7 +181,12 @@ class TensorState:
                 if full is not None:
                     found.extend(self._changes(block, kind, full.dtype, full.bits()))
                 elif other is not None:
-                    self._check_difference(received.step, other[1], kind)
+                    if other[1] >= received.step or (self.full_at is not None and other[1] < self.full_at):
+                        raise InconsistentError(
+                            f"stream {self.stream.number}, step {received.step}: {kind} of optimizer tensor"
+                            f" {self.index} is logged as a difference to step {other[1]}, but the shadow has the"
+                            f" values of step {self.full_at}"
+                        )
                     found.extend(self._changes(block, kind, other[0].dtype, other[0].bits(), is_difference=True))
         return found
 
@@ -205,14 +209,6 @@ class TensorState:
                 before = np.frombuffer(tensor_bytes(state), bits_type(dtype))[low:high]
                 values = apply_difference(before, values)
             yield StateChange(replay, kind, dtype, low, high, values)
-
-    def _check_difference(self, step: int, base_step: int, kind: str) -> None:
-        """Refuse a difference to another step than that of the current values."""
-        if base_step >= step or (self.full_at is not None and base_step < self.full_at):
-            raise InconsistentError(
-                f"stream {self.stream.number}, step {step}: {kind} of optimizer tensor {self.index} is logged as a"
-                f" difference to step {base_step}, but the shadow has the values of step {self.full_at}"
-            )
 
     def shaped_values(self, received: ReceivedStep, kinds: Sequence[str]) -> dict[str, ShadowValue]:
         """The step's values of states with other shapes than the tensor's."""
@@ -262,25 +258,26 @@ class StateSnapshot:
 
     def read_into(self, key: StateKey, offset: int, target: memoryview) -> None:
         """Fill `target` with bytes of a state or buffer, starting at byte `offset`."""
-        value = self._values.get(key)
-        if value is None:
-            self._read_state(key, offset, target)
-            return
-        if offset < 0 or offset + len(target) > len(value.data):
-            raise _out_of_range(key, offset, len(target))
-        target[:] = value.data[offset : offset + len(target)]
-
-    def _read_state(self, key: StateKey, offset: int, target: memoryview) -> None:
         stream, index, kind = key
-        tensor = self._tensors.get((stream, index))
-        if tensor is None or kind not in tensor.kinds:
+        value, tensor = self._values.get(key), self._tensors.get((stream, index))
+        if value is None and (tensor is None or kind not in tensor.kinds):
             raise UsageError(f"stream {stream} has no tensor {index} with state {kind!r}")
-        size = self._tensor(tensor.replays[0], kind).element_size()
-        if offset < tensor.elements[0] * size or offset + len(target) > tensor.elements[1] * size:
-            raise _out_of_range(key, offset, len(target))
+        low, high, size = 0, 0 if value is None else len(value.data), 1
+        if value is None:
+            assert tensor is not None
+            size = self._tensor(tensor.replays[0], kind).element_size()
+            low, high = (element * size for element in tensor.elements)
+        if offset < low or offset + len(target) > high:
+            raise UsageError(
+                f"bytes {offset} to {offset + len(target)} of {kind} are not in stream {stream}, tensor {index}"
+            )
+        if value is not None:
+            target[:] = value.data[offset : offset + len(target)]
+            return
+        assert tensor is not None
         done = 0
         while done < len(target):
-            number, start = divmod(offset + done - tensor.elements[0] * size, tensor.chunk_numel * size)
+            number, start = divmod(offset + done - low, tensor.chunk_numel * size)
             data = tensor_bytes(self._tensor(tensor.replays[number], kind))[start : start + len(target) - done]
             target[done : done + len(data)] = data
             done += len(data)
@@ -293,42 +290,27 @@ class StateSnapshot:
         return torch.zeros_like(chunk.param) if state is None else state
 
 
-def _out_of_range(key: StateKey, offset: int, size: int) -> UsageError:
-    stream, index, kind = key
-    return UsageError(f"bytes {offset} to {offset + size} of {kind} are not in stream {stream}, tensor {index}")
-
-
 Buffers = dict[tuple[int, int], ShadowValue]  # by (stream, number in the stream)
 
 
+@dataclass(slots=True, eq=False)
 class ShadowState:
     """The complete state of one epoch. One thread applies steps; any thread may take snapshots."""
 
-    def __init__(
-        self,
-        manifest: EpochManifest,
-        step: int,
-        tensors: Sequence[TensorState],
-        labels: Sequence[ApproximationLabel] = (),
-        recent: Sequence[tuple[int, StepRecord]] = (),
-        aux: Any = None,
-        shard: WorkShard = WHOLE,
-        buffers: Buffers | None = None,
-    ) -> None:
-        """`recent` are the newest steps with their records, starting with the last one that was not skipped."""
-        self.shard = shard
-        self.manifest = manifest
-        self.step = step
-        self.tensors = list(tensors)
-        self.labels = list(labels)
-        self.recent = list(recent)
-        self.aux = aux
-        self.buffers: Buffers = {} if buffers is None else buffers
-        self.proven_step: int | None = None  # the newest step at which the state matched all digests of the job
-        self.refuted: ApproximationLabel | None = None
-        self._matched: dict[int, int] = {}  # stream → the newest step at which its digests matched
-        self._lock = threading.Lock()  # held while the state is between two steps
-        self._snapshots: list[StateSnapshot] = []
+    manifest: EpochManifest
+    step: int
+    tensors: list[TensorState]
+    labels: list[ApproximationLabel] = field(default_factory=list)
+    recent: list[tuple[int, StepRecord]] = field(default_factory=list)  # records since the last step not skipped
+    aux: Any = None
+    shard: WorkShard = WHOLE
+    buffers: Buffers = field(default_factory=dict)
+    proven_step: int | None = field(default=None, init=False)  # the newest at which it matched all digests of the job
+    refuted: ApproximationLabel | None = field(default=None, init=False)
+    _matched: dict[int, int] = field(default_factory=dict, init=False)  # stream → newest step with matching digests
+    # Shared with the state of the next epoch if that has the same tensors. The lock is held between two steps.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _snapshots: list[StateSnapshot] = field(default_factory=list)
 
     def apply(self, received: Mapping[int, ReceivedStep], pool: ThreadPoolExecutor | None = None) -> None:
         """Apply one step, given for every stream. If it is inconsistent, nothing is changed."""
@@ -343,7 +325,12 @@ class ShadowState:
             if tensor.kernel is None:
                 shaped.append((tensor, tensor.shaped_values(received[tensor.stream.number], kinds)))
         changes = self._changes(received, pool)
-        buffers = self._changed_buffers(received)
+        buffers: Buffers = {}
+        for schema in self.manifest.streams:
+            for (number, state), block in received[schema.stream].values.full.items():
+                if kinds[state] == BUFFER:
+                    shape = self.manifest.buffers[schema.buffers[number].parameter].shape
+                    buffers[schema.stream, number] = ShadowValue.of(shape, block)
         with self._lock:
             for tensor in self.tensors:
                 tensor.stream.now = received[tensor.stream.number]
@@ -378,21 +365,11 @@ class ShadowState:
         each = map(of, self.tensors) if pool is None else pool.map(of, self.tensors)
         return [change for changes in each for change in changes]
 
-    def _changed_buffers(self, received: Mapping[int, ReceivedStep]) -> Buffers:
-        """The buffers that the step has changed."""
-        kinds, found = self.manifest.state_kinds, {}
-        for schema in self.manifest.streams:
-            values = received[schema.stream].values
-            for (number, state), block in values.full.items():
-                if kinds[state] == BUFFER:
-                    shape = self.manifest.buffers[schema.buffers[number].parameter].shape
-                    found[schema.stream, number] = ShadowValue.of(shape, block)
-        return found
-
     def _unshare(self, replay: ChunkReplay) -> None:
         """Replace a chunk by a copy if a snapshot refers to it."""
         if any(snapshot.chunks.get(id(replay)) is replay.chunk for snapshot in self._snapshots):
-            replay.chunk = _copy_chunk(replay.chunk)
+            states = {kind: state.clone() for kind, state in replay.chunk.states.items()}
+            replay.chunk = replace(replay.chunk, param=replay.chunk.param.clone(), states=states)
 
     def _update(self, replay: ChunkReplay, update: OptimizerUpdate) -> None:
         import torch
@@ -433,11 +410,12 @@ class ShadowState:
 
         def close() -> None:
             with self._lock:
-                self._snapshots = [other for other in self._snapshots if other is not made]
+                if made in self._snapshots:
+                    self._snapshots.remove(made)
 
         with self._lock:
             made = StateSnapshot(description(), self.step, self.tensors, self.buffers, close)
-            self._snapshots = [*self._snapshots, made]
+            self._snapshots.append(made)
         return made
 
     @property
@@ -453,8 +431,3 @@ class ShadowState:
         )
         shaped = sum(len(value.data) for tensor in self.tensors for value in tensor.shaped.values())
         return states + shaped + sum(len(value.data) for value in self.buffers.values())
-
-
-def _copy_chunk(chunk: StateChunk) -> StateChunk:
-    states = {kind: state.clone() for kind, state in chunk.states.items()}
-    return replace(chunk, param=chunk.param.clone(), states=states)

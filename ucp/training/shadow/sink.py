@@ -32,7 +32,7 @@ from ucp.training.shadow.protocol import (
     send,
     send_json,
 )
-from ucp.training.shadow.step_assembler import BlockTables, StreamShard, partial_header, wanted_parts
+from ucp.training.shadow.step_assembler import PARTIAL_FRAME, BlockTables, StreamShard, wanted_parts
 from ucp.training.shadow.transports import GlooChannel, connect, is_local, take_ring
 
 _ZEROS = bytes(FRAME_BYTES)
@@ -85,8 +85,7 @@ class ShadowSink:
         self._thread = threading.Thread(target=self._run, name="ucp-shadow-sink", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # The log's side
+    # The log's side ---------------------------------------------------------------------------------------------------
 
     def offer(self, header: FrameHeader, payload: memoryview) -> None:
         """Add a frame. Waits for space up to the limit, then drops the oldest frames."""
@@ -94,7 +93,8 @@ class ShadowSink:
             if self._kept and header.lsn != self._kept[-1][0].lsn + 1:
                 if header.lsn <= self._kept[-1][0].lsn:
                     return  # rewritten after a disk error: it was offered before
-                self._drop_all()
+                while self._kept:
+                    self._drop_oldest()
             if self._is_full(len(payload)) and self._wait > 0 and not self._waited and self.error is None:
                 begin = time.monotonic()
                 room = self._changed.wait_for(lambda: not self._is_full(len(payload)) or self._closing, self._wait)
@@ -127,10 +127,6 @@ class ShadowSink:
             self.stats.dropped += 1
             self._next = header.lsn + 1
 
-    def _drop_all(self) -> None:
-        while self._kept:
-            self._drop_oldest()
-
     def report(self) -> dict[str, Any]:
         """The counters, and the reason if the shadow cannot be reached, as JSON values."""
         return {**asdict(self.stats), "error": self.error}
@@ -149,8 +145,7 @@ class ShadowSink:
                         self._opened.shutdown(socket.SHUT_RDWR)
             self._thread.join(0.1)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # The thread's side
+    # The thread's side ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -173,7 +168,12 @@ class ShadowSink:
                     continue  # the shadow may need another frame
                 self._send(*frame)
             except (OSError, RefusedError, UcpError) as error:
-                self._disconnect(str(error))
+                with self._changed:
+                    self.error = str(error)
+                    channel, self._channel = self._channel, None
+                    self._changed.notify_all()
+                if channel is not None:
+                    channel.close()
                 with self._changed:
                     if self._changed.wait_for(lambda: self._closing, settings.SHADOW_RETRY_SECONDS):
                         break
@@ -189,7 +189,11 @@ class ShadowSink:
         return self._kept[place] if place < len(self._kept) else None
 
     def _connect(self) -> None:
-        sock = connect(self.address, self._on_opened)
+        def on_opened(channel: ByteChannel) -> None:
+            with self._changed:
+                self._opened = channel
+
+        sock = connect(self.address, on_opened)
         try:
             with self._changed:
                 oldest = self._kept[0][0].lsn if self._kept else self._next_lsn
@@ -225,10 +229,6 @@ class ShadowSink:
             self._channel = channel
         self.stats.connections += 1
 
-    def _on_opened(self, sock: ByteChannel) -> None:
-        with self._changed:
-            self._opened = sock
-
     def _send(self, header: FrameHeader, payload: memoryview) -> None:
         assert self._channel is not None
         placed = replace(header, offset=self._at)
@@ -237,7 +237,7 @@ class ShadowSink:
             tail = _ZEROS[: padded(len(payload)) - len(payload)]
             parts: list[Buffer] = [placed.pack(self._salt), payload, tail]
         else:
-            parts = [partial_header(placed).pack(self._salt), *wanted]
+            parts = [replace(placed, flags=placed.flags | PARTIAL_FRAME).pack(self._salt), *wanted]
         send(self._channel, parts)
         self._at = placed.end
         with self._changed:
@@ -248,14 +248,6 @@ class ShadowSink:
             self.stats.frames += 1
             self.stats.bytes += sum(map(len, parts))
             self._changed.notify_all()
-
-    def _disconnect(self, reason: str) -> None:
-        with self._changed:
-            self.error = reason
-            channel, self._channel = self._channel, None
-            self._changed.notify_all()
-        if channel is not None:
-            channel.close()
 
 
 class ShadowSinks:

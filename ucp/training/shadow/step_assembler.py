@@ -51,6 +51,7 @@ from ucp.log.payloads import (
 )
 from ucp.log.stream_recovery import FrameRole, LogSegment, StepSequence, list_segments
 from ucp.log.stream_schema import BUFFER, FIRST_KINDS, LogBlock, StreamSchema, parse_shaped_kind
+from ucp.storage.local import read_at
 from ucp.training.shadow.protocol import Buffer, ByteChannel, receive
 
 WHOLE: Final = WorkShard(0, 1)
@@ -139,10 +140,6 @@ class TableBlocks:
     found: tuple[EncodedBlock, ...]
     base_step: int = -1  # the step that the differences of a DIFF frame refer to
 
-    def copied(self) -> TableBlocks:
-        """The same blocks with copies of their bytes, so that the frame's memory can be freed."""
-        return TableBlocks(tuple(replace(block, data=block.data.copy()) for block in self.found), self.base_step)
-
 
 class BlockTables:
     """Reads and checks the tables of a stream, and selects the entries of a shard."""
@@ -165,8 +162,10 @@ class BlockTables:
         self._shaped = {number: math.prod(parsed[1]) for number, parsed in shaped.items() if parsed is not None}
         self.kinds = list(kinds)
 
-    def limit(self, frame: FrameType) -> int:
-        """The maximum payload size of a table of this type; larger ones are refused before they are read."""
+    def payload_limit(self, frame: FrameType) -> int:
+        """The maximum payload size of a frame of this type; larger ones are refused before they are read."""
+        if frame not in TABLE_TYPES:
+            return settings.SHADOW_STEP_BYTES if frame is FrameType.STEP else settings.SHADOW_FRAME_BYTES
         data = sum(padded(block.count * _WIDEST) for block in self.schema.blocks)
         if frame is not FrameType.GRAD:
             data *= max(1, len(self.kinds))
@@ -273,12 +272,6 @@ class ReceivedValues:
             else:
                 self.differences[key] = block, blocks.base_step
 
-    @property
-    def nbytes(self) -> int:
-        """Encoded bytes."""
-        blocks = (*self.full.values(), *(block for block, _ in self.differences.values()))
-        return sum(block.data.nbytes for block in blocks)
-
 
 @dataclass(slots=True)
 class ReceivedStep:
@@ -288,7 +281,7 @@ class ReceivedStep:
     record: StepRecord
     blocks: dict[int, EncodedBlock] = field(default_factory=dict)  # gradients, by block
     aux: Any = None  # JSON values
-    nbytes: int = 0
+    nbytes: int = FRAME_BYTES  # with the encoded bytes of its blocks
     values: ReceivedValues = field(default_factory=ReceivedValues)
 
     def add(self, frame: ReceivedFrame, blocks: TableBlocks | None) -> None:
@@ -296,15 +289,12 @@ class ReceivedStep:
         if blocks is None:
             if frame.header.type is FrameType.AUX:
                 self.aux = unpack_json(bytes(frame.payload))
-        elif frame.header.type is FrameType.GRAD:
+            return
+        self.nbytes += sum(block.data.nbytes for block in blocks.found)
+        if frame.header.type is FrameType.GRAD:
             self.blocks.update({block.block: block for block in blocks.found})
         else:
             self.values.add(frame.header.type, blocks)
-
-    @property
-    def block_bytes(self) -> int:
-        """Encoded bytes of its blocks."""
-        return sum(block.data.nbytes for block in self.blocks.values()) + self.values.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,20 +307,11 @@ class ReceivedDigests:
     nbytes: int = 0
 
 
-def payload_limit(kind: FrameType, tables: BlockTables) -> int:
-    """The maximum payload size of a frame of this type; larger ones are refused before they are read."""
-    if kind in TABLE_TYPES:
-        return tables.limit(kind)
-    if kind is FrameType.STEP:
-        return settings.SHADOW_STEP_BYTES
-    return settings.SHADOW_FRAME_BYTES
-
-
 class StepAssembler:
     """Turns the frames of one stream, offered in order, into complete steps in `ready`. Not thread-safe."""
 
-    def __init__(self, epoch: int, tables: BlockTables, expected: int | None = None) -> None:
-        """`expected` is the number of the next frame; None accepts any first frame that starts a step."""
+    def __init__(self, epoch: int, tables: BlockTables, expected: int) -> None:
+        """`expected` is the number of the next frame."""
         self.epoch = epoch
         self.tables = tables
         self.expected = expected
@@ -346,13 +327,10 @@ class StepAssembler:
         header = frame.header
         if (header.epoch, header.stream) != (self.epoch, self.tables.schema.stream):
             raise BadBytesError(f"a frame of epoch {header.epoch}, stream {header.stream}")
-        if self.expected is not None:
-            if header.lsn < self.expected:
-                return False
-            if header.lsn > self.expected:
-                raise GapError(self.expected, header.lsn)
-        elif header.type in (FrameType.GRAD, FrameType.COMMIT):
-            raise BadBytesError("the first frame is in the middle of a step")
+        if header.lsn < self.expected:
+            return False
+        if header.lsn > self.expected:
+            raise GapError(self.expected, header.lsn)
         self._take(frame)
         self.expected = header.lsn + 1
         return True
@@ -366,9 +344,14 @@ class StepAssembler:
     def _take(self, frame: ReceivedFrame) -> None:
         header = frame.header
         # Check the frame before changing anything: if it is damaged, it may be read again from the log.
-        blocks = self._blocks(frame) if header.type in TABLE_TYPES else None
-        if blocks is None:
+        blocks = frame.blocks
+        if header.type not in TABLE_TYPES:
             check_checksum(frame)
+        elif blocks is None:
+            blocks = self.tables.read(header, frame.payload)
+            if self.tables.stream_shard is not None:  # copy, so that the frame's memory can be freed
+                found = tuple(replace(block, data=block.data.copy()) for block in blocks.found)
+                blocks = TableBlocks(found, blocks.base_step)
         role = self._sequence.add(header, lambda: bytes(frame.payload))
         if role is FrameRole.OPENS_STEP:
             assert self._sequence.open is not None
@@ -380,30 +363,15 @@ class StepAssembler:
                 self._add(ReceivedDigests(header.stream, header.step, digests, header.length))
         elif role is FrameRole.COMMITS_STEP:
             assert self._open_step is not None
-            self._open_step.nbytes = FRAME_BYTES + self._open_step.block_bytes
             self._add(self._open_step)
             self._open_step = None
             self.committed = header.step
         elif self._open_step is not None:
             self._open_step.add(frame, blocks)
 
-    def _blocks(self, frame: ReceivedFrame) -> TableBlocks:
-        if frame.blocks is not None:
-            return frame.blocks
-        found = self.tables.read(frame.header, frame.payload)
-        return found if self.tables.stream_shard is None else found.copied()
-
     def _add(self, item: ReceivedStep | ReceivedDigests) -> None:
         self.ready.append(item)
         self.pending_bytes += item.nbytes
-
-
-def check_frame(frame: ReceivedFrame, tables: BlockTables) -> None:
-    """Check all bytes of a frame; `BadBytesError` if any are damaged."""
-    if frame.header.type in TABLE_TYPES:
-        tables.read(frame.header, frame.payload)
-    else:
-        check_checksum(frame)
 
 
 def check_checksum(frame: ReceivedFrame) -> None:
@@ -495,26 +463,20 @@ class LogTail:
         try:
             data = os.pread(fd, FRAME_BYTES, self._offset)
             header = FrameHeader.unpack_at(data, self._header, self._offset, self._lsn)
-            if header.length > payload_limit(header.type, self.tables):
+            if header.length > self.tables.payload_limit(header.type):
                 raise BadBytesError(f"a frame of {header.length} bytes")
-            payload = _read_exactly(fd, padded(header.length), header.offset + FRAME_BYTES)
+            payload = memoryview(read_at(fd, header.offset + FRAME_BYTES, padded(header.length)))
+            if len(payload) < padded(header.length):
+                raise BadBytesError("the file ends within the payload")
             check_padding(payload, header.length)
             frame = ReceivedFrame(header, payload[: header.length])
-            check_frame(frame, self.tables)
+            if header.type in TABLE_TYPES:
+                self.tables.read(header, frame.payload)
+            else:
+                check_checksum(frame)
         except BadBytesError:
             return None
         return frame
-
-
-def _read_exactly(fd: int, size: int, offset: int) -> memoryview:
-    data = memoryview(bytearray(size))
-    done = 0
-    while done < size:
-        got = os.preadv(fd, [data[done:]], offset + done)
-        if got == 0:
-            raise BadBytesError(f"the file ends at byte {offset + done}")
-        done += got
-    return data
 
 
 PARTIAL_FRAME: Final = 128  # frame flag, on the wire only: blocks are left out
@@ -528,11 +490,6 @@ def wanted_parts(header: FrameHeader, payload: memoryview, tables: BlockTables) 
     table, _ = tables.table(header, payload[:size])
     ranges = ((int(entry["offset"]), int(entry["length"])) for entry in tables.wanted(header.type, table))
     return [payload[:size], *(payload[at : at + length] for at, length in ranges if length)]
-
-
-def partial_header(header: FrameHeader) -> FrameHeader:
-    """The header with the flag of a partial frame."""
-    return replace(header, flags=header.flags | PARTIAL_FRAME)
 
 
 def receive_partial(sock: ByteChannel, header: FrameHeader, tables: BlockTables) -> ReceivedFrame:

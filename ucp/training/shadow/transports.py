@@ -414,10 +414,7 @@ def prepare_incoming(channel: ByteChannel) -> None:
         channel.open()
         return
     assert isinstance(channel, socket.socket)
-    if is_local(channel):
-        _check_same_user(channel)
-    else:
-        _set_tcp_options(channel)
+    _prepare_socket(channel)
 
 
 def is_local(channel: ByteChannel) -> TypeGuard[socket.socket]:
@@ -425,13 +422,12 @@ def is_local(channel: ByteChannel) -> TypeGuard[socket.socket]:
     return isinstance(channel, socket.socket) and channel.family == socket.AF_UNIX
 
 
-def _set_tcp_options(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def _check_same_user(sock: socket.socket) -> None:
-    """Check the peer's user: abstract sockets have no permissions, so both ends must."""
+def _prepare_socket(sock: socket.socket) -> None:
+    if not is_local(sock):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return
+    # Abstract sockets have no permissions, so both ends check the user of the other.
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
         raise RefusedError("a process of another user")
@@ -459,7 +455,7 @@ def connect(address: ShadowAddress, opened: Callable[[ByteChannel], None] = lamb
     try:
         opened(channel)
         if isinstance(channel, socket.socket):
-            (_check_same_user if is_local(channel) else _set_tcp_options)(channel)
+            _prepare_socket(channel)
         start_handshake(channel, address.key())
         return channel
     except (OSError, RefusedError) as error:
