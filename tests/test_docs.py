@@ -13,7 +13,7 @@ import click
 import pytest
 
 from tests.paths import PROJECT
-from tests.transcripts import check, needs_corpus, python_blocks, run, run_python, set_up, steps
+from tests.transcripts import check, needs_corpus, needs_ranks, python_blocks, set_up, steps
 from ucp import errors
 from ucp.checks.catalogue import BY_ID
 from ucp.cli.main import COMMANDS, cli
@@ -41,29 +41,24 @@ def options(command: click.Command) -> set[str]:
 # ------------------------------------------------------------------------------------------------ what is shown is so
 
 
-@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if steps(text) and name != "README.md"])
-def test_transcripts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if steps(text) or python_blocks(text)])
+def test_examples(name: str, tmp_path: Path) -> None:
+    """Commands print what is shown, and Python runs as it is pasted. Examples with several ranks: see the next test."""
+    run_examples(name, tmp_path, ranks=False)
+
+
+@pytest.mark.slow
+@pytest.mark.interop
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if needs_ranks(text)])
+def test_examples_in_ranks(name: str, tmp_path: Path) -> None:
+    run_examples(name, tmp_path, ranks=True)
+
+
+def run_examples(name: str, folder: Path, *, ranks: bool) -> None:
     if needs_corpus(TEXTS[name]) and not os.environ.get("UCP_CORPUS"):
         pytest.skip("UCP_CORPUS is not set")
-    set_up(TEXTS[name], tmp_path)
-    assert check(TEXTS[name], tmp_path) > 0
-
-
-@pytest.mark.parametrize("name", sorted(name for name, text in TEXTS.items() if python_blocks(text)))
-def test_python_runs_as_pasted_into_an_interpreter(name: str, tmp_path: Path) -> None:
-    """All blocks of a page, in order."""
-    if name == "design.md":  # modules, which tests/formats/test_third_party.py installs
-        assert all(re.match(r"# \w+\.py\n", block) for block in python_blocks(TEXTS[name]))
-        return
-    set_up(TEXTS[name], tmp_path)
-    if name == "README.md":
-        run("ucp convert checkpoints atoms", tmp_path)
-    code = "\n".join(python_blocks(TEXTS[name]))
-    assert run_python(code, tmp_path) == ""
-
-
-def test_the_library_page_shows_values() -> None:
-    assert TEXTS["library.md"].count("# → ") > 20
+    set_up(TEXTS[name], folder)
+    assert check(TEXTS[name], folder, as_processes=name == "README.md", ranks=ranks) > 0
 
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```bash" in text])
@@ -84,6 +79,11 @@ def test_rules_are_rules(name: str) -> None:
 def test_the_page_of_commands_is_fresh() -> None:
     page = import_module("scripts.make_cli_docs").page()
     assert page == TEXTS["cli.md"], "run scripts/make_cli_docs.py"
+
+
+def test_the_reference_of_the_library_is_fresh() -> None:
+    make = import_module("scripts.make_library_docs")
+    assert make.page() == make.find_page().read_text(encoding="utf-8"), "run scripts/make_library_docs.py"
 
 
 def test_every_command_and_option_is_documented() -> None:

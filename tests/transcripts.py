@@ -2,8 +2,9 @@
 
 A page names the checkpoints of its examples in a comment, `<!-- fixtures: checkpoints=z1_bf16_tp2_dp2 -->` (`corpus:`
 for real ones outside the project), and a file that they use before the block with its content, `<!-- file: rules.toml
--->`. Every command of its console blocks is then run, in order, in a folder with these. A line `…` stands for the rest
-of the output.
+-->`. Its console and Python blocks are then run in order, in a folder with these: every command, and every Python block
+in a fresh interpreter. A line `…` stands for the rest of the output. A Python block whose first line is a comment
+`# torchrun …` is run by that command, with real ranks over gloo.
 
 `python -m tests.transcripts README.md docs/*.md` writes the present output into the pages.
 """
@@ -28,6 +29,7 @@ from tests.paths import PROJECT
 # Characters that need a shell; a command without any is run in this process, which is ten times as fast.
 _NEEDS_SHELL = re.compile(r"[|<>$;&*?`~]|^(?!ucp )")
 _RESULT = re.compile(r"# → (.*)$")
+_BLOCK = re.compile(r"(?:<!-- file: (\S+) -->\n+)?^```(console|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def set_up(text: str, folder: Path) -> None:
@@ -46,19 +48,35 @@ def needs_corpus(text: str) -> bool:
     return "<!-- corpus: " in text
 
 
+def needs_ranks(text: str) -> bool:
+    """Whether the page has Python that runs in several processes."""
+    return any(block.startswith("# torchrun ") for block in python_blocks(text))
+
+
 def steps(text: str) -> list[tuple[str, str]]:
     """Every command of the console blocks, and what is shown below it."""
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     return [step for block in blocks for step in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)]
 
 
-def check(text: str, folder: Path, *, as_processes: bool = False) -> int:
-    """Run every command of the console blocks in `folder` and compare the output. Returns the number of commands."""
-    found = steps(text)
-    for command, shown in found:
-        printed = run(command, folder, as_process=as_processes)
-        assert matches(shown, printed), f"$ {command}\n{printed}"
-    return len(found)
+def check(text: str, folder: Path, *, as_processes: bool = False, ranks: bool = True) -> int:
+    """Run the console and Python blocks of a page in `folder`, in order, and compare. Returns their number.
+
+    Without `ranks`, blocks that start several processes are left out.
+    """
+    count = 0
+    for file, language, block in _BLOCK.findall(text):
+        if language == "console":
+            for command, shown in steps(f"```console\n{block}```"):
+                printed = run(command, folder, as_process=as_processes)
+                assert matches(shown, printed), f"$ {command}\n{printed}"
+        elif file and f"$ python {file}\n" in text:
+            continue  # a transcript runs it
+        elif ranks or not needs_ranks(f"```python\n{block}```"):
+            problem = run_python(block, folder)
+            assert not problem, f"{block}\n{problem}"
+        count += 1
+    return count
 
 
 def matches(shown: str, printed: str) -> bool:
@@ -155,11 +173,29 @@ def _shown(value, expected):
 
 def run_python(code: str, folder: Path) -> str:
     """The output of `code`, run in a process of its own, if it fails; otherwise an empty string."""
-    (folder / "example.py").write_text(checked(code), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "example.py"], cwd=folder, capture_output=True, text=True, check=False
-    )
+    (folder / ".example.py").write_text(checked(code), encoding="utf-8")
+    command = [sys.executable, "-W", "error", ".example.py"]
+    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    if code.startswith("# torchrun "):
+        (folder / ".rank.py").write_text(_RANK, encoding="utf-8")
+        options = shlex.split(code.splitlines()[0])[2:-1]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, ".rank.py"]
+        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PROJECT), variables.get("PYTHONPATH")]))
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=variables)
     return done.stdout + done.stderr if done.returncode else ""
+
+
+# A rank of an example: DeepSpeed needs a few changes to run on a CPU.
+_RANK = """
+import runpy
+
+if "deepspeed" in open(".example.py").read():
+    from tests.interop.ds_rank import patch_for_cpu
+
+    patch_for_cpu()
+runpy.run_path(".example.py", run_name="__main__")
+"""
 
 
 if __name__ == "__main__":
