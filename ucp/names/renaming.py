@@ -137,9 +137,9 @@ class _Renaming:
         for a, b in overlapping_segments(here, there):
             for row, index in zip(sources, experts, strict=True):
                 for expert in range(split_axis[0]) if split_axis else (-1,):
-                    source = segment_box(a, one, PartMatrix(a.rows, rest), (expert,) if split_axis else ())
-                    target = segment_box(b, other, PartMatrix(b.rows, rest), (index,) if stacked else ())
-                    tile = segment_tile(row[a.tensor].name, source, target, one, other)
+                    source = segment_box(a, one, rest, (expert,) if split_axis else ())
+                    target = segment_box(b, other, rest, (index,) if stacked else ())
+                    tile = BlockMap(row[a.tensor].name, source, target, one.transposed != other.transposed)
                     targets[expert, b.tensor].tiles.append(tile)
         return [_merge_tiles(target, self._source) for target in targets.values()]
 
@@ -382,17 +382,16 @@ def overlapping_segments(a: Sequence[RowSegment], b: Sequence[RowSegment]) -> It
                 )
 
 
-def segment_box(segment: RowSegment, side: TableSide, matrix: PartMatrix, lead: Shape) -> Box:
-    """The rows of a segment as a box of the side's tensor; `lead` are its indices along leading axes (experts)."""
-    start: tuple[int, ...] = (segment.at, *(0,) * len(matrix.rest))
-    shape: tuple[int, ...] = (segment.rows, *matrix.rest)
+def segment_box(segment: RowSegment, side: TableSide, rest: Shape, lead: Shape) -> Box:
+    """The rows of a segment as a box of the side's tensor.
+
+    `rest` is the shape of a row, `lead` are the indices along leading axes (experts).
+    """
+    start: tuple[int, ...] = (segment.at, *(0,) * len(rest))
+    shape: tuple[int, ...] = (segment.rows, *rest)
     if side.transposed:
         start, shape = start[::-1], shape[::-1]
     return Box((*lead, *start), (*(1,) * len(lead), *shape))
-
-
-def segment_tile(name: str, source: Box, target: Box, one: TableSide, other: TableSide) -> BlockMap:
-    return BlockMap(name, source, target, one.transposed != other.transposed)
 
 
 def side_shape(side: TableSide, rows: int, rest: Shape, lead: Shape) -> Shape:

@@ -56,7 +56,12 @@ def rename_parameters(checkpoint: Checkpoint, names: str | Path, model_config: P
         raise _no_table(model.unsupported)
     for step in steps:
         found = apply_table(found, match_names(step.table, step.side, found.parameters, model))
-    return _adapt_to_names(found, model) if found is not checkpoint else checkpoint
+    if found is checkpoint:
+        return checkpoint
+    side = str(found.details["names"]).partition(" ")[0]
+    if side == HF:
+        return _for_hugging_face(found, model)
+    return _for_pipeline(found) if side == MEGATRON_DEEPSPEED else found
 
 
 def _no_table(why: str) -> UsageError:
@@ -99,7 +104,12 @@ def _tables_to_apply(checkpoint: Checkpoint, names: str, model: ModelConfig) -> 
         if not path.exists():
             known = ", ".join(dict.fromkeys((*TARGETS, *table_names())))
             raise UsageError(f"--names {names}: no such file, and not one of: {known}")
-        return _match_user_table(checkpoint, load_table(path), model)
+        table = load_table(path)
+        matches = [match_names(table, side, checkpoint.parameters, model) for side in table.sides]
+        best = min(matches, key=lambda match: len(match.unknown))
+        if not best.is_complete:
+            raise unknown_names_error(best, table.other(best.side))
+        return [best]
     complete = [match for match in _matches(checkpoint, tables, model) if match.is_complete]
     if any(match.side == target and (names in TARGETS or match.table.name == names) for match in complete):
         return []
@@ -107,8 +117,10 @@ def _tables_to_apply(checkpoint: Checkpoint, names: str, model: ModelConfig) -> 
         return []
     if not any(model.allows(table.when) for table in wanted):
         known = ", ".join(table.name for table in wanted)
+        words = {"moe": ("experts", "no experts"), "gated": ("a gated MLP", "no gate in its MLP")}
+        has = [words[key][not value] for key in words if (value := getattr(model, key)) is not None]
         raise UsageError(
-            f"no table of {names!r} names covers this model ({_describe(model)}); there are: {known}", hint=_OWN_TABLE
+            f"no table of {names!r} names covers this model ({', '.join(has)}); there are: {known}", hint=_OWN_TABLE
         )
     direct = [match for match in _matches(checkpoint, wanted, model) if match.side != target]
     if any(match.is_complete for match in direct):
@@ -132,13 +144,6 @@ def _is_mostly(checkpoint: Checkpoint, tables: Sequence[NameTable], target: str,
     return best > max((len(match.found) for match in matches if match.side != target), default=0)
 
 
-def _describe(model: ModelConfig) -> str:
-    words = {"moe": ("experts", "no experts"), "gated": ("a gated MLP", "no gate in its MLP")}
-    return ", ".join(
-        yes if getattr(model, key) else no for key, (yes, no) in words.items() if getattr(model, key) is not None
-    )
-
-
 def _second_table(
     checkpoint: Checkpoint, first: TableMatch, wanted: Sequence[NameTable], target: str, model: ModelConfig
 ) -> TableMatch:
@@ -153,14 +158,6 @@ def _second_table(
     return best
 
 
-def _match_user_table(checkpoint: Checkpoint, table: NameTable, model: ModelConfig) -> list[TableMatch]:
-    matches = [match_names(table, side, checkpoint.parameters, model) for side in table.sides]
-    best = min(matches, key=lambda match: len(match.unknown))
-    if not best.is_complete:
-        raise unknown_names_error(best, table.other(best.side))
-    return [best]
-
-
 def _matches(checkpoint: Checkpoint, tables: Sequence[NameTable], model: ModelConfig) -> list[TableMatch]:
     """The names looked up on both sides of every table that may apply to this model, secondary tables last."""
     return [
@@ -169,14 +166,6 @@ def _matches(checkpoint: Checkpoint, tables: Sequence[NameTable], model: ModelCo
         if model.allows(table.when)
         for side in table.sides
     ]
-
-
-def _adapt_to_names(checkpoint: Checkpoint, model: ModelConfig) -> Checkpoint:
-    """Adapt what depends on the names: `config.json` for Hugging Face, pipeline layers and stages."""
-    side = str(checkpoint.details["names"]).partition(" ")[0]
-    if side == HF:
-        return _for_hugging_face(checkpoint, model)
-    return _for_pipeline(checkpoint) if side == MEGATRON_DEEPSPEED else checkpoint
 
 
 def _for_hugging_face(checkpoint: Checkpoint, model: ModelConfig) -> Checkpoint:

@@ -30,7 +30,16 @@ def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
     links = LinkTableReader(content["links"], folder / MANIFEST) if "links" in content else None
     if links is not None:
         links.check_unchanged()
-    parameters = {entry["name"]: _parameter(entry, links) for entry in content["parameters"]}
+    parameters: dict[str, Parameter] = {}
+    for entry in content["parameters"]:
+        parameter = parameters[entry["name"]] = parameter_from_json(entry)
+        for kind, state in entry["states"].items():
+            if links is not None:
+                parameter.atoms[kind] = links.atom(parameter.name, kind, state)
+                continue
+            shape, dtype = tuple(state["shape"]), BY_NAME[state["dtype"]]
+            fragment = Fragment(Region.all_of(shape), entry["file"], state["offset"], dtype)
+            parameter.atoms[kind] = Atom(parameter.name, kind, shape, dtype, (fragment,))
     source = content["source"]
     sizes = {file: entry["bytes"] for file, entry in content["files"].items()}
     return Checkpoint(
@@ -47,16 +56,3 @@ def _checkpoint(folder: Path, content: dict[str, Any]) -> Checkpoint:
         sizes={**sizes, MANIFEST: (folder / MANIFEST).stat().st_size},
         details={**decode(source["details"], {}), "virtual": links is not None, "source_format": source["format"]},
     )
-
-
-def _parameter(entry: dict[str, Any], links: LinkTableReader | None) -> Parameter:
-    parameter = parameter_from_json(entry)
-    for kind, state in entry["states"].items():
-        atom = links.atom(parameter.name, kind, state) if links else _atom(parameter.name, kind, entry["file"], state)
-        parameter.atoms[kind] = atom
-    return parameter
-
-
-def _atom(name: str, kind: str, file: str, state: dict[str, Any]) -> Atom:
-    shape, dtype = tuple(state["shape"]), BY_NAME[state["dtype"]]
-    return Atom(name, kind, shape, dtype, (Fragment(Region.all_of(shape), file, state["offset"], dtype),))

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ucp.containers.distcp import METADATA, ArchiveRange, KeyPath, join_path
 from ucp.containers.distcp_writer import ArchiveFiles, MetadataTree
 from ucp.core.box import Box, Shape, whole
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Mesh, Note, Parameter, ParamGroup
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Mesh, Note, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.optimizers import counts_in_tensor, default_group_fields
 from ucp.core.region import Region
@@ -135,19 +135,13 @@ class StateDictEntries:
     def _model(self) -> Iterator[StateDictEntry]:
         section = self.style.model
         for parameter in self.source.parameters.values():
-            atom = self._weight(parameter)
-            if atom is not None:
-                for name in (parameter.name, *parameter.aliases):
-                    yield StateDictEntry(section.folder, (*section.prefix, name), atom)
-
-    def _weight(self, parameter: Parameter) -> Atom | None:
-        """The tensor of the module: the master if there is one, because FSDP2 trains on it directly."""
-        best = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
-        if best is None:
-            return None
-        if self.dtype is not None and best.dtype.family == "float" and parameter.role != "buffer":
-            return best if best.dtype == self.dtype else replace(best, kind=WEIGHT, dtype=self.dtype)
-        return best
+            atom = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)  # FSDP2 trains on masters directly
+            if atom is None:
+                continue
+            if self.dtype not in (None, atom.dtype) and atom.dtype.family == "float" and parameter.role != "buffer":
+                atom = replace(atom, kind=WEIGHT, dtype=self.dtype)
+            for name in (parameter.name, *parameter.aliases):
+                yield StateDictEntry(section.folder, (*section.prefix, name), atom)
 
     # optimizer --------------------------------------------------------------------------------------------------
 

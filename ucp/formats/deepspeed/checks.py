@@ -157,7 +157,9 @@ def _missing_file(base: Path, step: StepFolder, name: str, rank: Rank) -> Findin
 
 def missing_sidecars(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Files that the Hugging Face Trainer and Accelerate write with every save, and that are missing."""
-    if _TRAINER in checkpoint.sizes and _SCHEDULER not in checkpoint.sizes and not _has_scheduler(checkpoint):
+    trees = [tree for file, tree in checkpoint.extras.trees.items() if is_state_file(file) and isinstance(tree, dict)]
+    has_own = any(tree.get("lr_scheduler") is not None for tree in trees)  # of the engine: the Trainer writes no other
+    if _TRAINER in checkpoint.sizes and _SCHEDULER not in checkpoint.sizes and not has_own:
         yield missing_sidecar(checkpoint, _SCHEDULER, "the schedule of the learning rate", _RESTART)
     matches = [match for name in checkpoint.sizes if (match := _RANDOM.fullmatch(name))]
     found = {int(match[2]) for match in matches}
@@ -171,16 +173,10 @@ def missing_sidecars(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield missing_sidecar(checkpoint, f"{before}{rank}{after}", f"the random states of rank {rank}", _RESTART)
 
 
-def _has_scheduler(checkpoint: Checkpoint) -> bool:
-    """Whether the engine has a scheduler of its own: the Trainer does not write another one then."""
-    trees = [tree for file, tree in checkpoint.extras.trees.items() if is_state_file(file) and isinstance(tree, dict)]
-    return any(tree.get("lr_scheduler") is not None for tree in trees)
-
-
 # values that ranks must agree on --------------------------------------------------------------------------------------
 
-RankFacts = dict[str, str]
-"""Values of one rank file: path in its tree → value as text."""
+_Tree = Mapping[Any, Any]
+_Collect = Callable[[_Tree], Iterator[tuple[str, str]]]  # yields values of a tree as text, with their paths
 
 
 def _compare_ranks(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -190,44 +186,39 @@ def _compare_ranks(checkpoint: Checkpoint) -> Iterator[Finding]:
     tp = checkpoint.mesh.tp
     models = {**{(0, mp): name for mp, name in files.model.items()}, **files.sharded_model}
     paths = {PurePosixPath(file).name: file for file in checkpoint.sizes}
-    yield from _compare("iteration", _with_ranks(models, tp), _FactsByFile(trees, _counters, paths))
+
+    def compare(check: str, members: Mapping[tuple[int, int], str], collect: _Collect) -> Iterator[Finding]:
+        ranks = [(name, Rank(mp // tp, mp % tp, dp)) for (dp, mp), name in sorted(members.items())]
+        return _compare(check, ranks, trees, collect, paths)
+
+    yield from compare("iteration", models, _counters)
     yield from _compare_tag(checkpoint, files, trees)
-    hyper = _FactsByFile(trees, _hyper_parameters, paths)
     for role in (files.optim, models):  # without ZeRO, model files contain the optimizer too
         for stage in sorted({mp // tp for _, mp in role}):
             members = {(dp, mp): name for (dp, mp), name in role.items() if mp // tp == stage}
-            yield from _compare("hyper-parameters", _with_ranks(members, tp), hyper)
+            yield from compare("hyper-parameters", members, _hyper_parameters)
 
 
-def _with_ranks(files: Mapping[tuple[int, int], str], tp: int) -> list[tuple[str, Rank]]:
-    return [(name, Rank(mp // tp, mp % tp, dp)) for (dp, mp), name in sorted(files.items())]
+def _counters(tree: _Tree) -> Iterator[tuple[str, str]]:
+    for key in _COUNTERS:
+        if key in tree:
+            yield from _flatten(key, tree[key])
 
 
-class _FactsByFile:
-    """Facts of files by name. Files with the same pickle share one tree, whose facts are collected once."""
-
-    def __init__(
-        self,
-        trees: Mapping[str, Mapping[Any, Any]],
-        collect: Callable[[Mapping[Any, Any]], Iterator[tuple[str, str]]],
-        paths: Mapping[str, str],
-    ) -> None:
-        self.paths = paths
-        self._trees = trees
-        self._collect = collect
-        self._known: dict[int, RankFacts] = {}
-
-    def __getitem__(self, name: str) -> RankFacts:
-        tree = self._trees[name]
-        if id(tree) not in self._known:
-            self._known[id(tree)] = dict(self._collect(tree))
-        return self._known[id(tree)]
-
-
-def _compare(check: str, files: Sequence[tuple[str, Rank]], facts: _FactsByFile) -> Iterator[Finding]:
+def _compare(
+    check: str,
+    files: Sequence[tuple[str, Rank]],
+    trees: Mapping[str, _Tree],
+    collect: _Collect,
+    paths: Mapping[str, str],
+) -> Iterator[Finding]:
     """One finding per file that differs from the majority."""
-    if len({id(facts[name]) for name, _ in files}) < 2:
+    # Files with the same pickle share one tree, whose values are collected once.
+    by_tree = {id(tree): tree for tree in (trees[name] for name, _ in files)}
+    if len(by_tree) < 2:
         return
+    collected = {key: dict(collect(tree)) for key, tree in by_tree.items()}
+    facts = {name: collected[id(trees[name])] for name, _ in files}
     counts: dict[str, Counter[str]] = {}
     for name, _ in files:
         for key, value in facts[name].items():
@@ -242,8 +233,8 @@ def _compare(check: str, files: Sequence[tuple[str, Rank]], facts: _FactsByFile)
             yield Finding(
                 check,
                 "error",
-                f"{facts.paths[name]}: {key} is {facts[name][key]}, but {value} in {count} of {len(files)} files{more}",
-                facts.paths[name],
+                f"{paths[name]}: {key} is {facts[name][key]}, but {value} in {count} of {len(files)} files{more}",
+                paths[name],
                 rank,
                 hint=_MIXED,
                 subject=key,
@@ -269,12 +260,6 @@ def _compare_tag(checkpoint: Checkpoint, files: StepFiles, trees: Mapping[str, M
         )
 
 
-def _counters(tree: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    for key in _COUNTERS:
-        if key in tree:
-            yield from _flatten(key, tree[key])
-
-
 def _hyper_parameters(tree: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     state = tree.get("optimizer_state_dict", tree.get("optimizer"))
     if not isinstance(state, dict):
@@ -297,15 +282,10 @@ def _flatten(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]
     if value is None or isinstance(value, (bool, int, float, str)):
         yield path, repr(value)
     elif depth < _MAX_DEPTH:
-        for key, item in _members(value):
+        if isinstance(value, Inert):
+            value = value.state if isinstance(value.state, dict) else value.args
+        members = (
+            value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, (list, tuple)) else ())
+        )
+        for key, item in members:
             yield from _flatten(f"{path}.{key}", item, depth + 1)
-
-
-def _members(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return value.items()
-    if isinstance(value, (list, tuple)):
-        return enumerate(value)
-    if isinstance(value, Inert):
-        return value.state.items() if isinstance(value.state, dict) else enumerate(value.args)
-    return ()

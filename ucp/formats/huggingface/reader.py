@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +13,7 @@ from ucp.containers.config_files import read_json
 from ucp.containers.inert import TensorRef
 from ucp.containers.safetensors_file import read_safetensors
 from ucp.containers.torch_file import TorchFile
-from ucp.core.box import Shape
-from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter
-from ucp.core.dtypes import DType
+from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter, Role
 from ucp.core.region import Region
 from ucp.core.rules import resolve
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError
@@ -27,18 +26,8 @@ _WHOLES: Final = ("model.safetensors", "adapter_model.safetensors", "pytorch_mod
 _SHARD: Final = re.compile(r"(?:model|pytorch_model)-(\d+)-of-(\d+)\.(?:safetensors|bin)")
 _LARGEST_INDEX: Final = 256 << 20
 _TIED: Final = ("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight")
+_PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".safetensors", ".msgpack", ".h5")  # and other files of weights
 _RESTORE: Final = "download or copy the folder again"
-
-
-@dataclass(frozen=True, slots=True)
-class _HuggingFaceTensor:
-    """A tensor in a file; `offset` in bytes, `strides` in elements if it is not row-major."""
-
-    file: str
-    offset: int
-    shape: Shape
-    dtype: DType
-    strides: Shape | None = None
 
 
 def recognises(path: Path) -> bool:
@@ -54,31 +43,49 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         raise UsageError(f"{path}: a folder of weights has no steps", hint="leave --tag out")
     root = path.parent if path.is_file() else path
     files = [path.name] if path.is_file() else _files(root)
-    stored: dict[str, _HuggingFaceTensor] = {}
+    stored: dict[str, Atom] = {}
     for file in files:
-        for name, tensor in _tensors(root, file):
+        for name, atom in _weights(root, file):
             if name in stored:
                 raise InconsistentError(
-                    f"{root}: {name} is in {stored[name].file} and in {file}", hint="remove the file that is left over"
+                    f"{root}: {name} is in {stored[name].fragments[0].file} and in {file}",
+                    hint="remove the file that is left over",
                 )
-            stored[name] = tensor
+            stored[name] = atom
     _check_index(root, stored)
     sizes = {child.name: child.stat().st_size for child in sorted(root.iterdir()) if child.is_file()}
     beside = [] if path.is_file() else [name for name in sizes if name not in files and name not in _INDEXES]
-    config = _config(root / CONFIG)
-    left = [name for name in beside if _is_state(name)]
-    parameters = {name: _parameter(name, tensor, options) for name, tensor in stored.items()}
+    content = read_json(root / CONFIG, _LARGEST_INDEX, _RESTORE) if (root / CONFIG).is_file() else {}
+    config: dict[str, Any] = content if isinstance(content, dict) else {}
+    left = [name for name in beside if name.endswith((".bin", ".pt")) and name.startswith(("optimizer", "scheduler"))]
+    parameters: dict[str, Parameter] = {}
+    for name, atom in stored.items():
+        role: Role = "trained" if atom.dtype.family == "float" else "buffer"
+        parameters[name] = Parameter(name, atom.shape, role, {WEIGHT: atom})
+        named = options.rules.find(name) if options.rules is not None else None
+        if named is not None:
+            rule = resolve(named.rule, [atom.shape], name)
+            if rule.cut == "vocab" and rule.true_size is None:
+                rule = replace(rule, true_size=atom.shape[rule.dim])  # it is not padded
+            parameters[name].rule, parameters[name].rule_origin = rule, named.origin
     _tie(parameters, stored, config)
+    dtypes = Counter(atom.dtype.name for atom in stored.values() if atom.dtype.family == "float")
+    details: dict[str, Any] = {"dtype": dtypes.most_common(1)[0][0]} if dtypes else {}
+    if isinstance(config.get("model_type"), str):
+        details["model"] = config["model_type"]
+    if all(file.startswith("adapter_model.") for file in files):  # to be added to another model
+        details["adapter"] = True
+    version = config.get("transformers_version")
     return Checkpoint(
         format=FORMAT,
         root=root,
         mesh=Mesh(),
         parameters=parameters,
-        framework=_framework(config),
-        extras=Extras({}, {name: name for name in beside if not _is_pickle(name)}),
+        framework=f"transformers {version}" if isinstance(version, str) else "Hugging Face",
+        extras=Extras({}, {name: name for name in beside if not name.endswith(_PICKLES)}),
         notes=[Note("left-behind", f"only weights are read, not {', '.join(left)}")] if left else [],
         sizes=sizes,
-        details=_details(config, stored) | ({"adapter": True} if _is_adapter(files) else {}),
+        details=details,
     )
 
 
@@ -126,23 +133,25 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def _check_index(root: Path, stored: Mapping[str, _HuggingFaceTensor]) -> None:
+def _check_index(root: Path, stored: Mapping[str, Atom]) -> None:
     """Check that every tensor of an index is in the file that the index names."""
+    files = {name: atom.fragments[0].file for name, atom in stored.items()}
     for name in _INDEXES:
-        if not (root / name).is_file() or not any(t.file.endswith(name.split(".")[1]) for t in stored.values()):
+        if not (root / name).is_file() or not any(file.endswith(name.split(".")[1]) for file in files.values()):
             continue
         for tensor, file in _weight_map(root / name).items():
-            if tensor not in stored or stored[tensor].file != file:
+            if files.get(tensor) != file:
                 raise InconsistentError(
                     f"{root / name}: lists {tensor} in {file}, which does not contain it", hint=_RESTORE
                 )
 
 
-def _tensors(root: Path, file: str) -> Iterator[tuple[str, _HuggingFaceTensor]]:
+def _weights(root: Path, file: str) -> Iterator[tuple[str, Atom]]:
     path = root / file
     if file.endswith(".safetensors"):
         for entry in read_safetensors(path).entries.values():
-            yield entry.name, _HuggingFaceTensor(file, entry.start, entry.shape, entry.dtype)
+            fragment = Fragment(Region.all_of(entry.shape), file, entry.start, entry.dtype)
+            yield entry.name, Atom(entry.name, WEIGHT, entry.shape, entry.dtype, (fragment,))
         return
     archive = TorchFile(path)
     tree = archive.tree
@@ -151,24 +160,11 @@ def _tensors(root: Path, file: str) -> Iterator[tuple[str, _HuggingFaceTensor]]:
     for name, ref in tree.items():
         if isinstance(name, str) and isinstance(ref, TensorRef):
             strides = None if ref.is_contiguous else ref.strides
-            yield name, _HuggingFaceTensor(file, archive.position(ref), ref.shape, ref.dtype, strides)
+            fragment = Fragment(Region.all_of(ref.shape), file, archive.position(ref), ref.dtype, strides=strides)
+            yield name, Atom(name, WEIGHT, ref.shape, ref.dtype, (fragment,))
 
 
-def _parameter(name: str, tensor: _HuggingFaceTensor, options: ReadOptions) -> Parameter:
-    fragment = Fragment(Region.all_of(tensor.shape), tensor.file, tensor.offset, tensor.dtype, strides=tensor.strides)
-    atom = Atom(name, WEIGHT, tensor.shape, tensor.dtype, (fragment,))
-    role = "trained" if tensor.dtype.family == "float" else "buffer"
-    parameter = Parameter(name, tensor.shape, "buffer" if role == "buffer" else "trained", {WEIGHT: atom})
-    named = options.rules.find(name) if options.rules is not None else None
-    if named is not None:
-        rule = resolve(named.rule, [tensor.shape], name)
-        if rule.cut == "vocab" and rule.true_size is None:
-            rule = replace(rule, true_size=tensor.shape[rule.dim])  # it is not padded
-        parameter.rule, parameter.rule_origin = rule, named.origin
-    return parameter
-
-
-def _tie(parameters: dict[str, Parameter], stored: Mapping[str, _HuggingFaceTensor], config: Mapping[str, Any]) -> None:
+def _tie(parameters: dict[str, Parameter], stored: Mapping[str, Atom], config: Mapping[str, Any]) -> None:
     """Make one parameter of two names if the model ties them, or if they are the same bytes of a file."""
     for alias, owner in _TIED:
         if owner not in parameters:
@@ -176,54 +172,14 @@ def _tie(parameters: dict[str, Parameter], stored: Mapping[str, _HuggingFaceTens
         default = config.get("model_type") == "gpt2"
         tied = config.get("tie_word_embeddings", default) is True
         here, there = stored.get(alias), stored[owner]
+        is_same = here is not None and here.fragments[0][1:3] == there.fragments[0][1:3]  # file and offset
         if here is None:
             if tied:
                 parameters[owner].aliases = (alias,)
-        elif tied or (here.file, here.offset) == (there.file, there.offset):
+        elif tied or is_same:
             if here.shape != there.shape or here.dtype != there.dtype:
                 raise InconsistentError(f"{alias} and {owner} are tied, but have different shapes or dtypes")
-            atom = parameters[owner].atoms[WEIGHT]
-            copies = () if (here.file, here.offset) == (there.file, there.offset) else (_copy(here),)
-            parameters[owner].atoms[WEIGHT] = Atom(
-                owner, WEIGHT, atom.shape, atom.dtype, atom.fragments, tuple((copy,) for copy in copies)
-            )
+            if not is_same:
+                parameters[owner].atoms[WEIGHT] = replace(there, replicas=(here.fragments,))
             parameters[owner].aliases = (alias,)
             del parameters[alias]
-
-
-def _copy(tensor: _HuggingFaceTensor) -> Fragment:
-    return Fragment(Region.all_of(tensor.shape), tensor.file, tensor.offset, tensor.dtype, strides=tensor.strides)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    content = read_json(path, _LARGEST_INDEX, _RESTORE) if path.is_file() else {}
-    return content if isinstance(content, dict) else {}
-
-
-def _framework(config: Mapping[str, Any]) -> str:
-    version = config.get("transformers_version")
-    return f"transformers {version}" if isinstance(version, str) else "Hugging Face"
-
-
-def _is_adapter(files: Sequence[str]) -> bool:
-    """Whether the weights are those of an adapter, to be added to another model."""
-    return all(file.startswith("adapter_model.") for file in files)
-
-
-def _details(config: Mapping[str, Any], stored: Mapping[str, _HuggingFaceTensor]) -> dict[str, Any]:
-    sizes: dict[str, int] = {}
-    for tensor in stored.values():
-        if tensor.dtype.family == "float":
-            sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + 1
-    kind = config.get("model_type")
-    details: dict[str, Any] = {"dtype": max(sizes, key=lambda name: sizes[name])} if sizes else {}
-    return {**details, **({"model": kind} if isinstance(kind, str) else {})}
-
-
-def _is_state(name: str) -> bool:
-    """Whether a file contains the optimizer or scheduler of a trainer."""
-    return name.endswith((".bin", ".pt")) and name.startswith(("optimizer", "scheduler"))
-
-
-def _is_pickle(name: str) -> bool:
-    return name.endswith((".bin", ".pt", ".pth", ".pkl", ".safetensors", ".msgpack", ".h5"))

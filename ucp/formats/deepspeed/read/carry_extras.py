@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,15 +73,11 @@ class TreeCarrier:
                 "extra-unreadable", f"{path}: a tensor whose values are not stored directly; not carried"
             )
             return DROP
-        return DROP if self._context.is_claimed(value) else extra_atom(self._file, value, self._unused(path))
-
-    def _unused(self, path: str) -> str:
-        name, number = path, 1
-        while name in self._names:
-            number += 1
-            name = f"{path}#{number}"
+        if self._context.is_claimed(value):
+            return DROP
+        name = next(name for i in count(1) if (name := path if i == 1 else f"{path}#{i}") not in self._names)
         self._names.add(name)
-        return name
+        return extra_atom(self._file, value, name)
 
 
 def without_layout_tables(tree: Any) -> Any:

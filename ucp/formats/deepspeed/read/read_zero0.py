@@ -201,7 +201,11 @@ def read_unsharded_optimizer(
     if found.flat is None and not contiguous and len(candidates) > slots:
         copies = find_copies(context.source, candidates)
         for alias, owner in copies.items():
-            _make_alias(context, coord, alias, owner)
+            copy, owned = (context.shards.get(name, context.shards.at(name, coord)) for name in (alias, owner))
+            context.shards.aliases[alias] = owner
+            context.shards.roles.pop(alias, None)
+            if copy is not None and owned is not None:
+                owned.kinds.setdefault(WEIGHT, []).extend(copy.kinds.pop(WEIGHT, []))
         candidates = [candidate for candidate in candidates if candidate.name not in copies]
     if found.flat is not None:
         matched = _read_flat_groups(context, coord, found, candidates)
@@ -242,15 +246,6 @@ def _candidates(
 
 def _params(group: Mapping[str, Any]) -> list[Any]:
     return list(list_or_empty(group.get("params")))
-
-
-def _make_alias(context: ReadContext, coord: RankCoord, alias: str, owner: str) -> None:
-    copy, owned = (context.shards.get(name, context.shards.at(name, coord)) for name in (alias, owner))
-    context.shards.aliases[alias] = owner
-    if copy is not None and owned is not None:
-        for stored in copy.kinds.pop(WEIGHT, []):
-            owned.add(WEIGHT, stored)
-    context.shards.roles.pop(alias, None)
 
 
 def _read_by_parameter(

@@ -63,7 +63,10 @@ def resolve_all(
         named = _with_true_size(user.find(name) if user is not None else None, own, name)
         of_checkpoint = own if role != "buffer" else None
         if name in table.placements:
-            found[name] = _autoep_rule(context, name, shapes, named)
+            # Stacked AutoEP experts, on one tensor-parallel rank: `shapes` are those of the expert-parallel ranks.
+            over_ranks = resolve(table.placements[name].rule(shapes[0]), shapes, name)
+            single = _rule_on_one_rank(name, whole_shape(over_ranks, shapes, name), named)
+            found[name] = replace(single, expert_rule=over_ranks)
         elif tp == 1:
             found[name] = _rule_on_one_rank(name, shapes[0], named or _stored_rule(of_checkpoint, name, describes_tp))
         elif named is not None:
@@ -106,13 +109,6 @@ def _rule_on_one_rank(name: str, shape: Shape, named: NamedRule | None) -> Resol
         return ResolvedRule(resolve(named.rule, [shape], name), named.origin)
     except (InconsistentError, UsageError):
         return ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)  # it cannot be split like that, and need not be
-
-
-def _autoep_rule(context: ReadContext, name: str, shapes: Sequence[Shape], named: NamedRule | None) -> ResolvedRule:
-    """Resolve the rule of stacked AutoEP experts, on one tensor-parallel rank; `shapes` are those of the ep ranks."""
-    over_ranks = resolve(context.shards.placements[name].rule(shapes[0]), shapes, name)
-    single = _rule_on_one_rank(name, whole_shape(over_ranks, shapes, name), named)
-    return replace(single, expert_rule=over_ranks)
 
 
 def _default_or_bit_equal(context: ReadContext, name: str, shards: Sequence[Shard], stored: NamedRule) -> ResolvedRule:
@@ -183,16 +179,12 @@ def order_names(names: Iterable[str], experts: Collection[str]) -> list[str]:
     layers: dict[str, list[str]] = {}
     for name in names:
         if name in experts:
-            layers.setdefault(_moe_prefix(name), []).append(name)
+            # The common start of names in a mixture of experts: DeepSpeed-MoE's module, or the one AutoEP replaced.
+            head, found, _ = name.partition("deepspeed_moe.")
+            layers.setdefault(head if found else name.rpartition(".experts.")[0] + ".", []).append(name)
         else:
             dense.append(name)
     for layer, members in layers.items():
         last = max((i for i, name in enumerate(dense) if name.startswith(layer)), default=len(dense) - 1)
         dense[last + 1 : last + 1] = members
     return dense
-
-
-def _moe_prefix(name: str) -> str:
-    """Return the common start of names in a mixture of experts: DeepSpeed-MoE's module, or the one AutoEP replaced."""
-    head, found, _ = name.partition("deepspeed_moe.")
-    return head if found else name.rpartition(".experts.")[0] + "."

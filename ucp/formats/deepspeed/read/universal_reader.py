@@ -122,9 +122,12 @@ class _UniversalReader:
         resolved = resolve_all(self.context, grid.tp, rules, info, first.name)
         parameters = assemble(self.context, resolved)
         self._add_states(parameters, folders)
-        optimizer = self._optimizer()
-        if optimizer is not None:
+        optimizer: RankFile | None = None
+        if (self.root / OPTIMIZER_STATE).is_file():
+            optimizer = self.context.files.open(OPTIMIZER_STATE)
             self._read_optimizer(parameters, optimizer, models, grid)
+        else:
+            self.context.note("universal-no-optimizer", f"{OPTIMIZER_STATE} is missing: no hyper-parameters")
         self.context.problems.raise_any(_RECONVERT_HINT)
         groups = merge_stage_groups(self.context, parameters)
         stage = zero_stage(optimizer.mapping()) if optimizer is not None else 1
@@ -258,12 +261,6 @@ class _UniversalReader:
         shape = atom.shape if atom is not None else ()
         role: Any = "trained" if folder.has_moments else "frozen"
         return Parameter(folder.name, shape, role, rule_origin="universal: whole")
-
-    def _optimizer(self) -> RankFile | None:
-        if not (self.root / OPTIMIZER_STATE).is_file():
-            self.context.note("universal-no-optimizer", f"{OPTIMIZER_STATE} is missing: no hyper-parameters")
-            return None
-        return self.context.files.open(OPTIMIZER_STATE)
 
     def _read_optimizer(
         self,

@@ -261,7 +261,13 @@ def zero12_optimizer_tree(
         tree["param_alignment_paddings"] = [list(flat.paddings) for flat in groups]
     tree["partition_count"] = [flat.layout.ranks for flat in groups]
     tree["ds_version"] = extras.version
-    tree["param_slice_mappings"] = [_slice_mapping(flat.layout, i) for flat, i in zip(groups, index, strict=True)]
+    tree["param_slice_mappings"] = [
+        InertOrderedDict(
+            (name, bare_object("deepspeed.utils.tensor_fragment", "fragment_address", {"numel": n, "start": start}))
+            for name, start, n in flat.layout.overlaps(i)
+        )
+        for flat, i in zip(groups, index, strict=True)
+    ]
     return tree
 
 
@@ -292,14 +298,6 @@ def _whole_parameters(
     per = flat.layout.per
     members = [flat.members[number] for number in flat.layout.overlapping(index * per, (index + 1) * per)]
     return flat_tensor(dtype, [segment(atom_of(m), m.region) for m in members]) if members else None
-
-
-def _slice_mapping(buffer: FlatLayout, index: int) -> InertOrderedDict:
-    mapping = InertOrderedDict()
-    for name, start, length in buffer.overlaps(index):
-        state = {"numel": length, "start": start}
-        mapping[name] = bare_object("deepspeed.utils.tensor_fragment", "fragment_address", state)
-    return mapping
 
 
 def zero_stage_object(stage: int) -> Inert:

@@ -49,7 +49,9 @@ def archive_tensor(archives: TensorArchives, key: str, entry: DcpTensor) -> Shar
             found = archives.locate(entry, box, item, files)
         return found.offset, found.strides
 
-    blocks = {box: ShardedBlock(item.file, item.rank, partial(find, box, item)) for box, item in entry.chunks.items()}
+    blocks = {
+        box: ShardedBlock(item.file, item.rank, None, partial(find, box, item)) for box, item in entry.chunks.items()
+    }
     return ShardedTensor(key, entry.shape, entry.dtype, blocks)
 
 
@@ -244,12 +246,8 @@ def _zarr_tensor(root: Path, folder: Path) -> ShardedTensor:
                 hint="the file was copied or written incompletely; copy it again from an intact copy",
             )
         location = 0, None if steps == strides_of(kept) else steps  # blocks at the edge are stored in full size
-        tensor.blocks[Box(start, kept)] = ShardedBlock(file.relative_to(root).as_posix(), 0, partial(_known, location))
+        tensor.blocks[Box(start, kept)] = ShardedBlock(file.relative_to(root).as_posix(), 0, location)
     return tensor
-
-
-def _known(location: BlockLocation) -> BlockLocation:
-    return location
 
 
 def _read_array_header(file: Path) -> tuple[Shape, Shape, DType]:

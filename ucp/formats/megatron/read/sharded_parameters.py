@@ -10,14 +10,13 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ucp.containers.inert import TensorRef
 from ucp.containers.tree import with_atoms
 from ucp.core.box import Box
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, LazyFragments, Note, Parameter, ParamGroup, Rank
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, LazyFragments, Note, Parameter, ParamGroup, Rank
 from ucp.core.dtypes import DType
 from ucp.core.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
 from ucp.errors import InconsistentError, first_few
@@ -55,7 +54,6 @@ from ucp.formats.megatron.rank_layout import (
 from ucp.formats.megatron.read.bucket_shift_bug import handle_shifted_state
 from ucp.formats.megatron.read.legacy_files import MegatronFile, inline_number
 from ucp.formats.megatron.read.sharded_tensors import (
-    BlockLocation,
     ShardedBlock,
     ShardedContents,
     ShardedState,
@@ -130,7 +128,12 @@ class ShardedReader:
         self._user = user
         self._unstacked = UnstackedParameters(sharded, str(root))
         self._rules = {name: self._rule(name) for name in self._unstacked.shapes}
-        model, states = self._trained_params(), self._unstacked.states
+        states = self._unstacked.states
+        model = {  # the parameters of the optimizer, as ranks slice them
+            name: GlobalParam(shape, self._rules[name][0], states[name][WEIGHT].dtype)
+            for name, shape in self._unstacked.shapes.items()
+            if WEIGHT in states[name] and not is_buffer(name)
+        }
         buckets = ShardedBuckets(self._unstacked.buckets, sharded.objects, self.arguments, str(root))
         buckets.add_to(states, model)
         if self._optimizer_sharding() == "fully_reshardable" and not is_damaged:
@@ -181,15 +184,6 @@ class ShardedReader:
         if self._sharded.objects:
             trees["objects"] = {key: value for key, value in self._sharded.objects.items() if not _GATHERED.match(key)}
         return trees
-
-    def _trained_params(self) -> dict[str, GlobalParam]:
-        """Return the parameters of the optimizer, as ranks slice them."""
-        unstacked = self._unstacked
-        return {
-            name: GlobalParam(shape, self._rules[name][0], unstacked.states[name][WEIGHT].dtype)
-            for name, shape in unstacked.shapes.items()
-            if WEIGHT in unstacked.states[name] and not is_buffer(name)
-        }
 
     def _optimizer_sharding(self) -> Any:
         """Return the layout of the distributed optimizer's state, if the common part names it."""
@@ -423,14 +417,10 @@ def _gathered_buffers(key: str, value: Mapping[Any, Any]) -> _Buffers:
         for kind, atom in table.items():
             if isinstance(atom, Atom) and len(atom.shape) == 1 and atom.fragments:
                 fragment = atom.fragments[0]
-                block = ShardedBlock(fragment.file, fragment.rank.dp, partial(_offset_of, fragment))
+                block = ShardedBlock(fragment.file, fragment.rank.dp, (fragment.offset, None))
                 tensor = ShardedTensor(f"{key}: {kind}", atom.shape, atom.dtype, {Box((0,), atom.shape): block})
                 found.setdefault(number, {})[str(kind)] = {_ALL_BUCKETS: _StoredBucket(tensor)}
     return found
-
-
-def _offset_of(fragment: Fragment) -> BlockLocation:
-    return fragment.offset, None
 
 
 def _split_by_layout(stored: Mapping[int, _StoredBucket], layout: BufferLayout) -> Mapping[int, _StoredBucket]:

@@ -29,17 +29,18 @@ BlockLocation = tuple[int, Shape | None]  # offset in the file in bytes; strides
 
 @dataclass(slots=True, eq=False)
 class ShardedBlock:
-    """A block of a tensor in a file that rank `writer` wrote; `find` locates it, when that is needed."""
+    """A block of a tensor in a file that rank `writer` wrote; `find` locates it when that is needed."""
 
     file: str
     writer: int
-    find: Callable[[], BlockLocation]
-    _location: BlockLocation | None = None
+    location: BlockLocation | None = None
+    find: Callable[[], BlockLocation] | None = None
 
     def locate(self) -> BlockLocation:
-        if self._location is None:
-            self._location = self.find()
-        return self._location
+        if self.location is None:
+            assert self.find is not None
+            self.location = self.find()
+        return self.location
 
 
 @dataclass(slots=True)
