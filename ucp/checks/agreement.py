@@ -35,9 +35,9 @@ from ucp.checks.raw_values import (
 )
 from ucp.checks.spans import StateBytes
 from ucp.checks.tasks import CheckContext, CheckTask
-from ucp.core.box import Box, slabs
+from ucp.core.box import Box, index_at, intersect, slabs
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Fragment, Parameter, Role
-from ucp.core.findings import Finding, Severity, describe_fragment
+from ucp.core.findings import Finding, Severity, describe_fragment, location_of
 from ucp.engine.pool import Meter
 from ucp.formats.registry import checks_of_format
 from ucp.read.atom_reader import AtomReader
@@ -56,8 +56,14 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
             for item in _comparisons(parameter):
                 if isinstance(item, AlignedForms):
                     aligned_forms.append(item)
+                    continue
+                nbytes = sum(f.nbytes for atom in item for cover in (atom.fragments, *atom.replicas) for f in cover)
+                if len(item) == 2:
+                    compare = partial(_compare_master, context.files, *item)
+                    yield CheckTask("master-matches-weight", nbytes, compare, parameter.name, MASTER)
                 else:
-                    yield _slab_task(context, parameter, item)
+                    compare = partial(_compare_replicas, context.files, item[0], _severity(parameter.role))
+                    yield CheckTask("replicas", nbytes, compare, parameter.name, item[0].kind)
     # The digests of atom files and stores are sequential: two threads must not read parts of the same file.
     whole = checks_of_format(context.checkpoint.format).reads_in_order(context.checkpoint)
     for forms in aligned_forms:
@@ -95,6 +101,10 @@ class CoverRuns:
     cover: int
     runs: dict[Boxes, list[ElementRun]] = field(default_factory=dict)
 
+    def elements(self) -> dict[Boxes, list[tuple[int, int]]]:
+        """Intervals of the flat space of boxes, adjacent runs joined."""
+        return {boxes: _joined(runs) for boxes, runs in self.runs.items()}
+
 
 @dataclass(slots=True)
 class AlignedForms:
@@ -127,7 +137,7 @@ def _comparisons(parameter: Parameter) -> Iterator[AlignedForms | tuple[Atom, ..
     compared: set[str] = set()
     for weight, master in _master_pairs(parameter):
         one, other = cover_runs(weight, 0), cover_runs(master, 0)
-        if one is None or other is None or not _are_aligned(one, other):
+        if one is None or other is None or one.elements() != other.elements():
             yield weight, master
             continue
         forms = AlignedForms(parameter, [one, other], rounding=ElementMismatches(weight.shape))
@@ -196,19 +206,13 @@ def cover_runs(atom: Atom, cover: int) -> CoverRuns | None:
     return result
 
 
-def _are_aligned(one: CoverRuns, other: CoverRuns) -> bool:
-    """Whether both covers have the same elements of the same boxes."""
-    if one.runs.keys() != other.runs.keys():
-        return False
-    return all(_joined(runs) == _joined(other.runs[boxes]) for boxes, runs in one.runs.items())
-
-
 def _is_within(replica: CoverRuns, main: CoverRuns) -> bool:
     """Whether every element of a replica, which may be partial, is in the same boxes of the main cover."""
-    for boxes, runs in replica.runs.items():
-        joined = _joined(main.runs.get(boxes, ()))
+    elements = main.elements()
+    for boxes, intervals in replica.elements().items():
+        joined = elements.get(boxes, [])
         starts = [start for start, _ in joined]
-        for start, stop in _joined(runs):
+        for start, stop in intervals:
             number = bisect_right(starts, start) - 1
             if number < 0 or stop > joined[number][1]:
                 return False
@@ -259,7 +263,22 @@ def _compare_aligned(
     """Read all covers over these intervals and compare. The result is in the mismatches of `forms`."""
     limit = max(1, block_bytes() // max(cover.atom.dtype.itemsize for cover in forms.covers))
     limit = min(limit, max(stop - start for _, start, stop in intervals))
-    reader = _CoverReader(files, deep, forms.parameter, meter)
+    recorder = None if deep is None else ReadRecorder(deep.checksums)
+
+    def read(cover: CoverRuns, run: ElementRun, start: int, stop: int, block: ReadBlock) -> tuple[RawArray, bool]:
+        """Raw elements `[start, stop)`; whether all are valid (True if not scanned). A deep pass records them."""
+        fragment = run.fragment
+        dtype = fragment.dtype
+        at = run.byte(start)
+        data = block.for_range(at, (stop - start) * dtype.itemsize)
+        files.read_into(fragment.file, at, data.data)
+        meter.advance(data.size)
+        raw = aligned(data, dtype.itemsize).view(raw_dtype(dtype))
+        if deep is None or recorder is None:
+            return raw, True
+        recorder.record(fragment.file, at, data.data)
+        return raw, deep.values.scan(fragment.file, StateBytes.of(fragment, cover.atom, forms.parameter), raw, at)
+
     sizes = [limit * cover.atom.dtype.itemsize for cover in forms.mains]
     main_blocks = [ReadBlock(number, size) for number, size in enumerate(sizes)]
     replica_blocks = (
@@ -275,25 +294,24 @@ def _compare_aligned(
             finite = True
             for cover, run, block in zip(forms.mains, runs, main_blocks, strict=False):
                 assert run is not None
-                main, finite = reader.read(cover, run, start, stop, block)
+                main, finite = read(cover, run, start, stop, block)
                 mains.append(main)
             if rounding is not None and forms.rounding is not None:
-                finite = finite and (deep is not None or _is_finite(mains[1], forms.mains[1].atom))
+                if deep is None:
+                    dtype = forms.mains[1].atom.dtype
+                    finite = can_scan(dtype) and all_valid(bits_of(mains[1], dtype), dtype, False)
                 positions = rounding.mismatches(mains[1], mains[0], finite)
                 if positions.size:
                     forms.rounding.add(boxes, positions + start)
             for (number, cover, mismatches), run in zip(forms.replicas, runs[len(mains) :], strict=True):
                 if run is not None:
-                    replica, _ = reader.read(cover, run, start, stop, replica_blocks[number])
+                    replica, _ = read(cover, run, start, stop, replica_blocks[number])
                     positions = unequal(mains[number], replica)
                     if positions.size:
                         mismatches.add(boxes, positions + start)
-    reader.close()
+    if recorder is not None:
+        recorder.close()
     return iter(())
-
-
-def _is_finite(main: RawArray, atom: Atom) -> bool:
-    return can_scan(atom.dtype) and all_valid(bits_of(main, atom.dtype), atom.dtype, False)
 
 
 def common_intervals(
@@ -324,36 +342,6 @@ def common_intervals(
             start = stop
 
 
-class _CoverReader:
-    """Reads blocks of covers. In a deep pass each is recorded for its checksum and scanned for invalid values."""
-
-    def __init__(self, files: SourceFiles, deep: DeepState | None, parameter: Parameter, meter: Meter) -> None:
-        self._files = files
-        self._deep = deep
-        self._parameter = parameter
-        self._meter = meter
-        self._recorder = None if deep is None else ReadRecorder(deep.checksums)
-
-    def read(self, cover: CoverRuns, run: ElementRun, start: int, stop: int, block: ReadBlock) -> tuple[RawArray, bool]:
-        """Raw elements `[start, stop)`, and whether all of them are valid (True if not scanned)."""
-        fragment = run.fragment
-        dtype = fragment.dtype
-        at = run.byte(start)
-        data = block.for_range(at, (stop - start) * dtype.itemsize)
-        self._files.read_into(fragment.file, at, data.data)
-        self._meter.advance(data.size)
-        raw = aligned(data, dtype.itemsize).view(raw_dtype(dtype))
-        if self._deep is None or self._recorder is None:
-            return raw, True
-        self._recorder.record(fragment.file, at, data.data)
-        state = StateBytes.of(fragment, cover.atom, self._parameter)
-        return raw, self._deep.values.scan(fragment.file, state, raw, at)
-
-    def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-
-
 def _report_mismatches(aligned_forms: Sequence[AlignedForms], meter: Meter) -> Iterator[Finding]:
     del meter
     for forms in aligned_forms:
@@ -367,15 +355,6 @@ def _report_mismatches(aligned_forms: Sequence[AlignedForms], meter: Meter) -> I
 
 
 # Forms that are not aligned: compared by slabs.
-
-
-def _slab_task(context: CheckContext, parameter: Parameter, atoms: tuple[Atom, ...]) -> CheckTask:
-    nbytes = sum(f.nbytes for atom in atoms for cover in (atom.fragments, *atom.replicas) for f in cover)
-    if len(atoms) == 2:
-        run = partial(_compare_master, context.files, *atoms)
-        return CheckTask("master-matches-weight", nbytes, run, parameter.name, MASTER)
-    run = partial(_compare_replicas, context.files, atoms[0], _severity(parameter.role))
-    return CheckTask("replicas", nbytes, run, parameter.name, atoms[0].kind)
 
 
 def _compare_master(files: SourceFiles, weight: Atom, master: Atom, meter: Meter) -> Iterator[Finding]:
@@ -438,10 +417,7 @@ def _master_finding(weight: Atom, master: Atom, mismatches: ElementMismatches) -
         f"parameter {weight.name}: {mismatches.count} of {weight.numel} elements of the {master.dtype} master on"
         f" {describe_fragment(in_master)} do not round to the {weight.dtype} weight on {describe_fragment(in_weight)},"
         f" the first at {mismatches.first_index}",
-        in_master.file,
-        in_master.rank,
-        weight.name,
-        MASTER,
+        *location_of(in_master, master),
         hint="files of different steps or swapped ranks are mixed, or the weights were changed after the save",
     )
 
@@ -458,10 +434,7 @@ def _replica_finding(
         severity,
         f"parameter {atom.name}, {atom.kind}: {mismatches.count} of {atom.numel} elements differ between"
         f" {describe_fragment(one)} and {describe_fragment(other)}, the first at {mismatches.first_index}",
-        other.file,
-        other.rank,
-        atom.name,
-        atom.kind,
+        *location_of(other, atom),
         (other.offset, other.offset + other.nbytes) if has_range else None,
         hint="copies drifted apart in training, or one file is from another save; `ucp convert` takes the first",
     )
@@ -469,12 +442,8 @@ def _replica_finding(
 
 def _fragment_at(atom: Atom, cover: Sequence[Fragment], element: int) -> Fragment:
     """The fragment of a cover that contains the element at this row-major position."""
+    wanted = Box(index_at(element, atom.shape), (1,) * len(atom.shape))
     for fragment in cover:
-        for piece in fragment.region.pieces():
-            box, rest, inside = piece.box, element, True
-            for n, start, length in zip(reversed(atom.shape), reversed(box.start), reversed(box.shape), strict=True):
-                rest, index = divmod(rest, n)
-                inside = inside and start <= index < start + length
-            if inside:
-                return fragment
+        if any(intersect(piece.box, wanted) is not None for piece in fragment.region.pieces()):
+            return fragment
     raise AssertionError(f"{atom}: no fragment contains element {element}")

@@ -8,10 +8,10 @@ from typing import Final
 
 from ucp import settings
 from ucp.checks.tasks import CheckContext, failure_finding
-from ucp.core.box import Box, Gap, Overlap, Shape, coverage, flat_index
+from ucp.core.box import Box, Gap, Overlap, coverage, flat_index
 from ucp.core.checkpoint import Atom, Fragment
 from ucp.core.dtypes import DType
-from ucp.core.findings import Finding, Level, describe_fragment
+from ucp.core.findings import Finding, Level, describe_fragment, location_of
 from ucp.errors import UcpError
 
 _MAX_BOXES: Final = 3  # listed in a message
@@ -85,26 +85,27 @@ def _check_cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -
         yield _mixed_dtypes(atom, fragments)
     if intervals is not None and _tiles(intervals, atom.numel):
         return
-    boxes, owners = _boxes(fragments)
-    defects = list(coverage(atom.shape, boxes))
+    stored = [(piece.box, fragment) for fragment in fragments for piece in fragment.region.pieces()]
+    defects = list(coverage(atom.shape, [box for box, _ in stored]))
     gaps = [defect.box for defect in defects if isinstance(defect, Gap)]
     overlaps = [defect for defect in defects if isinstance(defect, Overlap)]
     if gaps and complete:
-        yield _gap_finding(atom, gaps, _fragment_before(gaps[0], boxes, owners, atom.shape))
+        at = flat_index(gaps[0].start, atom.shape)
+        starts = [flat_index(box.start, atom.shape) for box, _ in stored]
+        before = [(start, number) for number, start in enumerate(starts) if start < at]
+        yield _gap_finding(atom, gaps, stored[max(before)[1]][1] if before else None)
     if overlaps:
-        yield _overlap_finding(atom, overlaps, [owners[owner] for owner in overlaps[0].owners])
+        yield _overlap_finding(atom, overlaps, [stored[owner][1] for owner in overlaps[0].owners])
 
 
 def _gap_finding(atom: Atom, gaps: Sequence[Box], before: Fragment | None) -> Finding:
+    """`before` is the fragment with the last box before the gap, in row-major order."""
     return Finding(
         "coverage",
         "error",
         f"parameter {atom.name}, {atom.kind}: {sum(box.numel for box in gaps)} of {atom.numel} elements are stored"
         f" nowhere: {_list_boxes(gaps)}" + (f", after the part of {describe_fragment(before)}" if before else ""),
-        before.file if before is not None else None,
-        before.rank if before is not None else None,
-        atom.name,
-        atom.kind,
+        *location_of(before, atom),
         hint=_HINT_GAP,
     )
 
@@ -116,10 +117,7 @@ def _overlap_finding(atom: Atom, overlaps: Sequence[Overlap], fragments: Sequenc
         "error",
         f"parameter {atom.name}, {atom.kind}: {_list_boxes([overlap.box for overlap in overlaps])} is stored more than"
         f" once, by {owners}",
-        fragments[0].file,
-        fragments[0].rank,
-        atom.name,
-        atom.kind,
+        *location_of(fragments[0], atom),
         hint=_HINT_OVERLAP,
     )
 
@@ -132,10 +130,7 @@ def _mixed_dtypes(atom: Atom, fragments: Sequence[Fragment]) -> Finding:
         "error",
         f"parameter {atom.name}, {atom.kind}: {other.dtype} on {describe_fragment(other)},"
         f" but {first.dtype} on {describe_fragment(first)}",
-        other.file,
-        other.rank,
-        atom.name,
-        atom.kind,
+        *location_of(other, atom),
         hint="ranks of one run save in one dtype: is one of the files from another run?",
     )
 
@@ -170,25 +165,6 @@ def _tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
             return False
         at = stop
     return at == numel
-
-
-def _boxes(fragments: Sequence[Fragment]) -> tuple[list[Box], list[Fragment]]:
-    """The boxes that fragments contain, and the fragment of each box."""
-    boxes: list[Box] = []
-    owners: list[Fragment] = []
-    for fragment in fragments:
-        for piece in fragment.region.pieces():
-            boxes.append(piece.box)
-            owners.append(fragment)
-    return boxes, owners
-
-
-def _fragment_before(gap: Box, boxes: Sequence[Box], owners: Sequence[Fragment], shape: Shape) -> Fragment | None:
-    """The fragment with the last box before the gap, in row-major order."""
-    at = flat_index(gap.start, shape)
-    starts = [flat_index(box.start, shape) for box in boxes]
-    before = [(start, number) for number, start in enumerate(starts) if start < at]
-    return owners[max(before)[1]] if before else None
 
 
 def _list_boxes(boxes: Sequence[Box]) -> str:

@@ -27,8 +27,7 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
             yield CheckTask(check.check, 0, partial(_run_file_check, check), check.parameter)
 
 
-def _run_file_check(check: FileCheck, meter: Meter) -> Iterable[Finding]:
-    meter.check()
+def _run_file_check(check: FileCheck, _: Meter) -> Iterable[Finding]:
     return check.run()
 
 
@@ -45,14 +44,9 @@ def diagnose(
         archives = list(hooks.torch_files(path, options.tag))
     except (UcpError, OSError):
         return  # reported as the reason why it cannot be opened
-    if archives:
-        yield from _check_archives(files, archives, level, error)
-
-
-def _check_archives(
-    files: SourceFiles, archives: Iterable[Path], level: Level, known: UcpError
-) -> Iterator[Finding | CheckTask]:
-    """A pickle that makes no sense is most often damaged: its CRC shows that."""
+    if not archives:
+        return
+    # A pickle that makes no sense is most often damaged: its CRC shows that.
     from ucp.checks.deep_state import DeepState  # imports numpy
     from ucp.checks.scan import scan_tasks
     from ucp.checks.spans import ChecksumSpan, FileMap, TorchArchive, torch_spans
@@ -64,7 +58,7 @@ def _check_archives(
             for item in torch_spans(files.root, name, FileMap(None)):
                 if level is Level.DEEP or (isinstance(item, ChecksumSpan) and item.nbytes <= _SMALL_MEMBER):
                     found.append(item)
-        except UcpError as error:
-            if error.what != known.what:
-                found.append(failure_finding("zip-crc", error))
+        except UcpError as other:
+            if other.what != error.what:
+                found.append(failure_finding("zip-crc", other))
     yield from scan_tasks(files, DeepState(), found)

@@ -10,7 +10,7 @@ from typing import Final
 from ucp.checks.tasks import CheckContext, CheckTask
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 from ucp.core.dtypes import scalar_value
-from ucp.core.findings import Finding, Level, Severity, describe_fragment
+from ucp.core.findings import Finding, Level, Severity, describe_fragment, location_of
 from ucp.core.optimizers import missing_moment
 from ucp.engine.pool import Meter
 from ucp.storage.local import SourceFiles
@@ -120,10 +120,7 @@ def _check_replica_counts(parameter: Parameter, severity: Severity) -> Iterator[
                 severity,
                 f"parameter {parameter.name}: {1 + counts[most]} copies of its {most}, {1 + count} of its {kind}"
                 f", but not on {describe_fragment(lacking[0])}",
-                lacking[0].file,
-                lacking[0].rank,
-                parameter.name,
-                kind,
+                *location_of(lacking[0], parameter.atoms[kind]),
                 hint="the existing copy is used; is that rank's file from another save?",
             )
 
@@ -230,10 +227,7 @@ def _compare_ranks(atom: Atom, known: list[tuple[Fragment, float]]) -> Iterator[
                 "error",
                 f"parameter {atom.name}: {value:g} steps on {describe_fragment(fragment)},"
                 f" but {step:g} on {describe_fragment(first)}",
-                fragment.file,
-                fragment.rank,
-                atom.name,
-                STEP,
+                *location_of(fragment, atom),
                 hint=_MIXED_HINT,
             )
 

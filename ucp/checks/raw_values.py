@@ -13,9 +13,9 @@ from typing import Any, Final
 import numpy as np
 
 from ucp import settings
-from ucp.core.box import Box, Shape, flat_index
+from ucp.core.box import Box, Shape, flat_index, index_at
 from ucp.core.dtypes import BFLOAT16, FLOAT32, DType
-from ucp.read.casting import RawArray, cast, scratch_buffer
+from ucp.read.casting import RawArray, cast, scratch_buffer, words
 
 # On some machines the kernel copies four times slower if the target is 1 to 31 bytes after the source, modulo the page
 # size, which is where large blocks of malloc are if the source is aligned. Equal offsets within a cache line are fast.
@@ -163,12 +163,7 @@ class ElementMismatches:
     def first_index(self) -> str:
         """The first differing element as text, `[3, 0]`."""
         assert self.first is not None
-        index: list[int] = []
-        rest = self.first
-        for n in reversed(self.shape):
-            rest, i = divmod(rest, n)
-            index.append(i)
-        return "[" + ", ".join(map(str, reversed(index))) + "]"
+        return str(list(index_at(self.first, self.shape)))
 
     def mark_known(self) -> None:
         self._known = self.count
@@ -185,7 +180,7 @@ def unequal(ours: RawArray, theirs: RawArray, rounded: DType | None = None) -> R
 
     With `rounded`, the dtype of both, all NaNs are equal: the bits of a NaN after a cast are not defined.
     """
-    a, b = _words(ours), _words(theirs)
+    a, b = words(ours), words(theirs)
     differing = a != b
     if not differing.any():
         return np.empty(0, np.int64)
@@ -194,10 +189,6 @@ def unequal(ours: RawArray, theirs: RawArray, rounded: DType | None = None) -> R
     if rounded is not None and can_scan(rounded):
         elements &= ~(is_nan(a, rounded) & is_nan(b, rounded))
     return np.flatnonzero(elements)
-
-
-def _words(raw: RawArray) -> RawArray:
-    return raw.reshape(-1).view(np.dtype(f"uint{8 * min(raw.dtype.itemsize, 8)}"))
 
 
 class RoundingComparison:

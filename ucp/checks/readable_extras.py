@@ -51,15 +51,8 @@ def _check_extras(checkpoint: Checkpoint, meter: Meter) -> Iterator[Finding]:
 
 
 def _finding(file: str, problem: str, subject: str) -> Finding:
-    return Finding(
-        "extras",
-        "error",
-        f"{file}: {problem}",
-        file,
-        hint=_RESTORE,
-        exit_code=IntegrityError.exit_code,
-        subject=subject,
-    )
+    code = IntegrityError.exit_code
+    return Finding("extras", "error", f"{file}: {problem}", file, hint=_RESTORE, exit_code=code, subject=subject)
 
 
 def _read_error(path: Path) -> str | None:

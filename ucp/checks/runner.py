@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Final, cast
@@ -44,7 +46,7 @@ def verify(
     statement about the checkpoint.
     """
     start = time.monotonic()
-    level = _parse_level(level)
+    level = Level.parse(level)
     checks = checks_of(level)
     options = options or ReadOptions()
     path = source.root if isinstance(source, Checkpoint) else parse_path(source)
@@ -62,59 +64,32 @@ def verify(
     return report
 
 
-def _parse_level(level: Level | str) -> Level:
-    if isinstance(level, Level):
-        return level
-    try:
-        return Level[level.upper()]
-    except KeyError:
-        known = ", ".join(known.title for known in Level)
-        raise UsageError(f"{level!r} is not a level of verification", hint=f"choose one of: {known}") from None
-
-
 def _report_checks(
-    report: Report,
-    checkpoint: Checkpoint,
-    checks: Sequence[Check],
-    jobs: int,
-    progress: Progress,
-    processes: bool,
+    report: Report, checkpoint: Checkpoint, checks: Sequence[Check], jobs: int, progress: Progress, processes: bool
 ) -> None:
     report.format = checkpoint.format
     report.root = str(checkpoint.root)
     report.parameters = len(checkpoint.parameters)
     report.atoms = sum(len(parameter.atoms) for parameter in checkpoint.parameters.values())
     report.files = len(checkpoint.sizes)
+    # Coverage first: it marks atoms that cannot be located, which no other check may read. The scan last: it reads the
+    # bytes that no other check has read.
+    order = {"atom_coverage": 0, "scan": 2}
+    modules = sorted({check.module for check in checks if check.module}, key=lambda name: (order.get(name, 1), name))
     with ThreadFiles(checkpoint.root, jobs) as files:
-        context = _make_context(checkpoint, files, report.level)
-        modules = sorted({check.module for check in checks if check.module}, key=_order)
-        items = [item for module in modules for item in _run_module(module, context)]
-        items += _reader_notes(checkpoint)
+        context = CheckContext(checkpoint, files, report.level)
+        if report.level is Level.DEEP:
+            from ucp.checks.deep_state import DeepState  # imports numpy, which --quick does without
+
+            deep = DeepState()
+            context = replace(context, deep=deep, shared=[deep.checksums, deep.values])
+        items: list[Finding | CheckTask] = []
+        for module in modules:
+            items += import_module(f"ucp.checks.{module}").run_check(context)
+        for note in checkpoint.notes:
+            check = "slice-mappings" if note.id.startswith("slice-mappings") else "notes"
+            items.append(Finding(check, "note", note.text))
         _run_items(report, items, jobs, progress, context if processes else None)
-
-
-def _make_context(checkpoint: Checkpoint, files: SourceFiles, level: Level) -> CheckContext:
-    if level is not Level.DEEP:
-        return CheckContext(checkpoint, files, level)
-    from ucp.checks.deep_state import DeepState  # imports numpy, which --quick does without
-
-    deep = DeepState()
-    return CheckContext(checkpoint, files, level, deep=deep, shared=[deep.checksums, deep.values])
-
-
-def _order(module: str) -> tuple[int, str]:
-    """Coverage first: it marks atoms that cannot be located, which no other check may read. The scan last: it reads
-    the bytes that no other check has read."""
-    return {"atom_coverage": 0, "scan": 2}.get(module, 1), module
-
-
-def _run_module(module: str, context: CheckContext) -> Iterator[Finding | CheckTask]:
-    return cast("Iterator[Finding | CheckTask]", import_module(f"ucp.checks.{module}").run_check(context))
-
-
-def _reader_notes(checkpoint: Checkpoint) -> Iterator[Finding]:
-    for note in checkpoint.notes:
-        yield Finding("slice-mappings" if note.id.startswith("slice-mappings") else "notes", "note", note.text)
 
 
 def _report_unreadable(
@@ -133,30 +108,20 @@ def _report_unreadable(
     report.checks = [c.id for c in CHECKS if c.id == "zip-crc" or (c in checks and c.id in _WITHOUT_INDEX)]
     # Nothing is excused, because the other checks cannot run: with `--allow grid` a missing rank would pass.
     report.policy = Policy(report.policy.fail_on)
-    with SourceFiles(_folder_of(path)) as files:
+    folder = path.parent
+    with suppress(OSError):
+        folder = path if path.is_dir() else folder
+    with SourceFiles(folder) as files:
         report.root = str(files.root)
         _run_items(report, diagnose(path, options, report.level, files, error), jobs, progress)
-    report.add(_unreadable_findings(error, report.findings))
-    report.sort()
-
-
-def _folder_of(path: Path) -> Path:
-    try:
-        return path if path.is_dir() else path.parent
-    except OSError:
-        return path.parent
-
-
-def _unreadable_findings(error: UcpError, known: Sequence[Finding]) -> Iterator[Finding]:
-    """One finding per problem that the reader lists, except for files that are already reported as missing."""
-    missing = [PurePosixPath(finding.file).name for finding in known if finding.check == "grid" and finding.file]
+    # One finding per problem that the reader lists, except for files that are already reported as missing.
+    missing = [PurePosixPath(one.file).name for one in report.findings if one.check == "grid" and one.file]
     for problem in error.problems:
         if not any(name in problem.text for name in missing):
             message = error.what if len(error.problems) == 1 and problem.file is None else problem.text
-            rank = cast("Rank | None", problem.rank)
-            yield Finding(
-                problem.check, "error", message, problem.file, rank, hint=error.hint, exit_code=error.exit_code
-            )
+            where = (problem.file, cast("Rank | None", problem.rank))
+            report.add([Finding(problem.check, "error", message, *where, hint=error.hint, exit_code=error.exit_code)])
+    report.sort()
 
 
 def _run_items(

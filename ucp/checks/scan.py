@@ -136,13 +136,7 @@ def _finish_span(files: SourceFiles, deep: DeepState, checksum: SpanChecksum, me
 
 
 def _scan(
-    files: SourceFiles,
-    deep: DeepState,
-    span: ChecksumSpan,
-    start: int,
-    stop: int,
-    recorder: ReadRecorder,
-    meter: Meter,
+    files: SourceFiles, deep: DeepState, span: ChecksumSpan, start: int, stop: int, recorder: ReadRecorder, meter: Meter
 ) -> None:
     """Read bytes `[start, stop)` of a span block by block, and scan values and padding. `start` splits no element."""
     size = min(max(block_bytes() // _LARGEST_ELEMENT, 1) * _LARGEST_ELEMENT, stop - start)

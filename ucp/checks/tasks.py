@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ucp import settings
 from ucp.core.checkpoint import Atom, Checkpoint, Rank
 from ucp.core.findings import Finding, Level
-from ucp.engine.pool import Meter, Work, run_pool
+from ucp.engine.pool import Meter, Work, Worker, run_pool
 from ucp.errors import UcpError
 from ucp.storage.local import SourceFiles
 
@@ -79,20 +79,15 @@ def run_tasks(tasks: Iterable[CheckTask], jobs: int, meter: Meter, forked: Check
     ordered = sorted(tasks, key=lambda task: -min(task.nbytes, settings.COPY_TASK_BYTES))
     findings: list[Finding] = []
     for phase in sorted({task.phase for task in ordered}):
-        findings += _run_phase([task for task in ordered if task.phase == phase], jobs, meter, forked)
+        some = [task for task in ordered if task.phase == phase]
+        total = sum(task.nbytes for task in some)
+        # For little reading a worker would cost more than it saves, and a thread would prevent forks later.
+        workers = 1 if forked is not None and total <= settings.COPY_TASK_BYTES else max(1, min(jobs, len(some)))
+        work = _CheckWork(min(settings.COPY_TASK_BYTES, total // (_BATCHES_PER_WORKER * workers)), forked)
+        found: dict[int, list[Finding]] = {}
+        run_pool(work, [list(enumerate(some))], found.update, meter, jobs=workers, processes=forked is not None)
+        findings += [finding for number in sorted(found) for finding in found[number]]
     return findings
-
-
-def _run_phase(tasks: Sequence[CheckTask], jobs: int, meter: Meter, forked: CheckContext | None) -> list[Finding]:
-    total = sum(task.nbytes for task in tasks)
-    if forked is not None and total <= settings.COPY_TASK_BYTES:
-        jobs = 1  # a worker would cost more than the reading, and a thread would prevent forks later
-    jobs = max(1, min(jobs, len(tasks)))
-    work = _CheckWork(min(settings.COPY_TASK_BYTES, total // (_BATCHES_PER_WORKER * jobs)), forked)
-    found: dict[int, list[Finding]] = {}
-    done = found.update
-    run_pool(work, [list(enumerate(tasks))], done, meter, jobs=jobs, processes=forked is not None)
-    return [finding for number in sorted(found) for finding in found[number]]
 
 
 class _CheckWork(Work[tuple[int, CheckTask], dict[int, list[Finding]]]):
@@ -102,8 +97,8 @@ class _CheckWork(Work[tuple[int, CheckTask], dict[int, list[Finding]]]):
         self._batch_bytes = max(1, batch_bytes)
         self._context = forked
 
-    def start(self, meter: Meter) -> _CheckWorker:
-        return _CheckWorker(meter)
+    def start(self, meter: Meter) -> Worker[tuple[int, CheckTask], dict[int, list[Finding]]]:
+        return Worker(lambda item: {item[0]: run_task(item[1], meter)})
 
     def load(self, item: tuple[int, CheckTask]) -> float:
         return item[1].nbytes / self._batch_bytes
@@ -138,18 +133,6 @@ class _CheckWork(Work[tuple[int, CheckTask], dict[int, list[Finding]]]):
                 item.merge_changes(added)
 
 
-class _CheckWorker:
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def run(self, item: tuple[int, CheckTask]) -> dict[int, list[Finding]]:
-        number, task = item
-        return {number: run_task(task, self._meter)}
-
-    def close(self) -> None:
-        """Nothing is kept from task to task."""
-
-
 def run_task(task: CheckTask, meter: Meter) -> list[Finding]:
     """The findings of a task; a failure to read is one of them."""
     meter.check()
@@ -162,22 +145,10 @@ def run_task(task: CheckTask, meter: Meter) -> list[Finding]:
 def failure_finding(check: str, error: UcpError, parameter: str | None = None, kind: str | None = None) -> Finding:
     """A failure to read as a finding of the check that tried; it keeps its exit code."""
     return Finding(
-        check,
-        "error",
-        error.what,
-        parameter=parameter,
-        kind=kind,
-        hint=error.hint,
-        exit_code=error.exit_code,
+        check, "error", error.what, parameter=parameter, kind=kind, hint=error.hint, exit_code=error.exit_code
     )
 
 
 def _decode_finding(value: dict[str, Any]) -> Finding:
-    rank, byte_range = value["rank"], value["byte_range"]
-    return Finding(
-        **{
-            **value,
-            "rank": None if rank is None else Rank(*rank),
-            "byte_range": None if byte_range is None else (byte_range[0], byte_range[1]),
-        }
-    )
+    tuples: dict[str, Callable[[Any], Any]] = {"rank": lambda numbers: Rank(*numbers), "byte_range": tuple}
+    return Finding(**{key: tuples[key](v) if key in tuples and v is not None else v for key, v in value.items()})

@@ -8,16 +8,13 @@ and its writer does the rest in the same way for every member: any disagreement 
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, namedtuple
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ucp.containers.torch_file import TorchFile
-from ucp.containers.zip_directory import ZipEntry
-
-Read = Callable[[int, int], bytes]
-"""`read(offset, size)`: exactly `size` bytes of the file from byte `offset`."""
+from ucp.containers.zip_directory import LOCATOR, Read, ZipEntry
 
 _ALIGNMENT_FIELD: Final = 0x4246  # "FB", with which torch aligns the data of each member
 _ZIP64_FIELD: Final = 1
@@ -27,47 +24,19 @@ _ZIP64_VERSIONS: Final = (0x031E, 45)  # written by torch; other writers write t
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _CENTRAL: Final = struct.Struct("<4s6H3L5H2L")
 _END_BYTES: Final = 22
-_LOCATOR: Final = struct.Struct("<4sLQL")  # signature, disk, offset of the zip64 end record, disks
 _END64: Final = struct.Struct("<4sQ2H")  # signature, size of the rest, versions
 _END64_BYTES: Final = 56
 
 
-class _ZipLocalHeader(NamedTuple):
-    """The header before the data of a member."""
-
-    signature: bytes
-    needed: int
-    flags: int
-    method: int
-    time: int
-    date: int
-    crc: int
-    packed: int
-    size: int
-    name_length: int
-    extra_length: int
-
-
-class _ZipDirectoryHeader(NamedTuple):
-    """An entry of the central directory."""
-
-    signature: bytes
-    made: int
-    needed: int
-    flags: int
-    method: int
-    time: int
-    date: int
-    crc: int
-    packed: int
-    size: int
-    name_length: int
-    extra_length: int
-    comment_length: int
-    disk: int
-    internal: int
-    external: int
-    offset: int
+# The header before the data of a member, and an entry of the central directory.
+_ZipLocalHeader = namedtuple(
+    "_ZipLocalHeader", "signature needed flags method time date crc packed size name_length extra_length"
+)
+_ZipDirectoryHeader = namedtuple(
+    "_ZipDirectoryHeader",
+    "signature made needed flags method time date crc packed size name_length extra_length comment_length disk"
+    " internal external offset",
+)
 
 
 class ZipDefect(NamedTuple):
@@ -187,14 +156,18 @@ def _check_extra(
 ) -> Iterator[ZipDefect]:
     """Extra fields: those that torch writes have known contents, others must occur in every member."""
     at = 0
-    while at < len(extra):
-        if at + 4 > len(extra):
-            break
+    while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<HH", extra, at)
         content = extra[at + 4 : at + 4 + length]
         field_at = position + at
-        if tag == _ALIGNMENT_FIELD:
-            yield from _check_filler(entry, content, field_at + 4, conventions)
+        if tag == _ALIGNMENT_FIELD and content:
+            usual = Counter(content).most_common(1)[0][0]  # alignment repeats one byte
+            defect = ZipDefect(field_at + 4, field_at + 4 + len(content), f"the alignment before {entry.name}")
+            conventions.add("alignment", usual, defect)
+            if content.count(usual) != len(content):
+                yield defect
+        elif tag == _ALIGNMENT_FIELD:
+            pass
         elif tag == _ZIP64_FIELD:
             values = {value for (value,) in struct.iter_unpack("<Q", content[: length // 8 * 8])}
             if length % 8 or not values <= {0, entry.size, entry.header_offset - start}:
@@ -207,19 +180,6 @@ def _check_extra(
         conventions.add("extra fields", _ALIGNMENT_FIELD, fields)
         if at != len(extra):
             yield fields
-
-
-def _check_filler(
-    entry: ZipEntry, filler: bytes, position: int, conventions: _WriterConventions
-) -> Iterator[ZipDefect]:
-    """Alignment repeats one byte."""
-    if not filler:
-        return
-    usual = Counter(filler).most_common(1)[0][0]
-    defect = ZipDefect(position, position + len(filler), f"the alignment before {entry.name}")
-    conventions.add("alignment", usual, defect)
-    if filler.count(usual) != len(filler):
-        yield defect
 
 
 def _check_trailer(entry: ZipEntry | None, trailer: bytes, position: int) -> Iterator[ZipDefect]:
@@ -238,12 +198,12 @@ def _check_trailer(entry: ZipEntry | None, trailer: bytes, position: int) -> Ite
 
 def _check_end(tail: bytes, at: int, directory: int) -> Iterator[ZipDefect]:
     """The zip64 records after the directory, apart from the fields that were checked when the archive was opened."""
-    locator_at = len(tail) - _END_BYTES - _LOCATOR.size
+    locator_at = len(tail) - _END_BYTES - LOCATOR.size
     if tail[at : at + 4] != b"PK\6\6" or locator_at < at:
         return
     what = "the records after the directory"
     _, rest, made, needed = _END64.unpack_from(tail, at)
-    _, disk, _, disks = _LOCATOR.unpack_from(tail, locator_at)
+    _, disk, _, disks = LOCATOR.unpack_from(tail, locator_at)
     versions = (made, needed) == _ZIP64_VERSIONS or made == needed
     if at + 12 + rest != locator_at or rest != _END64_BYTES - 12 or not versions or disk or disks != 1:
         yield ZipDefect(directory + at, directory + len(tail), what)

@@ -11,7 +11,7 @@ import numpy as np
 from ucp import settings
 from ucp.core.box import Box, Shape, flat_index, slabs
 from ucp.core.checkpoint import Atom
-from ucp.engine.pool import Meter, Progress, Work, run_pool
+from ucp.engine.pool import Meter, Progress, Work, Worker, run_pool
 from ucp.errors import UcpError
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import RawArray, raw_dtype
@@ -149,8 +149,8 @@ class _PassWork(Work[_SlabBatch, "tuple[int, int, Any]"]):
         self.consumer = consumer
         self.keep_going = keep_going
 
-    def start(self, meter: Meter) -> _PassWorker:
-        return _PassWorker(self, meter)
+    def start(self, meter: Meter) -> Worker[_SlabBatch, tuple[int, int, Any]]:
+        return Worker(_PassWorker(self, meter).run)
 
 
 class _PassWorker:
@@ -171,9 +171,6 @@ class _PassWorker:
             if not self._work.keep_going:
                 raise
             return batch.number, 0, error
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def _read(self, batch: _SlabBatch, consumer: SlabConsumer) -> int:
         """Pass the slabs of a batch to the consumer; returns the position of the first element."""

@@ -1,6 +1,6 @@
 """Compare two checkpoints: pair their atoms, read both in one pass, and collect the differences.
 
-Relative updates: how far each parameter and each layer moved between two steps of one run.
+With `updates`, also measure how far each parameter and each layer moved between two steps of one run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Final
 
 from ucp.compare.atom_pass import AtomGroup, ReadFailure, run_pass
@@ -21,7 +21,7 @@ from ucp.compare.job_state import (
     note_uncounted_extras,
 )
 from ucp.compare.pairing import AtomPair, pair_atoms, select_both
-from ucp.core.box import Shape
+from ucp.core.box import Shape, index_at
 from ucp.core.checkpoint import MASTER, WEIGHT, Checkpoint, Note
 from ucp.core.notebook import html_table
 from ucp.core.selection import Only
@@ -150,11 +150,7 @@ class Comparison:
             "same": self.same,
             "identical": self.identical,
             "exit_code": self.exit_code,
-            "tolerance": {
-                "rtol": self.tolerance.relative,
-                "atol": self.tolerance.absolute,
-                "ulp": self.tolerance.ulp,
-            },
+            "tolerance": dict(zip(("rtol", "atol", "ulp"), astuple(self.tolerance), strict=True)),
             "strict": self.strict,
             "compared": {"atoms": self.compared, "bytes_read": self.bytes_read},
             "differences": [atom.to_json() for atom in self.atoms],
@@ -273,34 +269,19 @@ def _add_difference(result: Comparison, atoms: AtomPair, compared: AtomCompariso
         return
     if not compared.differing and a.dtype == b.dtype:
         return
+    measured = ("differing", "outside", "max_abs", "max_rel", "max_ulp", "one_sided_nan")
     difference = AtomDifference(
         atoms.name,
         atoms.kind,
         shapes,
         dtypes,
-        compared.differing,
-        compared.outside,
-        compared.max_abs,
-        compared.max_rel,
-        compared.max_ulp,
-        compared.one_sided_nan,
-        _index(compared.first, a.shape),
-        _index(compared.worst, a.shape),
+        **{name: getattr(compared, name) for name in measured},
+        first=None if compared.first is None else index_at(compared.first, a.shape),
+        worst=None if compared.worst is None else index_at(compared.worst, a.shape),
     )
     # With a tolerance, values are compared and different dtypes are not a difference.
     dtype_counts = a.dtype != b.dtype and (result.tolerance.exact or result.strict)
     (result.atoms if compared.outside or dtype_counts else result.within).append(difference)
-
-
-def _index(position: int | None, shape: Shape) -> tuple[int, ...] | None:
-    """A row-major position as an index with one entry per dimension."""
-    if position is None:
-        return None
-    index: list[int] = []
-    for n in reversed(shape):
-        position, i = divmod(position, n)
-        index.append(i)
-    return tuple(reversed(index))
 
 
 def layer_of(name: str) -> str:
@@ -340,9 +321,7 @@ class RelativeUpdate:
 
     def to_json(self) -> dict[str, Any]:
         numbers = {"change": self.change, "norm": self.norm, "relative": self.relative}
-        return {"name": self.name} | {
-            key: value if math.isfinite(value) else repr(value) for key, value in numbers.items()
-        }
+        return {"name": self.name, **{key: json_float(value) for key, value in numbers.items()}}
 
 
 @dataclass(frozen=True, slots=True)

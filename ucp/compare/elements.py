@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucp.core.dtypes import DType
-from ucp.read.casting import RawArray, can_cast, cast, widen
+from ucp.read.casting import RawArray, can_cast, cast, widen, words
 
 _BLOCK: Final = 65_536  # elements to compute with at a time: as doubles they fit into the CPU cache
 
@@ -58,14 +58,9 @@ def _float8_table(name: str) -> NDArray[np.float32]:
     return table
 
 
-def bits(raw: RawArray) -> RawArray:
-    """Raw elements as unsigned integers, flattened; an element of 16 bytes as two."""
-    return raw.reshape(-1).view(np.dtype(f"uint{8 * min(raw.dtype.itemsize, 8)}"))
-
-
 def unequal_bits(a: RawArray, b: RawArray) -> NDArray[np.bool_]:
     """Mask of the elements that differ in any bit."""
-    differ: NDArray[np.bool_] = bits(a) != bits(b)
+    differ: NDArray[np.bool_] = words(a) != words(b)
     return differ if differ.size == a.size else np.logical_or.reduce(differ.reshape(a.size, -1), axis=1)
 
 
@@ -204,7 +199,7 @@ class AtomComparison:
         if common is None:
             return None
         a, b = (cast(raw, dtype, common) for raw, dtype in zip((a, b), self.dtypes, strict=True))
-        return ulps(bits(a), bits(b))
+        return ulps(words(a), words(b))
 
     def _outside_tolerance(
         self, apart: RawArray, largest: RawArray, steps: RawArray | None, comparable: RawArray, both_nan: RawArray

@@ -20,22 +20,22 @@ import numpy as np
 import xxhash
 
 from ucp import settings
+from ucp.containers.distcp import METADATA
 from ucp.containers.inert import Inert
 from ucp.containers.inert_json import InertEncoder
 from ucp.core.box import slabs
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
 from ucp.errors import UcpError, first_few
+from ucp.formats.deepspeed.step_files import model_file_rank
+from ucp.formats.megatron.folder import COMMON, MODEL_FILE, RANK_FOLDER
 from ucp.read.atom_reader import AtomReader
 from ucp.read.casting import raw_dtype
 from ucp.storage.local import SourceFiles
+from ucp.storage.paths import natural_order
 
 # Keys of an optimizer group that are not hyper-parameters: its parameters, its name, and how its ranks are laid out.
 _NOT_SETTINGS: Final = ("params", "param_names", "name", "is_expert_parallel")
 
-# Every rank has one of these files; the first is taken for all.
-_JOB_FILE: Final = re.compile(r"^(?:.*/)?(?:(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|common\.pt)$")
-_RANK_FILE: Final = re.compile(r"^(?:.*/)?mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?/model_optim_rng\.pt$")
-_NOT_EXTRAS: Final = re.compile(r"_optim_states\.pt$|(?:^|/)\.metadata$")
 _RANDOM_OBJECT: Final = re.compile(r"^rng_state/shard_(\d+)\.(\d+)_[\d.]+$")
 _OBJECTS: Final = "objects"
 _LAUNCH_TOPICS: Final = ("args", "ds_config", "config.json")  # how the job was launched, or what its model is
@@ -43,22 +43,9 @@ _COMMON_NAMES: Final = {"opt_param_scheduler": "lr_scheduler"}
 # The parallel layout, parameter states, and what differs in every save.
 _LEFT_OUT: Final = frozenset(
     {
-        "buffer_names",
-        "checkpoint_parallel_dimensions",
-        "content_metadata",
-        "dp_world_size",
-        "ds_version",
-        "frozen_param_fragments",
-        "frozen_param_shapes",
-        "module",
-        "mp_world_size",
-        "num_experts",
-        "optimizer",
-        "optimizer_state_dict",
-        "param_shapes",
-        "rng_state",
-        "shared_params",
-        "sparse_tensor_module_names",
+        *("checkpoint_parallel_dimensions", "content_metadata", "dp_world_size", "ds_version", "mp_world_size"),
+        *("buffer_names", "frozen_param_fragments", "frozen_param_shapes", "module", "num_experts", "optimizer"),
+        *("optimizer_state_dict", "param_shapes", "rng_state", "shared_params", "sparse_tensor_module_names"),
         "universal_checkpoint_info",
     }
 )
@@ -86,36 +73,33 @@ def compare_settings(
 ) -> tuple[list[SettingDifference], list[Note]]:
     """Differences in step and hyper-parameters, and notes. Compares by parameter, so that group order is irrelevant."""
     differences: list[SettingDifference] = []
+    notes: list[Note] = []
     if a.step != b.step and a.step is not None and b.step is not None:
         differences.append(SettingDifference("step", a.step, b.step))
+    for side, one, other in (("A", a, b), ("B", b, a)):
+        if one.step is None and other.step is not None:
+            notes.append(Note("no-step", f"{side} does not contain its step; the other is at {other.step}"))
+        if not one.groups and other.groups:
+            notes.append(Note("no-hyper", f"{side} has no hyper-parameters to compare"))
     hyper_a, hyper_b = _hyper_texts(a), _hyper_texts(b)
+    roles: dict[tuple[str, str], list[str]] = {}
     differing: dict[tuple[str, str, str], list[str]] = {}
-    for one, other in pairs:
-        if one.group is None or other.group is None:
+    for ours, theirs in pairs:
+        if ours.role != theirs.role:
+            roles.setdefault((ours.role, theirs.role), []).append(ours.name)
+        if ours.group is None or theirs.group is None:
             continue
-        ours, theirs = hyper_a[one.group], hyper_b[other.group]
-        for key in dict.fromkeys([*ours, *theirs]):
-            text_a, text_b = ours.get(key, ""), theirs.get(key, "")
+        group_a, group_b = hyper_a[ours.group], hyper_b[theirs.group]
+        for key in dict.fromkeys([*group_a, *group_b]):
+            text_a, text_b = group_a.get(key, ""), group_b.get(key, "")
             if text_a != text_b:
-                differing.setdefault((key, text_a, text_b), []).append(one.name)
+                differing.setdefault((key, text_a, text_b), []).append(ours.name)
     for (key, text_a, text_b), names in differing.items():
         value_a, value_b = (json.loads(text) if text else None for text in (text_a, text_b))
         differences.append(SettingDifference(key, value_a, value_b, tuple(names), not (text_a and text_b)))
-    return differences, list(_setting_notes(a, b, pairs))
-
-
-def _setting_notes(a: Checkpoint, b: Checkpoint, pairs: Sequence[tuple[Parameter, Parameter]]) -> Iterator[Note]:
-    for side, one, other in (("A", a, b), ("B", b, a)):
-        if one.step is None and other.step is not None:
-            yield Note("no-step", f"{side} does not contain its step; the other is at {other.step}")
-        if not one.groups and other.groups:
-            yield Note("no-hyper", f"{side} has no hyper-parameters to compare")
-    roles: dict[tuple[str, str], list[str]] = {}
-    for one_, other_ in pairs:
-        if one_.role != other_.role:
-            roles.setdefault((one_.role, other_.role), []).append(one_.name)
     for (role_a, role_b), names in roles.items():
-        yield Note("role", f"{role_a} in A and {role_b} in B: {first_few(names)}")
+        notes.append(Note("role", f"{role_a} in A and {role_b} in B: {first_few(names)}"))
+    return differences, notes
 
 
 def _hyper_texts(checkpoint: Checkpoint) -> list[dict[str, str]]:
@@ -208,30 +192,26 @@ def _topics(checkpoint: Checkpoint) -> dict[str, Any]:
     found: dict[str, Any] = {}
     random: dict[str, Any] = {}
     with SourceFiles(checkpoint.root, computed=checkpoint.computed) as files:
-        for name, tree in sorted(checkpoint.extras.trees.items(), key=lambda item: _natural_order(item[0])):
-            rank = _RANK_FILE.match(name)
+        for name, tree in sorted(checkpoint.extras.trees.items(), key=lambda item: natural_order(item[0])):
+            path = PurePosixPath(name)
+            rank = RANK_FOLDER.fullmatch(path.parent.name) if path.name == MODEL_FILE else None
             if rank and isinstance(tree, dict) and checkpoint.mesh.ep == 1 and tree.get("rng_state") is not None:
                 random[f"tp {int(rank[1])} pp {int(rank[2] or 0)}"] = _value(tree["rng_state"], files)
-            if rank or _JOB_FILE.match(name):
+            if rank or path.name == COMMON or model_file_rank(path.name) is not None:
                 if not rank and isinstance(tree, dict) and tree.get("rng_state") is not None:
                     random.setdefault("tp 0 pp 0", _value(tree["rng_state"], files))  # DeepSpeed: of the first rank
                 for key, value in _job_values(tree, files):
-                    found.setdefault(key, value)
+                    found.setdefault(key, value)  # every rank has them; the first is taken for all
             elif name == _OBJECTS and isinstance(tree, dict):
                 for key, value in tree.items():
                     shard = _RANDOM_OBJECT.match(str(key))
                     if shard:
                         random[f"tp {int(shard[2])} pp {int(shard[1])}"] = _value(value, files)
-            elif not _NOT_EXTRAS.search(name):
-                found.setdefault(PurePosixPath(name).name, _value(tree, files))
+            elif path.name != METADATA and not path.name.endswith("_optim_states.pt"):
+                found.setdefault(path.name, _value(tree, files))
     if random:
         found["random"] = random
     return found
-
-
-def _natural_order(name: str) -> list[Any]:
-    """Sort key that compares numbers by value: `rank_2` before `rank_10`."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _job_values(tree: Any, files: SourceFiles) -> Iterator[tuple[str, Any]]:
@@ -246,8 +226,7 @@ def _job_values(tree: Any, files: SourceFiles) -> Iterator[tuple[str, Any]]:
 
 def _value(value: Any, files: SourceFiles) -> Any:
     encoder = InertEncoder()
-    encoded = encoder.encode(value)
-    return _plain(encoded, encoder.tensors, files)
+    return _plain(encoder.encode(value), encoder.tensors, files)
 
 
 def _plain(value: Any, tensors: Mapping[str, Atom], files: SourceFiles) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -69,30 +69,18 @@ def select_both(
                 f"pattern {pattern!r} matches no parameter of either checkpoint",
                 hint="`ucp inspect` lists the names; quote the pattern so that the shell leaves it alone",
             )
-    return tuple(  # type: ignore[return-value]
-        replace(
-            side,
-            parameters={
-                name: parameter
-                for name, parameter in side.parameters.items()
-                if (not include or _matches(parameter, include)) and not _matches(parameter, exclude)
-            },
-        )
-        for side in ((_with_masters(side) if only == "weights" else select(side, Selection(only))) for side in (a, b))
-    )
+    return _selected(a, only, include, exclude), _selected(b, only, include, exclude)
 
 
-def _with_masters(side: Checkpoint) -> Checkpoint:
-    weights = select(side, Selection("weights"))
-    return replace(
-        weights,
-        parameters={
-            name: replace(parameter, atoms={**parameter.atoms, MASTER: side.parameters[name].atoms[MASTER]})
-            if MASTER in side.parameters[name].atoms
-            else parameter
-            for name, parameter in weights.parameters.items()
-        },
-    )
+def _selected(side: Checkpoint, only: Only | None, include: Sequence[str], exclude: Sequence[str]) -> Checkpoint:
+    chosen = select(side, Selection(only))
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in chosen.parameters.items():
+        if (not include or _matches(parameter, include)) and not _matches(parameter, exclude):
+            master = side.parameters[name].atoms.get(MASTER)
+            atoms = parameter.atoms if master is None or only != "weights" else {**parameter.atoms, MASTER: master}
+            parameters[name] = replace(parameter, atoms=atoms)
+    return replace(chosen, parameters=parameters)
 
 
 def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
@@ -123,7 +111,11 @@ def pair_atoms(a: Checkpoint, b: Checkpoint, *, strict: bool = False, only: Only
         pairing.only_a = [(name, kind) for name, kind in pairing.only_a if kind != MASTER]
         pairing.only_b = [(name, kind) for name, kind in pairing.only_b if kind != MASTER]
     pairing.notes = [Note("stand-in", f"{count} parameters: {remark}") for remark, count in remarks.items()]
-    pairing.tying = list(_tying_differences(pairing.parameters))
+    for one, other in pairing.parameters:
+        names_a, names_b = {one.name, *one.aliases}, {other.name, *other.aliases}
+        if names_a != names_b:
+            more_a, more_b = tuple(sorted(names_a - names_b)), tuple(sorted(names_b - names_a))
+            pairing.tying.append(TyingDifference(one.name, more_a, more_b))
     return pairing
 
 
@@ -175,10 +167,3 @@ def _with_stand_ins(partner: Parameter, parameter: Parameter, side: str, remarks
 
 def _rounded(ours: Atom, theirs: Atom) -> str:
     return "" if ours.dtype == theirs.dtype else f" rounded to {theirs.dtype}"
-
-
-def _tying_differences(parameters: Sequence[tuple[Parameter, Parameter]]) -> Iterator[TyingDifference]:
-    for one, other in parameters:
-        names_a, names_b = {one.name, *one.aliases}, {other.name, *other.aliases}
-        if names_a != names_b:
-            yield TyingDifference(one.name, tuple(sorted(names_a - names_b)), tuple(sorted(names_b - names_a)))

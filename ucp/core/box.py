@@ -77,6 +77,15 @@ def flat_index(index: Shape, shape: Shape) -> int:
     return flat
 
 
+def index_at(position: int, shape: Shape) -> Shape:
+    """The index of the element at a row-major position of a tensor of `shape`; the inverse of `flat_index`."""
+    index: list[int] = []
+    for n in reversed(shape):
+        position, i = divmod(position, n)
+        index.append(i)
+    return tuple(reversed(index))
+
+
 def is_contiguous_in(box: Box, shape: Shape) -> bool:
     """Whether the elements of `box` are contiguous in a row-major tensor of `shape`."""
     seen = False

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
 
-from ucp.core.checkpoint import Fragment, Rank
-from ucp.errors import InconsistentError
+from ucp.core.checkpoint import Atom, Fragment, Rank
+from ucp.errors import InconsistentError, UsageError
 
 Severity = Literal["error", "warning", "note"]
 FailOn = Literal["error", "warning", "note", "never"]
@@ -30,6 +30,15 @@ class Level(IntEnum):
     @property
     def title(self) -> str:
         return self.name.lower()
+
+    @staticmethod
+    def parse(level: Level | str) -> Level:
+        """A level, or the one with this title."""
+        known = {one.title: one for one in Level}
+        if isinstance(level, str) and level.lower() not in known:
+            hint = f"choose one of: {', '.join(known)}"
+            raise UsageError(f"{level!r} is not a level of verification", hint=hint)
+        return known[level.lower()] if isinstance(level, str) else level
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,11 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.check}: {self.message}"
+
+
+def location_of(fragment: Fragment | None, atom: Atom) -> tuple[str | None, Rank | None, str, str]:
+    """The fields of a finding from `file` to `kind`, for an atom and one of its fragments."""
+    return fragment and fragment.file, fragment and fragment.rank, atom.name, atom.kind
 
 
 def describe_fragment(fragment: Fragment) -> str:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from select import POLLIN, poll
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from ucp import errors, settings
 from ucp.errors import StorageError, UcpError
@@ -35,9 +35,6 @@ from ucp.storage.local import die_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-ItemT = TypeVar("ItemT", contravariant=True)
-ResultT = TypeVar("ResultT", covariant=True)
-
 _MAX_ITEMS: Final = 64  # handed to a process at once
 _NO_QUEUE: Final = -1  # in place of a queue number: no items are left
 
@@ -89,14 +86,15 @@ class Meter:
         self._stopped.set()
 
 
-class Worker(Protocol[ItemT, ResultT]):
-    """What one thread or process keeps from item to item: buffers, readers, open files."""
+@dataclass(frozen=True, slots=True)
+class Worker(Generic[Item, Result]):
+    """One thread or process at work: `run` does an item, and `close` is called when no more items will come.
 
-    def run(self, item: ItemT) -> ResultT:
-        """Do one item."""
+    What `run` keeps from item to item (buffers, readers, open files) is bound to it. A process ends without `close`.
+    """
 
-    def close(self) -> None:
-        """No more items will come. Not called in a process, which simply ends."""
+    run: Callable[[Item], Result]
+    close: Callable[[], None] = lambda: None
 
 
 class Work(Generic[Item, Result]):

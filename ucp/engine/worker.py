@@ -19,7 +19,7 @@ from ucp.core.checkpoint import Atom, ForkableFiles
 from ucp.core.strided_runs import StridedRun
 from ucp.core.target import OutputFile, Target
 from ucp.engine.copy_tasks import CopyTask, OutputRange, OverlapSweep, literal_tasks, task_groups
-from ucp.engine.pool import Meter, Work, run_pool
+from ucp.engine.pool import Meter, Work, Worker, run_pool
 from ucp.errors import StorageError
 from ucp.read.verbatim import StoredRuns, VerbatimReader, ViewCache
 from ucp.storage.local import SourceFiles, write_all
@@ -95,9 +95,10 @@ class CopyWork(Work[Sequence[CopyTask], "list[list[WrittenRange]]"]):
         self.budget = budget
         self._open_files = max(1, settings.MAX_OPEN_FILES // max(1, budget.jobs))  # per worker
 
-    def start(self, meter: Meter) -> CopyWorker:
+    def start(self, meter: Meter) -> Worker[Sequence[CopyTask], list[list[WrittenRange]]]:
         outputs = OutputDescriptors(self.folder, self.files, self._open_files)
-        return CopyWorker(self.source, outputs, self.budget.slab_bytes, meter)
+        worker = CopyWorker(self.source, outputs, self.budget.slab_bytes, meter)
+        return Worker(lambda group: [worker.write(task) for task in group], outputs.close)
 
     def load(self, group: Sequence[CopyTask]) -> float:
         # Computed bytes take longer than copied ones.
@@ -136,12 +137,6 @@ class CopyWorker:
         self.views = ViewCache(self.block)
         self._verbatim: tuple[Atom, VerbatimReader] | None = None
         self._reader: AtomReader | None = None
-
-    def run(self, group: Sequence[CopyTask]) -> list[list[WrittenRange]]:
-        return [self.write(task) for task in group]
-
-    def close(self) -> None:
-        self.outputs.close()
 
     def write(self, task: CopyTask) -> list[WrittenRange]:
         """Write a task; returns what is on disk now, range by range."""

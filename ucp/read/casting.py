@@ -3,10 +3,9 @@
 numpy has neither bfloat16 nor fp8, so a *raw* array holds such elements as unsigned integers of the same size. All
 functions here take and return raw arrays; rounding is to nearest even, as in torch.
 
-Page-aligned scratch buffers, reused by each thread.
-
-On AMD Zen, a copy is several times slower if destination minus source is 1 to 31 bytes modulo 4,096, as it is for a
-large block of malloc and the pages of a file. Fresh pages cost as much as the read into them.
+Scratch buffers are page-aligned and reused: on AMD Zen, a copy is several times slower if destination minus source is 1
+to 31 bytes modulo 4,096, as it is for a large block of malloc and the pages of a file, and fresh pages cost as much as
+the read into them.
 """
 
 from __future__ import annotations
@@ -35,6 +34,11 @@ _NATIVE = {
 def raw_dtype(dtype: DType) -> np.dtype[Any]:
     """The numpy type of raw elements: `dtype` itself if numpy has it, otherwise an unsigned integer of that size."""
     return _NATIVE.get(dtype.name) or np.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def words(raw: RawArray) -> RawArray:
+    """Raw elements as unsigned integers, flattened; an element of 16 bytes as two."""
+    return raw.reshape(-1).view(np.dtype(f"uint{8 * min(raw.dtype.itemsize, 8)}"))
 
 
 def can_cast(source: DType, target: DType) -> bool:

@@ -8,7 +8,6 @@ many parameters share a description.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ucp.core.box import Box
 from ucp.core.checkpoint import STEP, Atom, Checkpoint, Fragment, Parameter, Rank
 from ucp.errors import UcpError
 from ucp.reports.atom_statistics import AtomStatistics
+from ucp.storage.paths import natural_order
 
 # Atoms with at least this many fragments are assumed to be split alike if shape, count and first fragment are equal.
 _MANY_FRAGMENTS: Final = 64
@@ -59,7 +59,7 @@ class PartitionMap:
         """An empty map with all ranks of the mesh: tensor-parallel rank fastest, then data, then pipeline."""
         mesh = checkpoint.mesh
         ranks = [Rank(pp, tp, dp) for pp in range(mesh.pp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
-        files = sorted(checkpoint.sizes, key=_natural)
+        files = sorted(checkpoint.sizes, key=natural_order)
         partition = PartitionMap(ranks, files)
         partition._rank_numbers = {rank: number for number, rank in enumerate(ranks)}
         partition._file_numbers = {file: number for number, file in enumerate(files)}
@@ -155,12 +155,6 @@ def _step(one: _FragmentEntry, other: _FragmentEntry) -> tuple[int, ...]:
 
 def _run(run: Sequence[_FragmentEntry], step: tuple[int, ...]) -> tuple[int, ...]:
     return (len(run), *run[0]) if len(run) == 1 else (len(run), *run[0], *step)
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that compares numbers by value: `rank_2` before `rank_10`."""
-    words = re.split(r"(\d+)", name)
-    return [(1, int(word), "") if word.isdigit() else (0, 0, word) for word in words]
 
 
 SCHEMA: Final = 1

@@ -77,6 +77,11 @@ def local_path(name: str | os.PathLike[str], what: str) -> Path:
     return Path(name)
 
 
+def natural_order(name: str) -> list[Any]:
+    """Sort key for file names that compares numbers by value: `rank_2` before `rank_10`."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
 def scan_folder(folder: Path) -> AbstractContextManager[Iterable[FolderEntry]]:
     """The entries of a folder, like `os.scandir`."""
     from ucp.storage.storage import storage_of
